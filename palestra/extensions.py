@@ -4,6 +4,7 @@ An entry point's name is what users write, and it leads to one object:
 
 | group | object |
 |---|---|
+| `palestra.adapters` | see `palestra.envs.adapters`: what makes environments of another library's class or instance |
 | `palestra.algorithms` | a class derived from `palestra.Algorithm` |
 | `palestra.base_servers` | what connects a job to a shared base; see `palestra.runtime.parts.BaseConnection` |
 | `palestra.commands` | a module with `add(commands)`, for `palestra NAME` |

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from palestra.envs.environment import Environment, Reset, Step
@@ -22,7 +26,7 @@ _FROZEN = 0.8  # probability that a field of a random map is ice, not a hole
 
 
 class GymnasiumEnvironment(Environment):
-    """Any registered Gymnasium environment whose actions can be said.
+    """Any environment of Gymnasium whose actions can be said; `palestra.train(environment=…)` makes one by itself.
 
     A task may have the keys `seed` and `options`, which go to Gymnasium's `reset`. The agent's action is the first name
     of an action, or number, in its reply; of a space of several numbers it is as many numbers, of a Dict or a Tuple it
@@ -34,7 +38,7 @@ class GymnasiumEnvironment(Environment):
 
     def __init__(
         self,
-        name: str,
+        world: Any,
         *,
         actions: Sequence[str] = (),
         features: Sequence[str] = (),
@@ -43,10 +47,11 @@ class GymnasiumEnvironment(Environment):
         observation: View = "text",
         **settings: Any,
     ) -> None:
-        """Create the world with `gymnasium.make`.
+        """Create the world.
 
         Args:
-            name: Gymnasium's name of the environment, for example `Taxi-v3`.
+            world: Gymnasium's name of the environment, for example `Taxi-v3`, or its class. Or an instance, which is
+                made once more by its `spec`, and is copied where it has none, since each episode needs its own.
             actions: names for the numbers of a discrete space, in order; empty: the agent says numbers.
             features: names for the numbers of an observation of one dimension, in order; empty: they are shown bare.
             rules: text before the first observation of each episode; empty: for actions that are neither discrete nor
@@ -54,7 +59,7 @@ class GymnasiumEnvironment(Environment):
             impossible_reward: reward of a reply that has no valid action.
             observation: what the agent is shown: `text`; `picture`, the observation, an array of uint8 [height,
                 width], [height, width, 1] or [height, width, 3]; or `render`, what the world's `render` draws.
-            **settings: arguments for `gymnasium.make`; with `render`, `render_mode` is `rgb_array`.
+            **settings: arguments for `gymnasium.make` or the class; with `render`, `render_mode` is `rgb_array`.
 
         Raises:
             ConfigError: Gymnasium is not installed, or has no such environment, or its actions are of another kind, or
@@ -63,10 +68,8 @@ class GymnasiumEnvironment(Environment):
         gymnasium = imported_gymnasium()
         if observation == "render":
             settings["render_mode"] = "rgb_array"
-        try:
-            self._world: Any = gymnasium.make(name, **settings)
-        except gymnasium.error.Error as error:
-            raise ConfigError(f"Gymnasium can't make {name!r}: {error}") from error
+        name = world if isinstance(world, str) else getattr(world, "__name__", type(world).__name__)
+        self._world: Any = _made(world, name, settings)
         space: Any = self._world.action_space
         kinds: Any = gymnasium.spaces
         try:
@@ -144,6 +147,43 @@ class GymnasiumEnvironment(Environment):
         match = _NUMBER.search(said)
         number = int(match[0]) if match and len(match[0]) < 10 else None
         return number if number is not None and self._world.action_space.contains(number) else None
+
+
+def adapted_world(world: Any) -> Callable[[], GymnasiumEnvironment] | None:
+    """Return what makes environments of a class, an instance or a registered name of Gymnasium; None: it is none."""
+    if "gymnasium" not in sys.modules and (not isinstance(world, str) or find_spec("gymnasium") is None):
+        return None
+    gymnasium = imported_gymnasium()
+    if isinstance(world, str):
+        known = world.rpartition(":")[2] in gymnasium.registry
+    else:
+        known = isinstance(world, gymnasium.Env) or (isinstance(world, type) and issubclass(world, gymnasium.Env))
+    return partial(GymnasiumEnvironment, world) if known else None
+
+
+def _made(world: Any, name: str, settings: Mapping[str, Any]) -> Any:
+    """Return a new world of a name, a class or an instance.
+
+    Raises:
+        ConfigError: Gymnasium can't make it, or the instance can't be copied.
+    """
+    gymnasium = imported_gymnasium()
+    try:
+        if isinstance(world, str):
+            return gymnasium.make(world, **settings)
+        if not isinstance(world, gymnasium.Env):
+            return world(**settings)
+        if world.spec is not None:
+            return gymnasium.make(world.spec, **settings)
+    except gymnasium.error.Error as error:
+        raise ConfigError(f"Gymnasium can't make {name!r}: {error}") from error
+    try:
+        return copy.deepcopy(world)
+    except Exception as error:
+        raise ConfigError(
+            f"each episode needs a {name} of its own, and this one can't be copied ({type(error).__name__}: {error}); "
+            f"give its class, or `lambda: {name}(…)`"
+        ) from error
 
 
 def imported_gymnasium() -> Any:

@@ -48,8 +48,7 @@ def fitted_table(
             sizes[name] = max(least[name], sizes[name] - max(over(), 0))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, size in sizes.items():
-        justify = "right" if name in right else "left"
-        table.add_column(name, no_wrap=True, overflow="ellipsis", justify=justify, max_width=size)
+        table.add_column(name, no_wrap=True, justify="right" if name in right else "left", max_width=size)
     for row in texts:
         table.add_row(*(Text(cell) for name, cell in zip(names, row, strict=True) if name in sizes))
     return table

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
 
+from palestra.envs.adapters import adapted
 from palestra.envs.check_concurrent import Script, Task, check_concurrent, check_nothing_left, scripts
 from palestra.envs.check_continuous import episodes_of
 from palestra.envs.concurrent import ConcurrentEnvironment, checked_reset, checked_step, step_of
@@ -81,6 +82,7 @@ def check_environment(
     """
     if not tasks or (actions is not None and not actions):
         raise ValueError("check_environment needs a task, and actions if they are given")
+    make = adapted(make)
     made, other = _make(make), _make(make)
     if not isinstance(made, Environment | ConcurrentEnvironment):
         raise InvalidEnvironment(f"`make` returned a {type(made).__name__}, which is no environment")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from palestra.agents import Agent
 from palestra.client.arguments import checked_amount, checked_count
+from palestra.envs.adapters import adapted
 from palestra.rollout.environment_pool import Made
 
 
@@ -25,11 +26,12 @@ class RolloutSpec:
     temperature: float | None = None  # used where the job fixes no temperature: not in training, nor in validation
 
     def __post_init__(self) -> None:
-        """Check the numbers.
+        """Check the numbers, and take environments of other libraries by their adapters.
 
         Raises:
             ConfigError: one makes no sense; the message names it.
         """
+        object.__setattr__(self, "environment", adapted(self.environment))
         if self.max_tokens is not None:
             checked_count("max_tokens", self.max_tokens)
         if self.temperature is not None:

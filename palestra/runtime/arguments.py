@@ -13,6 +13,7 @@ from palestra.client.player import Rollout
 from palestra.client.task_files import task_rows
 from palestra.config import JobConfig
 from palestra.envs import ConcurrentEnvironment, Environment, TaskEnvironment
+from palestra.envs.adapters import adapted
 from palestra.envs.environment import task_prompt
 from palestra.envs.reward_facts import FACTS
 from palestra.envs.rewards import needed_columns, reward_function
@@ -115,14 +116,14 @@ def resolve_rollout(
         return RolloutSpec(environment=lambda: TaskEnvironment(reward), system=config.environment.system)
     if environment is None or isinstance(environment, str):
         return None
-    maker: object = environment
+    maker: object = adapted(environment)
     if not callable(maker):
         name = type(maker).__name__
         raise ConfigError(
             f"`environment` is one {name}, and each episode needs its own; give the class {name}, or "
             f"`lambda: {name}(…)`"
         )
-    return RolloutSpec(environment=environment, system=config.environment.system)
+    return RolloutSpec(environment=maker, system=config.environment.system)
 
 
 def _check_rollout(rollout: object) -> None:

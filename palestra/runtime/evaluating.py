@@ -16,6 +16,7 @@ from palestra.agents import ModelAgent, RandomAgent
 from palestra.client.arguments import checked_count
 from palestra.client.player import Rollout
 from palestra.config import JobConfig, Roles, TasksConfig
+from palestra.envs.adapters import adapted
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
@@ -73,7 +74,8 @@ def evaluate(
             opponents as well. Of a run that has trained several policies each takes the checkpoint of its own name, and
             `RUN/checkpoints/NAME` is that of one. None: the configuration's.
         environment: class of an environment, a function without arguments that makes one, or the name of one that ships
-            with Palestra (`palestra environments`).
+            with Palestra (`palestra environments`). Or a class, an instance or an id of Gymnasium, which
+            `GymnasiumEnvironment` plays: actions are read from the reply's text.
         reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or a function in TRL's form.
             Either may ask by name for `finish_reason`, `messages`, `calls`, `prompt_tokens`, `completion_tokens` and
             `completion_ids`.
@@ -94,6 +96,7 @@ def evaluate(
         PalestraError: the model can't be loaded, or many episodes in a row have failed.
         KeyboardInterrupt, SystemExit: after SIGINT, or SIGTERM (exit code 143); episodes are kept in `run_dir`.
     """
+    environment = adapted(environment)
     found, interrupts = evaluate_until_stopped(
         rollout,
         tasks,

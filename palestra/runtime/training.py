@@ -12,6 +12,7 @@ from palestra.client.arguments import checked_count
 from palestra.client.player import Rollout
 from palestra.client.protocol import push_calls
 from palestra.config import JobConfig, ServerConfig
+from palestra.envs.adapters import adapted
 from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
@@ -70,7 +71,8 @@ def train(
             that has trained several policies each policy takes the checkpoint of its own name, and
             `RUN/checkpoints/NAME` is that of one. None: the configuration's.
         environment: class of an environment, a function without arguments that makes one, or the name of one that ships
-            with Palestra (`palestra environments`).
+            with Palestra (`palestra environments`). Or a class, an instance or an id of Gymnasium, which
+            `GymnasiumEnvironment` plays: actions are read from the reply's text.
         reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or a function in TRL's form.
             Either may ask by name for `finish_reason`, `messages`, `calls`, `prompt_tokens`, `completion_tokens` and
             `completion_ids`. None is not scored, and left out. Several rewards by name, which the job weighs and
@@ -94,6 +96,7 @@ def train(
             continues it. A second Ctrl-C does not wait for that.
         SystemExit: after SIGTERM, with exit code 143; the run is saved in the same way.
     """
+    environment = adapted(environment)
     result, interrupts = train_until_stopped(
         rollout,
         tasks,
