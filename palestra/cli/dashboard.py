@@ -18,8 +18,6 @@ from palestra.terminal import say
 if TYPE_CHECKING:
     from palestra.dashboard.access import OneTimeLink
 
-PORT = 7413
-
 
 def add(commands: Any) -> None:
     """Add the command `dashboard`, which takes folders of runs."""
@@ -34,7 +32,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("run_dirs", metavar="RUN", type=Path, nargs="+", help="a run's folder; the run may be running")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; TLS needs a proxy")
-    parser.add_argument("--port", type=int, default=PORT, help="port to listen on; 0 for any free one")
+    parser.add_argument(
+        "--port", type=int, help="port to listen on, 0 for any free one; without it 7413, or any if that is in use"
+    )
     parser.add_argument("--no-browser", action="store_true", help="print the link, and open no browser")
 
 

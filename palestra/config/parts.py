@@ -88,7 +88,12 @@ class ServerConfig(Section):
     """The data plane, which is the HTTP server of the job: its address and limits."""
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all. TLS needs a proxy.")
-    port: int = Field(7411, ge=0, le=65535, description="Port to listen on; 0: any free port.")
+    port: int = Field(
+        7411,
+        ge=0,
+        le=65535,
+        description="Port to listen on; 0: any free port. A default that is in use gives way to any free port.",
+    )
     max_body_bytes: Positive = Field(4 * 2**20, description="A larger body is refused with 413.")
     max_waiting_calls: Positive = Field(1024, description="More model calls at the same time are refused with 429.")
     max_wait_seconds: Seconds = Field(60.0, description="Longest time that a claim may wait for an episode.")

@@ -118,7 +118,7 @@ class PolicyConfig(Section):
     base: Annotated[str, AfterValidator(check_address)] | None = Field(
         None,
         description="Base server that has `model` in memory and samples and trains for this job, beside others: its "
-        "address, such as `unix:runs/base/socket` or `ws://127.0.0.1:7413`, or `shared` where a service chooses one. "
+        "address, such as `unix:runs/base/socket` or `ws://127.0.0.1:7414`, or `shared` where a service chooses one. "
         "Such a policy has an adapter or is frozen. None: the job has a model of its own.",
     )
     frozen: bool = Field(

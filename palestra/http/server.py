@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
@@ -19,11 +20,12 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PONG_SECONDS = 60.0  # after which a client of a WebSocket that answers no ping is gone; uvicorn pings each 20 s
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, or_any: bool = False) -> socket.socket:
     """Return a socket that listens.
 
     Args:
         port: 0: any free port.
+        or_any: whether another port will do where this one is in use: a default, which nobody has asked for.
 
     Raises:
         ConfigError: the address is in use, or is not one of this machine's.
@@ -43,6 +45,8 @@ def listen(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
+        if or_any and error.errno == errno.EADDRINUSE:
+            return listen(host, 0)
         raise ConfigError(
             f"{host}:{port} can't be listened on ({error.strerror or error}); set server.port, or 0 for any free port"
         ) from error

@@ -58,6 +58,19 @@ class TrainingBudget:
         budget = self._config.token_budget
         return learning_rate(optimizer, step, self._config.steps, None if budget is None else self._before / budget)
 
+    def evaluations_after(self, step: int) -> int:
+        """Return about how many evaluations there are after later steps than this one, which is done."""
+        config, budget, steps = self._config.evaluation, self._config.token_budget, self._config.steps
+        if self.is_over(step) or not (config.every_steps or config.every_tokens):
+            return 0
+        if config.every_tokens is not None:
+            rate = self.sampled / step if step else 0.0
+            rest = rate * (steps - step) if budget is None else budget - self.sampled
+            return int(rest // config.every_tokens) + 1
+        if budget is not None and self.sampled:
+            steps = min(steps, round(step * budget / self.sampled))
+        return max(steps // config.every_steps - step // config.every_steps, 0) + bool(steps % config.every_steps)
+
     def evaluation_is_due(self, step: int) -> bool:
         """Return whether the policies are scored after this step, which is the newest that was counted."""
         config = self._config.evaluation

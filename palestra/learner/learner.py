@@ -149,7 +149,7 @@ class Learner:
         if unfinished is not None and not self._stopping.is_set():  # if stopped, the validation tasks may be missing
             finished = await self._finish_step(unfinished)
         while finished and not self._budget.is_over(self._progress.step) and not self._stopping.is_set():
-            started = time.monotonic()
+            self._progress.step_began = started = time.monotonic()
             step = self._progress.step + 1
             manifest, gathered = await self._unless_stopped(self._manifest(step)) or (None, {})
             if manifest is None:
@@ -162,8 +162,10 @@ class Learner:
             await self._open_engine()
             with self._progress.inside(Part.CHECKPOINT):
                 await self._checkpoints.save_if_due(step, last=self._budget.is_over(step))
-            finished = await self._finish_step(row)
             self._progress.step_seconds.append(time.monotonic() - started)
+            self._progress.step_began = None
+            self._progress.evaluations_left = self._evaluations_left(step - 1)
+            finished = await self._finish_step(row)
         if self._stopping.is_set():
             fault_point("during_stop")
         if self._progress.step > self._checkpoints.saved_step:
@@ -368,6 +370,8 @@ class Learner:
                 return False
             row |= self._versions_of_row() | found
             await self._event("evaluated", {"step": step, **found})
+            self._progress.evaluation_seconds.append(found["time/validation_seconds"])
+            self._progress.evaluations_left = self._evaluations_left(step)
             await self._checkpoints.keep_best(step, found)
         elif step == 0:
             return True
@@ -375,6 +379,10 @@ class Learner:
         row["time/checkpoint_seconds"] = self._checkpoints.take_seconds()
         await self._log.write(step, row, last=self._budget.is_over(step))
         return True
+
+    def _evaluations_left(self, step: int) -> int:
+        """Return how many evaluations are made after the one that a step may have."""
+        return self._budget.evaluations_after(step) if self._validation_tasks else 0
 
     async def _open_engine(self) -> None:
         """Let the engine sample, unless a step whose manifest was committed before a restart is still to be repeated.

@@ -79,7 +79,8 @@ def existing_parent(folder: Path) -> Path:
 
 def _port(config: JobConfig) -> Iterator[Finding]:
     try:
-        listen(config.server.host, config.server.port).close()
+        by_default = "port" not in config.server.model_fields_set
+        listen(config.server.host, config.server.port, or_any=by_default).close()
     except ConfigError as error:
         yield Finding(key="server.port", text=str(error))
 

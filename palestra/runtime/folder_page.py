@@ -32,6 +32,8 @@ MOST_BYTES = 8 * 2**20  # of a conversation
 CONNECT_SECONDS = 10.0
 TALK = f"{PAGE}/api/runs/{{run}}/talk"
 
+PORT = 7413
+
 
 class TalkState(BaseModel):
     """The answers about talking to a checkpoint of a run."""
@@ -56,18 +58,19 @@ class Load(BaseModel):
 
 
 async def serve_folders(
-    runs: Sequence[Run], host: str, port: int, ready: Callable[[str, OneTimeLink], None], stop: asyncio.Event
+    runs: Sequence[Run], host: str, port: int | None, ready: Callable[[str, OneTimeLink], None], stop: asyncio.Event
 ) -> None:
     """Serve the page until `stop` is set.
 
     Args:
-        port: 0: any free port.
+        port: 0: any free port. None: 7413, or any free port if that is in use.
         ready: is called with the page's address and its access when the server listens.
 
     Raises:
         ConfigError: the address is in use.
     """
-    listener, access, stopping = listen(host, port), OneTimeLink(), asyncio.Event()
+    listener = listen(host, PORT if port is None else port, or_any=port is None)
+    access, stopping = OneTimeLink(), asyncio.Event()
     server = CheckpointServer()
     try:
         async with served(create_folder_app(runs, access, stopping, server, host), listener, stopping.set):

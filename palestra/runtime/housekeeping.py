@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from palestra.errors import PalestraError
 from palestra.session import SeatBook
@@ -70,4 +71,6 @@ async def _count(store: RunStore, progress: JobProgress) -> None:
     if (wanted := progress.collecting) is not None:
         found = PhaseProgress(*await store.groups.settled_of_step(wanted.kind, wanted.step))
         if progress.collecting == wanted:  # the same phase as before the query
-            progress.collected = found
+            # Groups that are replaced, since they teach nothing, are not settled any more: that is no way back.
+            before = 0 if progress.collected is None else progress.collected.done
+            progress.collected = replace(found, done=min(max(found.done, before), found.due))

@@ -100,7 +100,8 @@ async def local_job(
     with contextlib.ExitStack() as stack:
         start = stack.enter_context(starting_in(config.folder))
         folder = RunFolder(config.folder)
-        listener = stack.enter_context(listen(config.server.host, config.server.port))
+        by_default = "port" not in config.server.model_fields_set
+        listener = stack.enter_context(listen(config.server.host, config.server.port, or_any=by_default))
         trained = (
             config if scored is None else config.model_copy(update={"kind": "inference"})
         )  # scoring needs no trainer

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from palestra.config import SAVED_CONFIG, JobConfig, load_config
+from palestra.config import SAVED_CONFIG, JobConfig, load_config, load_saved_config
 from palestra.disk import RUN_LOCK, is_locked, open_own, private_folder
 from palestra.errors import ConfigError, NotFound, RunInUse
 from palestra.learner.reporting import CHECKPOINTS, checkpoints_of
@@ -21,6 +21,8 @@ MADE_BY_A_START = ("secret", "api_key", "run.db", "run.db-wal", "run.db-shm")
 def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] = lambda text: None) -> JobConfig:
     """Return the configuration with the run's folder: the configured one, or a new `runs/<name>`, `runs/<name>-2`, …
 
+    A job that only serves its model goes on in the folder of one that did, under the same key, also without `resume`.
+
     Args:
         resume: whether to continue a run; the newest of the job's name if no folder is configured.
         say: is called with a sentence for people if a folder other than `runs/<name>` is chosen.
@@ -28,9 +30,10 @@ def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] 
     Raises:
         ConfigError: the folder has a run and `resume` is False, or has none and `resume` is True.
     """
+    serves = config.kind == "inference"  # an address and a key, with which clients go on after a restart
     if config.run_dir is None:
         number, folder, newest = 1, config.folder, None
-        while (folder / "run.db").exists():
+        while (folder / "run.db").exists() and not (serves and _can_be_served_from(folder)):
             newest, number = folder, number + 1
             folder = config.folder.with_name(f"{config.name}-{number}")
         if newest is not None and not resume:
@@ -40,7 +43,7 @@ def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] 
             )
         config = config.model_copy(update={"run_dir": newest if resume and newest else folder})
     known = (config.folder / "run.db").exists()
-    if known and not resume:
+    if known and not resume and not (serves and _has_served(config.folder)):
         raise ConfigError(
             f"{config.folder} has a run already; add --resume (in a script resume=True) to go on with it, or "
             "choose another run_dir (--set run_dir=…)"
@@ -50,6 +53,15 @@ def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] 
             f"{config.folder} has no run to go on with; leave --resume out (in a script resume=True) to start one"
         )
     return config
+
+
+def _has_served(folder: Path) -> bool:
+    """Return whether the run in a folder has served a model and trained nothing."""
+    return (folder / SAVED_CONFIG).is_file() and load_saved_config(folder).kind == "inference"
+
+
+def _can_be_served_from(folder: Path) -> bool:
+    return _has_served(folder) and not is_running(folder)
 
 
 def weights_of_run(model: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import fmean
 
 from palestra.types.records import EpisodeKind
 from palestra.types.states import GroupState, JobState, check_transition
@@ -128,7 +130,10 @@ class JobProgress:
         warnings: those that hold after the last step.
         rollouts: the episodes that the server itself plays.
         runners: how many processes of the job's own play its environment now.
-        step_seconds: how long the last few steps took, evaluation included.
+        step_seconds: how long the steps of this process took, without evaluations.
+        step_began: monotonic seconds at which the present step began; None: none has.
+        evaluation_seconds: how long evaluations took.
+        evaluations_left: number of evaluations that are still to be made.
         numerics: what computes it; see `palestra.models.numerics`.
     """
 
@@ -152,6 +157,9 @@ class JobProgress:
     rollouts: RolloutProgress = field(default_factory=RolloutProgress)
     runners: int = 0
     step_seconds: list[float] = field(default_factory=list)
+    step_began: float | None = None
+    evaluation_seconds: list[float] = field(default_factory=list)
+    evaluations_left: int = 0
     numerics: dict[str, str] = field(default_factory=dict)
 
     def enter(self, phase: str, collecting: Phase | None = None) -> None:
@@ -188,19 +196,21 @@ class JobProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the remaining steps times the mean duration of the last ten; None until two steps are finished.
+        """Return the time of the remaining steps and evaluations; None until two steps are finished.
 
         With a token budget, the remaining steps are those that sample the rest of it.
         """
         if len(self.step_seconds) < 2:
             return None
-        # Steps become slower or faster as replies grow or shrink, so only the last ten count.
-        recent = self.step_seconds[-10:]
+        # The first step warms up, and later ones become slower or faster as replies grow or shrink.
+        a_step = fmean(self.step_seconds[1:][-10:])
         steps = float(self.steps - self.step)
         if self.token_budget is not None and self.step and self.sampled_tokens:
             left = max(self.token_budget - self.sampled_tokens, 0)
             steps = min(steps, left / (self.sampled_tokens / self.step))
-        return steps * sum(recent) / len(recent)
+        done = 0.0 if self.step_began is None else min(time.monotonic() - self.step_began, a_step)
+        evaluations = self.evaluations_left * fmean(self.evaluation_seconds[-10:] or [0.0])
+        return max(steps * a_step - done, 0.0) + evaluations
 
 
 def duration(seconds: float) -> str:

@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
         run,
         "have a base model in memory once, for many jobs that train adapters of it",
         "  palestra base SmolLM2-135M-Instruct\n"
-        "  palestra base ./my-model --tenant ada --tenant ben --port 7413\n"
+        "  palestra base ./my-model --tenant ada --tenant ben --port 7414\n"
         "  palestra base SmolLM2-135M-Instruct --tinker-port 7412     # scripts of the Tinker SDK as well\n\n"
         "then, in another terminal, with `base` and `adapter` in the job's policy:\n"
         "  PALESTRA_BASE_KEY_FILE=runs/base/keys/default palestra run job.toml",

