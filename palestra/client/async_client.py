@@ -6,42 +6,32 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx2
 
 from palestra.client.client import LIMITS
-from palestra.client.episode import (
-    GIVE_BACK_SECONDS,
-    Episode,
-    Reward,
-    StepRecords,
-    not_given_back,
-    reason_of,
-    renewed,
-    reward_of,
-)
-from palestra.client.exchange import Action, Reply, Settings, send_call
+from palestra.client.episode import Episode, Reward, StepRecords, renewed
+from palestra.client.exchange import Action, Exchange, Reply, Settings, send_call
+from palestra.client.leases import GIVE_BACK_SECONDS, claim, give_back, hand_in, push
 from palestra.client.model_call import ModelCall, ModelReply, model_call
 from palestra.client.protocol import (
+    A,
     Call,
     abort_call,
     claim_call,
     end_call,
     facts_call,
     heartbeat_call,
-    push_calls,
     read_claim,
     upload_call,
 )
 from palestra.client.seat import AsyncSeat, seat_of
-from palestra.client.task_files import task_source
-from palestra.errors import ClaimOver, JobOver, PalestraError
+from palestra.errors import PalestraError
 from palestra.http_clients import async_http_client
 from palestra.pictures.blobs import digest_of
 from palestra.threads import in_thread
@@ -106,20 +96,15 @@ class AsyncClient:
         Args:
             allow_discard_timeout: lease of the episode in seconds; None: the job's setting.
         """
-        while True:
+        episode, over = None, False
+        while episode is None and not over:
             call = claim_call(self._settings.worker_id, allow_discard_timeout)
             try:
-                answer = await self._send(call)
+                episode, over = await self._run(claim(self._settings, call))
             except asyncio.CancelledError:
                 await asyncio.shield(self._give_back_claimed(call))
                 raise
-            except JobOver:
-                return None
-            except ClaimOver:
-                continue
-            episode, finished = read_claim(answer)
-            if episode is not None or finished:
-                return episode
+        return episode
 
     async def _give_back_claimed(self, call: Call[ClaimAnswer]) -> None:
         """Send a claim whose answer was not awaited once more, which gets the same episode, and give that back."""
@@ -157,7 +142,7 @@ class AsyncClient:
 
     async def facts(self) -> RolloutFacts:
         """Return what a worker that plays an environment has to know of the job."""
-        return await self._send(facts_call())  # type: ignore[no-any-return]
+        return await self._send(facts_call())
 
     async def call_model(self, episode: Episode, call: ModelCall) -> ModelReply:
         """Make one model call of an episode; when it returns, the call is recorded.
@@ -171,7 +156,7 @@ class AsyncClient:
             EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
             PalestraError: the call was refused, or the server did not answer for long.
         """
-        return await self._send(model_call(episode, call))  # type: ignore[no-any-return]
+        return await self._send(model_call(episode, call))
 
     async def upload_picture(self, data: bytes, digest: str | None = None, episode: Episode | None = None) -> str:
         """Upload a picture once, and return the digest by which messages may name it.
@@ -218,8 +203,7 @@ class AsyncClient:
             train: tasks to train on; JSON objects, or the path of a JSONL file.
             validation: tasks to evaluate on, in the same forms.
         """
-        for call in push_calls({"validation": task_source(validation), "train": task_source(train)}):
-            await self._send(call)
+        await self._run(push(self._settings, train, validation))
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[Episode | None]:
@@ -228,22 +212,12 @@ class AsyncClient:
         if episode is None:
             yield None
             return
-        try:
-            async with renewed(self.heartbeat, episode):
-                yield episode
-                await self.end_episode(
-                    episode,
-                    reward_of(episode),
-                    metadata=episode.metadata,
-                    named_rewards=episode.named_rewards,
-                    truncated=episode.truncated,
-                )
-        except BaseException as error:
-            try:
-                await self._send(abort_call(episode, reason_of(error), discard=False), GIVE_BACK_SECONDS)
-            except PalestraError as problem:
-                not_given_back(episode, problem)
-            raise
+        async with self._held(
+            episode,
+            lambda: hand_in(self._settings, episode),
+            lambda error: give_back(self._settings, episode, error),
+        ):
+            yield episode
 
     @asynccontextmanager
     async def seat(self, role: str, *, episode_id: str | None = None) -> AsyncIterator[AsyncSeat | None]:
@@ -253,84 +227,76 @@ class AsyncClient:
             role: name of the seat.
             episode_id: of the only episode to play in; None: any.
         """
-        claimed: Episode | None = None
-        while claimed is None:
+        claimed, over = None, False
+        while claimed is None and not over:
             call = claim_call(self._settings.worker_id, None, role=role, episode_id=episode_id)
-            try:
-                claimed, finished = seat_of(await self._send(call))
-            except JobOver:
-                finished = True
-            except ClaimOver:
-                continue
-            if finished:
-                yield None
-                return
-        seat = AsyncSeat(self._send, claimed, role)
-        try:
-            async with renewed(self.heartbeat, claimed):
-                yield seat
-                await seat.leave()
-        except BaseException as error:
-            if await seat.ends_with(error):
-                return
-            try:
-                await self._send(abort_call(claimed, reason_of(error), discard=False), GIVE_BACK_SECONDS)
-            except PalestraError as problem:
-                not_given_back(claimed, problem)
-            raise
+            claimed, over = await self._run(claim(self._settings, call, seat_of))
+        if claimed is None:
+            yield None
+            return
+        seat = AsyncSeat(self._run, self._settings, claimed, role)
+        async with self._held(claimed, seat.leaving, seat.settled):
+            yield seat
 
-    async def _send(self, call: Call[Any], retry_seconds: float | None = None) -> Any:
-        sent = count()
-        steps = send_call(self._settings, call, retry_seconds, sent)
-        reply: Reply = None
+    @asynccontextmanager
+    async def _held(
+        self, episode: Episode, end: Callable[[], Exchange[None]], settle: Callable[[BaseException], Exchange[bool]]
+    ) -> AsyncIterator[None]:
+        """Renew a lease for a block, which ends with `end`, or with an error that is raised unless it is settled."""
         try:
-            while True:
-                action = steps.send(reply)
-                if isinstance(action, float):
-                    await asyncio.sleep(action)
-                    reply = None
-                    continue
-                url = self._settings.url
-                try:
-                    reply = await self._http.request(**action)
-                except httpx2.RequestError as error:
-                    reply = error
-                    # A server at a new address gets the whole `retry_seconds` again.
-                    if await self._has_moved(url):
-                        steps, reply = send_call(self._settings, call, retry_seconds, sent), None
-        except StopIteration as end:
-            return end.value
+            async with renewed(self.heartbeat, episode):
+                yield
+                await self._run(end())
+        except BaseException as error:
+            if not await self._run(settle(error)):
+                raise
+
+    async def _send(self, call: Call[A], retry_seconds: float | None = None) -> A:
+        return await self._run(send_call(self._settings, call, retry_seconds))
+
+    async def _run(self, steps: Exchange[T]) -> T:
+        return await drive_async(self._http, steps, self._has_moved)
 
     async def _has_moved(self, url: str) -> bool:
-        """Return whether the server's address differs from `url` now. Of several concurrent calls, one looks it up."""
+        """Return whether the server's address is no more that of a request. Of several callers, one looks it up."""
         if self._find is None:
             return False
         async with self._finding:
-            if self._settings.url == url:
+            if url.startswith(self._settings.url + "/"):
                 found, key = await in_thread(self._find)
                 self._settings.move(found, key)
-        return self._settings.url != url
+        return not url.startswith(self._settings.url + "/")
 
 
-async def drive_async(http: httpx2.AsyncClient, steps: Generator[Action, Reply, T]) -> T:
+async def drive_async(
+    http: httpx2.AsyncClient, steps: Exchange[T], has_moved: Callable[[str], Awaitable[bool]] | None = None
+) -> T:
     """Carry out the actions that an exchange yields, and return its result; see `palestra.client.client.drive`.
 
     Args:
         http: the client to send requests with.
         steps: generator of `exchange`, which yields requests to send and pauses to make.
+        has_moved: returns whether the server of a URL that can't be reached has another one now; None: it never has.
     """
-    reply: Reply = None
     try:
+        action = next(steps)
         while True:
-            action = steps.send(reply)
-            if isinstance(action, float):
-                await asyncio.sleep(action)
-                reply = None
-                continue
             try:
-                reply = await http.request(**action)
-            except httpx2.RequestError as error:
-                reply = error
+                reply = await _done(http, action, has_moved)
+            except PalestraError as error:
+                action = steps.throw(error)
+            else:
+                action = steps.send(reply)
     except StopIteration as end:
         result: T = end.value
         return result
+
+
+async def _done(http: httpx2.AsyncClient, action: Action, has_moved: Callable[[str], Awaitable[bool]] | None) -> Reply:
+    if isinstance(action, float):
+        await asyncio.sleep(action)
+        return None
+    try:
+        return await http.request(**action)
+    except httpx2.RequestError as error:
+        return None if has_moved is not None and await has_moved(action["url"]) else error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -11,29 +11,11 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 
-from palestra.client.episode import (
-    GIVE_BACK_SECONDS,
-    Episode,
-    Heartbeats,
-    Reward,
-    not_given_back,
-    reason_of,
-    reward_of,
-)
-from palestra.client.exchange import Action, Reply, Settings, send_call
-from palestra.client.protocol import (
-    Call,
-    abort_call,
-    claim_call,
-    end_call,
-    heartbeat_call,
-    push_calls,
-    read_claim,
-    upload_call,
-)
+from palestra.client.episode import Episode, Reward, renewed_in_thread
+from palestra.client.exchange import Action, Exchange, Reply, Settings, send_call
+from palestra.client.leases import claim, give_back, hand_in, push
+from palestra.client.protocol import A, Call, abort_call, claim_call, end_call, heartbeat_call, upload_call
 from palestra.client.seat import Seat, seat_of
-from palestra.client.task_files import task_source
-from palestra.errors import ClaimOver, PalestraError
 from palestra.http_clients import http_client
 from palestra.pictures.blobs import digest_of
 
@@ -72,7 +54,6 @@ class Client:
         """
         self._settings = Settings(url, api_key, worker_id, retry_seconds)
         self._http = http_client(limits=LIMITS)
-        self._heartbeats = Heartbeats(lambda episode: self._send(heartbeat_call(episode), retry_seconds=0.0))
 
     def __enter__(self) -> Self:
         return self
@@ -83,8 +64,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections and stop the heartbeats. `with` does it at the end of its block."""
-        self._heartbeats.close()
+        """Close the connections. `with` does it at the end of its block."""
         self._http.close()
 
     def begin_episode(self, *, allow_discard_timeout: float | None = None) -> Episode | None:
@@ -101,14 +81,12 @@ class Client:
             Unauthorized: the key is not the job's.
             ConnectionLost: the server could not be reached for `retry_seconds`.
         """
-        while True:
-            try:
-                answer = self._send(claim_call(self._settings.worker_id, allow_discard_timeout))
-            except ClaimOver:
-                continue
-            episode, finished = read_claim(answer)
-            if episode is not None or finished:
-                return episode
+        episode, over = None, False
+        while episode is None and not over:
+            episode, over = self._run(
+                claim(self._settings, claim_call(self._settings.worker_id, allow_discard_timeout))
+            )
+        return episode
 
     def end_episode(
         self,
@@ -186,8 +164,7 @@ class Client:
             ConfigError: there is no such file, or a line is not a JSON object; nothing is pushed.
             InvalidRequest: a task is not a JSON object.
         """
-        for call in push_calls({"validation": task_source(validation), "train": task_source(train)}):
-            self._send(call)
+        self._run(push(self._settings, train, validation))
 
     @contextmanager
     def episode(self) -> Iterator[Episode | None]:
@@ -203,22 +180,12 @@ class Client:
         if episode is None:
             yield None
             return
-        try:
-            with self._heartbeats.of(episode):
-                yield episode
-                self.end_episode(
-                    episode,
-                    reward_of(episode),
-                    metadata=episode.metadata,
-                    named_rewards=episode.named_rewards,
-                    truncated=episode.truncated,
-                )
-        except BaseException as error:
-            try:
-                self._send(abort_call(episode, reason_of(error), discard=False), GIVE_BACK_SECONDS)
-            except PalestraError as problem:
-                not_given_back(episode, problem)
-            raise
+        with self._held(
+            episode,
+            lambda: hand_in(self._settings, episode),
+            lambda error: give_back(self._settings, episode, error),
+        ):
+            yield episode
 
     @contextmanager
     def seat(self, role: str, *, episode_id: str | None = None) -> Iterator[Seat | None]:
@@ -237,35 +204,38 @@ class Client:
             NotFound: the job has no such seat, or no such episode.
             Conflict: the job has no seats, or this client (its `worker_id`) holds another seat of the episode.
         """
-        claimed: Episode | None = None
-        while claimed is None:
+        claimed, over = None, False
+        while claimed is None and not over:
             call = claim_call(self._settings.worker_id, None, role=role, episode_id=episode_id)
-            try:
-                claimed, finished = seat_of(self._send(call))
-            except ClaimOver:
-                continue
-            if finished:
-                yield None
-                return
-        seat = Seat(self._send, claimed, role)
+            claimed, over = self._run(claim(self._settings, call, seat_of))
+        if claimed is None:
+            yield None
+            return
+        seat = Seat(self._run, self._settings, claimed, role)
+        with self._held(claimed, seat.leaving, seat.settled):
+            yield seat
+
+    @contextmanager
+    def _held(
+        self, episode: Episode, end: Callable[[], Exchange[None]], settle: Callable[[BaseException], Exchange[bool]]
+    ) -> Iterator[None]:
+        """Renew a lease for a block, which ends with `end`, or with an error that is raised unless it is settled."""
         try:
-            with self._heartbeats.of(claimed):
-                yield seat
-                seat.leave()
+            with renewed_in_thread(lambda episode: self._send(heartbeat_call(episode), retry_seconds=0.0), episode):
+                yield
+                self._run(end())
         except BaseException as error:
-            if seat.ends_with(error):
-                return
-            try:
-                self._send(abort_call(claimed, reason_of(error), discard=False), GIVE_BACK_SECONDS)
-            except PalestraError as problem:
-                not_given_back(claimed, problem)
-            raise
+            if not self._run(settle(error)):
+                raise
 
-    def _send(self, call: Call[Any], retry_seconds: float | None = None) -> Any:
-        return drive(self._http, send_call(self._settings, call, retry_seconds))
+    def _send(self, call: Call[A], retry_seconds: float | None = None) -> A:
+        return self._run(send_call(self._settings, call, retry_seconds))
+
+    def _run(self, steps: Exchange[T]) -> T:
+        return drive(self._http, steps)
 
 
-def drive(http: httpx2.Client, steps: Generator[Action, Reply, T]) -> T:
+def drive(http: httpx2.Client, steps: Exchange[T]) -> T:
     """Carry out the actions that an exchange yields, and return its result.
 
     Args:
@@ -275,15 +245,17 @@ def drive(http: httpx2.Client, steps: Generator[Action, Reply, T]) -> T:
     reply: Reply = None
     try:
         while True:
-            action = steps.send(reply)
-            if isinstance(action, float):
-                time.sleep(action)
-                reply = None
-                continue
-            try:
-                reply = http.request(**action)
-            except httpx2.RequestError as error:
-                reply = error
+            reply = _done(http, steps.send(reply))
     except StopIteration as end:
         result: T = end.value
         return result
+
+
+def _done(http: httpx2.Client, action: Action) -> Reply:
+    if isinstance(action, float):
+        time.sleep(action)
+        return None
+    try:
+        return http.request(**action)
+    except httpx2.RequestError as error:
+        return error

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from palestra.errors import Conflict, InvalidRequest, NotFound, PalestraError
+from palestra.errors import NotFound, PalestraError
 from palestra.types.steps import AgentStepReward, StepTimes
 from palestra.waiting import cancelled
 
 log = logging.getLogger("palestra.client")
 SHORTEST_SECONDS = 0.1  # between two heartbeats of one episode
-GIVE_BACK_SECONDS = 5.0  # limit for giving an episode back after an error; later, its lease runs out
 Reward = float | Mapping[str, float]
 
 
@@ -183,91 +181,35 @@ async def renewed(heartbeat: Callable[[Episode], Awaitable[None]], episode: Epis
         await cancelled(beating)
 
 
-class Heartbeats:
-    """Renews the leases of all open blocks in one thread, which starts with the first block."""
+@contextmanager
+def renewed_in_thread(heartbeat: Callable[[Episode], object], episode: Episode) -> Iterator[None]:
+    """Renew the lease of an episode in a thread while the block is open.
 
-    def __init__(self, heartbeat: Callable[[Episode], None]) -> None:
-        """Create the renewal without its thread.
+    Args:
+        heartbeat: sends one heartbeat, without retries: the next beat is the retry.
+        episode: the claimed episode.
+    """
+    over = threading.Event()
 
-        Args:
-            heartbeat: sends one heartbeat, without retries: the next beat is the retry.
-        """
-        self._heartbeat = heartbeat
-        self._due: dict[str, tuple[float, Episode]] = {}  # by episode id: the monotonic time of its next heartbeat
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread: threading.Thread | None = None
-
-    @contextmanager
-    def of(self, episode: Episode) -> Iterator[None]:
-        """Renew the lease of an episode while the block is open."""
-        with self._changed:
-            self._due[episode.episode_id] = time.monotonic() + period(episode), episode
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="palestra-heartbeat", daemon=True)
-                self._thread.start()
-            self._changed.notify()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._due.pop(episode.episode_id, None)
-
-    def close(self) -> None:
-        """Stop the thread and wait for its end."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while (episode := self._next()) is not None:
+    def beat() -> None:
+        while not over.wait(period(episode)):
             try:
-                self._heartbeat(episode)
+                heartbeat(episode)
             except PalestraError as error:
-                if error.retryable:  # the next beat tries again
-                    log.info("heartbeat of %s: %s", episode.episode_id, error)
-                    continue
-                log.warning("heartbeat of %s: %s", episode.episode_id, error)
-                with self._changed:  # the lease is lost; the episode's next call raises the same error
-                    self._due.pop(episode.episode_id, None)
+                log.log(
+                    logging.INFO if error.retryable else logging.WARNING,
+                    "heartbeat of %s: %s",
+                    episode.episode_id,
+                    error,
+                )
+                # The lease is lost: the next call of the episode raises the same error where the user sees it.
+                if not error.retryable:
+                    return
 
-    def _next(self) -> Episode | None:
-        """Wait until a heartbeat is due and return its episode, or None when the client is closed."""
-        with self._changed:
-            while not self._closed:
-                first = min(self._due.values(), key=lambda entry: entry[0], default=None)
-                now = time.monotonic()
-                if first is not None and first[0] <= now:
-                    self._due[first[1].episode_id] = now + period(first[1]), first[1]
-                    return first[1]
-                self._changed.wait(None if first is None else first[0] - now)
-            return None
-
-
-def reason_of(error: BaseException) -> str:
-    """Return the reason with which an episode is given back because of an error in its block."""
-    return f"{type(error).__name__}: {error}"
-
-
-def not_given_back(episode: Episode, problem: PalestraError) -> None:
-    """Log that an episode could not be given back.
-
-    The block's own exception is the one that the user has to see, and the lease ends by itself.
-    """
-    if isinstance(problem, Conflict):
-        log.info("episode %s is not this client's any more: %s", episode.episode_id, problem)
-    else:
-        log.warning("episode %s was not given back, its lease runs out instead: %s", episode.episode_id, problem)
-
-
-def reward_of(episode: Episode) -> Reward | None:
-    """Return the reward of an episode whose block ends; None: it has named rewards.
-
-    Raises:
-        InvalidRequest: the block has set neither.
-    """
-    if episode.reward is None and episode.named_rewards is None:
-        raise InvalidRequest(f"episode {episode.episode_id}: set episode.reward before the block ends", "reward")
-    return episode.reward
+    thread = threading.Thread(target=beat, name="palestra-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -16,7 +16,7 @@ import random
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
@@ -48,6 +48,7 @@ log = logging.getLogger("palestra.client")
 T = TypeVar("T")
 Reply = httpx2.Response | httpx2.RequestError | None
 Action = dict[str, Any] | float  # the arguments of a request, or seconds to pause
+Exchange = Generator[Action, Reply, T]
 _BY_STATUS: dict[int, type[PalestraError]] = {
     400: InvalidRequest,
     401: Unauthorized,
@@ -185,16 +186,13 @@ class Settings(Endpoint):
         }
 
 
-def send_call(
-    settings: Settings, call: Call[A], retry_seconds: float | None = None, sent: Iterator[int] | None = None
-) -> Generator[Action, Reply, A]:
+def send_call(settings: Settings, call: Call[A], retry_seconds: float | None = None) -> Exchange[A]:
     """Return the exchange for a call of a data plane. Every such call is idempotent, so it may always be sent again.
 
     Args:
         retry_seconds: how long to send it again; None: as `settings` has it.
-        sent: counts how often the call was sent, also by earlier exchanges of it; None: this is its first.
     """
-    sent = count() if sent is None else sent
+    sent = count()
     return exchange(
         settings,
         lambda: settings.request(call, next(sent)),
@@ -210,8 +208,10 @@ def exchange(
     *,
     safe: bool = True,
     retry_seconds: float | None = None,
-) -> Generator[Action, Reply, T]:
+) -> Exchange[T]:
     """Yield what to do next: a request to send (its reply is sent into the generator), or seconds to pause.
+
+    None in place of a reply says that the server is at another address now: it gets the whole `retry_seconds` again.
 
     Args:
         request: makes the arguments of the request, before each attempt.
@@ -229,7 +229,9 @@ def exchange(
     until, attempt = time.monotonic() + seconds, 0
     while True:
         reply = yield request()
-        assert reply is not None
+        if reply is None:
+            until, attempt = time.monotonic() + seconds, 0
+            continue
         trouble = trouble_of(endpoint.url, reply)
         if trouble is None:
             assert isinstance(reply, httpx2.Response)

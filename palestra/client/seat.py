@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any
 
 from palestra.client.episode import Episode, ModelEndpoint
-from palestra.client.protocol import Call, abort_call, act_call, heartbeat_call, observe_call, read_claim
+from palestra.client.exchange import Exchange, Settings, send_call
+from palestra.client.leases import give_back
+from palestra.client.protocol import abort_call, act_call, heartbeat_call, observe_call, read_claim
 from palestra.errors import Conflict, EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, PalestraError
 from palestra.types.messages import ChatMessage
-from palestra.types.seat_wire import SeatAnswer, SeatEvent, SeatObservation
+from palestra.types.seat_wire import SeatEvent, SeatObservation
 from palestra.types.wire import ClaimAnswer
 
 LOST = (EpisodeLeaseExpired, EpisodeEnded)
@@ -64,12 +66,8 @@ class SeatState:
         last: what the environment showed when the seat's part ended.
     """
 
-    def __init__(self, claimed: Episode, role: str) -> None:
-        """Begin to play a seat.
-
-        Args:
-            claimed: what the server answered to the claim.
-        """
+    def __init__(self, settings: Settings, claimed: Episode, role: str) -> None:
+        self._settings = settings
         self.history: Mapping[str, tuple[ChatMessage, ...]] = claimed.metadata.pop("history", {})
         self.episode, self.role = claimed, role
         self.events: list[SeatEvent] = []
@@ -86,28 +84,58 @@ class SeatState:
         """Return the model of the seat's role; its key makes calls for the seat alone."""
         return self.episode.policy
 
-    def _call(self) -> Call[SeatAnswer]:
-        return observe_call(self.episode, max((event.number for event in self.events), default=0))
-
-    def _read(self, answer: SeatAnswer) -> SeatObservation | None:
-        """Take what the server answered, and return the observation to answer, if there is one."""
+    def _next(self) -> Exchange[SeatObservation | None]:
+        """Take what the server answers, and return the observation to answer, if there is one."""
+        seen = max((event.number for event in self.events), default=0)
+        try:
+            answer = yield from send_call(self._settings, observe_call(self.episode, seen))
+        except LOST:
+            self.lost = True
+            return None
         self.events.extend(answer.events)
         self.to_act, self._observation = answer.to_act, answer.observation
         if answer.status == "over":
             self.over, self.reward, self.truncated, self.last = True, answer.reward, answer.truncated, answer.last
         return answer.observation
 
-    def _action(self, action: str | ChatMessage) -> Call[Any]:
+    def _answer(self, action: str | ChatMessage) -> Exchange[bool]:
+        if self.lost:
+            return False
         if self._observation is None:
             raise InvalidRequest("there is no observation to answer; take one from the seat first")
-        return act_call(self.episode, self._observation.observation_id, action)
+        call = act_call(self.episode, self._observation.observation_id, action)
+        try:
+            return (yield from send_call(self._settings, call)).taken
+        except EpisodeEnded:  # an action that was sent again may have ended the episode
+            return True
+        except EpisodeLeaseExpired:
+            self.lost = True
+            return False
 
-    def _leaving(self) -> Call[Any] | None:
-        """Return the request that gives the seat back; None: there is nothing to give back."""
-        if self.over or self.lost or self._left:
-            return None
-        self._left = True
-        return abort_call(self.episode, "left", discard=False)
+    def leaving(self) -> Exchange[None]:
+        """Give the seat back, unless it is over, lost or given back already."""
+        if not (self.over or self.lost or self._left):
+            self._left = True
+            with contextlib.suppress(Conflict):
+                yield from send_call(self._settings, abort_call(self.episode, "left", discard=False))
+
+    def _ended_by(self, error: BaseException) -> Exchange[bool]:
+        if self.over or not says_lost(error):
+            return False
+        if self.lost:
+            return True
+        try:
+            yield from send_call(self._settings, heartbeat_call(self.episode))
+        except LOST:
+            yield from self._next()  # the episode may be over, with a reward
+            return True
+        except PalestraError:
+            return False
+        return False
+
+    def settled(self, error: BaseException) -> Exchange[bool]:
+        """Return whether an error of the seat's block is of no more account; otherwise give the seat back."""
+        return (yield from self._ended_by(error)) or (yield from give_back(self._settings, self.episode, error))
 
 
 class Seat(SeatState):
@@ -118,28 +146,21 @@ class Seat(SeatState):
     when the seat is `lost`: its time ran out, or the episode is played again because another seat's worker is gone.
     """
 
-    def __init__(self, send: Callable[[Call[Any]], Any], claimed: Episode, role: str) -> None:
+    def __init__(self, run: Callable[[Exchange[Any]], Any], settings: Settings, claimed: Episode, role: str) -> None:
         """Begin to play a seat.
 
         Args:
-            send: sends a request until it is answered.
+            run: carries out an exchange.
             claimed: what the server answered to the claim.
         """
-        super().__init__(claimed, role)
-        self._send = send
+        super().__init__(settings, claimed, role)
+        self._run = run
 
     def __iter__(self) -> Iterator[SeatObservation]:
         """Give observations until the episode is over, or the seat is lost."""
         while not (self.over or self.lost):
-            if (observation := self._next()) is not None:
+            if (observation := self._run(self._next())) is not None:
                 yield observation
-
-    def _next(self) -> SeatObservation | None:
-        try:
-            return self._read(self._send(self._call()))
-        except LOST:
-            self.lost = True
-            return None
 
     def act(self, action: str | ChatMessage) -> bool:
         """Answer the observation that was given last.
@@ -154,96 +175,44 @@ class Seat(SeatState):
             Conflict: the environment does not wait for this action any more.
             InvalidRequest: the action is too long, or nothing was observed.
         """
-        if self.lost:
-            return False
-        try:
-            return bool(self._send(self._action(action)).taken)
-        except EpisodeEnded:  # an action that was sent again may have ended the episode
-            return True
-        except EpisodeLeaseExpired:
-            self.lost = True
-            return False
+        return bool(self._run(self._answer(action)))
 
     def leave(self) -> None:
         """Give the seat back, for another worker or its policy. Does nothing if the episode is over or lost."""
-        if (call := self._leaving()) is not None:
-            with contextlib.suppress(Conflict):
-                self._send(call)
+        self._run(self.leaving())
 
     def ends_with(self, error: BaseException) -> bool:
         """Return whether an error of the seat's block says no more than that the seat is lost, or its episode over.
 
         The error may be of another episode that the block plays beside, so the server is asked about this one.
         """
-        if self.over or not says_lost(error):
-            return False
-        if self.lost:
-            return True
-        try:
-            self._send(heartbeat_call(self.episode))
-        except LOST:
-            self._next()  # the episode may be over, with a reward
-            return True
-        except PalestraError:
-            return False
-        return False
+        return bool(self._run(self._ended_by(error)))
 
 
 class AsyncSeat(SeatState):
     """A claimed seat of an event loop: `async for observation in seat: await seat.act(reply)`. See `Seat`."""
 
-    def __init__(self, send: Callable[[Call[Any]], Awaitable[Any]], claimed: Episode, role: str) -> None:
-        """Begin to play a seat.
-
-        Args:
-            send: sends a request until it is answered.
-            claimed: what the server answered to the claim.
-        """
-        super().__init__(claimed, role)
-        self._send = send
+    def __init__(
+        self, run: Callable[[Exchange[Any]], Awaitable[Any]], settings: Settings, claimed: Episode, role: str
+    ) -> None:
+        """Begin to play a seat; see `Seat`."""
+        super().__init__(settings, claimed, role)
+        self._run = run
 
     async def __aiter__(self) -> AsyncIterator[SeatObservation]:
         """Give observations until the episode is over, or the seat is lost; see `Seat`."""
         while not (self.over or self.lost):
-            if (observation := await self._next()) is not None:
+            if (observation := await self._run(self._next())) is not None:
                 yield observation
-
-    async def _next(self) -> SeatObservation | None:
-        try:
-            return self._read(await self._send(self._call()))
-        except LOST:
-            self.lost = True
-            return None
 
     async def act(self, action: str | ChatMessage) -> bool:
         """Answer the observation that was given last; see `Seat.act`."""
-        if self.lost:
-            return False
-        try:
-            return bool((await self._send(self._action(action))).taken)
-        except EpisodeEnded:
-            return True
-        except EpisodeLeaseExpired:
-            self.lost = True
-            return False
+        return bool(await self._run(self._answer(action)))
 
     async def leave(self) -> None:
         """Give the seat back; see `Seat.leave`."""
-        if (call := self._leaving()) is not None:
-            with contextlib.suppress(Conflict):
-                await self._send(call)
+        await self._run(self.leaving())
 
     async def ends_with(self, error: BaseException) -> bool:
         """Return whether an error of the seat's block says that the seat is lost; see `Seat.ends_with`."""
-        if self.over or not says_lost(error):
-            return False
-        if self.lost:
-            return True
-        try:
-            await self._send(heartbeat_call(self.episode))
-        except LOST:
-            await self._next()
-            return True
-        except PalestraError:
-            return False
-        return False
+        return bool(await self._run(self._ended_by(error)))

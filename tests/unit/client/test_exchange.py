@@ -261,3 +261,18 @@ def test_what_is_not_safe_to_send_twice_is_sent_again_only_where_it_had_no_effec
 def test_a_lease_that_is_lost_is_known_by_its_code(code, kind):
     with pytest.raises(kind):
         play(send_call(settings(), CALL), reply(409, code=code))
+
+
+def test_a_server_at_a_new_address_gets_the_whole_time_again(monkeypatch):
+    known, gone = settings(retry_seconds=30.0), httpx2.ConnectError("no")
+    now = iter(range(0, 10_000, 20))
+    monkeypatch.setattr("palestra.client.exchange.time.monotonic", lambda: next(now))
+    with pytest.raises(ConnectionLost):
+        play(send_call(known, CALL), gone, gone)
+    steps = send_call(known, CALL)
+    assert next(steps)["url"].startswith("http://x/")
+    known.move("http://y", "other")
+    request = steps.send(None)
+    assert request["url"].startswith("http://y/")
+    assert request["headers"]["x-stainless-retry-count"] == "1"
+    assert isinstance(steps.send(gone), float)
