@@ -15,7 +15,7 @@ from pathlib import Path
 from palestra.config import BUILT_IN, SMOLLM2, TINY, TINY_QWEN_VL, TINY_VISION
 from palestra.errors import ModelError, ServerFailed
 from palestra.models.byte_model import make_tiny
-from palestra.models.quiet import quiet_transformers
+from palestra.models.quiet import NO_CODE, one_line, quiet_transformers
 from palestra.models.vision.tiny import make_tiny_vision
 from palestra.models.vision.tiny_qwen import make_tiny_qwen
 
@@ -209,9 +209,11 @@ def _convert_gguf(source: Path, folder: Path) -> None:
 
     # This progress bar of transformers can't be switched off.
     modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
-    with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    with one_line(f"{source} can't be read"), quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent, gguf_file=source.name, dtype=torch.float32, **NO_CODE
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, **NO_CODE)
         model.hf_quantizer, model.is_quantized = None, False
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config

@@ -33,7 +33,7 @@ from palestra.models.attention_backend import AttentionBackend, AttentionSlot, T
 from palestra.models.catalog import model_folder
 from palestra.models.exact_logits import Correction, is_adapted, sharpened
 from palestra.models.kernels import kernels
-from palestra.models.quiet import quiet_transformers
+from palestra.models.quiet import NO_CODE, NO_PICKLE, one_line, quiet_transformers
 from palestra.models.rounded_head import HeadWeights, RoundedHead, is_called_as_it_is
 from palestra.models.vision.loading import load_seeing
 from palestra.models.vision.placed import PictureRows, PlacedPicture
@@ -500,19 +500,18 @@ def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = 
     """
     adapter = saved_adapter(name)
     folder = model_folder(name if adapter is None else adapter.base)
-    try:
-        with quiet_transformers():
-            # Parameters with one dimension stay float32 and must not be rounded on the way; a checkpoint that is
-            # rounded already is read as it is, which takes half the memory.
-            config = AutoConfig.from_pretrained(folder)
-            read_as = dtype if adapter is None and config.dtype == dtype else torch.float32
-            if sees(config):
-                model, vision = load_seeing(folder, read_as, FLAT_ATTENTION)
-            else:
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=read_as, attn_implementation=FLAT_ATTENTION)
-                vision = None
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model {name!r} can't be loaded: {str(error).splitlines()[0]}") from error
+    with one_line(f"model {name!r} can't be loaded"), quiet_transformers():
+        # Parameters with one dimension stay float32 and must not be rounded on the way; a checkpoint that is
+        # rounded already is read as it is, which takes half the memory.
+        config = AutoConfig.from_pretrained(folder, **NO_CODE)
+        read_as = dtype if adapter is None and config.dtype == dtype else torch.float32
+        if sees(config):
+            model, vision = load_seeing(folder, read_as, FLAT_ATTENTION)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=read_as, attn_implementation=FLAT_ATTENTION, **NO_PICKLE
+            )
+            vision = None
     if adapter is not None and vision is not None:
         raise ModelError(f"model {name!r} is an adapter of a model that sees, which is not supported")
     if adapter is not None:
@@ -531,13 +530,10 @@ def check_architecture(folder: Path) -> None:
     Raises:
         ModelError: the architecture is unknown, or its attention can't be replaced.
     """
-    try:
-        with quiet_transformers(), torch.device("meta"):
-            config = AutoConfig.from_pretrained(folder)
-            if not sees(config):
-                AutoModelForCausalLM.from_config(config, attn_implementation=FLAT_ATTENTION)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"the model in {folder} can't be trained: {str(error).splitlines()[0]}") from error
+    with one_line(f"the model in {folder} can't be trained"), quiet_transformers(), torch.device("meta"):
+        config = AutoConfig.from_pretrained(folder, **NO_CODE)
+        if not sees(config):
+            AutoModelForCausalLM.from_config(config, attn_implementation=FLAT_ATTENTION, **NO_CODE)
 
 
 def load_tokenizer(name: str) -> Any:
@@ -547,10 +543,8 @@ def load_tokenizer(name: str) -> Any:
         ModelError: the tokenizer can't be loaded, or has no chat template.
     """
     folder = model_folder(tokenizer_source(name))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"the tokenizer of {name!r} can't be loaded: {str(error).splitlines()[0]}") from error
+    with one_line(f"the tokenizer of {name!r} can't be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, **NO_CODE)
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(f"the tokenizer of {name!r} has no chat template; use an instruction-tuned model")
     return tokenizer

@@ -17,6 +17,7 @@ from palestra.models.adapter_files import SavedAdapter, base_of, saved_adapter
 from palestra.models.adapters import Adapter
 from palestra.models.catalog import cache_folder, model_folder
 from palestra.models.causal_lm import CausalLM, load_causal_lm, load_tokenizer
+from palestra.models.quiet import one_line
 from palestra.models.vision.processor import find_layout
 from palestra.renderers import PictureTokens
 from palestra.types.pictures import Pictures
@@ -47,10 +48,8 @@ def picture_tokens(name: str, tokenizer: Any, pictures: Pictures) -> PictureToke
     Raises:
         ModelError: the model's configuration can't be read, or its family is not supported.
     """
-    try:
+    with one_line(f"model {name!r} can't be loaded"):
         layout = find_layout(model_folder(base_of(name)))
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model {name!r} can't be loaded: {str(error).splitlines()[0]}") from error
     return None if layout is None else PictureTokens(tokenizer, layout, pictures)
 
 

@@ -21,7 +21,7 @@ from palestra.models.adapter_files import adapter_folder
 from palestra.models.catalog import exact_model, model_folder
 from palestra.models.causal_lm import FLAT_ATTENTION, CausalLM, load_tokenizer
 from palestra.models.loading import load_model
-from palestra.models.quiet import quiet_transformers
+from palestra.models.quiet import NO_CODE, one_line, quiet_transformers
 from palestra.models.vision.processor import sees
 
 
@@ -89,20 +89,17 @@ def _without_weights(name: str, dtype: torch.dtype) -> CausalLM | None:
     found = model_folder(name)
     folder = found if isinstance(found, Path) else exact_model(name)
     files = PartedFiles(folder)
-    try:
-        with quiet_transformers():
-            config = AutoConfig.from_pretrained(folder)
-            if sees(config) or hasattr(config, "quantization_config"):
-                return None
-            with init_empty_weights(include_buffers=False):
-                model = AutoModelForCausalLM.from_config(
-                    config, dtype=torch.float32, attn_implementation=FLAT_ATTENTION
-                )
-            model.tie_weights()
-            if (folder / "generation_config.json").is_file():  # which is written beside the weights of a checkpoint
-                model.generation_config = GenerationConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model {name!r} can't be loaded: {str(error).splitlines()[0]}") from error
+    with one_line(f"model {name!r} can't be loaded"), quiet_transformers():
+        config = AutoConfig.from_pretrained(folder, **NO_CODE)
+        if sees(config) or hasattr(config, "quantization_config"):
+            return None
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=FLAT_ATTENTION, **NO_CODE
+            )
+        model.tie_weights()
+        if (folder / "generation_config.json").is_file():  # which is written beside the weights of a checkpoint
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     weights = dict(model.named_parameters(remove_duplicate=False))
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     if set(model.state_dict()) - set(weights) or not shapes.items() <= files.shapes.items():

@@ -1,9 +1,12 @@
-"""Progress bars of transformers, hidden."""
+"""Transformers without progress bars, code of a model's folder, pickles and tracebacks."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
+
+from palestra.errors import ModelError, PalestraError
 
 
 @contextlib.contextmanager
@@ -18,3 +21,31 @@ def quiet_transformers() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+# What is given to every `from_pretrained` and `from_config` of transformers. A model's folder may be anybody's: no code
+# of it is run, and weights are read from safetensors, which can't have any (a pickle can).
+NO_CODE: dict[str, Any] = {"trust_remote_code": False}
+NO_PICKLE: dict[str, Any] = NO_CODE | {"use_safetensors": True}
+
+
+@contextlib.contextmanager
+def one_line(what: str) -> Iterator[None]:
+    """Turn whatever a model's files make transformers raise into one line; shortages of memory stay as they are.
+
+    Args:
+        what: what failed, in words, such as "model 'x' can't be loaded".
+
+    Raises:
+        ModelError: the files are damaged, of another kind, or not supported.
+    """
+    try:
+        yield
+    except (PalestraError, MemoryError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which need not be loaded here
+            raise
+        lines = str(error).splitlines() or [""]
+        said = lines[0] if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {lines[0]}"
+        raise ModelError(f"{what}: {said}") from error

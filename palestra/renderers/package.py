@@ -26,6 +26,7 @@ from palestra.renderers.control_text import ControlText, control_tokens
 from palestra.renderers.long_text import PIECE, TooManyTokens
 from palestra.renderers.probes import PLAIN, Probe, Unseen, shows_reasoning, unseen_of
 from palestra.renderers.reply_grammar import CallFormat
+from palestra.renderers.template_text import template_text
 from palestra.renderers.tool_calls import object_text, read_object
 from palestra.renderers.vocabulary import Vocabulary
 from palestra.types.calls import Ids, TokenSequence
@@ -311,7 +312,7 @@ class _MarkedTokenizer:
         return {"input_ids": ids, "offset_mapping": offsets}
 
     def apply_chat_template(self, messages: Any, **options: Any) -> list[int]:
-        text = self._tokenizer.apply_chat_template(messages, **options | {"tokenize": False})
+        text = template_text(self._tokenizer, messages, **options | {"tokenize": False})
         return self._control.encode(text)[0]
 
 

@@ -23,6 +23,7 @@ from palestra.renderers.probes import (
     messages_of,
     shows_reasoning,
 )
+from palestra.renderers.template_text import template_text
 
 
 class _Candidate(NamedTuple):
@@ -197,8 +198,8 @@ def _text(tokenizer: Any, probe: Probe) -> str | None:
     from jinja2 import TemplateError
 
     try:
-        text: str = tokenizer.apply_chat_template(
-            list(probe.messages), tools=list(probe.tools) or None, tokenize=False, add_generation_prompt=True
+        text: str = template_text(
+            tokenizer, list(probe.messages), tools=list(probe.tools) or None, tokenize=False, add_generation_prompt=True
         )
     except (TemplateError, TypeError, ValueError):
         return None
@@ -209,7 +210,8 @@ def _agree(tokenizer: Any, candidate: _Candidate, probe: Probe) -> bool:
     """Return whether candidate and template give the same ids, or the template refuses the conversation."""
     if _text(tokenizer, probe) is None:
         return True
-    wanted: Sequence[int] = tokenizer.apply_chat_template(
+    wanted: Sequence[int] = template_text(
+        tokenizer,
         list(probe.messages),
         tools=list(probe.tools) or None,
         tokenize=True,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from palestra.models.quiet import NO_PICKLE
 from palestra.models.vision.processor import PictureProcessor
 from palestra.models.vision.towers import tower_of
 from palestra.models.vision.vision import Vision
@@ -26,5 +27,7 @@ def load_seeing(folder: Path | str, dtype: torch.dtype, attention: str) -> tuple
 
     processor = PictureProcessor(folder)
     implementations = {"text_config": attention, "vision_config": "sdpa"}
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, attn_implementation=implementations)
+    model = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=dtype, attn_implementation=implementations, **NO_PICKLE
+    )
     return model, Vision(tower_of(model), processor)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from palestra.errors import ModelError
+from palestra.models.quiet import NO_CODE
 from palestra.models.vision.towers import SUPPORTED
 from palestra.renderers import QWEN, PictureLayout, layout_of
 from palestra.renderers.patch_layout import PatchLayout
@@ -45,7 +46,7 @@ class PictureProcessor:
         """
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, **NO_CODE)
         _check_family(config)
         self.files = processor_files(folder)
         self.layout: PictureLayout = layout_of(config.to_dict(), self.files)
@@ -74,7 +75,7 @@ def find_layout(folder: Path | str) -> PictureLayout | None:
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, **NO_CODE)
     if not sees(config):
         return None
     _check_family(config)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from palestra.models.byte_model import byte_tokenizer, text_settings, write_random
+from palestra.models.quiet import NO_CODE
 from palestra.models.vision.tiny import chat_template
 
 PATCH = 8  # side of a patch in pixels; 2 x 2 of them become one embedding
@@ -46,7 +47,7 @@ def make_tiny_qwen(folder: Path, family: Family = "qwen2_vl", *, width: int = 64
         vision_end_token_id=end,
         tie_word_embeddings=True,
     )
-    write_random(folder, lambda: AutoModelForImageTextToText.from_config(config), tokenizer)
+    write_random(folder, lambda: AutoModelForImageTextToText.from_config(config, **NO_CODE), tokenizer)
     images = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": PATCH,
