@@ -19,6 +19,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 PAGES = {  # file of the repository: page of the site
     "README.md": "index.md",
+    "README.zh.md": "zh.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",

@@ -17,16 +17,16 @@ from documents.blocks import BY_LANGUAGE, BY_MARK, ROOT, Block, blocks_of, with_
 from documents.recipes import environment_of
 from palestra_worlds import FrozenLake
 
-README = ROOT / "README.md"
+README, WAYS = ROOT / "README.md", ROOT / "docs/start.md"
 URL, RUN = "http://127.0.0.1:7411", "runs/job"  # where the snippets look for a server
 SERVED = "http://127.0.0.1:7500"  # where they look for an environment server
 JOB_ID = "job-1f3a5c7e9b2d4f60"  # that of a snippet
 
 
 def named(rule: str) -> pytest.MarkDecorator:
-    """Return the blocks of a rule as parameters: those of the README, or the first one, in the second tier."""
+    """Return the blocks of a rule as parameters: those of the first pages, or the first one, in the second tier."""
     blocks = with_rule(rule)
-    shown = {block.name for block in blocks if block.page == README} or {block.name for block in blocks[:1]}
+    shown = {block.name for block in blocks if block.page in (README, WAYS)} or {block.name for block in blocks[:1]}
     marks = {block.name: () if block.name in shown else (pytest.mark.long,) for block in blocks}
     return pytest.mark.parametrize("block", [pytest.param(b, id=b.name, marks=marks[b.name]) for b in blocks])
 
@@ -151,14 +151,13 @@ def test_scripts_against_a_service(service, tmp_path):
 
 
 def test_the_first_script_has_at_most_15_lines():
-    first = blocks_of(README)[3]
-    assert first.language == "python"
-    assert "reward=reward" in first.text
+    first = next(block for block in blocks_of(README) if block.language == "python")
+    assert "train(rollout" in first.text
     assert len([line for line in first.text.splitlines() if line.strip()]) <= 15
 
 
-def test_the_readme_has_the_four_ways():
-    python = [block.text for block in blocks_of(README) if block.language == "python"]
+def test_a_page_has_the_four_ways():
+    python = [block.text for block in blocks_of(WAYS) if block.language == "python"]
     ways = ("reward=reward", "train(rollout", "environment=Gomoku", "Client(")
     assert [sum(way in text for text in python) for way in ways] == [1, 1, 1, 1]
     assert len(python) == 4
