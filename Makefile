@@ -65,7 +65,7 @@ unit: $(DEV)
 	@$(BIN)/python -m compileall -q -j 2 $(PACKAGES) tests
 	$(BIN)/pytest -n 2 --dist worksteal -m "$(FIRST_TIER)"
 
-OLDEST := torch==2.9.0 transformers==5.17.0
+OLDEST := torch==2.10.0 transformers==5.17.0
 CORE := $(addprefix tests/unit/,models vision cpu trainer engine algorithms tokens session)
 
 test-python:  ## the core's tests with Python 3.12 and the oldest torch and transformers; PYTHONS="3.12 3.13" for more

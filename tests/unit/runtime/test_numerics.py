@@ -9,6 +9,7 @@ import palestra
 from palestra.config import JobConfig
 from palestra.doctor.examination import examine
 from palestra.errors import ConfigError
+from palestra.models import device
 from palestra.models.numerics import numerics
 from palestra.runtime import local
 from palestra.runtime.engine_process import _load
@@ -51,6 +52,7 @@ def test_an_inference_worker_and_a_rank_refuse_to_compute_otherwise_than_the_job
 
 
 def test_kernels_are_looked_at_where_bfloat16_is_computed_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(device, "multiplies_bfloat16", lambda: True)
     monkeypatch.setattr(extension, "compiled_kernels", lambda: CompiledKernels(None))
     of = {
         dtype: numerics_of(

@@ -19,6 +19,7 @@ from palestra.algorithms.loss import LOSSES, Loss, LossSpec
 from palestra.algorithms.losses import PPOClipLoss
 from palestra.config import TrainerConfig
 from palestra.errors import CheckpointError
+from palestra.models import device
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.loading import LoadedModels
@@ -285,7 +286,8 @@ async def test_rows_without_anything_to_train_change_nothing():
         assert all(not g.any() for g in gradients(trainer).values())
 
 
-async def test_bf16_compute_gives_nearly_the_gradient_of_float32():
+async def test_bf16_compute_gives_nearly_the_gradient_of_float32(monkeypatch):
+    monkeypatch.setattr(device, "multiplies_bfloat16", lambda: True)  # slowly, if need be
     exact, rounded = [
         await gradients_with(model=load_causal_lm("tiny-random", torch.float32), dtype=dtype)
         for dtype in ("float32", "bfloat16")

@@ -105,12 +105,28 @@ def seeing_once(name: str = NAME) -> CausalLM:
     return load_causal_lm(name, torch.float32)
 
 
+def pil_processor(folder: Path | str):
+    """The processor in a folder of Idefics3's architecture."""
+    from transformers import AutoTokenizer, Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    class WithPillow(Idefics3Processor):
+        def check_argument_for_proper_class(self, *_):
+            return None
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return WithPillow(
+        Idefics3ImageProcessorPil.from_pretrained(folder),
+        tokenizer,
+        image_seq_len=json.loads((Path(folder) / "processor_config.json").read_text())["image_seq_len"],
+        chat_template=tokenizer.chat_template,
+    )
+
+
 @cache
 def processor():
-    """The processor of transformers, as `AutoProcessor` finds it in the folder."""
-    from transformers import AutoProcessor
-
-    return AutoProcessor.from_pretrained(model_folder(NAME), backend="pil")
+    """The processor of transformers; `AutoProcessor` of 5.17 finds none without torchvision."""
+    return pil_processor(model_folder(NAME))
 
 
 @cache

@@ -16,6 +16,7 @@ from unit.vision.seeing import (
     Shown,
     noise,
     own_logits,
+    pil_processor,
     processor,
     renderer_of,
     seeing,
@@ -141,8 +142,6 @@ def test_what_changes_is_all_but_the_tower_unless_it_is_trained():
 
 
 def test_what_is_saved_is_loaded_by_transformers_and_by_us(tmp_path):
-    from transformers import AutoProcessor
-
     shown = Shown()
     part = shown.add(noise(50, 30))
     model = seeing(shown, trained=True)
@@ -155,7 +154,7 @@ def test_what_is_saved_is_loaded_by_transformers_and_by_us(tmp_path):
     again.vision.pictures = shown
     with torch.inference_mode():
         wanted = flat_logits(model, prompt)
-        found = AutoProcessor.from_pretrained(tmp_path, backend="pil")(
+        found = pil_processor(tmp_path)(
             text=processor().apply_chat_template(
                 [{"role": "user", "content": [{"type": "image"}]}], add_generation_prompt=True
             ),
