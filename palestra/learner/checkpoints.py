@@ -18,7 +18,8 @@ from palestra.config import JobConfig
 from palestra.errors import CheckpointError
 from palestra.learner.update import AddEvent
 from palestra.trainer.base import Trainer
-from palestra.trainer.checkpoint import BEST, best_weights, common_steps, remove_after, without_optimizer
+from palestra.trainer.checkpoint import BEST, best_weights, common_steps, remove_after, step_of, without_optimizer
+from palestra.trainer.checkpoint import found as found_in
 
 log = logging.getLogger("palestra.learner")
 VALIDATION = "validation/reward_mean"
@@ -71,6 +72,7 @@ class CheckpointSchedule:
         Raises:
             CheckpointError: all checkpoints of a policy are damaged, or there is no step of which all are good.
         """
+        newest_step = max((step_of(path) for folder in self._folders.values() for path in found_in(folder)), default=0)
         if len(self._folders) == 1:
             ((policy, folder),) = self._folders.items()
             newest = await self._trainer.load(policy, folder)
@@ -82,6 +84,12 @@ class CheckpointSchedule:
                 one.restore(state.get(key, {}))
         found = list(states.values())
         self.saved_step = int(found[0]["step"]) if found else 0
+        if self.saved_step < newest_step:
+            text = (
+                f"the checkpoint of step {newest_step} is damaged or incomplete (the log says which file); training "
+                f"goes on after step {self.saved_step}"
+            )
+            await self._add_event("warning", {"code": "checkpoint_damaged", "step": self.saved_step, "text": text})
         return found[0] if found else None
 
     async def _load_common(self) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from palestra.errors import ConfigError, NotFound, RunInUse
 from palestra.learner.reporting import CHECKPOINTS, checkpoints_of
 
 ATTEMPTS = 100  # attempts to lock a folder, which failing starts of other processes may remove
-MADE_BY_A_START = ("secret", "api_key", "run.db", "run.db-wal", "run.db-shm")
+MADE_BY_A_START = ("secret", "api_key", ".keys", "run.db", "run.db-wal", "run.db-shm")
 
 
 def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] = lambda text: None) -> JobConfig:
@@ -184,12 +184,13 @@ def starting_in(folder: Path) -> Iterator[RunStart]:
         ConfigError: the folder can't be made or written.
     """
     start = RunStart(folder)
-    lock = _locked(folder)
+    lock, itself = _locked(folder)
     try:
         start.locked()
         yield start
     finally:
         start.undo()
+        os.close(itself)
         lock.close()
 
 
@@ -198,8 +199,21 @@ def is_running(folder: Path) -> bool:
     return is_locked(folder / RUN_LOCK)
 
 
-def _locked(folder: Path) -> IO[bytes]:
-    """Return the lock file of a run, locked by this process."""
+def _folder_locked(folder: Path) -> int:
+    """Return a descriptor of the folder, locked: who deletes the lock's file does not open the folder to others."""
+    itself = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(itself, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(itself)
+        raise
+    except OSError:  # NFS has no locks of folders; the file is locked there
+        pass
+    return itself
+
+
+def _locked(folder: Path) -> tuple[IO[bytes], int]:
+    """Return the lock file of a run, and a descriptor of its folder, both locked by this process."""
     for _ in range(ATTEMPTS):
         try:
             private_folder(folder)  # a run contains prompts
@@ -210,6 +224,7 @@ def _locked(folder: Path) -> IO[bytes]:
             raise ConfigError(f"{folder} can't be used as a run's folder: {error.strerror}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            itself = _folder_locked(folder)
         except BlockingIOError as error:
             lock.close()
             raise RunInUse(f"another process is running the job in {folder}") from error
@@ -218,7 +233,8 @@ def _locked(folder: Path) -> IO[bytes]:
             raise ConfigError(f"{folder} can't be used as a run's folder: {error.strerror}") from error
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock.fileno()), (folder / RUN_LOCK).stat()):
-                return lock
+                return lock, itself
+        os.close(itself)
         lock.close()  # a failing start has removed this file, and there may be a new one
     raise ConfigError(
         f"{folder} can't be used as a run's folder: it, or the folder that it is in, is deleted each time"

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from palestra.disk import read_own, write_whole, writing
+from palestra.disk import open_own, read_own, write_whole, writing
 from palestra.errors import ConfigError, Conflict, NotFound, StoreError
 
 log = logging.getLogger("palestra")
 SECRET, API_KEY = "secret", "api_key"
 ROTATING = ".rotating"  # is there while the two may not fit each other, because one of them has not been replaced yet
+LOCK = ".keys"
 SECRET_BYTES = 32
 LOOK_SECONDS = 0.01  # how long a look at the secret's file is good for requests
 NO_KEY = "the job's data plane has no key yet; it gets one when it starts"
@@ -157,11 +158,12 @@ def _locked(folder: Path) -> Iterator[None]:
 
     Raises:
         NotFound: there is no such folder.
+        ConfigError: another user has made the lock.
         StoreError: it can't be locked.
     """
     try:
         with writing(folder):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = open_own(folder / LOCK, os.O_RDWR | os.O_CREAT)  # the job holds a lock of the folder itself
     except StoreError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise NotFound(NO_KEY) from None

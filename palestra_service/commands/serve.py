@@ -72,6 +72,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C; the first start prints the admin's key."""
     from palestra.runtime.event_loop import run_on_uvloop
+    from palestra.tracking.registry import check_trackers
     from palestra_service.jobs.rules import Rules, load_rules
     from palestra_service.ray.cluster import LocalRay
     from palestra_service.ray.serve import ServeOptions, serve_control
@@ -89,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         pass_env=tuple(arguments.pass_env),
     )
 
+    check_trackers(sorted(options.rules.trackers))
     for warning in options.rules.engines.warnings(options.pass_env, os.environ):
         say(f"palestra: {warning}", file=sys.stderr)
 

@@ -161,6 +161,7 @@ class Rules:
             processes that holds its key. No job connects to another one: it would do so from inside of the operator's
             network.
         programs: whether jobs may play environments that start programs (`CatalogEntry.starts_programs`).
+        trackers: those that jobs may name in `tracking`: each is a program of the machine, and some connect to servers.
         picture_hosts: hosts that jobs may name in `pictures.hosts`.
         private_picture_hosts: hosts that jobs may name in `pictures.private_hosts`, whose addresses are not looked at.
             No host of the internet belongs here: who has its name could lead it into the operator's network.
@@ -173,6 +174,7 @@ class Rules:
     hub_models: bool = True
     environment_hosts: Mapping[str, str] = field(default_factory=dict)
     programs: bool = False
+    trackers: frozenset[str] = frozenset()
     picture_hosts: frozenset[str] = frozenset()
     private_picture_hosts: frozenset[str] = frozenset()
     bases: BaseLimits = field(default_factory=BaseLimits)
@@ -182,12 +184,14 @@ class Rules:
         """Refuse a configuration that asks for more than the operator allows.
 
         Raises:
-            ConfigError: a value is over its cap; the message names key, value and cap. Or the environment starts
-                programs, or pictures are fetched from a host, which the operator has not allowed.
+            ConfigError: a value is over its cap; the message names key, value and cap. Or there is no such environment;
+                or the environment starts programs, a tracker is started, or pictures are fetched from a
+                host, which the operator has not allowed.
         """
         self._check_picture_hosts(config)
-        name = config.environment.name or ""
-        if name and catalog_entry(name).starts_programs and not self.programs:
+        self._check_trackers(config)
+        name = config.environment.name
+        if name is not None and catalog_entry(name).starts_programs and not self.programs:
             raise ConfigError(
                 f"environment.name is {name!r}, which starts programs on the service's machines; its operator has to "
                 "allow that (environment.programs in the rules)"
@@ -202,6 +206,13 @@ class Rules:
                     f"{'.'.join(path)} is {_text(value)}, and this service allows at most {_text(most)}; lower it, or "
                     "ask its operator for more"
                 )
+
+    def _check_trackers(self, config: JobConfig) -> None:
+        """Refuse programs that the operator has not listed."""
+        for name in config.tracking:
+            if name not in self.trackers:
+                known = ", ".join(sorted(self.trackers)) or "none"
+                raise ConfigError(f"tracking names {name!r}; the operator of this service allows {known} (trackers)")
 
     def _check_picture_hosts(self, config: JobConfig) -> None:
         """Refuse hosts from which the server would fetch pictures, from inside of the operator's network."""
@@ -289,14 +300,14 @@ class Rules:
 def load_rules(path: Path) -> Rules:
     """Read the operator's TOML file.
 
-    Its keys are `hub_models`, `picture_hosts`, `private_picture_hosts`, `[models]`, `[caps]`, `[environment]`,
-    `[bases]` and `[engines]`; those that it leaves out keep their defaults.
+    Its keys are `hub_models`, `trackers`, `picture_hosts`, `private_picture_hosts`, `[models]`, `[caps]`,
+    `[environment]`, `[bases]` and `[engines]`; those that it leaves out keep their defaults.
 
     Raises:
         ConfigError: no such file, not TOML, an unknown key, or a value out of range.
     """
     data = read_toml(path)
-    known = ("hub_models", "models", "caps", "environment", "bases", "engines", *_PICTURE_HOSTS)
+    known = ("hub_models", "trackers", "models", "caps", "environment", "bases", "engines", *_PICTURE_HOSTS)
     for key in data:
         _require_known(path, key, known)
     hub = data.get("hub_models", True)
@@ -313,6 +324,7 @@ def load_rules(path: Path) -> Rules:
         hub_models=hub,
         environment_hosts=_hosts(path, data.get("environment", {})),
         programs=_programs(path, data.get("environment", {})),
+        trackers=_trackers(path, data.get("trackers", [])),
         picture_hosts=_picture_hosts(path, "picture_hosts", data),
         private_picture_hosts=_picture_hosts(path, "private_picture_hosts", data),
         bases=_bases(path, data.get("bases", {})),
@@ -366,6 +378,13 @@ def _picture_hosts(path: Path, key: str, data: Mapping[str, Any]) -> frozenset[s
     if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
         raise ConfigError(f"{path}: {key} is a list of hosts, such as ['images.example.com']")
     return frozenset(host.lower() for host in hosts)
+
+
+def _trackers(path: Path, names: Any) -> frozenset[str]:
+    """Return the trackers that jobs may name."""
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: trackers is a list of names, such as ['tensorboard']")
+    return frozenset(names)
 
 
 def _programs(path: Path, table: Mapping[str, Any]) -> bool:

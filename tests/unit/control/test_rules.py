@@ -201,6 +201,8 @@ def test_pictures_are_fetched_from_the_operators_hosts(tmp_path, key, host, refu
         ("hub_models = 1", "true or false"),
         ("[environment]\nallowed_host = 1", "did you mean 'allowed_hosts'"),
         ("[environment]\nprograms = 1", "environment.programs is true or false"),
+        ('trackers = "wandb"', "trackers is a list of names"),
+        ("trackers = [1]", "trackers is a list of names"),
         ("picture_hosts = 1", "picture_hosts is a list of hosts"),
         ('private_picture_hosts = "a"', "private_picture_hosts is a list of hosts"),
         ('[environment.allowed_hosts]\n"nim.example" = "KEY"', "no host with a port"),
@@ -266,6 +268,25 @@ async def test_no_job_starts_programs_unless_the_operator_allows_it(http, plane,
     object.__setattr__(plane, "rules", load_rules(tmp_path / "rules.toml"))
     answer = await http.post("/jobs", json={"config": {"environment": {"name": name}}})
     assert answer.status_code == 201, answer.text
+
+
+@pytest.mark.parametrize("name", ["Terminal", "os:system", "none", "gomoku/9", "../arithmetic", "x" * 5000])
+async def test_an_environment_that_does_not_exist_is_refused_when_the_job_is_submitted(http, name):
+    answer = await http.post("/jobs", json={"config": {"environment": {"name": name}}})
+    assert answer.status_code in (400, 422), answer.text
+    job = (await http.post("/jobs", json={"config": {"environment": {"name": "gomoku"}}})).json()["job_id"]
+    answer = await http.post("/jobs", json={"from_job": job, "config": {"environment": {"name": name}}})
+    assert answer.status_code in (400, 422), answer.text
+
+
+async def test_no_job_starts_a_tracker_that_its_operator_has_not_listed(http, plane, tmp_path):
+    body = {"config": {"tracking": ["tensorboard"]}}
+    assert (await http.post("/jobs", json=body)).json()["error"]["code"] == "config_error"
+    (tmp_path / "rules.toml").write_text('trackers = ["tensorboard"]\n')
+    object.__setattr__(plane, "rules", load_rules(tmp_path / "rules.toml"))
+    assert (await http.post("/jobs", json=body)).status_code == 201
+    body = {"config": {"tracking": ["tensorboard", "wandb"]}}
+    assert (await http.post("/jobs", json=body)).status_code == 400
 
 
 async def test_a_reference_is_a_model_like_any_other(http, plane):

@@ -163,6 +163,7 @@ async def test_a_damaged_checkpoint_of_one_policy_is_one_of_the_step(tmp_path):
     job = ScriptedJob(tmp_path / "run", two())
     assert await job.run() == whole
     assert next(data["step"] for kind, data in job.events if kind == "running") == 2
+    assert [data["step"] for kind, data in job.events if data.get("code") == "checkpoint_damaged"] == [2]
 
 
 @pytest.mark.parametrize("step", ["step-000002", "step-000003"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from palestra.config import JobConfig, dump_saved_config
-from palestra.errors import ConfigError, StoreError
+from palestra.errors import ConfigError, RunInUse, StoreError
 from palestra.runtime import run_dir
 from palestra.runtime.local import local_job
 from palestra.runtime.run_dir import resolve_run_dir, starting_in
@@ -96,6 +96,17 @@ def test_a_start_that_fails_keeps_others_out_until_it_has_removed_all_that_it_ma
         (tmp_path / "runs" / "x" / "run.db").touch()
     assert "run.db" in removed
     assert removed[-1] == ".lock"
+
+
+def test_a_second_process_is_refused_although_the_lock_was_deleted(tmp_path):
+    with run_dir.starting_in(tmp_path) as start:
+        start.succeeded = True
+        (tmp_path / ".lock").unlink()
+        for _ in range(2):
+            with pytest.raises(RunInUse), run_dir.starting_in(tmp_path):
+                pass
+    with run_dir.starting_in(tmp_path):
+        pass
 
 
 def test_a_folder_below_one_that_was_deleted_is_refused(tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def test_a_rotation_that_was_killed_anywhere_can_be_made_again(tmp_path, monkeyp
     assert (present == job_key(read_secret(tmp_path), "job")) == (writes != 2)
     key = rotate_keys(tmp_path, "job")
     assert key == job_key(read_secret(tmp_path), "job") == (tmp_path / "api_key").read_text().strip()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["api_key", "secret"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".keys", "api_key", "secret"]
 
 
 def test_a_start_with_a_given_key_after_a_killed_rotation_can_not_be_rotated(tmp_path):
