@@ -196,9 +196,29 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class WebSocket(WebSocketsSansIOProtocol):
-    """A WebSocket that drops a client that is gone: uvicorn's waits until it reads."""
+    """A WebSocket that drops a client that is gone, and logs no error for what a client does.
+
+    uvicorn's waits until the client reads, and logs refused clients and texts that are no UTF-8 as errors.
+    """
 
     def keepalive_timeout(self) -> None:
         """Close the connection at once (called by uvicorn)."""
         super().keepalive_timeout()
         self.transport.abort()
+
+    async def send(self, message: Any) -> None:
+        """Send what the application says; a refusal ends the handshake (called by uvicorn)."""
+        await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            self.handshake_complete = True
+
+    def send_receive_event_to_app(self) -> None:
+        """Pass a message on, or close the connection where a text is no UTF-8 (called by uvicorn)."""
+        if self.curr_msg_data_type == "text" and not self.close_sent:
+            try:
+                b"".join(self.frames).decode()
+            except UnicodeDecodeError:
+                self.conn.send_close(1007)
+                self.handle_parser_exception()
+                return
+        super().send_receive_event_to_app()

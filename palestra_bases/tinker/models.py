@@ -214,7 +214,10 @@ def _identity(kind: str, body: bytes) -> bytes | None:
     """
     if kind != "save_for_sampler":
         return None
-    fields = orjson.loads(body)
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError:  # it has a number or text that the model refuses when the request is executed
+        return None
     fields.pop("sampling_session_seq_id", None)
     return orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
 
