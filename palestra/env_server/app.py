@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import socket
 from collections.abc import AsyncIterator
@@ -10,7 +11,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.websockets import WebSocket
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from palestra.env_server.page import PAGE, PAGE_HEADERS
 from palestra.env_server.sessions import SessionTable
@@ -68,10 +69,12 @@ def create_env_app(table: SessionTable, key: str) -> FastAPI:
             table.check_open()
         except PalestraError as error:
             failure = Failure.of(error)
-            await websocket.send_denial_response(JSONResponse(openai_error(failure), failure.status))
+            with contextlib.suppress(WebSocketDisconnect):
+                await websocket.send_denial_response(JSONResponse(openai_error(failure), failure.status))
             return
-        await websocket.accept()
-        await carry(table, websocket)
+        with contextlib.suppress(WebSocketDisconnect):  # the client is gone already
+            await websocket.accept()
+            await carry(table, websocket)
 
     return app
 

@@ -7,6 +7,7 @@ One WebSocket is one session with an environment of its own: a connection that b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
@@ -147,11 +148,12 @@ class OpenEnvServer:
         @app.websocket("/ws")
         async def play(websocket: WebSocket) -> None:
             """Play episodes until the client is gone."""
-            await websocket.accept()
-            if not _opens(Request({**websocket.scope, "type": "http"}), key):
-                await websocket.close(_REFUSED, "no key, or one that is not this server's")
-                return
-            await self._serve(websocket)
+            with contextlib.suppress(WebSocketDisconnect):  # the client is gone already
+                await websocket.accept()
+                if not _opens(Request({**websocket.scope, "type": "http"}), key):
+                    await websocket.close(_REFUSED, "no key, or one that is not this server's")
+                    return
+                await self._serve(websocket)
 
         return app
 
