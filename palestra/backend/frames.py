@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
 
 from palestra.errors import InvalidRequest
 from palestra.http.bodies import check_size
+from palestra.process.codec import plain
 
 PROTOCOL = 1  # grows with every change of the messages
 MOST_BYTES = 256 * 2**20  # of a message
@@ -31,7 +30,6 @@ REFUSED = 4002  # and when its message could not be used, after an answer with t
 _LENGTH = struct.Struct("<I")
 _KINDS = {"i4": np.int32, "f4": np.float32, "b1": np.bool_, "u1": np.uint8}
 _NAMES = {np.dtype(kind): name for name, kind in _KINDS.items()}
-_PLAIN = frozenset((type(None), bool, int, float, str))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +45,26 @@ class Frame:
     arrays: tuple[NDArray[Any], ...]
 
 
-def write_frame(header: Mapping[str, Any], *, is_json: bool = False) -> bytes:
+def write_frame(header: Mapping[str, Any]) -> bytes:
     """Return the bytes of a message.
 
     Args:
         header: may hold records, arrays of int32, float32, bool or uint8, paths, and collections of these.
-        is_json: whether the header is known to hold only what JSON can, so that nothing in it has to be looked at.
 
     Raises:
         TypeError: a value can't be sent.
     """
     arrays: list[NDArray[Any]] = []
-    tree = dict(header) if is_json else _tree(header, arrays)
+
+    def sent(value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return plain(value)
+        if value.dtype not in _NAMES:
+            raise TypeError(f"an array of {value.dtype} can't be sent")
+        arrays.append(value)
+        return {"array": len(arrays) - 1}
+
+    tree: dict[str, Any] = msgspec.to_builtins(header, str_keys=True, enc_hook=sent)
     tree["arrays"] = [[_NAMES[array.dtype], *array.shape] for array in arrays]
     text = json.dumps(tree, separators=(",", ":")).encode()
     return b"".join((_LENGTH.pack(len(text)), text, *(np.ascontiguousarray(array).tobytes() for array in arrays)))
@@ -106,37 +112,3 @@ def _header_length(data: bytes) -> int:
     if len(data) < _LENGTH.size + length:
         raise InvalidRequest("no message of this protocol: it is shorter than its header")
     return length
-
-
-def _tree(value: Any, arrays: list[NDArray[Any]]) -> Any:
-    """Return a value as JSON, and append the arrays in it to `arrays`."""
-    kind: Any = type(value)
-    # First what most values are: every call of an engine worker comes here, and its numbers one by one.
-    if kind in _PLAIN:
-        return value
-    if (names := _fields(kind)) is not None:
-        return {name: _tree(getattr(value, name), arrays) for name in names}
-    if isinstance(value, bool | int | float | str):  # of a subclass, such as a `StrEnum`
-        return value
-    if isinstance(value, np.ndarray):
-        if value.dtype not in _NAMES:
-            raise TypeError(f"an array of {value.dtype} can't be sent")
-        arrays.append(value)
-        return {"array": len(arrays) - 1}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if isinstance(value, Mapping):
-        return {str(key): _tree(one, arrays) for key, one in value.items()}
-    if isinstance(value, Collection):
-        return [_tree(one, arrays) for one in value]
-    raise TypeError(f"a {type(value).__name__} can't be sent")
-
-
-@cache
-def _fields(kind: type) -> tuple[str, ...] | None:
-    """Return the names of a record's fields; None: the type is no dataclass."""
-    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import builtins
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -16,7 +16,7 @@ from typing import Any, get_args, get_origin
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from palestra import errors
 from palestra.errors import InvalidRequest, PalestraError
@@ -68,10 +68,10 @@ def decodes(kind: Any, make: Callable[[Any], Any]) -> None:
 
 @cache
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind, dec_hook=_made)
+    return msgspec.msgpack.Decoder(kind, dec_hook=made)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value of a type that msgspec does not know as one that it knows."""
     if isinstance(value, np.ndarray):
         if value.dtype.str not in _DTYPES:
@@ -89,13 +89,15 @@ def _plain(value: Any) -> Any:
         return value.model_dump(mode="json")
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, Collection):
+        return list(value)
     raise TypeError(f"a {type(value).__name__} can't be sent")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 
 
-def _made(kind: Any, value: Any) -> Any:
+def made(kind: Any, value: Any) -> Any:
     """Return a value of a type that msgspec does not know; a ValueError becomes one with the value's place."""
     if (get_origin(kind) or kind) is np.ndarray:
         return _array(kind, value)
@@ -104,7 +106,10 @@ def _made(kind: Any, value: Any) -> Any:
     if kind is Path and isinstance(value, str):
         return Path(value)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return kind.model_validate(value)
+        try:
+            return kind.model_validate(value)
+        except ValidationError as error:
+            raise ValueError(error.errors()[0]["msg"]) from error
     raise ValueError(f"a {type(value).__name__} is no {getattr(kind, '__name__', kind)}")
 
 
