@@ -6,27 +6,32 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from palestra.backend.errors import error_fields
 from palestra.backend.frames import Frame, write_frame
-from palestra.backend.methods import TRAINER_METHODS
-from palestra.backend.typed import typed
+from palestra.backend.typed import arguments_of, typed
 from palestra.engine.base import EngineRequest
 from palestra.errors import ConfigError, Forbidden, InvalidRequest, NotFound, PalestraError, TooManyRequests
 from palestra.models.saved_weights import SavedWeights
 from palestra.models.weights import WeightSource
+from palestra.process.stub import Method, method_of
 from palestra.threads import in_thread
-from palestra.trainer.base import PolicySpec
+from palestra.trainer.base import PolicySpec, Trainer
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 from palestra.types.records import TrainSample
 from palestra_bases.base import SamplerSpec, SharedBase
 from palestra_bases.weights import WeightsPlace
 
 log = logging.getLogger("palestra.base")
+# The methods of a trainer that are called with what the message has, under the policy's full name.
+_OF_TRAINER = {"create", "forward", "forward_backward", "optim_step", "untrainable", "choices"}
+_OF_TRAINER |= {"save", "save_weights", "load", "remove"}
+_described = cache(Method.of)
 MOST_NAME = 256  # characters of the name of a job or a policy
 
 
@@ -113,20 +118,16 @@ class HostedJob:
         if not isinstance(do, str) or not isinstance(given, dict):
             raise InvalidRequest("a call has `do`, a text, and `with`, a table")
         kind, _, name = do.partition(".")
-        if kind == "trainer" and name in TRAINER_METHODS:
+        if kind == "trainer" and name in _OF_TRAINER:
             return await self._train(name, given, frame)
-        found = getattr(self, f"_do_{name}", None) if kind == "base" else None
+        found = getattr(HostedJob, f"_do_{name}", None) if kind == "base" else None
         if found is None:
             raise InvalidRequest(f"there is no call {do!r}")
-        hints: Mapping[str, Any] = _HINTS[name]
-        if given.keys() != hints.keys():
-            raise InvalidRequest(f"{do} has the arguments {', '.join(hints)}")
-        result = await found(**{key: typed(hints[key], value, frame.arrays, key) for key, value in given.items()})
-        return {"result": result}
+        return {"result": await found(self, **arguments_of(_described(found), given, frame.arrays))}
 
     async def _train(self, name: str, given: dict[str, Any], frame: Frame) -> dict[str, Any]:
         """Call a method of the trainer."""
-        arguments = TRAINER_METHODS[name].arguments(given, frame.arrays)
+        arguments = arguments_of(method_of(Trainer, name), given, frame.arrays)
         policy = arguments["policy"]
         if name == "create":
             spec = arguments["spec"]
@@ -327,14 +328,3 @@ _COLUMNS = [
     for field in TrainSample.__dataclass_fields__
     if field not in ("episode_id", "policy", "media", "versions", "grammars")
 ]
-_HINTS: dict[str, dict[str, Any]] = {
-    "describe": {},
-    "sample": {"policy": str, "spec": SamplerSpec},
-    "weights": {"policy": str},
-    "begin_incarnation": {"policy": str, "incarnation": int},
-    "sync_weights": {"policy": str, "version": PolicyVersion, "source": WeightsPlace},
-    "add_policy": {"name": str, "like": str, "version": PolicyVersion, "source": WeightsPlace | None},
-    "remove_policy": {"name": str},
-    "score": {"policy": str, "prompt": TokenSequence},
-}
-"""The types of the arguments of each call that is no method of the trainer."""

@@ -8,12 +8,12 @@ from typing import Any
 
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossSpec
-from palestra.backend.methods import TRAINER_METHODS
 from palestra.backend.typed import typed
 from palestra.errors import NotFound
 from palestra.models.weights import WeightSource
+from palestra.process.stub import method_of
 from palestra.trainer import checkpoint
-from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
+from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport, Trainer
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 from palestra_bases.link import Link
@@ -133,7 +133,7 @@ class RemoteTrainer:
 
     async def _call(self, name: str, policy: str, **arguments: Any) -> Any:
         """Call a method of the base server's trainer, and note the policy's version."""
-        method = TRAINER_METHODS[name]
+        method = method_of(Trainer, name)
         frame = await self._link.call(f"trainer.{name}", {"policy": policy, **arguments})
         if (version := frame.header.get("version")) is not None:
             self._versions[policy] = typed(PolicyVersion, version, frame.arrays, "version")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 import msgspec
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from palestra.errors import InvalidRequest
 from palestra.process.codec import made
+from palestra.process.stub import Method
 
 Arrays = Sequence[NDArray[Any]]
 MOST_WHOLE = 2**64
@@ -35,6 +36,19 @@ def typed(hint: Any, value: Any, arrays: Arrays, where: str) -> Any:
         return msgspec.convert(value, hint, dec_hook=of)
     except (msgspec.ValidationError, RecursionError) as error:
         raise InvalidRequest(str(error).replace("`$", f"`{where}") or f"{where} is nested too deep", where) from error
+
+
+def arguments_of(method: Method, given: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+    """Return the arguments of a call that came in a message by their names.
+
+    Raises:
+        InvalidRequest: one is missing, unknown or of another type.
+    """
+    try:
+        method.signature.bind(**given)
+    except TypeError as error:
+        raise InvalidRequest(f"a call has {error}") from error
+    return {name: typed(method.hints[name], value, arrays, name) for name, value in given.items()}
 
 
 def _array(kind: Any, value: Any, arrays: Arrays) -> NDArray[Any]:

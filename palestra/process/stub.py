@@ -29,12 +29,14 @@ class Method:
 
     Attributes:
         signature: without `self`.
+        hints: the annotations of its parameters, by name.
         arguments: the record of its arguments, in order.
         returns: annotation of the result, or of what it yields.
         streams: whether it is an asynchronous iterator.
     """
 
     signature: inspect.Signature
+    hints: dict[str, Any]
     arguments: type[msgspec.Struct]
     returns: Any
     streams: bool
@@ -51,7 +53,8 @@ class Method:
         arguments = msgspec.defstruct(function.__name__, fields, array_like=True, forbid_unknown_fields=True)
         streams = get_origin(hints["return"]) in (AsyncIterator, AsyncGenerator)
         returns = get_args(hints["return"])[0] if streams else hints["return"]
-        return cls(inspect.Signature(parameters), arguments, returns, streams)
+        given = {one.name: hints[one.name] for one in parameters}
+        return cls(inspect.Signature(parameters), given, arguments, returns, streams)
 
     def ordered(self, *given: Any, **named: Any) -> tuple[Any, ...]:
         """Return the arguments of a call in order, with the defaults."""
