@@ -12,13 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from palestra.backend.errors import error_fields
 from palestra.backend.frames import Frame, write_frame
 from palestra.backend.typed import arguments_of, typed
 from palestra.engine.base import EngineRequest
 from palestra.errors import ConfigError, Forbidden, InvalidRequest, NotFound, PalestraError, TooManyRequests
 from palestra.models.saved_weights import SavedWeights
 from palestra.models.weights import WeightSource
+from palestra.process.codec import SentError
 from palestra.process.stub import Method, method_of
 from palestra.threads import in_thread
 from palestra.trainer.base import PolicySpec, Trainer
@@ -83,11 +83,11 @@ class HostedJob:
         try:
             return write_frame({"id": number, **await self._call(frame)})
         except PalestraError as error:
-            return write_frame({"id": number, "error": error_fields(error)})
+            return write_frame({"id": number, "error": SentError.of(error)})
         except Exception as error:
             log.exception("a call of job %s of %s failed", self.name, self.tenant)
             failed = PalestraError(f"the base server failed: {type(error).__name__}: {error}; its log has more")
-            return write_frame({"id": number, "error": error_fields(failed)})
+            return write_frame({"id": number, "error": SentError.of(failed)})
 
     async def generate(self, frame: Frame) -> AsyncGenerator[SampledTokens, None]:
         """Sample a reply; see `Engine.generate`."""

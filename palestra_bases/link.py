@@ -13,8 +13,8 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect, unix_connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from palestra.backend.errors import error_of
 from palestra.backend.frames import MOST_BYTES, PROTOCOL, TAKEN_OVER, Frame, check_header, read_frame, write_frame
+from palestra.backend.typed import error_of
 from palestra.errors import (
     BaseServerLost,
     ConfigError,
@@ -314,9 +314,9 @@ class Link:
             async for data in connection:
                 frame = _read(data)
                 number = frame.header.get("id")
-                if number is None:
-                    raise error_of(frame.header.get("error") or {"message": "a message without an id"})
                 error = error_of(frame.header["error"]) if "error" in frame.header else None
+                if number is None:
+                    raise error or InvalidRequest("the base server has sent a message without an id")
                 if (pieces := self._replies.get(number)) is not None:
                     pieces.put_nowait(error or frame)
                 elif (call := self._calls.get(number)) is not None and not call.answer.done():

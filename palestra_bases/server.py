@@ -21,10 +21,10 @@ from websockets.asyncio.server import Server, ServerConnection, serve, unix_serv
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from palestra.backend.errors import error_fields
 from palestra.backend.frames import MOST_BYTES, PROTOCOL, REFUSED, TAKEN_OVER, Frame, read_frame, write_frame
 from palestra.backend.typed import typed
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest, PalestraError, TooManyRequests, Unauthorized
+from palestra.process.codec import SentError
 from palestra.waiting import cancelled
 from palestra_bases.base import SharedBase
 from palestra_bases.job import HostedJob, check_name
@@ -142,7 +142,7 @@ class BackendServer:
                 async with self._opening:
                     job = await self._open(self._tenant(connection.request), hello, connection)
             except PalestraError as error:
-                await connection.send(write_frame({"error": error_fields(error)}))
+                await connection.send(write_frame({"error": SentError.of(error)}))
                 await connection.close(REFUSED, "refused")
                 return
             await self._serve(job, connection)
@@ -198,7 +198,7 @@ class BackendServer:
                 job.forget_answers(typed(int, frame.header.get("oldest", 0), (), "oldest"))
                 if len(replies) + len(calls) >= MOST_CALLS:
                     busy = TooManyRequests(f"{MOST_CALLS} calls of this job are being executed; send fewer")
-                    await connection.send(write_frame({"id": number, "error": error_fields(busy)}))
+                    await connection.send(write_frame({"id": number, "error": SentError.of(busy)}))
                 elif frame.header.get("do") == "generate":
                     task = replies[number] = asyncio.create_task(self._generate(job, connection, number, frame))
                     task.add_done_callback(partial(_dropped, replies, number))
@@ -207,7 +207,7 @@ class BackendServer:
                     calls.add(task)
                     task.add_done_callback(calls.discard)
         except InvalidRequest as error:
-            await connection.send(write_frame({"error": error_fields(error)}))
+            await connection.send(write_frame({"error": SentError.of(error)}))
             await connection.close(REFUSED, "refused")
         finally:
             await cancelled(*replies.values(), *calls)
@@ -232,7 +232,7 @@ class BackendServer:
                 log.exception("a reply of job %s of %s failed", job.name, job.tenant)
             known = error if isinstance(error, PalestraError) else EngineFailure(f"{type(error).__name__}: {error}")
             with contextlib.suppress(ConnectionClosed):
-                await connection.send(write_frame({"id": number, "error": error_fields(known)}))
+                await connection.send(write_frame({"id": number, "error": SentError.of(known)}))
 
     # Leases
 

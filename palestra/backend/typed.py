@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from palestra.errors import InvalidRequest
-from palestra.process.codec import made
+from palestra.errors import InvalidRequest, PalestraError
+from palestra.process.codec import SentError, made
 from palestra.process.stub import Method
 
 Arrays = Sequence[NDArray[Any]]
@@ -49,6 +49,19 @@ def arguments_of(method: Method, given: Mapping[str, Any], arrays: Arrays) -> di
     except TypeError as error:
         raise InvalidRequest(f"a call has {error}") from error
     return {name: typed(method.hints[name], value, arrays, name) for name, value in given.items()}
+
+
+def error_of(sent: Any) -> PalestraError:
+    """Return the error that came in a message as a `SentError`.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    try:
+        error = msgspec.convert(sent, SentError).error()
+    except msgspec.ValidationError as problem:
+        raise InvalidRequest(f"no error: {problem}") from problem
+    return error if isinstance(error, PalestraError) else PalestraError(str(error))
 
 
 def _array(kind: Any, value: Any, arrays: Arrays) -> NDArray[Any]:
