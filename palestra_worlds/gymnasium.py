@@ -30,8 +30,11 @@ class GymnasiumEnvironment(Environment):
 
     A task may have the keys `seed` and `options`, which go to Gymnasium's `reset`. The agent's action is the first name
     of an action, or number, in its reply; of a space of several numbers it is as many numbers, of a Dict or a Tuple it
-    is JSON, and of a text space it is the reply itself. A reply without a valid action, such as a number out of range,
-    ends the episode with `impossible_reward` and never reaches the world.
+    is JSON, and of a text space it is the reply itself.
+
+    After a reply without a valid action, such as a number out of range, a move is made that the task's seed draws: its
+    loss is paid, its gain is not, and 1 less, so that no such reply is better than that move. With `impossible_reward`
+    the episode ends instead, and the reply never reaches the world.
     """
 
     reusable = True
@@ -43,7 +46,8 @@ class GymnasiumEnvironment(Environment):
         actions: Sequence[str] = (),
         features: Sequence[str] = (),
         rules: str = "",
-        impossible_reward: float = 0.0,
+        impossible_reward: float | None = None,
+        enforce: bool = False,
         observation: View = "text",
         **settings: Any,
     ) -> None:
@@ -54,9 +58,11 @@ class GymnasiumEnvironment(Environment):
                 made once more by its `spec`, and is copied where it has none, since each episode needs its own.
             actions: names for the numbers of a discrete space, in order; empty: the agent says numbers.
             features: names for the numbers of an observation of one dimension, in order; empty: they are shown bare.
-            rules: text before the first observation of each episode; empty: for actions that are neither discrete nor
-                text, what a reply has to be.
-            impossible_reward: reward of a reply that has no valid action.
+            rules: text before the first observation of each episode; empty: what a reply has to be, where it is not
+                any text.
+            impossible_reward: reward of a reply that has no valid action, which then ends the episode; None: another
+                move is made in its place, see the class.
+            enforce: whether a model can say nothing else than one of the actions, of a discrete space.
             observation: what the agent is shown: `text`; `picture`, the observation, an array of uint8 [height,
                 width], [height, width, 1] or [height, width, 3]; or `render`, what the world's `render` draws.
             **settings: arguments for `gymnasium.make` or the class; with `render`, `render_mode` is `rgb_array`.
@@ -80,9 +86,16 @@ class GymnasiumEnvironment(Environment):
         self._actions = [action.lower() for action in actions]
         if self._actions and (self._first is None or len(actions) != space.n):
             raise ConfigError(f"{name!r} has the actions {space}, and {len(actions)} names are given")
-        self._rules = rules or ("" if isinstance(space, kinds.Discrete | kinds.Text) else told)
+        if self._actions:
+            told = f"Say {', '.join(actions[:-1])} or {actions[-1]}." if len(actions) > 1 else f"Say {actions[0]}."
+        self._rules = rules or ("" if isinstance(space, kinds.Text) else told)
+        if enforce:
+            if self._first is None:
+                raise ConfigError(f"{name!r} has the actions {space}, of which there is no list to hold replies to")
+            self.choices = tuple(actions) or tuple(str(self._first + number) for number in range(int(space.n)))
+            self.gives_choices = True
         self._features, self._impossible, self._view = tuple(features), impossible_reward, observation
-        self.forfeit_reward = min(0.0, impossible_reward)
+        self.forfeit_reward = min(0.0, -1.0 if impossible_reward is None else impossible_reward)
         if observation == "picture" and not is_picture_space(self._world.observation_space):
             raise ConfigError(
                 f"the observations of {name!r} are {self._world.observation_space}, and no pictures; take "
@@ -92,6 +105,7 @@ class GymnasiumEnvironment(Environment):
     def reset(self, task: Mapping[str, Any]) -> Reset:
         """Begin an episode with the task's seed and options, and return the rules and the first observation."""
         seen, info = self._world.reset(seed=task.get("seed"), options=task.get("options"))
+        self._world.action_space.seed(task.get("seed") or 0)
         shown = self._shown(seen)
         if not self._rules:
             return shown, dict(info)
@@ -104,12 +118,18 @@ class GymnasiumEnvironment(Environment):
         return seen if self._view == "picture" else self._world.render()
 
     def step(self, action: str) -> Step:
-        """Take the first valid action that the reply names, or end the episode if there is none."""
+        """Take the first valid action that the reply names; see the class for a reply that names none."""
         chosen = self._chosen(action)
-        if chosen is None:
+        if chosen is not None:
+            seen, reward, terminated, truncated, info = self._world.step(chosen)
+            return self._shown(seen), float(reward), bool(terminated), bool(truncated), dict(info)
+        if self._impossible is not None:
             return "impossible action", self._impossible, True, False, {"impossible": True}
-        seen, reward, terminated, truncated, info = self._world.step(chosen)
-        return self._shown(seen), float(reward), bool(terminated), bool(truncated), dict(info)
+        seen, reward, terminated, truncated, info = self._world.step(self._world.action_space.sample())
+        shown, said = self._shown(seen), "That was no possible action; another one was taken."
+        told = f"{said}\n{shown}" if isinstance(shown, str) else [said, shown]
+        paid = min(float(reward), 0.0) - 1.0
+        return told, paid, bool(terminated), bool(truncated), dict(info) | {"impossible": True}
 
     def close(self) -> None:
         """Close the Gymnasium environment and release what it holds."""

@@ -20,8 +20,8 @@ class GymnasiumVector(MultiAgentEnvironment):
 
     It suits a world that computes many copies at once, on a GPU for instance. An episode is over when all copies have
     ended; copies make their steps together, so that it waits for the slowest agent. A task may have the keys `seed`,
-    of which each copy gets its own, and `options`. A reply without a valid action ends its copy with
-    `impossible_reward`.
+    of which each copy gets its own, and `options`. After a reply without a valid action a move is made that the task's
+    seed draws: its loss is paid, its gain is not, and 1 less. With `impossible_reward` its copy ends instead.
     """
 
     reusable = True
@@ -33,7 +33,7 @@ class GymnasiumVector(MultiAgentEnvironment):
         worlds: int = 4,
         features: Sequence[str] = (),
         rules: str = "",
-        impossible_reward: float = 0.0,
+        impossible_reward: float | None = None,
         clock: Clock | None = None,
         **settings: Any,
     ) -> None:
@@ -44,7 +44,8 @@ class GymnasiumVector(MultiAgentEnvironment):
             worlds: how many there are, each with an agent of its own.
             features: names for the numbers of an observation of one dimension, in order; empty: they are shown bare.
             rules: text before the first observation of each agent; empty: what a reply has to be.
-            impossible_reward: reward of a reply that has no valid action.
+            impossible_reward: reward of a reply that has no valid action, which then ends its copy; None: another move
+                is made in its place, see the class.
             clock: source of the times of observations; None: the system's clock.
             **settings: arguments for `gymnasium.make_vec`.
 
@@ -64,7 +65,6 @@ class GymnasiumVector(MultiAgentEnvironment):
         self.roles = tuple(f"world-{number}" for number in range(count))
         self._rules, self._features, self._impossible = rules or told, tuple(features), impossible_reward
         self._seen: Any = None
-        self._idle: Any = None  # an action for worlds that have ended, whose steps are not looked at
         self._playing: tuple[str, ...] = ()
 
     async def close(self) -> None:
@@ -77,8 +77,7 @@ class GymnasiumVector(MultiAgentEnvironment):
         seed = task.get("seed")
         self._seen, _ = self._worlds.reset(seed=seed, options=task.get("options"))
         space = self._worlds.single_action_space
-        space.seed(0)
-        self._idle = space.sample()
+        space.seed(seed or 0)
         self._playing = self.roles
 
     def protocol(self, task: Mapping[str, Any]) -> AgentProtocol:
@@ -105,7 +104,8 @@ class GymnasiumVector(MultiAgentEnvironment):
         gymnasium = imported_gymnasium()
         space = self._worlds.single_action_space
         said = {role: action_of(space, action.text) for role, action in actions.items()}
-        taken = [self._idle if said.get(role) is None else said[role] for role in self.roles]
+        # Worlds that have ended take steps, too, which are not looked at.
+        taken = [space.sample() if said.get(role) is None else said[role] for role in self.roles]
         batch = gymnasium.vector.utils.concatenate(
             space, taken, gymnasium.vector.utils.create_empty_array(space, n=len(taken))
         )
@@ -116,8 +116,10 @@ class GymnasiumVector(MultiAgentEnvironment):
         for role in actions:
             place = self.roles.index(role)
             impossible = said[role] is None
-            paid[role] = self._impossible if impossible else float(rewards[place])
-            if impossible or terminated[place]:
+            paid[role] = float(rewards[place])
+            if impossible:
+                paid[role] = min(paid[role], 0.0) - 1.0 if self._impossible is None else self._impossible
+            if terminated[place] or (impossible and self._impossible is not None):
                 ended.append(role)
             elif truncated[place]:
                 cut.append(role)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -63,6 +64,9 @@ def check_environment(
     A `ContinuousEnvironment` is played in virtual time, in which each agent always thinks for the same time: two new
     ones have to show the same then. What such a world waits for besides timers, as a thread, takes none of its time.
 
+    It is a warning that a reply which the environment calls impossible, by `info["impossible"]`, ends an episode for
+    more than other replies earn: a model would learn to reply so.
+
     Methods run as they do in a job: those that are `async` on one event loop, the others of an `Environment` in threads
     if it is `blocking`.
 
@@ -113,6 +117,7 @@ async def _check_serial(make: Callable[[], Environment], plan: Sequence[tuple[Ta
             raise InvalidEnvironment(
                 "two new environments answer the same task and actions differently; take randomness from the task"
             )
+    _warn_of_escapes([step for episode in fresh for step in episode[1:]])
     environment = make()
     if environment.reusable:
         await _call_of("setup", environment, environment.setup)
@@ -146,12 +151,28 @@ async def _episode(environment: Environment, task: Task, script: Script, max_ste
         action = script(number, environment.tools, ())
         said = action.text[:20] if not action.tool_calls else action.tool_calls[0].function.name
         answer = checked_step(await _call_of(f"step({said!r})", environment, step_of(environment, action)))
-        seen.append(answer[:4])
+        seen.append((*answer[:4], bool(answer[4].get("impossible"))))
         if answer[2] or answer[3]:
             return seen
     if limit is None:
         raise InvalidEnvironment(f"an episode did not end within {max_steps} steps; set max_steps, or truncate it")
     return seen
+
+
+def _warn_of_escapes(steps: Sequence[Any]) -> None:
+    """Warn where an impossible reply that ends the episode earns more than the mean of the possible ones."""
+
+    def earned(reward: Any) -> float:
+        return sum(one or 0.0 for one in reward.values()) if isinstance(reward, Mapping) else float(reward)
+
+    played = [earned(reward) for _, reward, _, _, impossible in steps if not impossible]
+    escapes = [earned(reward) for _, reward, ended, _, impossible in steps if impossible and ended]
+    if played and escapes and max(escapes) > (mean := sum(played) / len(played)):
+        warnings.warn(
+            f"an impossible reply ends the episode with {max(escapes):g}, and a possible one earns {mean:g}: a model "
+            "learns to reply so; pay less for it",
+            stacklevel=2,
+        )
 
 
 def _make(make: Callable[[], Any]) -> Any:

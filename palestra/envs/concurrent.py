@@ -280,6 +280,7 @@ class SerialEnvironment(ConcurrentEnvironment):
         super().__init__(clock)
         self._environment, self._agent, self._system = environment, agent, system
         self.forfeit_reward = environment.forfeit_reward
+        self.gives_choices, self.moves = environment.gives_choices, environment.choices
 
     async def setup(self) -> None:
         """Run the environment's `setup`, in a thread if the environment is `blocking`."""
@@ -298,7 +299,13 @@ class SerialEnvironment(ConcurrentEnvironment):
         said = self._environment.system if self._system is None else self._system
         own = said is None or (seen and seen[0].role == "system")  # of a conversation that is the task's question
         system = () if own else (text_message("system", str(said)),)
-        self.emit(self._agent, (*system, *seen), tools=self._environment.tools, info=info)
+        self.emit(
+            self._agent,
+            (*system, *seen),
+            tools=self._environment.tools,
+            choices=self._environment.choices,
+            info=info,
+        )
 
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:
         """Run one step of the environment and show the result."""
@@ -309,6 +316,7 @@ class SerialEnvironment(ConcurrentEnvironment):
             seen,
             parents=(observation.id,),
             tools=self._environment.tools,
+            choices=() if terminated or truncated else self._environment.choices,
             reward=reward,
             terminated=terminated,
             truncated=truncated,

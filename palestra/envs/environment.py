@@ -38,6 +38,8 @@ class Environment(ABC):
     reusable: ClassVar[bool] = False  # True: `reset` may be called again; False: each episode gets a new environment
     system: str | None = None  # system message that the agent's conversation starts with, if any
     tools: tuple[dict[str, Any], ...] = ()  # tools that the agent may call, in OpenAI's shape
+    choices: tuple[str, ...] = ()  # texts of which each reply is one: a model can sample nothing else; (): any reply
+    gives_choices: bool = False  # whether `choices` are given
     calls: Sequence[Chat] = ()  # model calls of the episode so far; those of the last action too, when `step` begins
 
     def setup(self) -> Awaitable[None] | None:  # noqa: B027 - optional to override

@@ -7,7 +7,7 @@ import numpy
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
 
-from palestra.envs import check_environment
+from palestra.envs import SerialEnvironment, check_environment
 from palestra.errors import ConfigError
 from palestra_worlds import GymnasiumEnvironment, GymnasiumVector
 from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, shown
@@ -99,7 +99,9 @@ def test_a_world_of_numbers_is_played_and_checked():
     assert seen == ", ".join(f"{name} {float(v):.4f}".rstrip("0") for name, v in zip(features, expected, strict=True))
     _, reward, *_ = reference.step(numpy.array([1.5], dtype=numpy.float32))
     assert environment.step("1.5")[1] == reward
-    assert environment.step("3")[0] == "impossible action"
+    shown, reward, *_, info = environment.step("3")
+    assert shown.startswith("That was no possible action; another one was taken.\n")
+    assert (reward < -1, info["impossible"]) == (True, True)
     environment.close()
     check_environment(
         lambda: GymnasiumEnvironment("Pendulum-v1", max_episode_steps=5), [{"seed": 1}], ["0.5", "-2", "left"]
@@ -149,3 +151,69 @@ def test_a_vector_keeps_to_what_environments_have_to_do():
     check_environment(
         lambda: GymnasiumVector("CartPole-v1", worlds=2), [{"seed": 1}], ["0", "1", "left"], max_steps=200
     )
+
+
+class Losing(gymnasium.Env):
+    """Each move costs: the first one 1, the others 10; ten moves."""
+
+    action_space = Discrete(3)
+    observation_space = Discrete(11)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = 10
+        return self.left, {}
+
+    def step(self, action):
+        self.left -= 1
+        return self.left, -10.0 if action else -1.0, self.left == 0, False, {}
+
+
+def played(environment, said: str) -> float:
+    environment.reset({"seed": 3})
+    paid, over = 0.0, False
+    while not over:
+        _, reward, over, cut, _ = environment.step(said)
+        paid, over = paid + reward, over or cut
+    return paid
+
+
+gymnasium.register("Losing-v0", Losing)
+
+
+@pytest.mark.parametrize("name", ["Losing-v0", "Pendulum-v1", "MountainCar-v0", "CartPole-v1"])
+def test_no_impossible_reply_is_better_than_to_play(name):
+    limit = {} if name == "Losing-v0" else {"max_episode_steps": 10}
+    environment = GymnasiumEnvironment(name, **limit)
+    legal = "0.5" if name == "Pendulum-v1" else "0"
+    assert played(environment, "hm") < played(environment, legal)
+    assert played(environment, "hm") == played(environment, "99 bottles")  # by the task's seed alone
+
+
+def test_that_ending_an_episode_pays_is_a_warning():
+    with pytest.warns(UserWarning, match="an impossible reply ends the episode with 0, and a possible one earns -1"):
+        check_environment(lambda: GymnasiumEnvironment("Losing-v0", impossible_reward=0.0), [{}], ["0", "hm"])
+    check_environment(lambda: GymnasiumEnvironment("Losing-v0"), [{}], ["0", "hm"])
+
+
+def test_actions_are_told_and_a_model_can_be_held_to_them():
+    environment = GymnasiumEnvironment("Losing-v0", enforce=True)
+    assert environment.reset({})[0].splitlines()[0] == "Say a number from 0 to 2."
+    assert environment.choices == ("0", "1", "2")
+    named = GymnasiumEnvironment("Losing-v0", actions=("wait", "left", "right"), enforce=True)
+    assert named.reset({})[0].splitlines()[0] == "Say wait, left or right."
+    assert named.choices == ("wait", "left", "right")
+    serial = SerialEnvironment(named)
+    assert (serial.gives_choices, serial.moves) == (True, named.choices)
+    with pytest.raises(ConfigError, match="of which there is no list"):
+        GymnasiumEnvironment("Pendulum-v1", enforce=True)
+
+
+async def test_replies_in_copies_of_a_world_are_no_better_when_impossible():
+    totals = {}
+    for said in ("0", "hm"):
+        episode = await play(
+            GymnasiumVector("Losing-v0", worlds=2), {"seed": 1}, lambda observation, said=said: says(said)
+        )
+        totals[said] = sum(step.reward or 0.0 for step in episode)
+    assert totals["hm"] < totals["0"]
