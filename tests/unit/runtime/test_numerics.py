@@ -6,6 +6,7 @@ import orjson
 import pytest
 
 import palestra
+from palestra.backend.engine_worker import EngineOrder
 from palestra.config import JobConfig
 from palestra.doctor.examination import examine
 from palestra.errors import ConfigError
@@ -43,12 +44,11 @@ async def test_only_a_deterministic_run_refuses_another_computation(tmp_path):
 def test_an_inference_worker_and_a_rank_refuse_to_compute_otherwise_than_the_job(tmp_path):
     config = JobConfig(name="a", model="tiny-random", deterministic=True, engine={"dtype": "float32", "device": "cpu"})
     other = numerics(kernels=False) | {"processor": "of another machine"}
-    order = {"config": config.model_dump(mode="json"), "weights": {}, "pictures": None, "place": 0}
     with pytest.raises(ConfigError, match="processor of another machine"):
-        _load(order | {"numerics": other})
+        _load(EngineOrder(config=config, weights={}, pictures=None, number=0, numerics=other))
     rank = RankOrder(number=0, meeting=None, config=config.trainer, threads=None, deterministic=True, numerics=other)
     with pytest.raises(ConfigError, match="processor of another machine"):
-        Rank(rank)
+        Rank().begin(rank)
 
 
 def test_kernels_are_looked_at_where_bfloat16_is_computed_on_a_cpu(monkeypatch):
