@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
-from palestra.algorithms.loss import LossSpec
 from palestra.backend.typed import typed
 from palestra.errors import NotFound
 from palestra.models.weights import WeightSource
-from palestra.process.stub import method_of
+from palestra.process.stub import Method, method_of
 from palestra.trainer import checkpoint
-from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport, Trainer
+from palestra.trainer.base import Trainer
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 from palestra_bases.link import Link
 from palestra_bases.weights import RemoteWeights
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _forwarded(method: F) -> F:
+    """Return a method that calls the same one of the base server's trainer."""
+    signature = Method.of(method).signature
+
+    async def call(self: RemoteTrainer, *given: Any, **named: Any) -> Any:
+        return await self._call(method.__name__, **signature.bind(*given, **named).arguments)
+
+    return cast(F, wraps(method)(call))
 
 
 class RemoteTrainer:
@@ -41,9 +53,11 @@ class RemoteTrainer:
         """Forget all policies, because the base server has forgotten the job."""
         self._versions.clear()
 
-    async def create(self, policy: str, spec: PolicySpec) -> None:
-        """Have the base server load a policy's adapter; see `Trainer.create`."""
-        await self._call("create", policy, spec=spec)
+    create = _forwarded(Trainer.create)
+    forward_backward = _forwarded(Trainer.forward_backward)
+    optim_step = _forwarded(Trainer.optim_step)
+    untrainable = _forwarded(Trainer.untrainable)
+    choices = _forwarded(Trainer.choices)
 
     async def forward(
         self, policy: str, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
@@ -52,36 +66,6 @@ class RemoteTrainer:
         if not outputs:
             return {}
         found: ForwardOutputs = await self._call("forward", policy, batch=batch, outputs=sorted(outputs))
-        return found
-
-    async def forward_backward(
-        self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str, logprobs: bool = False
-    ) -> StepReport:
-        """Add the gradient of a batch; see `Trainer.forward_backward`."""
-        report: StepReport = await self._call(
-            "forward_backward", policy, batch=batch, loss=loss, request_id=request_id, logprobs=logprobs
-        )
-        return report
-
-    async def optim_step(
-        self, policy: str, params: OptimParams, request_id: str, network: Network = "policy"
-    ) -> OptimReport:
-        """Apply the gradient and clear it; see `Trainer.optim_step`."""
-        report: OptimReport = await self._call(
-            "optim_step", policy, params=params, request_id=request_id, network=network
-        )
-        return report
-
-    async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
-        """Find episodes that can't be trained; see `Trainer.untrainable`."""
-        found: dict[str, str] = await self._call("untrainable", policy, batch=batch, request_id=request_id)
-        return found
-
-    async def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
-        """Return every reply that could be sampled under a grammar; see `Trainer.choices`."""
-        found: tuple[tuple[int, ...], ...] = await self._call(
-            "choices", policy, grammar=grammar, max_tokens=max_tokens, most=most
-        )
         return found
 
     async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
