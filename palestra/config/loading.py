@@ -99,6 +99,8 @@ def _removed(data: dict[str, Any], place: Sequence[str]) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file, with absolute paths; see `load_config`."""
+    if (path / SAVED_CONFIG).is_file():  # the folder of a run
+        path = path / SAVED_CONFIG
     data = read_toml(path)
     resolve_paths(data, path.parent)
     return data

@@ -152,6 +152,7 @@ def test_a_saved_configuration_says_the_same_from_every_folder(tmp_path, monkeyp
     path = tmp_path / "config.toml"
     path.write_text(dump_saved_config(config))
     monkeypatch.chdir("/")
+    assert load_config(tmp_path) == load_config(path)  # the folder of a run stands for its configuration
     found = load_config(path)
     assert (found.run_dir, found.tasks.train) == (tmp_path / "runs/x", tmp_path / "a.jsonl")
     assert found.digest() == config.digest()
