@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 import httpx2
 
 from palestra.client.client import LIMITS
-from palestra.client.episode import Episode, Reward, StepRecords, renewed
+from palestra.client.episode import Episode, Reward, RolloutResult, renewed
 from palestra.client.exchange import Action, Exchange, Reply, Settings, send_call
 from palestra.client.leases import GIVE_BACK_SECONDS, claim, give_back, hand_in, push
 from palestra.client.model_call import ModelCall, ModelReply, model_call
@@ -24,8 +24,8 @@ from palestra.client.protocol import (
     Call,
     abort_call,
     claim_call,
-    end_call,
     facts_call,
+    finish_call,
     heartbeat_call,
     read_claim,
     upload_call,
@@ -119,26 +119,25 @@ class AsyncClient:
     async def end_episode(
         self,
         episode: Episode,
-        reward: Reward | None = None,
+        reward: Reward | RolloutResult | None = None,
         *,
         step_rewards: Sequence[Reward] | None = None,
         metadata: Mapping[str, Any] | None = None,
         named_rewards: Mapping[str, float | None] | None = None,
-        steps: StepRecords | None = None,
         truncated: bool = False,
     ) -> None:
         """Hand in the reward of an episode. See `Client.end_episode`, also for errors.
 
         Args:
             episode: the claimed episode.
-            reward: a finite number, or one for each agent by name; None: there are named rewards.
+            reward: a finite number, or one for each agent by name; None: there are named rewards. Or a `RolloutResult`.
             step_rewards: for each TimeStep, in order, a reward, or rewards by agent; None: none.
             metadata: JSON to record with the episode.
             named_rewards: several rewards of the episode, by name.
-            steps: what a player of Palestra's own knows of the episode; None: nothing.
             truncated: whether the episode was cut off before its end.
         """
-        await self._send(end_call(episode, reward, step_rewards, metadata, named_rewards, steps, truncated))
+        parts = {"step_rewards": step_rewards, "metadata": metadata, "named_rewards": named_rewards}
+        await self._send(finish_call(episode, reward, **parts, truncated=truncated))
 
     async def facts(self) -> RolloutFacts:
         """Return what a worker that plays an environment has to know of the job."""

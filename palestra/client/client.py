@@ -11,10 +11,10 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 
-from palestra.client.episode import Episode, Reward, renewed_in_thread
+from palestra.client.episode import Episode, Reward, RolloutResult, renewed_in_thread
 from palestra.client.exchange import Action, Exchange, Reply, Settings, send_call
 from palestra.client.leases import claim, give_back, hand_in, push
-from palestra.client.protocol import A, Call, abort_call, claim_call, end_call, heartbeat_call, upload_call
+from palestra.client.protocol import A, Call, abort_call, claim_call, finish_call, heartbeat_call, upload_call
 from palestra.client.seat import Seat, seat_of
 from palestra.http_clients import http_client
 from palestra.pictures.blobs import digest_of
@@ -91,7 +91,7 @@ class Client:
     def end_episode(
         self,
         episode: Episode,
-        reward: Reward | None = None,
+        reward: Reward | RolloutResult | None = None,
         *,
         step_rewards: Sequence[Reward] | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -102,7 +102,8 @@ class Client:
 
         Args:
             episode: the claimed episode.
-            reward: a finite number, or one for each agent by name; None: there are named rewards.
+            reward: a finite number, or one for each agent by name; None: there are named rewards. Or a
+                `RolloutResult`, which has all that follows; one without a score leaves the episode out of training.
             step_rewards: for each TimeStep, in order, a reward, or rewards by agent; None: none.
             metadata: JSON to record with the episode; `palestra episodes` shows it.
             named_rewards: several rewards of the episode, by name, which the job weighs and adds up
@@ -113,7 +114,8 @@ class Client:
             Conflict: the episode was given to another worker, or ended before with another reward.
             InvalidRequest: a reward is not a finite number, or the metadata is not JSON.
         """
-        self._send(end_call(episode, reward, step_rewards, metadata, named_rewards, truncated=truncated))
+        parts = {"step_rewards": step_rewards, "metadata": metadata, "named_rewards": named_rewards}
+        self._send(finish_call(episode, reward, **parts, truncated=truncated))
 
     def abort_episode(self, episode: Episode, reason: str = "", *, discard: bool = False) -> None:
         """Give an episode back without a reward, because of a failure that is not the policy's doing.

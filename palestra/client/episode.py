@@ -77,7 +77,7 @@ class Episode:
 
     Inside `with client.episode()`, set `reward` (a number, or numbers by agent) or `named_rewards` (several rewards by
     name), and optionally `metadata` (JSON to record with the episode) and `truncated` (it was cut off); the end of the
-    block hands them in.
+    block hands them in. Or `reward` is a `RolloutResult`, which has all of them.
     """
 
     episode_id: str
@@ -89,7 +89,7 @@ class Episode:
     players: Mapping[str, str] = field(
         default_factory=dict
     )  # who plays a role that has a pool: `{"opponent": "white@5"}`
-    reward: float | Mapping[str, float] | None = None
+    reward: Reward | RolloutResult | None = None
     named_rewards: Mapping[str, float | None] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     truncated: bool = False

@@ -9,7 +9,7 @@ from typing import Any
 
 from palestra.client.episode import Episode
 from palestra.client.exchange import Exchange, Settings, send_call
-from palestra.client.protocol import Call, abort_call, end_call, push_calls, read_claim
+from palestra.client.protocol import Call, abort_call, finish_call, push_calls, read_claim
 from palestra.client.task_files import task_source
 from palestra.errors import ClaimOver, Conflict, InvalidRequest, JobOver, PalestraError
 from palestra.types.wire import ClaimAnswer
@@ -37,11 +37,12 @@ def hand_in(settings: Settings, episode: Episode) -> Exchange[None]:
     """End an episode with what its block has set.
 
     Raises:
-        InvalidRequest: the block has set no reward.
+        InvalidRequest: the block has set no reward, or a whole result and a part of it.
     """
     if episode.reward is None and episode.named_rewards is None:
         raise InvalidRequest(f"episode {episode.episode_id}: set episode.reward before the block ends", "reward")
-    call = end_call(episode, episode.reward, None, episode.metadata, episode.named_rewards, truncated=episode.truncated)
+    metadata, named = episode.metadata or None, episode.named_rewards
+    call = finish_call(episode, episode.reward, metadata=metadata, named_rewards=named, truncated=episode.truncated)
     yield from send_call(settings, call)
 
 

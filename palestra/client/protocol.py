@@ -8,12 +8,12 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeGuard, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from palestra.client.arguments import checked_amount
-from palestra.client.episode import Episode, ModelEndpoint, Reward, StepRecords
+from palestra.client.episode import Episode, ModelEndpoint, Reward, RolloutResult
 from palestra.client.plain_values import plain_object, plain_task
 from palestra.errors import InvalidRequest
 from palestra.types.messages import ChatMessage
@@ -117,29 +117,34 @@ def facts_call() -> Call[RolloutFacts]:
     return Call("/rollout", None, RolloutFacts, method="GET")
 
 
-def end_call(
-    episode: Episode,
-    reward: float | Mapping[str, float] | None,
-    step_rewards: Sequence[Reward] | None,
-    metadata: Mapping[str, Any] | None,
-    named_rewards: Mapping[str, float | None] | None = None,
-    steps: StepRecords | None = None,
-    truncated: bool = False,
-) -> Call[EpisodeAnswer]:
-    """Build the request that hands in a reward. Sent again unchanged, it changes nothing.
+def finish_call(episode: Episode, reward: Reward | RolloutResult | None, **parts: Any) -> Call[EpisodeAnswer]:
+    """Build the request that ends an episode, or drops it where a whole result says that it has no score.
 
     Args:
-        reward: a finite number, or one for each agent by name; None: there are named rewards.
-        step_rewards: for each TimeStep, in order, a reward, or rewards by agent; None: none.
-        metadata: JSON to record with the episode; None: none.
-        named_rewards: several rewards of the episode, by name; None in place of one: not scored. A reward for each
-            agent beside them is their weighted sum.
-        steps: what a player of Palestra's own knows of the episode; None: nothing.
-        truncated: whether the episode was cut off before its end.
+        reward: a reward, or a result that says everything.
+        parts: the other fields of a `RolloutResult`, by name; None and False: not given.
 
     Raises:
-        InvalidRequest: a reward is not a finite number, or the metadata is not JSON.
+        InvalidRequest: a whole result has parts next to it, and as `end_call`.
     """
+    given = {name: part for name, part in parts.items() if part is not None and part is not False}
+    if not isinstance(reward, RolloutResult):
+        return end_call(episode, RolloutResult(reward=reward, **given))
+    if given:
+        name = next(iter(given))
+        raise InvalidRequest(f"a RolloutResult is the whole result: set {name} in it", name)
+    if not is_scored(reward):
+        return abort_call(episode, "not_scored: the result has no reward", discard=True)
+    return end_call(episode, reward)
+
+
+def end_call(episode: Episode, result: RolloutResult) -> Call[EpisodeAnswer]:
+    """Build the request that hands in a result. Sent again unchanged, it changes nothing.
+
+    Raises:
+        InvalidRequest: there is no reward, a reward is not a finite number, or the metadata is not JSON.
+    """
+    reward, step_rewards, named_rewards, steps = result.reward, result.step_rewards, result.named_rewards, result.steps
     if (reward is None) == (named_rewards is None) and not isinstance(reward, Mapping):
         raise InvalidRequest("an episode ends with a reward or with named rewards", "reward")
     earned = None if steps is None else steps.rewards
@@ -154,11 +159,11 @@ def end_call(
             if named_rewards is None
             else {name: None if value is None else _number(value) for name, value in named_rewards.items()},
             step_rewards=None if step_rewards is None else tuple(_number(value) for value in step_rewards),
-            metadata=plain_object(metadata or {}, "metadata"),
+            metadata=plain_object(result.metadata, "metadata"),
             agent_step_rewards=None if earned is None else tuple(earned),
             step_times=None if steps is None else tuple(steps.times),
             facts=None if steps is None else dict(steps.facts),
-            truncated=truncated,
+            truncated=result.truncated,
         )
     return Call("/end_episode", body, EpisodeAnswer, episode.api_key)
 
@@ -195,9 +200,11 @@ def _number(value: Any) -> float:
     return number
 
 
-def is_scored(reward: Any) -> TypeGuard[float | Mapping[str, float]]:
-    """Return whether an episode has a reward: neither `reward` nor any agent's reward in it is None."""
-    return None not in reward.values() if isinstance(reward, Mapping) else reward is not None
+def is_scored(result: RolloutResult) -> bool:
+    """Return whether an episode has a reward: one number, all agents' numbers, or at least one named reward."""
+    if result.named_rewards is not None:
+        return any(value is not None for value in result.named_rewards.values())
+    return None not in result.reward.values() if isinstance(result.reward, Mapping) else result.reward is not None
 
 
 @contextmanager

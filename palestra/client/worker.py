@@ -88,18 +88,9 @@ class Worker:
             async with renewed(self._client.heartbeat, episode):
                 result = await self._player.play(episode)
                 result = result if isinstance(result, RolloutResult) else RolloutResult(reward=result)
-                named = result.named_rewards
-                if not (is_scored(result.reward) if named is None else set(named.values()) - {None}):
+                if not is_scored(result):
                     raise NotScored(f"{self._player.name} returned None")
-                await self._client.end_episode(
-                    episode,
-                    result.reward,
-                    step_rewards=result.step_rewards,
-                    metadata=result.metadata,
-                    named_rewards=named,
-                    steps=result.steps,
-                    truncated=result.truncated,
-                )
+                await self._client.end_episode(episode, result)
         except NotScored as error:
             self.counts["not_scored"] += 1
             await self._give_back(episode, error)

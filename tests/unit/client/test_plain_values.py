@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from palestra.client.plain_values import plain_object, rows_of_frame
-from palestra.client.protocol import end_call, push_calls
+from palestra.client.protocol import finish_call, push_calls
 from palestra.errors import InvalidRequest
 from palestra.rollout.result import EpisodeResult
 from palestra.runtime.arguments import resolve_tasks
@@ -47,7 +47,7 @@ def test_values_with_a_form_in_json_are_taken_wherever_data_enters(value, plain)
     assert type(row["x"]) is type(plain)
     (call,) = push_calls({"train": [{"x": value}]})
     assert call.body.tasks[0].data == {"x": plain}
-    assert end_call(EPISODE, 1.0, None, {"x": value}).body.metadata == {"x": plain}
+    assert finish_call(EPISODE, 1.0, metadata={"x": value}).body.metadata == {"x": plain}
 
 
 REFUSED = [
@@ -79,7 +79,7 @@ def test_what_can_not_be_stored_is_refused_with_task_key_and_type(value, kind):
         for part in ("task 1", "'q1'", "'a'", "'x'", kind):
             assert part in str(caught.value)
     with pytest.raises(InvalidRequest, match="metadata: 'x'"):
-        end_call(EPISODE, 1.0, None, {"x": value})
+        finish_call(EPISODE, 1.0, metadata={"x": value})
 
 
 def test_what_contains_itself_is_refused():

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from palestra.client.episode import ModelEndpoint
+from palestra.client.episode import ModelEndpoint, RolloutResult
 from palestra.client.protocol import (
     CHUNK_BYTES,
     CHUNK_TASKS,
     abort_call,
     claim_call,
-    end_call,
+    finish_call,
     heartbeat_call,
     push_calls,
     read_claim,
@@ -70,10 +70,10 @@ def test_a_claim_is_read_as_it_was_answered():
     [(1, 1.0), (0.25, 0.25), (True, 1.0), (np.float32(0.5), 0.5), (np.int64(3), 3.0), (np.array(2.0), 2.0)],
 )
 def test_any_number_is_a_reward(reward, wanted):
-    call = end_call(EPISODE, reward, None, None)
+    call = finish_call(EPISODE, reward)
     assert (body(call)["reward"], body(call)["rewards"]) == (wanted, None)
     assert call.key == "pe-key"
-    assert body(end_call(EPISODE, {"a": reward}, [reward], {"x": 1})) == {
+    assert body(finish_call(EPISODE, {"a": reward}, step_rewards=[reward], metadata={"x": 1})) == {
         "episode_id": "train-000000-00",
         "reward": None,
         "rewards": {"a": wanted},
@@ -83,26 +83,26 @@ def test_any_number_is_a_reward(reward, wanted):
 
 
 def test_named_rewards_take_the_place_of_a_reward_and_none_of_them_stays_none():
-    found = body(end_call(EPISODE, None, None, None, {"right": True, "short": np.float32(0.5), "style": None}))
+    found = body(finish_call(EPISODE, None, named_rewards={"right": True, "short": np.float32(0.5), "style": None}))
     assert (found["reward"], found["rewards"]) == (None, None)
     assert found["named_rewards"] == {"right": 1.0, "short": 0.5, "style": None}
     for reward, named in ((None, None), (1.0, {"right": 1.0}), (None, {}), (None, {"right": math.nan})):
         with pytest.raises(InvalidRequest):
-            end_call(EPISODE, reward, None, None, named)
+            finish_call(EPISODE, reward, named_rewards=named)
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, "1", None, [1], object()])
 def test_what_is_no_finite_number_is_an_invalid_request(reward):
     """As `Client.end_episode` promises; the user is not shown how bodies are checked."""
-    for arguments in ((reward, None), ({"a": reward}, None), (1.0, [reward])):
+    for given, by_step in ((reward, None), ({"a": reward}, None), (1.0, [reward])):
         with pytest.raises(InvalidRequest):
-            end_call(EPISODE, *arguments, None)
+            finish_call(EPISODE, given, step_rewards=by_step)
 
 
 @pytest.mark.parametrize("metadata", [{"x": math.nan}, {"x": object()}, {"x": 10**30}, {1: 2}])
 def test_metadata_that_is_no_json_is_an_invalid_request(metadata):
     with pytest.raises(InvalidRequest):
-        end_call(EPISODE, 1.0, None, metadata)
+        finish_call(EPISODE, 1.0, metadata=metadata)
 
 
 def test_a_long_reason_is_cut():
@@ -145,9 +145,33 @@ def test_a_task_that_is_no_json_is_an_invalid_request():
 
 
 def test_rewards_of_timesteps_by_agent_say_whose_they_are():
-    found = body(end_call(EPISODE, {"a": 3.0, "b": -1.0}, [{"a": 1}, {}, {"b": np.float32(-1.0), "a": 2.0}], None))
+    given = [{"a": 1}, {}, {"b": np.float32(-1.0), "a": 2.0}]
+    found = body(finish_call(EPISODE, {"a": 3.0, "b": -1.0}, step_rewards=given))
     assert found["step_rewards"] == [1.0, 0.0, 1.0]
     assert found["agent_step_rewards"] == [[0, "a", 1.0], [2, "b", -1.0], [2, "a", 2.0]]
     for wrong in ([{"a": 1.0}, 0.5], [{"a": math.nan}], [{"a": None}], [{"": 1.0}]):
         with pytest.raises(InvalidRequest):
-            end_call(EPISODE, {"a": 1.0, "b": 0.0}, wrong, None)
+            finish_call(EPISODE, {"a": 1.0, "b": 0.0}, step_rewards=wrong)
+
+
+def test_a_whole_result_is_handed_in_as_its_parts_are():
+    parts = {
+        "step_rewards": [{"a": 1.0}],
+        "metadata": {"x": 1},
+        "named_rewards": {"right": 1.0, "style": None},
+        "truncated": True,
+    }
+    whole = RolloutResult(reward={"a": 1.0}, **parts)
+    assert body(finish_call(EPISODE, whole)) == body(finish_call(EPISODE, {"a": 1.0}, **parts))
+    for name, part in parts.items():
+        with pytest.raises(InvalidRequest) as error:
+            finish_call(EPISODE, RolloutResult(reward=1.0), **{name: part})
+        assert error.value.field == name
+
+
+@pytest.mark.parametrize(
+    "unscored", [{}, {"reward": {"a": 1.0, "b": None}}, {"named_rewards": {"right": None}}, {"metadata": {"x": 1}}]
+)
+def test_a_whole_result_without_a_score_drops_the_episode(unscored):
+    call = finish_call(EPISODE, RolloutResult(**unscored))
+    assert (call.path, call.body.discard) == ("/abort_episode", True)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import httpx2
 import pytest
 
-from palestra import AsyncClient
+from palestra import AsyncClient, RolloutResult
 from palestra.config import JobConfig
 from palestra.runtime.local import local_job
 from palestra.types.calls import PolicyVersion
@@ -150,3 +150,18 @@ async def test_a_workers_metadata_means_nothing_to_training_whatever_its_keys(tm
             assert one.metadata == given
             assert one.rewards_by_policies == {"agent": 0.5}
             assert (one.full_contexts, one.unused_calls) == ((), frozenset())
+
+
+async def test_a_whole_result_ends_an_episode_in_each_way_of_a_client(tmp_path):
+    config = JobConfig.model_validate({"run_dir": tmp_path, "server": {"port": 0}, "engine": {"kind": "fake"}})
+    whole = RolloutResult(reward=0.5, metadata={"x": 1}, truncated=True)
+    async with local_job(config, lambda kind, data: None) as job:
+        await job.plane.store.groups.register("train", 0, 1, TASK, 2)
+        async with AsyncClient(job.url, job.api_key) as client:
+            await client.end_episode(await client.begin_episode(), whole)
+            async with client.episode() as episode:
+                episode.reward = whole
+        ((_, played),) = await job.plane.store.groups.of_step("train", 1)
+    for one in played:
+        assert (one.rewards_by_policies, one.truncated) == ({"agent": 0.5}, True)
+        assert one.metadata["x"] == 1
