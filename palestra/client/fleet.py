@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from palestra.errors import WorkerCrashLoop
+from palestra.process.child import ending
 
 CRASHES, CRASHES_SECONDS = 5, 60.0  # a process that crashes so often in so many seconds is given up
 BACKOFF_SECONDS = 0.25  # before a process is started again the second time in CRASHES_SECONDS; then doubled each time
@@ -125,7 +126,7 @@ class _Child:
             return code
         self._process = None
         who = f"worker process {self._number}"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        how = ending(code)
         pause = self._crashes.pause_after(who, how)
         self._start_at = time.monotonic() + pause
         sys.stderr.write(f"{who} {how}; started again{f' in {pause:g} s' if pause else ''}\n")
