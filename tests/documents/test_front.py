@@ -57,3 +57,8 @@ def test_the_container_copies_what_is_there_and_is_no_root():
     seen = [line[1:] for line in (ROOT / ".containerignore").read_text().splitlines() if line.startswith("!")]
     assert all(any(ROOT.glob(name)) for name in seen)
     assert {name for name in re.findall(r"requirements[\w-]*\.lock", text)} <= set(seen)
+
+
+def test_the_newest_version_takes_a_page_of_the_changelog():
+    newest = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert len(newest.split()) <= 1000
