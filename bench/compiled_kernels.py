@@ -27,7 +27,7 @@ from palestra.models.device import tune_malloc
 from palestra.trainer.token_forward import flat_inputs
 from palestra_cpu import extension, layer_functions, packed_matrix
 from palestra_cpu.cpu_kernels import cpu_kernels
-from palestra_cpu.packed import pack
+from palestra_cpu.packed import pack_model
 
 ROWS, PROMPT, LENGTH = (1, 8, 64), 1024, 50
 PASSES = 5  # of each way in a round
@@ -97,7 +97,7 @@ def main() -> None:
         parser.error("this machine can't compile kernels: there is nothing to compare")
     with torch.inference_mode():
         model = load_causal_lm(model_folder("SmolLM2-135M-Instruct"), torch.bfloat16)
-        pack(model)
+        pack_model(model)
         works = {f"{rows} replies": (decoding(model, rows), products(model, rows, rows)) for rows in ROWS}
         works[f"a prompt of {PROMPT:,}"] = prompting(model), products(model, PROMPT, 1)
         print("| pass, ms | torch's operators | compiled kernels | ratio | products: oneDNN's | ours |")

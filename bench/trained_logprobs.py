@@ -24,7 +24,7 @@ from palestra.learner.trained_calls import trained_calls
 from palestra.models.device import tune_malloc
 from palestra.store import RunStore, open_run_store
 from palestra.trainer.base import PolicySpec
-from palestra.trainer.gradient import rows_of
+from palestra.trainer.gradient import numbers_by_row
 from palestra.trainer.packing import pack
 from palestra.types.records import TrainSample
 
@@ -36,7 +36,9 @@ async def record(store: RunStore, step: int, rows: list[TrainSample], micro_batc
     micro_batches = pack(rows, micro_batch_tokens)
     found = [torch.randn(sum(int(row.loss_mask.sum()) for row, _, _ in micro.samples)) for micro in micro_batches]
     started = time.perf_counter()
-    logprobs = [row for micro, values in zip(micro_batches, found, strict=True) for row in rows_of(micro, values)]
+    logprobs = [
+        row for micro, values in zip(micro_batches, found, strict=True) for row in numbers_by_row(micro, values)
+    ]
     calls = await asyncio.to_thread(trained_calls, zip(rows, logprobs, strict=True))
     await store.trained.record(step, calls, KEPT)
     return time.perf_counter() - started

@@ -35,7 +35,7 @@ from palestra.config import parse_config
 from palestra.engine.base import EngineRequest
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.models.vision.tiny import TILE, make_tiny_vision
-from palestra.pictures.encoding import encode
+from palestra.pictures.encoding import encode_picture
 from palestra.runtime.local import local_job
 from palestra.runtime.local_job import LocalJob
 from palestra.types.calls import SamplingParams, TokenSequence
@@ -100,7 +100,7 @@ def works_of(job: LocalJob, http: httpx2.AsyncClient) -> tuple[dict[str, Work], 
             pass
 
     def prompt_of(number: int, offset: int) -> TokenSequence:
-        digest = pictures.put(encode(drawn(number + offset)))
+        digest = pictures.put(encode_picture(drawn(number + offset)))
         return runtime.renderer.render(content(number + offset, digest))
 
     async def engine_picture(number: int) -> None:
@@ -131,7 +131,7 @@ def works_of(job: LocalJob, http: httpx2.AsyncClient) -> tuple[dict[str, Work], 
     def prepare(number: int) -> None:
         images[number] = drawn(number)
         prompts[number], plain[number] = prompt_of(number, 100_000), prompt_of(number, 200_000)
-        files[number] = base64.b64encode(encode(drawn(number + 300_000))).decode()
+        files[number] = base64.b64encode(encode_picture(drawn(number + 300_000))).decode()
 
     works: dict[str, Work] = {
         "the bare tower, with its processor": bare,

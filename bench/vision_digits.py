@@ -26,7 +26,7 @@ from sight import Kind, Trial, main
 import palestra
 from palestra import Environment, JobConfig, ModelAgent, ModelEndpoint, RolloutSpec
 from palestra.models.vision.tiny import TILE, make_tiny_vision
-from palestra.pictures.encoding import encode
+from palestra.pictures.encoding import encode_picture
 
 TRAINED = 1437  # pictures, of 1797
 GROUPS, SAMPLES = 32, 8  # pictures of a step, and answers to each
@@ -62,7 +62,7 @@ def pixels(number: int | None) -> Any:
 @lru_cache(maxsize=4096)
 def picture(number: int) -> str:
     """Return the data URL of a digit as a PNG."""
-    return f"data:image/png;base64,{base64.b64encode(encode(pixels(number))).decode()}"
+    return f"data:image/png;base64,{base64.b64encode(encode_picture(pixels(number))).decode()}"
 
 
 async def rollout(task: dict[str, Any], endpoint: ModelEndpoint) -> palestra.RolloutResult:

@@ -124,7 +124,7 @@ def rename_whole(source: Path, target: Path) -> None:
     Raises:
         OSError: the folder can't be renamed.
     """
-    if target.exists() and exchange(source, target):
+    if target.exists() and exchange_folders(source, target):
         old = source
     else:
         shutil.rmtree(old := _replaced(target), ignore_errors=True)
@@ -150,7 +150,7 @@ def _replaced(folder: Path) -> Path:
     return folder.with_name(f".replaced-{folder.name}")
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange_folders(one: Path, other: Path) -> bool:
     """Exchange two folders at once. False: this system or its file system can't do that, and they are as before."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2

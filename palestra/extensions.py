@@ -39,7 +39,7 @@ def extensions(group: str) -> dict[str, EntryPoint]:
     return found
 
 
-def load(point: EntryPoint) -> Any:
+def load_extension(point: EntryPoint) -> Any:
     """Return what an entry point leads to.
 
     Raises:

@@ -44,7 +44,7 @@ FAULT_POINTS = (
 )
 
 
-class Fault(NamedTuple):
+class InjectedFault(NamedTuple):
     """The fault that `PALESTRA_FAULT` asks for: which point, at which pass (from 1), and the signal to send."""
 
     point: str
@@ -52,7 +52,7 @@ class Fault(NamedTuple):
     signal: signal.Signals
 
 
-def _parse(setting: str | None) -> Fault | None:
+def _parse(setting: str | None) -> InjectedFault | None:
     if not setting:
         return None
     name, _, rest = setting.partition(":")
@@ -61,7 +61,7 @@ def _parse(setting: str | None) -> Fault | None:
         raise ValueError(
             f"PALESTRA_FAULT={setting!r}: expected NAME:N[:STOP] with NAME one of {', '.join(FAULT_POINTS)}"
         )
-    return Fault(name, int(number or "1"), signal.SIGSTOP if stop else signal.SIGKILL)
+    return InjectedFault(name, int(number or "1"), signal.SIGSTOP if stop else signal.SIGKILL)
 
 
 _armed = _parse(os.environ.get("PALESTRA_FAULT"))

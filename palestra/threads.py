@@ -87,7 +87,7 @@ def _raisable(error: BaseException) -> BaseException:
     return error if isinstance(error, Exception) and not isinstance(error, StopIteration) else RuntimeError(repr(error))
 
 
-class Abandoned(Exception):
+class CallerGone(Exception):
     """Raised inside of work in a `WorkPool` whose caller was cancelled, so that the thread becomes free early."""
 
 
@@ -105,7 +105,7 @@ class WorkPool:
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `function` with the arguments in one of the pool's threads, and return its result.
 
-        If the caller is cancelled, `check_wanted` raises `Abandoned` in the function from then on.
+        If the caller is cancelled, `check_wanted` raises `CallerGone` in the function from then on.
         """
         abandoned = threading.Event()
 
@@ -140,7 +140,7 @@ _current = _Current()
 
 
 def check_wanted() -> None:
-    """Raise `Abandoned` if the caller for whom this thread works was cancelled. Call it in long loops.
+    """Raise `CallerGone` if the caller for whom this thread works was cancelled. Call it in long loops.
 
     Outside of `WorkPool.run` nothing happens.
 
@@ -148,4 +148,4 @@ def check_wanted() -> None:
         Abandoned: the caller of `WorkPool.run` was cancelled.
     """
     if _current.abandoned is not None and _current.abandoned.is_set():
-        raise Abandoned
+        raise CallerGone

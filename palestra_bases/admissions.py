@@ -46,7 +46,7 @@ def is_key(text: str) -> bool:
     return re.fullmatch(f"{PREFIX}[0-9a-f]{{48}}", text) is not None
 
 
-def digest_of(key: str) -> str:
+def key_digest(key: str) -> str:
     """Return the digest of a key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
@@ -111,7 +111,7 @@ class Admissions:
             StoreError: the file can't be read.
         """
         # Looked up by digest, so that the time of a comparison says nothing about a key.
-        digest = None if key is None else digest_of(key)
+        digest = None if key is None else key_digest(key)
         if digest is not None and digest not in self._by_digest:
             self.read()
         job = None if digest is None else self._by_digest.get(digest)

@@ -31,7 +31,7 @@ from palestra_bases.trainer import RemoteTrainer
 KEY, KEY_FILE = "PALESTRA_BASE_KEY", "PALESTRA_BASE_KEY_FILE"
 
 
-class BaseConnection:
+class SharedBaseConnection:
     """A job's connection to its base server; see `Renewable`."""
 
     event_of_loss = "base_lost"
@@ -103,7 +103,7 @@ class BaseConnection:
             await self._engine.sample(name, spec)
 
 
-async def connect_base(config: JobConfig, weights: Mapping[str, str]) -> tuple[Parts, BaseConnection]:
+async def connect_base(config: JobConfig, weights: Mapping[str, str]) -> tuple[Parts, SharedBaseConnection]:
     """Connect to the base server that a job names, and return the parts of the job.
 
     Args:
@@ -131,7 +131,7 @@ async def connect_base(config: JobConfig, weights: Mapping[str, str]) -> tuple[P
             )
             for name, policy in config.policies.items()
         }
-        base = BaseConnection(link, engine, trainer, samplers, config.deterministic)
+        base = SharedBaseConnection(link, engine, trainer, samplers, config.deterministic)
         found = await base.describe()
         await base.sample()
         runtimes = await in_thread(lambda: _runtimes(config, engine, found))

@@ -9,7 +9,7 @@ from typing import Any
 
 from palestra.backend.typed import typed
 from palestra.engine.base import EngineLoad, EngineRequest
-from palestra.engine.replay import Replay
+from palestra.engine.replay import TokenReplay
 from palestra.errors import BaseServerLost, EngineFailure
 from palestra.models.weights import WeightSource
 from palestra.types.calls import FIRST_VERSION, PolicyVersion, SampledTokens, TokenSequence
@@ -56,7 +56,7 @@ class RemoteEngine:
         Raises:
             ReplyLost: the reply was sampled again, and came out differently.
         """
-        replay = Replay()
+        replay = TokenReplay()
         while True:
             await self._begin()
             try:

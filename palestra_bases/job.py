@@ -208,7 +208,7 @@ class HostedJob:
 
     def _check_room(self, policy: str, known: set[str]) -> None:
         """Refuse a policy that the job has, one more than it may have, or a name with a slash."""
-        check_name(policy, "a policy")
+        check_plain_name(policy, "a policy")
         if policy in known:
             raise ConfigError(f"job {self.name} has a policy {policy!r} already")
         if policy not in self._sampled | self._trained and self.policies >= self._most:
@@ -291,7 +291,7 @@ class HostedJob:
         return source
 
 
-def check_name(name: str, whose: str) -> None:
+def check_plain_name(name: str, whose: str) -> None:
     """Refuse a name that could be read as two, or that fills or garbles a log.
 
     Raises:

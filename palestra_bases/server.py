@@ -27,7 +27,7 @@ from palestra.errors import ConfigError, EngineFailure, InvalidRequest, Palestra
 from palestra.process.codec import SentError
 from palestra.waiting import cancelled
 from palestra_bases.base import SharedBase
-from palestra_bases.job import HostedJob, check_name
+from palestra_bases.job import HostedJob, check_plain_name
 
 log = logging.getLogger("palestra.base")
 HELLO_SECONDS = 20.0  # from a connection to its first message
@@ -161,7 +161,7 @@ class BackendServer:
                 "version of Palestra for both"
             )
         name, process = typed(str, given.get("job"), (), "job"), typed(str, given.get("process"), (), "process")
-        check_name(name, "a job")
+        check_plain_name(name, "a job")
         job = self._jobs.get((tenant, name))
         known = job is not None and job.process == process
         if job is not None:

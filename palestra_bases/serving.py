@@ -210,9 +210,9 @@ class LoadedBase:
 
     def is_base(self, model: str) -> bool:
         """Return whether a model is the base itself, under any of its names."""
-        from palestra.models.loading import place_of
+        from palestra.models.loading import canonical_name
 
-        return model == self._options.model or place_of(model) == place_of(self._options.model)
+        return model == self._options.model or canonical_name(model) == canonical_name(self._options.model)
 
     def check(self, spec: PolicySpec) -> None:
         """Refuse a policy without an adapter, or of another base; see `SharedBase.check`."""

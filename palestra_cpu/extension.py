@@ -14,8 +14,8 @@ from palestra_cpu.attention_kernels import CachedRuns, Runs
 from palestra_cpu.cpu_kernels import attention_kernels, compiled_kernels, cpu_kernels
 from palestra_cpu.kernel_arguments import CachedRows
 from palestra_cpu.llama_layers import shorten_layers
-from palestra_cpu.packed import pack, pack_base
-from palestra_cpu.run_attention import RunAttention, runs_of
+from palestra_cpu.packed import pack_base, pack_model
+from palestra_cpu.run_attention import RunAttention, runs_of_trees
 
 TORCH_VERSION = "2.13.0"  # whose private functions and layouts of oneDNN these kernels use
 
@@ -42,7 +42,7 @@ class CpuExtension(Kernels):
 
     def pack(self, model: CausalLM, exact: bool) -> None:
         """See `Kernels`."""
-        pack(model, exact)
+        pack_model(model, exact)
 
     def pack_base(self, model: CausalLM) -> dict[str, PackedLayer]:
         """See `Kernels`."""
@@ -116,4 +116,4 @@ class _Trees:
 
     @functools.cached_property
     def _runs(self) -> Runs:
-        return runs_of(self._trees)
+        return runs_of_trees(self._trees)

@@ -83,7 +83,7 @@ class PackedLayers:
         self.head.pack([self._head.weight])
 
 
-def pack(model: CausalLM, exact: bool = False) -> None:
+def pack_model(model: CausalLM, exact: bool = False) -> None:
     """Pack a model that only samples, if that is possible; otherwise it stays as it is.
 
     It is possible for bfloat16 on a CPU for which torch has oneDNN, and for layers of `torch.nn.Linear`. A packed model

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from palestra_cpu.attention_kernels import AttentionKernels, Runs
 
 
-def runs_of(trees: Sequence[Sequence[tuple[int, int, int]]]) -> Runs:
+def runs_of_trees(trees: Sequence[Sequence[tuple[int, int, int]]]) -> Runs:
     """Return the runs of trees that lie one after another, [N] nodes in all, in a flat batch; see `Kernels.trees`."""
     lengths, parents, behind, starts = list[int](), list[int](), list[int](), list[int]()
     for tree in trees:

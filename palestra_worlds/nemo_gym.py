@@ -19,7 +19,7 @@ from palestra.http_clients import async_http_client, trusted
 from palestra.proxies import through_proxy
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage, Observation, TextPart, ToolCall
-from palestra_worlds.nemo_gym_items import conversation_of, items_of, output_of, tools_of
+from palestra_worlds.nemo_gym_items import conversation_of, reply_items, tool_output, tools_of
 
 EXAMPLE = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
@@ -108,12 +108,12 @@ class NemoGymEnvironment(ConcurrentEnvironment):
 
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:
         """Run the action's calls and show their results, or have the episode verified and end it."""
-        self._output += items_of(action, len(self._output))
+        self._output += reply_items(action, len(self._output))
         if action.tool_calls and not self.cut_off:
             # One after another, as NeMo Gym's own agent: a call may need what the one before it has changed.
             results = [await self._call(call) for call in action.tool_calls]
             begun = len(self._output)
-            self._output += [output_of(message, begun + place) for place, message in enumerate(results)]
+            self._output += [tool_output(message, begun + place) for place, message in enumerate(results)]
             self.emit("agent", tuple(results), parents=(observation.id,), tools=self._tools)
             return
         verified = await self._asked("/verify", {**self._task, "response": self._response()}, self._verify_seconds)

@@ -51,7 +51,7 @@ def tools_of(given: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
     return tuple(found)
 
 
-def items_of(action: ChatMessage, number: int) -> list[dict[str, Any]]:
+def reply_items(action: ChatMessage, number: int) -> list[dict[str, Any]]:
     """Return an agent's reply as items: its text, then its calls.
 
     Args:
@@ -76,7 +76,7 @@ def items_of(action: ChatMessage, number: int) -> list[dict[str, Any]]:
     return items
 
 
-def output_of(result: ChatMessage, number: int) -> dict[str, Any]:
+def tool_output(result: ChatMessage, number: int) -> dict[str, Any]:
     """Return the result of a tool as an item.
 
     Args:

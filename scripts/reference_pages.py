@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 from python_reference import python_page
 
 from palestra.config import JobConfig
-from palestra.config.section import Section, kind_of, sections_of
+from palestra.config.section import Section, chosen_kind, sections_of
 from palestra.doctor.rule import KEPT, RECENT
 from palestra.doctor.rules import RULES
 from palestra.learner.metrics import metric_tables
@@ -237,7 +237,7 @@ def _section(model: type[Section], path: str, lines: list[str], kind: str | None
         if len(kinds) > 1:
             unions.append((within, kinds[0].chosen_by))
         for nested in kinds:
-            chosen = kind_of(nested) if len(kinds) > 1 else None
+            chosen = chosen_kind(nested) if len(kinds) > 1 else None
             inner.append((f"{within}.NAME" if get_origin(field.annotation) is dict else within, nested, chosen))
         if kinds:
             continue

@@ -11,7 +11,7 @@ import numpy as np
 
 from palestra.algorithms.base import Algorithm, CriticUpdate, ForwardOutputs, Group, StepOrder, TokenAdvantages
 from palestra.algorithms.critic_losses import ClippedValueLoss
-from palestra.algorithms.gae import Chain, chains_of, estimate, explained_variance
+from palestra.algorithms.gae import Chain, chains_of, explained_variance, generalized_advantages
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.named_rewards import scored_episodes
 from palestra.config import ActorCriticConfig
@@ -59,7 +59,7 @@ class ActorCritic(Algorithm):
         rows = [row for group in groups for row in group.rows]
         if not rows:
             return TokenAdvantages(advantages=[], returns=[], metrics={})
-        found = estimate(
+        found = generalized_advantages(
             self._chains(groups),
             rows,
             forward["values"],

@@ -130,7 +130,7 @@ def chains_of(
     return found
 
 
-def estimate(
+def generalized_advantages(
     chains: Sequence[Chain],
     rows: Sequence[TrainSample],
     values: Sequence[Floats],

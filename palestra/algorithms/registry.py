@@ -22,7 +22,7 @@ from palestra.algorithms.sft import SFT
 from palestra.config import AlgorithmConfig
 from palestra.config.algorithm import GROUP
 from palestra.errors import ConfigError
-from palestra.extensions import extensions, load
+from palestra.extensions import extensions, load_extension
 
 ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
     "grpo": GRPO,
@@ -73,7 +73,7 @@ def _class_of(config: AlgorithmConfig, own_code: bool) -> type[Algorithm]:
     if config.name in ALGORITHMS:
         return ALGORITHMS[config.name]
     if ":" not in config.name:
-        return _checked(config.name, load(extensions(GROUP)[config.name]))
+        return _checked(config.name, load_extension(extensions(GROUP)[config.name]))
     if not own_code:
         raise ConfigError(
             f"algorithm.name is {config.name!r}, a class of your own, which runs only where you call palestra.train "

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import command
+from palestra.cli.options import add_command
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
@@ -22,7 +22,7 @@ WIDTH = 110
 
 def add(commands: Any) -> None:
     """Add the command `algorithms`, which lists them all or shows one."""
-    parser = command(
+    parser = add_command(
         commands,
         "algorithms",
         run,

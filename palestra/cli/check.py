@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import FUNCTION, add_set, command, load_function, overrides
+from palestra.cli.options import FUNCTION, add_command, add_set, load_function, overrides
 from palestra.errors import ConfigError, PalestraError
 from palestra.terminal import TerminalConsole, one_line, say
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from palestra.config import JobConfig
-    from palestra.runtime.checking import Finding
+    from palestra.runtime.checking import CheckFinding
     from palestra.runtime.trial import Trial
 
 GIB = 2**30
@@ -30,7 +30,7 @@ MISTAKEN = 2  # exit code
 
 def add(commands: Any) -> None:
     """Add the command `check`, which takes a job's configuration as `run` does."""
-    parser = command(
+    parser = add_command(
         commands,
         "check",
         run,
@@ -57,13 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the job, try it for two steps where nothing stands against it, print both, and return the exit code."""
     from palestra.client.arguments import checked_amount
     from palestra.config import find_mistakes
-    from palestra.runtime.checking import Finding, check_job
+    from palestra.runtime.checking import CheckFinding, check_job
     from palestra.runtime.starting_points import with_checkpoints
 
     rollout = None if arguments.rollout is None else load_function(arguments.rollout)
     limit_seconds = checked_amount("--trial-seconds", arguments.trial_seconds, above_zero=True, endless=True)
     config, mistakes = find_mistakes(arguments.config, overrides(arguments.set))
-    wrong = [Finding(key=".".join(mistake.place) or "job", text=mistake.text) for mistake in mistakes]
+    wrong = [CheckFinding(key=".".join(mistake.place) or "job", text=mistake.text) for mistake in mistakes]
     for finding in wrong:
         say(f"palestra: {arguments.config}: {finding.text}", file=sys.stderr)
     if config is None:
@@ -107,37 +107,37 @@ def _stoppable() -> Iterator[None]:
 
 def _tried(
     config: JobConfig, limit_seconds: float, rollout: Any, report: Callable[[str], None]
-) -> tuple[list[Finding], Trial | None]:
+) -> tuple[list[CheckFinding], Trial | None]:
     """Return what two steps find, and what they took; None of a job that only serves its model."""
-    from palestra.runtime.checking import Finding
-    from palestra.runtime.trial import load_model, try_steps
+    from palestra.runtime.checking import CheckFinding
+    from palestra.runtime.trial import try_model, try_steps
 
     try:
         if config.kind == "inference":
-            load_model(config, report)
+            try_model(config, report)
             return [], None
         trial = try_steps(config, report, limit_seconds, rollout)
     except PalestraError as error:
-        return [Finding(key=_key_in(str(error), config), text=one_line(str(error)))], None
+        return [CheckFinding(key=_key_in(str(error), config), text=one_line(str(error)))], None
     findings = []
     if trial.stopped:
         text = f"two steps take longer than {limit_seconds:g} s (--trial-seconds); below is what was measured"
-        findings.append(Finding(key="rollout.groups_per_step", text=text, fatal=False))
+        findings.append(CheckFinding(key="rollout.groups_per_step", text=text, fatal=False))
     if not trial.rows:
         return findings, trial
     row = trial.rows[-1]
     if row["rollout/truncated_share"] == 1.0:
         text = "every reply of the trial reached max_tokens; an answer that is cut may never get a reward"
-        findings.append(Finding(key="sampling.max_tokens", text=text, fatal=False))
+        findings.append(CheckFinding(key="sampling.max_tokens", text=text, fatal=False))
     if row["train/episodes_without_tokens"] >= row["train/episodes"] > 0:
         text = "the policy that is trained was not called in the trial; give the agent that is to learn no frozen role"
-        findings.append(Finding(key="roles", text=text))
+        findings.append(CheckFinding(key="roles", text=text))
     elif row.get("train/groups_zero_variance", 0.0) >= config.rollout.groups_per_step:
         text = (
             "all rewards of each group of the trial were equal, so that nothing was trained; the numbers below lack "
             "training, and where that stays so, nothing is learned"
         )
-        findings.append(Finding(key="rollout.group_size", text=text, fatal=False))
+        findings.append(CheckFinding(key="rollout.group_size", text=text, fatal=False))
     return findings, trial
 
 
@@ -169,7 +169,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(f"{text} …")
 
 
-def _as_json(findings: Sequence[Finding], trial: Trial | None) -> dict[str, Any]:
+def _as_json(findings: Sequence[CheckFinding], trial: Trial | None) -> dict[str, Any]:
     return {
         "works": not any(finding.fatal for finding in findings),
         "findings": [dataclasses.asdict(finding) for finding in findings],
@@ -177,7 +177,7 @@ def _as_json(findings: Sequence[Finding], trial: Trial | None) -> dict[str, Any]
     }
 
 
-def _show(config: JobConfig, findings: Sequence[Finding], trial: Trial | None, works: bool) -> None:
+def _show(config: JobConfig, findings: Sequence[CheckFinding], trial: Trial | None, works: bool) -> None:
     """Print a line for each finding, then what the trial took."""
     from rich.text import Text
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import command, commands_of
+from palestra.cli.options import add_command, commands_of
 from palestra.terminal import say
 
 SHELLS = ("bash", "zsh", "fish")
@@ -14,7 +14,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 def add(commands: Any) -> None:
     """Add the command `completion`, which takes the name of a shell."""
-    parser = command(
+    parser = add_command(
         commands,
         "completion",
         run,

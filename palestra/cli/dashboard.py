@@ -12,7 +12,7 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import command
+from palestra.cli.options import add_command
 from palestra.terminal import say
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     """Add the command `dashboard`, which takes folders of runs."""
-    parser = command(
+    parser = add_command(
         commands,
         "dashboard",
         run,

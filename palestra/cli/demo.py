@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import command, load_function
+from palestra.cli.options import add_command, load_function
 from palestra.errors import NotFound
 
 
 def add(commands: Any) -> None:
     """Add the command `demo`, with the few options of `recipes/addition.py`."""
-    parser = command(
+    parser = add_command(
         commands,
         "demo",
         run,

@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import command
+from palestra.cli.options import add_command
 from palestra.terminal import one_line, say
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ LABEL = 12  # columns of the word before it
 
 def add(commands: Any) -> None:
     """Add the command `doctor`, which takes the folder of a run."""
-    parser = command(
+    parser = add_command(
         commands,
         "doctor",
         run,

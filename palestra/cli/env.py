@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.cli.ending import end_soon
-from palestra.cli.options import ENVIRONMENT, command, environment_settings, load_environment
+from palestra.cli.options import ENVIRONMENT, add_command, environment_settings, load_environment
 from palestra.disk import read_own
 from palestra.errors import ConfigError
 from palestra.terminal import say
@@ -28,7 +28,7 @@ PORT = 7500
 
 def add(commands: Any) -> None:
     """Add the command `env`, with what can be done to an environment."""
-    parser = command(
+    parser = add_command(
         commands,
         "env",
         run,

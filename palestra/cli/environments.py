@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import ENVIRONMENT, command, load_environment
+from palestra.cli.options import ENVIRONMENT, add_command, load_environment
 from palestra.errors import ConfigError, PalestraError, place_of
 from palestra.terminal import say
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     """Add the command `environments`, which lists them all or shows one."""
-    parser = command(
+    parser = add_command(
         commands,
         "environments",
         run,

@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import command, run_folder
+from palestra.cli.options import add_command, run_folder
 
 
 def add(commands: Any) -> None:
     """Add the command `episodes`, which lists a run's episodes or shows one."""
-    parser = command(
+    parser = add_command(
         commands,
         "episodes",
         run,

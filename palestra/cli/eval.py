@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import ENVIRONMENT, FUNCTION, add_set, command, load_environment, load_function, overrides
+from palestra.cli.options import ENVIRONMENT, FUNCTION, add_command, add_set, load_environment, load_function, overrides
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     """Add the command `eval`, which takes a model, tasks, and what plays them."""
-    parser = command(
+    parser = add_command(
         commands,
         "eval",
         run,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from palestra.client.job import Job
 
 
-def show(job: Job) -> int:
+def show_events(job: Job) -> int:
     """Print a line for each event until the job is over; return 0 where the job completed, 130 after Ctrl-C."""
     try:
         policy = trained_of_several(job.view().config)

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from palestra.cli.options import add_control, command, run_folder
+from palestra.cli.options import add_command, add_control, run_folder
 from palestra.errors import Conflict
 from palestra.terminal import say
 
@@ -23,7 +23,7 @@ OPTION = "--policy"  # names the policy whose checkpoint is copied
 
 def add(commands: Any) -> None:
     """Add the command `export`, which takes a run or a job, and a folder to write."""
-    parser = command(
+    parser = add_command(
         commands,
         "export",
         run,

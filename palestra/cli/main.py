@@ -36,7 +36,7 @@ from palestra.cli import (
 from palestra.cli.ending import own_process
 from palestra.cli.options import CommandParser, HelpFormatter, commands_of, nearest
 from palestra.errors import PalestraError
-from palestra.extensions import extensions, load
+from palestra.extensions import extensions, load_extension
 from palestra.extras import missing_extra
 from palestra.terminal import LogFormatter, say, show_error
 
@@ -77,7 +77,7 @@ def parser() -> CommandParser:
     top.add_argument("--version", action="version", version=f"palestra {__version__}", help="show the version")
     top.set_defaults(parser=top)  # `completion` describes all of it
     commands = top.add_subparsers(metavar="COMMAND")
-    for module in (*COMMANDS, *(load(point) for point in extensions(GROUP).values()), completion):
+    for module in (*COMMANDS, *(load_extension(point) for point in extensions(GROUP).values()), completion):
         module.add(commands)
     return top
 

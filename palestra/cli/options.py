@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from palestra.errors import ConfigError, NotFound
-from palestra.extensions import extensions, load
+from palestra.extensions import extensions, load_extension
 from palestra.terminal import printable
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def commands_of(top: argparse.ArgumentParser) -> dict[str, CommandParser]:
     return dict(found.choices)
 
 
-def command(
+def add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int | None], summary: str, example: str
 ) -> argparse.ArgumentParser:
     """Add a command, whose help begins with a summary and ends with an example.
@@ -205,7 +205,7 @@ def run_folder(path: Path) -> tuple[Path, JobConfig]:
     return path, load_saved_config(path)
 
 
-def load_tasks(
+def read_tasks(
     source: str, validation: Path | None = None
 ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
     """Return (training, validation) tasks of JSONL files or of a function.
@@ -236,7 +236,7 @@ def load_function(reference: str, group: str | None = None) -> Any:
     """
     place, colon, name = reference.rpartition(":")
     if group is not None and not colon and (point := extensions(group).get(reference)) is not None:
-        return load(point)
+        return load_extension(point)
     if not colon or not place or not name:
         raise ConfigError(f"{reference!r}: expected {FUNCTION}")
     try:

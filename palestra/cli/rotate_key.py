@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from palestra.cli.export import JOB_ID
-from palestra.cli.options import add_control, command, run_folder
+from palestra.cli.options import add_command, add_control, run_folder
 from palestra.terminal import say
 
 
 def add(commands: Any) -> None:
     """Add the command `rotate-key`, which takes a run or a job."""
-    parser = command(
+    parser = add_command(
         commands,
         "rotate-key",
         run,

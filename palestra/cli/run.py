@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.cli.ending import end_soon
-from palestra.cli.options import add_set, command, overrides
+from palestra.cli.options import add_command, add_set, overrides
 from palestra.terminal import say
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     """Add the command `run`, which takes a job's configuration."""
-    parser = command(
+    parser = add_command(
         commands,
         "run",
         run,

@@ -6,14 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import command, run_folder
+from palestra.cli.options import add_command, run_folder
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
 
 def add(commands: Any) -> None:
     """Add the command `seat-key`, which takes a run and a role."""
-    parser = command(
+    parser = add_command(
         commands,
         "seat-key",
         run,

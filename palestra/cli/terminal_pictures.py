@@ -15,8 +15,8 @@ from rich.text import Text
 
 from palestra.errors import NotFound, PalestraError
 from palestra.pictures.blobs import Blobs
-from palestra.pictures.decoding import decode
-from palestra.pictures.encoding import encode
+from palestra.pictures.decoding import decode_picture
+from palestra.pictures.encoding import encode_picture
 from palestra.pictures.limits import OF_A_RUN
 from palestra.renderers.picture_layout import PictureLayout
 from palestra.renderers.seen_pictures import apart
@@ -61,7 +61,7 @@ class TerminalPicture:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the line, and the picture as a control segment, which no file or pipe gets."""
         try:
-            image = decode(self.pictures.get(self.digest), OF_A_RUN)
+            image = decode_picture(self.pictures.get(self.digest), OF_A_RUN)
             shown, got = self._shown(image)
         except NotFound:
             yield Text(f"[picture {self.digest}, whose file is gone]", style="red")
@@ -73,7 +73,7 @@ class TerminalPicture:
         link = Style(link=path.as_uri(), underline=True)
         yield Text(f"[picture {image.width} × {image.height}{got}: {path}]", style=link)
         if self.protocol is not None and console.is_terminal:
-            commands = "".join(_commands(self.protocol, encode(shown)))
+            commands = "".join(_commands(self.protocol, encode_picture(shown)))
             yield Segment(f"{commands}\n", None, Control((ControlType.CARRIAGE_RETURN,)).segment.control)
 
     def _shown(self, image: Image) -> tuple[Image, str]:

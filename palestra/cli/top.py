@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import add_control, command
+from palestra.cli.options import add_command, add_control
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -19,7 +19,7 @@ SECONDS = 2.0
 
 def add(commands: Any) -> None:
     """Add the command `top`, which takes folders of runs, or shows the jobs of a service."""
-    parser = command(
+    parser = add_command(
         commands,
         "top",
         run,

@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import command, run_folder
+from palestra.cli.options import add_command, run_folder
 from palestra.terminal import say
 
 
 def add(commands: Any) -> None:
     """Add the command `track`, which takes the folder of a run and the name of a tracker."""
-    parser = command(
+    parser = add_command(
         commands,
         "track",
         run,
@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Begin the tracker's record of the run, and hand over all rows that there are."""
-    from palestra.tracking.follow import follow, tracked_run
+    from palestra.tracking.follow import follow_run, tracked_run
     from palestra.tracking.process import alone
     from palestra.tracking.registry import check_trackers, create_tracker
 
@@ -35,5 +35,5 @@ def run(arguments: argparse.Namespace) -> None:
     check_trackers([arguments.tracker])
     with alone(folder, arguments.tracker):
         of = tracked_run(folder, arguments.tracker)
-        rows = follow(folder, create_tracker(arguments.tracker, of), lambda: False)
+        rows = follow_run(folder, create_tracker(arguments.tracker, of), lambda: False)
     say(f"{rows} rows of {folder} for {arguments.tracker}; files are in {of.folder}")

@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import FUNCTION, add_set, command, load_function, overrides
+from palestra.cli.options import FUNCTION, add_command, add_set, load_function, overrides
 
 
 def add(commands: Any) -> None:
     """Add the command `train`, which takes a rollout function and its tasks."""
-    parser = command(
+    parser = add_command(
         commands,
         "train",
         run,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.cli.ending import end_soon
-from palestra.cli.options import ENVIRONMENT, add_control, command, load_tasks
+from palestra.cli.options import ENVIRONMENT, add_command, add_control, read_tasks
 from palestra.cli.played import PLAYED, Played, load_played
 from palestra.errors import ConfigError, JobOver
 from palestra.terminal import say
@@ -33,7 +33,7 @@ KEY_VARIABLE = "PALESTRA_API_KEY"
 
 def add(commands: Any) -> None:
     """Add the command `worker`, which takes the function and where the job is."""
-    parser = command(
+    parser = add_command(
         commands,
         "worker",
         run,
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option) is not None:
             words += [f"--{option}", str(getattr(arguments, option))]
     if arguments.tasks is not None:
-        train, validation = load_tasks(arguments.tasks, arguments.validation)
+        train, validation = read_tasks(arguments.tasks, arguments.validation)
         with Client(arguments.url) as client:
             client.push_tasks(train, validation)
     fleet = Fleet(words, arguments.processes, arguments.drain_seconds)

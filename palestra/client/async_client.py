@@ -21,7 +21,7 @@ from palestra.client.leases import GIVE_BACK_SECONDS, claim, give_back, hand_in,
 from palestra.client.model_call import ModelCall, ModelReply, model_call
 from palestra.client.protocol import (
     A,
-    Call,
+    ApiCall,
     abort_call,
     claim_call,
     facts_call,
@@ -33,7 +33,7 @@ from palestra.client.protocol import (
 from palestra.client.seat import AsyncSeat, seat_of
 from palestra.errors import PalestraError
 from palestra.http_clients import async_http_client
-from palestra.pictures.blobs import digest_of
+from palestra.pictures.blobs import picture_digest
 from palestra.threads import in_thread
 from palestra.types.wire import ClaimAnswer, RolloutFacts
 
@@ -106,7 +106,7 @@ class AsyncClient:
                 raise
         return episode
 
-    async def _give_back_claimed(self, call: Call[ClaimAnswer]) -> None:
+    async def _give_back_claimed(self, call: ApiCall[ClaimAnswer]) -> None:
         """Send a claim whose answer was not awaited once more, which gets the same episode, and give that back."""
         body = call.body.model_copy(update={"wait_seconds": 0.0})
         try:
@@ -169,7 +169,7 @@ class AsyncClient:
             InvalidRequest: the file is no picture that the job takes.
             PayloadTooLarge: it is too large, or the run's pictures have no room for it.
         """
-        name = digest_of(data) if digest is None else digest
+        name = picture_digest(data) if digest is None else digest
         now = time.monotonic()
         if now - self._uploaded.get(name, -math.inf) > UPLOADED_SECONDS:
             await self._send(upload_call(data, name, None if episode is None else episode.api_key))
@@ -250,7 +250,7 @@ class AsyncClient:
             if not await self._run(settle(error)):
                 raise
 
-    async def _send(self, call: Call[A], retry_seconds: float | None = None) -> A:
+    async def _send(self, call: ApiCall[A], retry_seconds: float | None = None) -> A:
         return await self._run(send_call(self._settings, call, retry_seconds))
 
     async def _run(self, steps: Exchange[T]) -> T:

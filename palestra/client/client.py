@@ -14,10 +14,10 @@ import httpx2
 from palestra.client.episode import Episode, Reward, RolloutResult, renewed_in_thread
 from palestra.client.exchange import Action, Exchange, Reply, Settings, send_call
 from palestra.client.leases import claim, give_back, hand_in, push
-from palestra.client.protocol import A, Call, abort_call, claim_call, finish_call, heartbeat_call, upload_call
+from palestra.client.protocol import A, ApiCall, abort_call, claim_call, finish_call, heartbeat_call, upload_call
 from palestra.client.seat import Seat, seat_of
 from palestra.http_clients import http_client
-from palestra.pictures.blobs import digest_of
+from palestra.pictures.blobs import picture_digest
 
 T = TypeVar("T")
 LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
@@ -148,7 +148,7 @@ class Client:
             InvalidRequest: the file is no picture that the job takes.
             PayloadTooLarge: it is too large, or the run's pictures have no room for it.
         """
-        digest = digest_of(data)
+        digest = picture_digest(data)
         self._send(upload_call(data, digest, None if episode is None else episode.api_key))
         return digest
 
@@ -230,7 +230,7 @@ class Client:
             if not self._run(settle(error)):
                 raise
 
-    def _send(self, call: Call[A], retry_seconds: float | None = None) -> A:
+    def _send(self, call: ApiCall[A], retry_seconds: float | None = None) -> A:
         return self._run(send_call(self._settings, call, retry_seconds))
 
     def _run(self, steps: Exchange[T]) -> T:

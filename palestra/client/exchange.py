@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from palestra.client.arguments import checked_amount
-from palestra.client.protocol import LONGEST_PAUSE_SECONDS, A, Call
+from palestra.client.protocol import LONGEST_PAUSE_SECONDS, A, ApiCall
 from palestra.errors import (
     ClaimOver,
     ConfigError,
@@ -165,7 +165,7 @@ class Settings(Endpoint):
         """Use the server's new address and key from now on."""
         self.url, self.key = checked_url(url, "http://127.0.0.1:7411"), checked_key(key)
 
-    def request(self, call: Call[Any], retries: int = 0) -> dict[str, Any]:
+    def request(self, call: ApiCall[Any], retries: int = 0) -> dict[str, Any]:
         """Return the arguments of `httpx2.Client.request` for a call.
 
         Args:
@@ -186,7 +186,7 @@ class Settings(Endpoint):
         }
 
 
-def send_call(settings: Settings, call: Call[A], retry_seconds: float | None = None) -> Exchange[A]:
+def send_call(settings: Settings, call: ApiCall[A], retry_seconds: float | None = None) -> Exchange[A]:
     """Return the exchange for a call of a data plane. Every such call is idempotent, so it may always be sent again.
 
     Args:

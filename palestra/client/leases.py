@@ -9,7 +9,7 @@ from typing import Any
 
 from palestra.client.episode import Episode
 from palestra.client.exchange import Exchange, Settings, send_call
-from palestra.client.protocol import Call, abort_call, finish_call, push_calls, read_claim
+from palestra.client.protocol import ApiCall, abort_call, finish_call, push_calls, read_claim
 from palestra.client.task_files import task_source
 from palestra.errors import ClaimOver, Conflict, InvalidRequest, JobOver, PalestraError
 from palestra.types.wire import ClaimAnswer
@@ -21,7 +21,7 @@ TaskRows = Iterable[Mapping[str, Any]] | str | Path
 
 def claim(
     settings: Settings,
-    call: Call[ClaimAnswer],
+    call: ApiCall[ClaimAnswer],
     read: Callable[[ClaimAnswer], tuple[Episode | None, bool]] = read_claim,
 ) -> Exchange[tuple[Episode | None, bool]]:
     """Send a claim. Returns the episode, if there is one already, and whether the job is over."""

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from palestra.client.episode import Episode
-from palestra.client.protocol import Call
+from palestra.client.protocol import ApiCall
 from palestra.types.messages import ChatMessage, TextPart, ToolChoice
 from palestra.types.steps import FinishReason
 
@@ -103,7 +103,7 @@ def _others(message: ChatMessage) -> dict[str, Any]:
     return message.model_dump(exclude={"role", "content"}, exclude_defaults=True)
 
 
-def model_call(episode: Episode, call: ModelCall) -> Call[ModelReply]:
+def model_call(episode: Episode, call: ModelCall) -> ApiCall[ModelReply]:
     """Build the request of a model call. Sent again unchanged, it gets the same recorded reply."""
     body = _ChatBody(
         model=call.policy,
@@ -117,6 +117,6 @@ def model_call(episode: Episode, call: ModelCall) -> Call[ModelReply]:
     # By the key the server knows the call again, also where it has sent a reply that did not arrive.
     headers = {"idempotency-key": uuid.uuid4().hex.encode()}
     headers |= {name: text.encode() for name, text in episode.headers(call.agent, call.time_step).items()}
-    return Call(
+    return ApiCall(
         "/v1/chat/completions", body, ModelReply, episode.api_key, timeout_seconds=MODEL_SECONDS, headers=headers
     )

@@ -43,7 +43,7 @@ LONGEST_PAUSE_SECONDS = 2.0  # between two attempts: workers find a restarted se
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[A]):
+class ApiCall(Generic[A]):
     """One request to a data plane and the type of its answer. A `key` of None stands for the job's key."""
 
     path: str
@@ -61,7 +61,7 @@ def claim_call(
     wait_seconds: float = POLL_SECONDS,
     role: str | None = None,
     episode_id: str | None = None,
-) -> Call[ClaimAnswer]:
+) -> ApiCall[ClaimAnswer]:
     """Build the request that claims an episode, or a seat. Sent again unchanged, it gets the same one.
 
     Args:
@@ -85,7 +85,7 @@ def claim_call(
             role=role,
             episode_id=episode_id,
         )
-    return Call("/claim_episode", body, ClaimAnswer, timeout_seconds=wait_seconds + 30)
+    return ApiCall("/claim_episode", body, ClaimAnswer, timeout_seconds=wait_seconds + 30)
 
 
 def read_claim(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
@@ -112,12 +112,12 @@ def read_claim(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
     return episode, False
 
 
-def facts_call() -> Call[RolloutFacts]:
+def facts_call() -> ApiCall[RolloutFacts]:
     """Build the request for what a worker that plays an environment has to know of the job."""
-    return Call("/rollout", None, RolloutFacts, method="GET")
+    return ApiCall("/rollout", None, RolloutFacts, method="GET")
 
 
-def finish_call(episode: Episode, reward: Reward | RolloutResult | None, **parts: Any) -> Call[EpisodeAnswer]:
+def finish_call(episode: Episode, reward: Reward | RolloutResult | None, **parts: Any) -> ApiCall[EpisodeAnswer]:
     """Build the request that ends an episode, or drops it where a whole result says that it has no score.
 
     Args:
@@ -138,7 +138,7 @@ def finish_call(episode: Episode, reward: Reward | RolloutResult | None, **parts
     return end_call(episode, reward)
 
 
-def end_call(episode: Episode, result: RolloutResult) -> Call[EpisodeAnswer]:
+def end_call(episode: Episode, result: RolloutResult) -> ApiCall[EpisodeAnswer]:
     """Build the request that hands in a result. Sent again unchanged, it changes nothing.
 
     Raises:
@@ -165,7 +165,7 @@ def end_call(episode: Episode, result: RolloutResult) -> Call[EpisodeAnswer]:
             facts=None if steps is None else dict(steps.facts),
             truncated=result.truncated,
         )
-    return Call("/end_episode", body, EpisodeAnswer, episode.api_key)
+    return ApiCall("/end_episode", body, EpisodeAnswer, episode.api_key)
 
 
 def _by_agent(step_rewards: Sequence[Reward]) -> tuple[list[float], list[AgentStepReward]]:
@@ -218,7 +218,7 @@ def _checked() -> Iterator[None]:
         raise InvalidRequest(f"{place}: {first['msg'].removeprefix('Value error, ')}", place) from None
 
 
-def abort_call(episode: Episode, reason: str, discard: bool) -> Call[EpisodeAnswer]:
+def abort_call(episode: Episode, reason: str, discard: bool) -> ApiCall[EpisodeAnswer]:
     """Build the request that gives an episode back.
 
     Args:
@@ -226,10 +226,10 @@ def abort_call(episode: Episode, reason: str, discard: bool) -> Call[EpisodeAnsw
         discard: whether to drop the episode instead of having it played again.
     """
     body = AbortEpisode(episode_id=episode.episode_id, reason=reason[:2000], discard=discard)
-    return Call("/abort_episode", body, EpisodeAnswer, episode.api_key)
+    return ApiCall("/abort_episode", body, EpisodeAnswer, episode.api_key)
 
 
-def upload_call(data: bytes, digest: str, key: str | None) -> Call[PictureKept]:
+def upload_call(data: bytes, digest: str, key: str | None) -> ApiCall[PictureKept]:
     """Build the request that uploads a picture. Sent again, it changes nothing.
 
     Args:
@@ -237,16 +237,16 @@ def upload_call(data: bytes, digest: str, key: str | None) -> Call[PictureKept]:
         key: of an episode; None: the job's.
     """
     headers = {"content-type": "application/octet-stream"}
-    return Call(f"/pictures/{digest}", data, PictureKept, key, method="PUT", headers=headers)
+    return ApiCall(f"/pictures/{digest}", data, PictureKept, key, method="PUT", headers=headers)
 
 
-def heartbeat_call(episode: Episode) -> Call[EpisodeAnswer]:
+def heartbeat_call(episode: Episode) -> ApiCall[EpisodeAnswer]:
     """Build the request that renews the lease of an episode."""
     body = HeartbeatEpisode(episode_id=episode.episode_id)
-    return Call("/heartbeat_episode", body, EpisodeAnswer, episode.api_key, HEARTBEAT_SECONDS)
+    return ApiCall("/heartbeat_episode", body, EpisodeAnswer, episode.api_key, HEARTBEAT_SECONDS)
 
 
-def observe_call(episode: Episode, events_seen: int, wait_seconds: float = POLL_SECONDS) -> Call[SeatAnswer]:
+def observe_call(episode: Episode, events_seen: int, wait_seconds: float = POLL_SECONDS) -> ApiCall[SeatAnswer]:
     """Build the request that waits until a seat has to act.
 
     Args:
@@ -254,10 +254,10 @@ def observe_call(episode: Episode, events_seen: int, wait_seconds: float = POLL_
         wait_seconds: how long the server may wait before it answers that there is nothing to do yet.
     """
     body = ObserveSeat(episode_id=episode.episode_id, events_seen=events_seen, wait_seconds=wait_seconds)
-    return Call("/observe_seat", body, SeatAnswer, episode.api_key, timeout_seconds=wait_seconds + 30)
+    return ApiCall("/observe_seat", body, SeatAnswer, episode.api_key, timeout_seconds=wait_seconds + 30)
 
 
-def act_call(episode: Episode, observation_id: str, action: str | ChatMessage) -> Call[ActionAccepted]:
+def act_call(episode: Episode, observation_id: str, action: str | ChatMessage) -> ApiCall[ActionAccepted]:
     """Build the request that answers an observation. Sent again unchanged, it changes nothing.
 
     Args:
@@ -275,10 +275,10 @@ def act_call(episode: Episode, observation_id: str, action: str | ChatMessage) -
             reasoning_content=None if message is None else message.reasoning_content,
             tool_calls=() if message is None else message.tool_calls,
         )
-    return Call("/act_seat", body, ActionAccepted, episode.api_key)
+    return ApiCall("/act_seat", body, ActionAccepted, episode.api_key)
 
 
-def push_calls(tasks: Mapping[str, Iterable[Mapping[str, Any]]]) -> Iterator[Call[TasksPushed]]:
+def push_calls(tasks: Mapping[str, Iterable[Mapping[str, Any]]]) -> Iterator[ApiCall[TasksPushed]]:
     """Build the requests that push tasks by split, in chunks.
 
     A chunk's id is its split and place, so that a push that was interrupted can be sent again as a whole.
@@ -292,7 +292,7 @@ def push_calls(tasks: Mapping[str, Iterable[Mapping[str, Any]]]) -> Iterator[Cal
         (split, start, bodies), following = following, next(chunks, None)
         final = following is None
         body = PushTasks(split=split, chunk_id=f"{split}-{start}", tasks=tuple(bodies), final=final)  # type: ignore[arg-type]
-        yield Call("/tasks", body, TasksPushed)
+        yield ApiCall("/tasks", body, TasksPushed)
 
 
 def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, list[TaskBody]]]:

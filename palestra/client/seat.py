@@ -50,7 +50,7 @@ def seat_of(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
     return episode, finished
 
 
-class SeatState:
+class ClaimedSeat:
     """A claimed seat, as its worker knows it: what `Seat` and `AsyncSeat` have in common.
 
     Attributes:
@@ -138,7 +138,7 @@ class SeatState:
         return (yield from self._ended_by(error)) or (yield from give_back(self._settings, self.episode, error))
 
 
-class Seat(SeatState):
+class Seat(ClaimedSeat):
     """A claimed seat of a script: `for observation in seat: seat.act(reply)`.
 
     The iteration gives each observation that the seat has to answer, and ends when the episode is over and its rewards
@@ -189,7 +189,7 @@ class Seat(SeatState):
         return bool(self._run(self._ended_by(error)))
 
 
-class AsyncSeat(SeatState):
+class AsyncSeat(ClaimedSeat):
     """A claimed seat of an event loop: `async for observation in seat: await seat.act(reply)`. See `Seat`."""
 
     def __init__(

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from palestra.errors import ConfigError
-from palestra.extensions import extensions, load
+from palestra.extensions import extensions, load_extension
 
 if TYPE_CHECKING:
     from palestra.config.engine import PooledEngineConfig
@@ -34,7 +34,7 @@ def drivers() -> Mapping[str, Any]:
     """
     found: dict[str, KnownEngine] = {}
     for name, point in extensions(GROUP).items():
-        driver: KnownEngine = load(point)()
+        driver: KnownEngine = load_extension(point)()
         if (kind := driver.section.model_fields["kind"].default) != name:
             raise ConfigError(f"the engine {name!r} of {point.value} has a section of kind {kind!r}; make them equal")
         found[name] = driver

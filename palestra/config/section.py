@@ -87,7 +87,7 @@ def sections_of(annotation: Any) -> list[type[Section]]:
     return [section for part in get_args(annotation) for section in sections_of(part)]
 
 
-def kind_of(section: type[Section]) -> str:
+def chosen_kind(section: type[Section]) -> str:
     """Return the value of the key `chosen_by` by which a section of a union is chosen; of a free name its form."""
     field = section.model_fields[section.chosen_by]
     return section.form_of_name if field.is_required() else str(field.default)
@@ -98,7 +98,7 @@ def _unknown(place: tuple[str, ...], section: type[Section], root: type[Section]
     *path, key = place
     dotted = dotted_key(place)
     known, others = list(section.model_fields), _alternatives(root, path)
-    if having := [kind_of(other) for other in others if key in other.model_fields]:
+    if having := [chosen_kind(other) for other in others if key in other.model_fields]:
         only = f"{others[0].chosen_by} = {', '.join(map(repr, having))}"
         if section.key_of_tables:
             tables = dotted_key((*path, section.key_of_tables))
@@ -157,7 +157,7 @@ def _walk(root: type[Section], loc: tuple[int | str, ...]) -> tuple[tuple[str, .
             place.append(rest.pop(0))
         if len(inner) > 1 and rest:
             kind = rest.pop(0)
-            inner = [one for one in inner if kind_of(one) == kind]
+            inner = [one for one in inner if chosen_kind(one) == kind]
         section = inner[0]
     return tuple(place), section
 

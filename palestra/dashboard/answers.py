@@ -234,7 +234,7 @@ class SlowCallsAnswer(Answer):
     calls: list[SlowCall]
 
 
-class Member(Answer):
+class GroupMember(Answer):
     """An episode beside the others of its group."""
 
     line: EpisodeLine
@@ -261,7 +261,7 @@ class GroupAnswer(Answer):
     task: dict[str, JsonValue]
     task_cut: int = Field(0, description="Bytes of the task's JSON, of whole values, that are left out here.")
     state: str
-    members: list[Member]
+    members: list[GroupMember]
     notes: list[str] = Field(description="What is not known, and why.")
 
 
@@ -358,7 +358,7 @@ class RowAnswer(Answer):
     trained: bool
 
 
-class EpisodeAnswer(Answer):
+class EpisodePage(Answer):
     """An episode with its calls."""
 
     run: str

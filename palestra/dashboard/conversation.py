@@ -14,7 +14,7 @@ MOST_TOOL_CALLS = 200  # of a message
 WITHOUT_IMAGES = "its images are left out: the page does not send images"
 
 
-def read_conversation(run: Run, episode_id: str, index: int) -> ConversationAnswer:
+def read_call(run: Run, episode_id: str, index: int) -> ConversationAnswer:
     """Return the messages of a call and its reply.
 
     Raises:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from palestra.dashboard.answers import (
     CallAnswer,
-    EpisodeAnswer,
+    EpisodePage,
     ForkAnswer,
     MessageAnswer,
     PartAnswer,
@@ -129,12 +129,12 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
     )
 
 
-def episode_answer(run: Run, reading: EpisodeReading) -> EpisodeAnswer:
+def episode_answer(run: Run, reading: EpisodeReading) -> EpisodePage:
     """Return an episode with its calls and the outline of its rows."""
     view, fates = reading.view, reading.fates
     episode = view.trajectory.episode
     (task, task_cut), (metadata, metadata_cut) = fitting(episode.task.data), fitting(episode.metadata)
-    return EpisodeAnswer(
+    return EpisodePage(
         run=run.name,
         line=reading.line,
         task=task,

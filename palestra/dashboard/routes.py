@@ -16,7 +16,7 @@ from palestra import __version__
 from palestra.dashboard.access import PageAccess
 from palestra.dashboard.answers import (
     ConversationAnswer,
-    EpisodeAnswer,
+    EpisodePage,
     EpisodesAnswer,
     EventsAnswer,
     FindingsAnswer,
@@ -29,7 +29,7 @@ from palestra.dashboard.answers import (
     StepAnswer,
     TokensAnswer,
 )
-from palestra.dashboard.conversation import read_conversation
+from palestra.dashboard.conversation import read_call
 from palestra.dashboard.episode import MOST_TOKENS, episode_answer, read_tokens
 from palestra.dashboard.files import PAGE, add_files
 from palestra.dashboard.progress import read_columns, read_settings
@@ -272,7 +272,7 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
         return await reader.search(found, lambda: find_episodes(found, search.filter, search.before, search.limit))
 
     @api.get("/{run}/episodes/{episode}")
-    async def episode(run: str, episode: str) -> EpisodeAnswer:
+    async def episode(run: str, episode: str) -> EpisodePage:
         """Return an episode with its calls, and the outline of its rows of tokens."""
         found, reading = reader.run(run), await reader.reading(run, episode)
         return await reader.read(found, lambda: episode_answer(found, reading))
@@ -296,7 +296,7 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
     async def conversation(run: str, episode: str, call: Whole) -> ConversationAnswer:
         """Return a call as a conversation, to go on from any message of it."""
         found = reader.run(run)
-        return await reader.read(found, lambda: read_conversation(found, episode, call))
+        return await reader.read(found, lambda: read_call(found, episode, call))
 
     @api.get("/{run}/episodes/{episode}/rows/{row}")
     async def tokens(

@@ -11,8 +11,8 @@ from palestra.dashboard.runs import Run
 from palestra.errors import NotFound
 from palestra.http.pictures import file_answer
 from palestra.pictures.blobs import FOLDER, Blobs
-from palestra.pictures.decoding import decode
-from palestra.pictures.encoding import encode
+from palestra.pictures.decoding import decode_picture
+from palestra.pictures.encoding import encode_picture
 from palestra.pictures.limits import OF_A_RUN, InvalidPicture
 from palestra.renderers.seen_pictures import layout_fact, read_layout
 from palestra.store.run_log import read_fact
@@ -41,14 +41,14 @@ def seen_picture(run: Run, digest: str, policy: str) -> Response:
     layout = read_layout(noted)
     file = Blobs(run.folder / FOLDER).get(digest)
     with _DECODING:
-        image = decode(file, LIMITS)
+        image = decode_picture(file, LIMITS)
         wide, high = layout.largest_size(*image.size)
         if wide * high > LIMITS.max_pixels:
             raise InvalidPicture(
                 f"for the model the picture is brought to {wide:,} × {high:,} pixels, and the page shows "
                 f"{LIMITS.max_pixels:,}"
             )
-        seen = encode(layout.seen(image))
+        seen = encode_picture(layout.seen(image))
     rows, columns = layout.cells(*image.size)
     said = layout.in_words(*image.size).replace("×", "x")
     return file_answer(seen, **{TILES: f"{rows} {columns}", WORDS: said})

@@ -17,7 +17,7 @@ from palestra.dashboard.answers import (
     EventsAnswer,
     GroupAnswer,
     GroupLine,
-    Member,
+    GroupMember,
     StepAnswer,
     StreamedEvent,
 )
@@ -258,10 +258,10 @@ def _member(
     line: EpisodeLine,
     group: Sequence[Trajectory] | None,
     credits: Mapping[str, Credit],
-) -> Member:
+) -> GroupMember:
     try:
         if line.damaged is not None:
-            return Member(line=line, trained=False, why=f"its record can't be read: {line.damaged}")
+            return GroupMember(line=line, trained=False, why=f"its record can't be read: {line.damaged}")
         known = next((one for one in group or () if one.episode.episode_id == line.episode_id), None)
         view = read_episode(connection, line.episode_id, known)
         fate = whole_fate(episode_fates(view, config, group, episode_events(connection, view)))
@@ -269,10 +269,10 @@ def _member(
     except DAMAGED as error:
         why = f"{type(error).__name__}: {error}"[:200]
         damaged = line.model_copy(update={"damaged": why})
-        return Member(line=damaged, trained=False, why=f"its calls can't be read: {why}")
+        return GroupMember(line=damaged, trained=False, why=f"its calls can't be read: {why}")
 
 
-def _member_of(line: EpisodeLine, view: EpisodeView, fate: Fate, credits: Mapping[str, Credit]) -> Member:
+def _member_of(line: EpisodeLine, view: EpisodeView, fate: Fate, credits: Mapping[str, Credit]) -> GroupMember:
     chats = view.trajectory.chats
     values = [v for credit in credits.values() for v in credit.advantages.get(line.episode_id, {}).values()]
     flat = np.concatenate(values) if values else np.empty(0, np.float32)
@@ -281,7 +281,7 @@ def _member_of(line: EpisodeLine, view: EpisodeView, fate: Fate, credits: Mappin
     advantage = (float(known.min()), float(known.max())) if len(known) else None
     if advantage is None and not fate.trained and any(credit.weights for credit in credits.values()):
         advantage = (0.0, 0.0)
-    return Member(
+    return GroupMember(
         line=line,
         trained=fate.trained,
         why=fate.why,

@@ -57,14 +57,14 @@ def open_engine(
     def _begin(connection: sa.Connection) -> None:
         # Given to the driver, because SQLAlchemy takes longer to pass the statement on than SQLite to execute it.
         try:
-            driver_of(connection).execute(begin)
+            sqlite_connection(connection).execute(begin)
         except sqlite3.Error as error:
             raise as_sqlalchemys(error, begin) from error
 
     return engine
 
 
-def driver_of(connection: sa.Connection) -> sqlite3.Connection:
+def sqlite_connection(connection: sa.Connection) -> sqlite3.Connection:
     """Return SQLite's own connection, for statements of busy paths."""
     return cast(sqlite3.Connection, connection.connection.driver_connection)
 

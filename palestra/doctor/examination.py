@@ -11,7 +11,7 @@ import orjson
 from sqlalchemy import Connection, select
 
 from palestra.config import JobConfig, load_saved_config
-from palestra.doctor.rule import History, JobSize, Row, Rule
+from palestra.doctor.rule import JobSize, Row, Rule, RunHistory
 from palestra.doctor.rules import OF_A_JOB, OF_A_POLICY, RULES
 from palestra.doctor.store_facts import disk_facts, store_facts
 from palestra.errors import NotFound
@@ -181,7 +181,7 @@ def findings_of(rows: Iterable[Row], job: JobSize, rivals: Sequence[str] = ()) -
 
 def _findings(rows: Iterable[Row], job: JobSize, rules: Sequence[Rule], policy: str) -> list[Finding]:
     """Return what rules find in the rows of a policy, or of the job."""
-    history, newest = History(job), 0
+    history, newest = RunHistory(job), 0
     spells: dict[str, _Spell] = {}
     for row in rows:
         history.add(row)

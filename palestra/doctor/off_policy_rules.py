@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from palestra.doctor import episodes
-from palestra.doctor.rule import RECENT, History, Row, Rule, in_each, in_each_recent, mean, steps_of
+from palestra.doctor.rule import RECENT, Row, Rule, RunHistory, in_each, in_each_recent, mean, steps_of
 
 # Nats. bfloat16 rounds logprobs by about 0.01 on average; float32 by less than a millionth.
 GAP = 0.05
@@ -20,7 +20,7 @@ def _on_policy(row: Row) -> bool:
     return "train/logprob_gap_mean" in row and not row.get("rollout/staleness_max", 0.0)
 
 
-def _logprob_drift(history: History) -> str | None:
+def _logprob_drift(history: RunHistory) -> str | None:
     recent = history.last(RECENT)
     if not in_each(recent, _on_policy):
         return None
@@ -36,7 +36,7 @@ def _logprob_drift(history: History) -> str | None:
     )
 
 
-def _ratio_out_of_range(history: History) -> str | None:
+def _ratio_out_of_range(history: RunHistory) -> str | None:
     recent = history.last(RECENT)
     for name in ("train/ratio_mean", "train/importance_mean"):
         if in_each(recent, lambda row, name=name: not RATIO[0] <= row.get(name, 1.0) <= RATIO[1]):  # type: ignore[misc]
@@ -47,7 +47,7 @@ def _ratio_out_of_range(history: History) -> str | None:
     return f"{steps_of(recent)} tokens of the newest policy were clipped before it changed ({recent[-1][name]:.0%})"
 
 
-def _off_policy_gap(history: History) -> str | None:
+def _off_policy_gap(history: RunHistory) -> str | None:
     recent = history.recent
     name = "train/logprob_gap_mean"
     if all(map(_on_policy, recent)) or not in_each(recent, lambda row: row.get(name, 0.0) >= OFF_POLICY_GAP):
@@ -57,7 +57,7 @@ def _off_policy_gap(history: History) -> str | None:
     )
 
 
-def _clipped(history: History) -> str | None:
+def _clipped(history: RunHistory) -> str | None:
     return None if history.job.narrow_clip else _CLIPPED(history)
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from palestra.doctor import episodes
-from palestra.doctor.rule import RECENT, History, Row, Rule, in_each, mean
+from palestra.doctor.rule import RECENT, Row, Rule, RunHistory, in_each, mean
 
 # Names of the numbers that `opponent_facts` adds to a row.
 AGENT_REWARD = "store/reward/"  # and the agent: its mean reward
@@ -37,13 +37,13 @@ def _agents(rows: Sequence[Row]) -> list[str]:
     return sorted(name for name in rows[-1] if name.startswith(AGENT_REWARD)) if rows else []
 
 
-def _are_opponents(history: History) -> bool:
+def _are_opponents(history: RunHistory) -> bool:
     """Return whether one of the two agents has lost what the other has won, at the start of the run."""
     first = [row for row in history.start if TOGETHER in row][:RECENT]
     return in_each(first, lambda row: row[TOGETHER] <= APART)
 
 
-def may_be_opponents(history: History) -> bool:
+def may_be_opponents(history: RunHistory) -> bool:
     """Return whether what a policy earns may depend on another policy that gets better, too.
 
     Then a reward without a trend, or one that falls, says nothing of the policy's own learning. Of more or fewer agents
@@ -57,7 +57,7 @@ def _said(name: str) -> str:
     return name.removeprefix(AGENT_REWARD)
 
 
-def _opponents_rise(history: History) -> str | None:
+def _opponents_rise(history: RunHistory) -> str | None:
     rows = [row for row in history.rows if TWO_AGENTS in row]
     if len(rows) < OPPONENT_STEPS:
         return None
@@ -76,7 +76,7 @@ def _opponents_rise(history: History) -> str | None:
     return f"the rewards of both opponents rose: {said}; at the start what one won the other lost"
 
 
-def _paid_alike(history: History) -> str | None:
+def _paid_alike(history: RunHistory) -> str | None:
     rows = _of_two(history.recent)
     agents = _agents(rows)
     if not history.job.rivals or len(rows) < len(history.recent) or len(agents) != 2:
@@ -91,7 +91,7 @@ def _paid_alike(history: History) -> str | None:
     )
 
 
-def _collapsed(history: History) -> str | None:
+def _collapsed(history: RunHistory) -> str | None:
     rows = _of_two(history.last(COLLAPSED_STEPS))
     agents = _agents(rows)
     if not history.job.rivals or len(rows) < COLLAPSED_STEPS or len(agents) != 2 or not _are_opponents(history):
@@ -108,7 +108,7 @@ def _collapsed(history: History) -> str | None:
     return None
 
 
-def _oscillates(history: History) -> str | None:
+def _oscillates(history: RunHistory) -> str | None:
     rows = _of_two(history.last(WINDOW * WINDOWS))
     agents = _agents(rows)
     if not history.job.rivals or len(rows) < WINDOW * WINDOWS or len(agents) != 2 or not _are_opponents(history):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from palestra.doctor import episodes
-from palestra.doctor.rule import RECENT, History, Rule, in_each, mean, steps_of
+from palestra.doctor.rule import RECENT, Rule, RunHistory, in_each, mean, steps_of
 from palestra.doctor.trend_rules import improves
 
 TRUNCATED, SAME = "rollout/truncated_share", "rollout/same_replies_share"
@@ -13,7 +13,7 @@ TRUNCATED_GROWTH = 0.25  # more than in the first step, which is not how the mod
 SAME_SHARE, DIVERSE_SHARE = 0.95, 0.5
 
 
-def _truncated(history: History) -> str | None:
+def _truncated(history: RunHistory) -> str | None:
     recent = history.recent
     share = mean(recent, TRUNCATED) or 0.0
     if share < TRUNCATED_SHARE:
@@ -29,7 +29,7 @@ def _truncated(history: History) -> str | None:
     )
 
 
-def _one_reply(history: History) -> str | None:
+def _one_reply(history: RunHistory) -> str | None:
     recent, first = history.recent, mean(history.start[:RECENT], SAME)
     if first is None or first > DIVERSE_SHARE or not in_each(recent, lambda row: row.get(SAME, 0.0) >= SAME_SHARE):
         return None
@@ -39,7 +39,7 @@ def _one_reply(history: History) -> str | None:
     )
 
 
-def _tools_unused(history: History) -> str | None:
+def _tools_unused(history: RunHistory) -> str | None:
     recent = history.recent
     if not in_each(recent, lambda row: row.get(OFFERED, 0.0) > 0 and not row.get(CALLED)):
         return None

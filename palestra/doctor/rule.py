@@ -50,7 +50,7 @@ class JobSize:
         )
 
 
-class History:
+class RunHistory:
     """The rows of a run that rules look at: the first training steps, the newest, and those with a validation."""
 
     def __init__(self, job: JobSize, rows: Sequence[Row] = ()) -> None:
@@ -91,7 +91,7 @@ class History:
         return list(self.rows)[-count:] if len(self.rows) >= count else []
 
 
-Seen = Callable[[History], str | None]
+Seen = Callable[[RunHistory], str | None]
 Shows = Callable[[Sequence[EpisodeSummary]], Sequence[EpisodeSummary]]
 
 
@@ -141,7 +141,7 @@ def in_each_recent(name: str, least: float, seen: str) -> Seen:
         seen: what is seen, in words, with `{now}`, the metric's mean over these steps.
     """
 
-    def found(history: History) -> str | None:
+    def found(history: RunHistory) -> str | None:
         recent = history.recent
         if not in_each(recent, lambda row: row.get(name, 0.0) >= least):
             return None

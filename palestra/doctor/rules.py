@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from palestra.doctor.off_policy_rules import OFF_POLICY_RULES
 from palestra.doctor.opponent_rules import OPPONENT_RULES
 from palestra.doctor.reply_rules import REPLY_RULES
-from palestra.doctor.rule import History, Rule
+from palestra.doctor.rule import Rule, RunHistory
 from palestra.doctor.step_rules import STEP_RULES
 from palestra.doctor.store_rules import STORE_RULES
 from palestra.doctor.trend_rules import TREND_RULES
@@ -19,7 +19,7 @@ OF_A_POLICY = tuple(rule for rule in RULES if not rule.of_job)
 OF_A_JOB = tuple(rule for rule in RULES if rule.of_job)
 
 
-def health_of(history: History, policy: str = "", rules: Sequence[Rule] = RULES) -> list[HealthWarning]:
+def health_of(history: RunHistory, policy: str = "", rules: Sequence[Rule] = RULES) -> list[HealthWarning]:
     """Return the signs that the newest step shows; none for a run that learns.
 
     Args:

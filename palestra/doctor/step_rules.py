@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from palestra.doctor import episodes
-from palestra.doctor.rule import RECENT, History, Row, Rule, in_each, in_each_recent, steps_of
+from palestra.doctor.rule import RECENT, Row, Rule, RunHistory, in_each, in_each_recent, steps_of
 
 # Share of the entropy of the step before. An update within the clip range changes a probability by a fifth, so an
 # entropy that falls to a tenth in one step is not learning: the update was far too large.
@@ -18,7 +18,7 @@ DRIFT_SHARE = 0.1  # share of all calls
 FORKS = "rollout/forks_"
 
 
-def _no_calls(history: History) -> str | None:
+def _no_calls(history: RunHistory) -> str | None:
     row = history.newest
     without, of = row["train/episodes_without_tokens"], row["train/episodes"]
     if not of or 2 * without < of:
@@ -27,7 +27,7 @@ def _no_calls(history: History) -> str | None:
     return f"{without:.0f} of {of:.0f} episodes of step {row['step']:.0f} {what}, so nothing is trained on them"
 
 
-def _equal_rewards(history: History) -> str | None:
+def _equal_rewards(history: RunHistory) -> str | None:
     recent = history.recent
     if not in_each(recent, lambda row: row["train/groups_zero_variance"] >= history.job.groups_per_step):
         return None
@@ -39,7 +39,7 @@ def _equal_rewards(history: History) -> str | None:
     )
 
 
-def _no_gradient(history: History) -> str | None:
+def _no_gradient(history: RunHistory) -> str | None:
     row = history.newest
     if row["train/groups_zero_variance"] >= history.job.groups_per_step or row["train/updates_skipped"]:
         return None
@@ -64,7 +64,7 @@ def _moved_before(row: Row) -> bool:
     return row.get("train/clip_fraction", 0.0) > row.get("train/clip_fraction_on_policy", 1.0)
 
 
-def _updates_skipped(history: History) -> str | None:
+def _updates_skipped(history: RunHistory) -> str | None:
     row = history.newest
     if not row["train/updates_skipped"]:
         return None
@@ -74,7 +74,7 @@ def _updates_skipped(history: History) -> str | None:
     )
 
 
-def _entropy_collapse(history: History) -> str | None:
+def _entropy_collapse(history: RunHistory) -> str | None:
     rows = history.last(min(len(history.rows), RECENT))
     known = [(row["step"], row["train/entropy"]) for row in rows if "train/entropy" in row]
     if len(known) < 2:
@@ -88,7 +88,7 @@ def _entropy_collapse(history: History) -> str | None:
     )
 
 
-def _dropped(history: History) -> str | None:
+def _dropped(history: RunHistory) -> str | None:
     row, due = history.newest, history.job.groups_per_step
     if row["train/groups_dropped"] < due:
         return None
@@ -98,7 +98,7 @@ def _dropped(history: History) -> str | None:
     )
 
 
-def _discarded(history: History) -> str | None:
+def _discarded(history: RunHistory) -> str | None:
     row = history.newest
     if row["train/episodes_discarded"] < max(row["train/episodes"], 1):
         return None
@@ -108,7 +108,7 @@ def _discarded(history: History) -> str | None:
     )
 
 
-def _forks_lose_tokens(history: History) -> str | None:
+def _forks_lose_tokens(history: RunHistory) -> str | None:
     recent = history.last(RECENT)
     if not in_each(recent, lambda row: row.get("rollout/drift_share", 0.0) >= DRIFT_SHARE):
         return None

@@ -92,14 +92,14 @@ def disk_facts(folder: Path, step: int, steps: int) -> Mapping[str, float]:
     """
     if not 0 < step < steps:
         return {}
-    store = sum(size_of(folder / name) for name in ("run.db", "run.db-wal"))
+    store = sum(file_size(folder / name) for name in ("run.db", "run.db-wal"))
     checkpoints = folder / "checkpoints"
-    sizes = [sum(map(size_of, one.rglob("*"))) for one in checkpoints.iterdir()] if checkpoints.is_dir() else []
+    sizes = [sum(map(file_size, one.rglob("*"))) for one in checkpoints.iterdir()] if checkpoints.is_dir() else []
     needed = store / step * (steps - step) + max(sizes, default=0)
     return {FREE: float(shutil.disk_usage(folder).free), NEEDED: needed}
 
 
-def size_of(path: Path) -> int:
+def file_size(path: Path) -> int:
     """Return the bytes of a file; 0: it is not there any more, or it is a folder."""
     try:
         return path.stat().st_size if path.is_file() else 0

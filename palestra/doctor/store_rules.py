@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from palestra.doctor import episodes
-from palestra.doctor.rule import RECENT, History, Row, Rule
+from palestra.doctor.rule import RECENT, Row, Rule, RunHistory
 
 # Names of the numbers that `store_facts` adds to a row.
 CLAIMS, FAILURES = "store/claims", "store/failures"
@@ -19,7 +19,7 @@ LATE_SHARE, LATE_LENGTH = 0.1, 0.75
 RESERVE = 256 * 2**20  # bytes: the databases and the system need room beside the run
 
 
-def _workers_fail(history: History) -> str | None:
+def _workers_fail(history: RunHistory) -> str | None:
     recent = [row for row in history.recent if CLAIMS in row]
     claims, failures = (sum(row[name] for row in recent) for name in (CLAIMS, FAILURES))
     if failures < LEAST_FAILED or failures < FAILED_SHARE * claims:
@@ -34,7 +34,7 @@ def _workers_fail(history: History) -> str | None:
     return f"in the last {len(recent)} steps {failures:.0f} of {claims:.0f} attempts to play an episode failed{why}"
 
 
-def _replayed_late(history: History) -> str | None:
+def _replayed_late(history: RunHistory) -> str | None:
     recent = [row for row in history.recent if LATE in row]
     claims, late, late_calls, completed, calls = (
         sum(row[name] for row in recent) for name in (CLAIMS, LATE, LATE_CALLS, COMPLETED, COMPLETED_CALLS)
@@ -49,7 +49,7 @@ def _replayed_late(history: History) -> str | None:
     )
 
 
-def _disk_fills(history: History) -> str | None:
+def _disk_fills(history: RunHistory) -> str | None:
     row: Row = history.newest
     if FREE not in row or row[FREE] >= row[NEEDED] + RESERVE:
         return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from palestra.doctor import episodes
 from palestra.doctor.opponent_rules import may_be_opponents
-from palestra.doctor.rule import KEPT, RECENT, START, VALIDATION, History, Row, Rule, in_each, mean
+from palestra.doctor.rule import KEPT, RECENT, START, VALIDATION, Row, Rule, RunHistory, in_each, mean
 
 REWARD, STD, ENTROPY = "train/reward_mean", "train/reward_std", "train/entropy"
 SURE = 4.0  # standard errors; of a hundred means of three steps, chance brings none so far from the best
@@ -20,7 +20,7 @@ LONGER, LONGER_TOKENS = 2.0, 16.0  # times the tokens of the first steps, and to
 IDLE_STEPS, IDLE_ERRORS = 30, 2.5
 
 
-def _error(history: History, rows: Sequence[Row], of: int) -> float:
+def _error(history: RunHistory, rows: Sequence[Row], of: int) -> float:
     """Return the standard error of the mean reward of some steps.
 
     The episodes of a group count as one, because they have the same task: that is the largest error that there can be.
@@ -29,14 +29,14 @@ def _error(history: History, rows: Sequence[Row], of: int) -> float:
     return deviation / math.sqrt(of * max(history.job.groups_per_step, 1))
 
 
-def _not_better(history: History, recent: Sequence[Row]) -> bool:
+def _not_better(history: RunHistory, recent: Sequence[Row]) -> bool:
     """Return whether the reward of the last steps is not above that of the first ones by more than one error."""
     first = history.start[:RECENT]
     before, now = mean(first, REWARD), mean(recent, REWARD)
     return before is not None and now is not None and now <= before + _error(history, [*first, *recent], RECENT)
 
 
-def _reward_collapse(history: History) -> str | None:
+def _reward_collapse(history: RunHistory) -> str | None:
     rows = list(history.rows)
     if len(rows) < 2 * RECENT or may_be_opponents(history):
         return None
@@ -54,7 +54,7 @@ def _reward_collapse(history: History) -> str | None:
     )
 
 
-def improves(history: History) -> bool:
+def improves(history: RunHistory) -> bool:
     """Return whether the run gets better: by its validations if there are several, otherwise by its rewards."""
     known = [row[VALIDATION] for row in history.validations]
     if len(known) > 1:
@@ -66,7 +66,7 @@ def improves(history: History) -> bool:
     return before is not None and now is not None and now > before + error
 
 
-def _validation_falls(history: History) -> str | None:
+def _validation_falls(history: RunHistory) -> str | None:
     known = list(history.validations)
     ended = history.newest["step"] >= history.job.steps
     count = 1 if ended and known and known[-1] is history.newest else 2  # no other evaluation will follow
@@ -87,7 +87,7 @@ def _validation_falls(history: History) -> str | None:
     )
 
 
-def _reward_oscillates(history: History) -> str | None:
+def _reward_oscillates(history: RunHistory) -> str | None:
     rows = history.last(min(SWING_STEPS, len(history.rows)))
     values = [row[REWARD] for row in rows]
     if len(values) <= SWINGS:
@@ -114,7 +114,7 @@ def _swings(values: Sequence[float], least: float) -> int:
     return swings
 
 
-def _entropy_lost(history: History) -> str | None:
+def _entropy_lost(history: RunHistory) -> str | None:
     recent, first = history.recent, history.start[:RECENT]
     if len(history.rows) < 2 * RECENT or not in_each(recent, lambda row: ENTROPY in row):
         return None
@@ -132,7 +132,7 @@ def _tokens(row: Row) -> float:
     return row["rollout/completion_tokens"] / max(row["train/episodes"], 1)
 
 
-def _lengths_run_away(history: History) -> str | None:
+def _lengths_run_away(history: RunHistory) -> str | None:
     recent, first = history.recent, history.start[:RECENT]
     if len(history.rows) < 2 * RECENT or not in_each(recent, lambda row: "rollout/completion_tokens" in row):
         return None
@@ -145,7 +145,7 @@ def _lengths_run_away(history: History) -> str | None:
     )
 
 
-def _learning_rate_idle(history: History) -> str | None:
+def _learning_rate_idle(history: RunHistory) -> str | None:
     recent = history.last(RECENT)
     if history.newest["step"] < history.job.steps and in_each(
         recent, lambda row: row.get("train/learning_rate") == 0.0 and row.get("train/grad_norm", 0.0) > 0

@@ -6,7 +6,7 @@ from palestra.errors import ReplyLost
 from palestra.types.calls import SampledTokens
 
 
-class Replay:
+class TokenReplay:
     """Hands each token of a reply to the caller once, however often the reply is sampled.
 
     A request has a seed, so a second attempt repeats the first one's tokens unless the weights or the batch around the

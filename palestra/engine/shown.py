@@ -7,7 +7,7 @@ from palestra.terminal import one_line
 _MOST = 200  # characters
 
 
-def shown(said: object) -> str:
+def one_line_of(said: object) -> str:
     """Return what a server has said, as one line without control characters, and cut where it is long."""
     text = one_line(str(said) if not isinstance(said, str) else said[: 4 * _MOST])
     return text if len(text) <= _MOST else f"{text[: _MOST - 1]}…"
@@ -15,4 +15,4 @@ def shown(said: object) -> str:
 
 def problem(error: Exception) -> str:
     """Return an error's kind and message as `shown` does."""
-    return f"{type(error).__name__}: {shown(error)}"
+    return f"{type(error).__name__}: {one_line_of(error)}"

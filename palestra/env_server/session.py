@@ -29,7 +29,7 @@ from palestra.types.env_wire import (
     MOST_MESSAGE_BYTES,
     Abandon,
     Act,
-    Cancel,
+    CancelObservation,
     ClientMessage,
     Open,
     Reset,
@@ -163,7 +163,7 @@ class EnvironmentSession:
     async def _fail(self, error: Exception, raised: str = RAISED) -> None:
         """Tell the client that a message or the episode has failed; `raised` is the code of a stranger's error."""
         code = error.code if isinstance(error, PalestraError) else raised
-        await self._send(type="failed", code=code, message=said(error))
+        await self._send(type="failed", code=code, message=error_line(error))
 
     async def _obey(self, inbox: asyncio.Queue[ClientMessage]) -> None:
         while True:
@@ -172,7 +172,7 @@ class EnvironmentSession:
             match message:
                 case Open():
                     raise InvalidRequest("a session is opened once")
-                case Act() | Cancel():
+                case Act() | CancelObservation():
                     await self._answer(message)
                 case Reset():
                     await self._stop()
@@ -196,7 +196,7 @@ class EnvironmentSession:
             await self._send(type="abandoned")
         self._on_idle()
 
-    async def _answer(self, message: Act | Cancel) -> None:
+    async def _answer(self, message: Act | CancelObservation) -> None:
         """Pass an action on, or give up on an observation; the episode fails if that is not possible."""
         environment, name = self._environment, message.observation_id
         if environment is not None and environment.is_withdrawn(name):  # message and withdrawal have crossed
@@ -226,7 +226,7 @@ class EnvironmentSession:
             await self._show_all(environment)
         except Exception as error:
             if not isinstance(error, PalestraError):
-                log.warning("session %s: %s", self.session_id, said(error), exc_info=error)
+                log.warning("session %s: %s", self.session_id, error_line(error), exc_info=error)
             self._state = "failed"
             self._open.clear()
             await self._fail(error, raised)
@@ -322,7 +322,7 @@ class EnvironmentSession:
             await close_or_log(environment, self._limits.close_seconds, log, name)
 
 
-def said(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """Return an error as one line; one that was not raised on purpose is named with its type and place."""
     text = str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}{place_of(error)}"
     return text.encode("utf-8", errors="replace").decode()[:2000]

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from palestra.env_server.session import EnvironmentSession, Made, Send, SessionLimits, said
+from palestra.env_server.session import EnvironmentSession, Made, Send, SessionLimits, error_line
 from palestra.envs import Environment
 from palestra.errors import EnvironmentFailed, PalestraError, ServerStopping, TooManyRequests
 from palestra.types.clock import Clock, SystemClock
@@ -140,7 +140,7 @@ class SessionTable:
         except PalestraError:
             raise
         except Exception as error:
-            raise EnvironmentFailed(f"the environment could not be made: {said(error)}") from error
+            raise EnvironmentFailed(f"the environment could not be made: {error_line(error)}") from error
 
     def _refuse(self, reason: str) -> None:
         """Refuse new sessions from now on, also to those who wait for one."""

@@ -7,7 +7,7 @@ import contextlib
 
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from palestra.env_server.session import Send, said
+from palestra.env_server.session import Send, error_line
 from palestra.env_server.sessions import SessionTable
 from palestra.errors import InvalidRequest, PalestraError, ProtocolMismatch, TooManyRequests
 from palestra.http.bodies import parse_body
@@ -17,9 +17,9 @@ from palestra.types.env_wire import (
     MOST_WAITING,
     PROTOCOL,
     ClientMessage,
-    Failed,
     Open,
     Opened,
+    SessionFailed,
 )
 from palestra.waiting import race
 
@@ -68,7 +68,7 @@ async def _play(table: SessionTable, send: Send, inbox: asyncio.Queue[ClientMess
             await send(opened.model_dump_json())
             await session.play(inbox)
     except PalestraError as error:
-        await send(Failed(code=error.code, message=said(error)).model_dump_json())
+        await send(SessionFailed(code=error.code, message=error_line(error)).model_dump_json())
 
 
 async def _opening(inbox: asyncio.Queue[ClientMessage], seconds: float) -> Open:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from palestra.envs.catalog import CATALOG
-from palestra.extensions import extensions, load
+from palestra.extensions import extensions, load_extension
 
 GROUP = "palestra.adapters"
 
@@ -18,6 +18,6 @@ def adapted(environment: Any) -> Any:
     if environment is None or (isinstance(environment, str) and environment.partition("/")[0] in CATALOG):
         return environment
     for point in extensions(GROUP).values():
-        if (found := load(point)(environment)) is not None:
+        if (found := load_extension(point)(environment)) is not None:
             return found
     return environment

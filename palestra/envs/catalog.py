@@ -22,7 +22,7 @@ from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.environment import Environment
 from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError
-from palestra.extensions import extensions, load
+from palestra.extensions import extensions, load_extension
 
 GROUP = "palestra.environments"
 
@@ -165,7 +165,7 @@ class _Catalog(Mapping[str, CatalogEntry]):
     def __getitem__(self, name: str) -> CatalogEntry:
         if name in _SHIPPED:
             return _SHIPPED[name]
-        entry: CatalogEntry = load(self._others[name])
+        entry: CatalogEntry = load_extension(self._others[name])
         return entry
 
     def __iter__(self) -> Iterator[str]:

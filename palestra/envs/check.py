@@ -12,7 +12,7 @@ from typing import Any, cast
 from palestra.envs.adapters import adapted
 from palestra.envs.check_concurrent import Script, Task, check_concurrent, check_nothing_left, scripts
 from palestra.envs.check_continuous import episodes_of
-from palestra.envs.concurrent import ConcurrentEnvironment, checked_reset, checked_step, step_of
+from palestra.envs.concurrent import ConcurrentEnvironment, checked_reset, checked_step, step_call
 from palestra.envs.continuous import ContinuousEnvironment, run_virtual
 from palestra.envs.environment import Environment
 from palestra.errors import InvalidEnvironment
@@ -150,7 +150,7 @@ async def _episode(environment: Environment, task: Task, script: Script, max_ste
     for number in range(max_steps if limit is None else min(limit, max_steps)):
         action = script(number, environment.tools, ())
         said = action.text[:20] if not action.tool_calls else action.tool_calls[0].function.name
-        answer = checked_step(await _call_of(f"step({said!r})", environment, step_of(environment, action)))
+        answer = checked_step(await _call_of(f"step({said!r})", environment, step_call(environment, action)))
         seen.append((*answer[:4], bool(answer[4].get("impossible"))))
         if answer[2] or answer[3]:
             return seen

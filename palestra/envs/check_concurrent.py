@@ -97,7 +97,7 @@ async def check_concurrent(
     plan: Sequence[tuple[Task, Script]],
     max_steps: int,
     timeout_seconds: float,
-    episode_of: Callable[..., Episode],
+    episode_of: Callable[..., CheckedEpisode],
     must_reward: bool,
 ) -> None:
     """Play the episodes of `plan` in concurrent environments; see `check_environment` for the mistakes that are found.
@@ -106,7 +106,7 @@ async def check_concurrent(
         plan: tasks, each with the script of its actions.
         max_steps: an episode with more actions counts as endless.
         timeout_seconds: the longest time that an environment may show nothing.
-        episode_of: plays an episode; has the arguments of `Episode`.
+        episode_of: plays an episode; has the arguments of `CheckedEpisode`.
         must_reward: whether an environment of several agents has to give a reward in one of the episodes.
 
     Raises:
@@ -184,7 +184,7 @@ async def check_nothing_left() -> None:
         raise InvalidEnvironment(f"after close this still runs: {names}")
 
 
-class Episode:
+class CheckedEpisode:
     """Plays one episode; each observation is checked and answered as it arrives."""
 
     def __init__(

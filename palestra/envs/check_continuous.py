@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import cast
 
-from palestra.envs.check_concurrent import Episode, Script
+from palestra.envs.check_concurrent import CheckedEpisode, Script
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.continuous import ContinuousEnvironment
 from palestra.types.messages import Observation
@@ -18,7 +18,7 @@ _FIRST, _NEXT, _LONGER = math.sqrt(2) - 1, (math.sqrt(3) - 1) / 6, (math.sqrt(5)
 _KINDS = 3  # lengths of thinking, one after another
 
 
-class TimedEpisode(Episode):
+class TimedEpisode(CheckedEpisode):
     """Plays one episode of a world with a clock; each agent thinks for a time that is always the same."""
 
     def __init__(
@@ -66,6 +66,6 @@ class TimedEpisode(Episode):
             self._act(observation)
 
 
-def episodes_of(environment: ConcurrentEnvironment) -> Callable[..., Episode]:
+def episodes_of(environment: ConcurrentEnvironment) -> Callable[..., CheckedEpisode]:
     """Return what plays an episode of an environment for its check."""
-    return TimedEpisode if isinstance(environment, ContinuousEnvironment) else Episode
+    return TimedEpisode if isinstance(environment, ContinuousEnvironment) else CheckedEpisode

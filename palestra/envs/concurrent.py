@@ -309,7 +309,7 @@ class SerialEnvironment(ConcurrentEnvironment):
 
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:
         """Run one step of the environment and show the result."""
-        found = await self._run(step_of(self._environment, action))
+        found = await self._run(step_call(self._environment, action))
         seen, reward, terminated, truncated, info = checked_step(found)
         self.emit(
             self._agent,
@@ -327,7 +327,7 @@ class SerialEnvironment(ConcurrentEnvironment):
         return await call(work, "palestra-environment", blocking=self._environment.blocking)
 
 
-def step_of(environment: Environment, action: ChatMessage) -> Callable[[], Any]:
+def step_call(environment: Environment, action: ChatMessage) -> Callable[[], Any]:
     """Return the call that steps an environment: of `step` if `step_message` is only the default, which calls it.
 
     So an environment whose `step` is asynchronous needs no thread.

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from palestra.envs.multi_agent import MultiAgentEnvironment, Outcome, result_of
+from palestra.envs.multi_agent import MultiAgentEnvironment, Outcome, awaited_result
 from palestra.envs.protocols import AgentProtocol, free
 from palestra.types.clock import Clock
 
@@ -71,7 +71,7 @@ class ContinuousEnvironment(MultiAgentEnvironment):
             async with self._turnstile:
                 if self._over:
                     return
-                if (outcome := await result_of(self.tick())) is not None:
+                if (outcome := await awaited_result(self.tick())) is not None:
                     self._settle(outcome)
                 if not self._over:
                     await self._advance()

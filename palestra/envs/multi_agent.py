@@ -144,7 +144,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         self._timers: dict[str, TurnClock] = {}
         self._turnstile = asyncio.Lock()
         self._over = False
-        await result_of(self.begin(task))
+        await awaited_result(self.begin(task))
         self.coordinator = Coordinator(self.roles, self.protocol(task), deterministic=self.deterministic)
         await self._show(self.coordinator.begin(), ())
 
@@ -284,7 +284,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
             if not isinstance(action, Fault):
                 applied[role] = action
                 continue
-            self._settle(await result_of(self.forfeit(role, action)))
+            self._settle(await awaited_result(self.forfeit(role, action)))
             if self._over:
                 return
         if applied and (outcome := await self._applied(applied)) is not None:
@@ -293,14 +293,14 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
     async def _applied(self, actions: Mapping[str, ChatMessage]) -> Outcome | None:
         """Apply actions. One that breaks the world is an illegal one, where the environment scores these."""
         try:
-            outcome: Outcome | None = await result_of(self.apply(actions))
+            outcome: Outcome | None = await awaited_result(self.apply(actions))
         except Exception as error:
             own = isinstance(error, PalestraError) and not isinstance(error, EpisodeForfeited)
             if own or len(actions) > 1 or Fault.ILLEGAL not in self.forfeits:
                 raise
             (role,) = actions
             log.warning("%s: the action of %r has broken the world: %s", type(self).__name__, role, error)
-            outcome = await result_of(self.forfeit(role, Fault.ILLEGAL))
+            outcome = await awaited_result(self.forfeit(role, Fault.ILLEGAL))
         return outcome
 
     def _settle(self, outcome: Outcome) -> None:
@@ -354,7 +354,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
 
     async def _show(self, roles: Sequence[str], causes: Sequence[str]) -> None:
         """Show each of these roles what it sees, in the order in which they were asked."""
-        seen = [(role, await result_of(self.view(role))) for role in roles if role in self.coordinator.playing]
+        seen = [(role, await awaited_result(self.view(role))) for role in roles if role in self.coordinator.playing]
         caused, known = tuple(causes), set(causes)
         for role, view in seen:
             last = self._shown.get(role)
@@ -402,6 +402,6 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         return f"{role!r} failed"
 
 
-async def result_of(found: Any) -> Any:
+async def awaited_result(found: Any) -> Any:
     """Return what a method of a subclass returned, awaited if the method is `async`."""
     return await found if isinstance(found, Awaitable) else found

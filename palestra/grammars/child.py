@@ -21,7 +21,7 @@ from palestra.errors import EngineFailure, GrammarRefused, PalestraError
 from palestra.grammars.bounds import Bounds
 from palestra.grammars.matcher import refusal
 from palestra.grammars.vocabulary import GrammarVocabulary
-from palestra.grammars.walking import compile_grammar, make_tokenizer, walk
+from palestra.grammars.walking import compile_grammar, make_tokenizer, walk_grammar
 from palestra.process.channel import BlockingChannel, Call, Failed, Result, raw
 from palestra.process.child import die_with_parent
 from palestra.process.codec import SentError, decode, encode
@@ -144,7 +144,7 @@ def _probe(start: LLMatcher, eos: int, draw: random.Random) -> Iterator[bytes]:
     """Walk a random reply, and yield its masks."""
     matcher, tokens = start.deep_copy(), list[int]()
     for _ in range(_PROBE_TOKENS):
-        (mask,) = walk(matcher, tokens[-1:], [len(tokens[-1:])])
+        (mask,) = walk_grammar(matcher, tokens[-1:], [len(tokens[-1:])])
         yield mask
         tokens.append(_choose(mask, draw))
         if matcher.is_stopped() or tokens[-1] == eos:

@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from palestra.errors import GrammarRefused, InvalidRequest
-from palestra.grammars.walking import walk
+from palestra.grammars.walking import walk_grammar
 
 _LIMITS = ("fuel", "too many", "too large", "too complex", "unable to determine", "max is")  # in llguidance's errors
 
@@ -61,7 +61,7 @@ class WalkedMatcher(Matcher):
     def advance(self) -> None:
         """Accept the pending tokens and renew the mask; errors as in `Matcher.advance`."""
         try:
-            (self.mask,) = walk(self._matcher, self.pending, [len(self.pending)])
+            (self.mask,) = walk_grammar(self._matcher, self.pending, [len(self.pending)])
         except ValueError as error:
             raise refusal(str(error)) from None
         self.pending = []
@@ -70,7 +70,7 @@ class WalkedMatcher(Matcher):
         """Return the masks at some places of a reply; the matcher has to be at its beginning."""
         masks = bytearray()  # writable, as torch wants it
         try:
-            for mask in walk(self._matcher, tokens, frozenset(wanted)):
+            for mask in walk_grammar(self._matcher, tokens, frozenset(wanted)):
                 masks += mask if keep else b""
         except ValueError as error:
             raise refusal(str(error)) from None

@@ -20,7 +20,7 @@ from palestra.grammars.matcher import Matcher, WalkedMatcher, refusal
 from palestra.grammars.tree import GrammarTrees, TreeMatcher
 from palestra.grammars.verdicts import Verdicts
 from palestra.grammars.vocabulary import GrammarVocabulary
-from palestra.grammars.walking import compile_grammar, make_tokenizer, walk
+from palestra.grammars.walking import compile_grammar, make_tokenizer, walk_grammar
 from palestra.grammars.worker import GrammarWorker
 
 MOST_KEPT = 32  # compiled grammars
@@ -282,7 +282,7 @@ class Grammars:
             self._tokenizer = make_tokenizer(self._vocabulary)
         try:
             start = compile_grammar(self._tokenizer, grammar, self._bounds.lexer_states)
-            (mask,) = walk(start.deep_copy(), (), (0,))
+            (mask,) = walk_grammar(start.deep_copy(), (), (0,))
         except ValueError as error:
             raise refusal(str(error)) from None
         with self._lock:

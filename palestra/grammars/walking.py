@@ -29,7 +29,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str, lexer_states: int) -> 
     return matcher
 
 
-def walk(matcher: LLMatcher, tokens: Sequence[int], wanted: Collection[int]) -> Iterator[bytes]:
+def walk_grammar(matcher: LLMatcher, tokens: Sequence[int], wanted: Collection[int]) -> Iterator[bytes]:
     """Accept tokens, and yield the token mask at each place in `wanted`; place i is the one before token i.
 
     Raises:

@@ -195,7 +195,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
 
-class WebSocket(WebSocketsSansIOProtocol):
+class ServedWebSocket(WebSocketsSansIOProtocol):
     """A WebSocket that drops a client that is gone, and logs no error for what a client does.
 
     uvicorn's waits until the client reads, and logs refused clients and texts that are no UTF-8 as errors.

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from palestra.errors import ConfigError
 from palestra.http.connections import Connections, backlog
-from palestra.http.protocol import LimitedProtocol, WebSocket
+from palestra.http.protocol import LimitedProtocol, ServedWebSocket
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PONG_SECONDS = 60.0  # after which a client of a WebSocket that answers no ping is gone; uvicorn pings each 20 s
@@ -80,7 +80,7 @@ async def served(
     settings = uvicorn.Config(
         app,
         http=partial(LimitedProtocol, known),  # type: ignore[arg-type]  # uvicorn only calls it
-        ws="none" if websocket_bytes is None else WebSocket,
+        ws="none" if websocket_bytes is None else ServedWebSocket,
         ws_max_size=websocket_bytes or 0,
         ws_ping_timeout=PONG_SECONDS,
         ws_per_message_deflate=False,  # takes more time than it saves in a network of machines side by side

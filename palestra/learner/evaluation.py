@@ -13,7 +13,7 @@ from palestra.types.records import EpisodeRecord, Task
 from palestra.types.states import EpisodeState
 
 
-async def evaluate(
+async def validate(
     groups: Groups, tasks: Sequence[Task], done: int, roles: Roles, algorithm: AlgorithmConfig
 ) -> dict[str, float]:
     """Score every validation task once, and return the metrics.

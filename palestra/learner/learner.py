@@ -22,7 +22,7 @@ from palestra.faults import fault_point
 from palestra.learner.budget import TrainingBudget
 from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.engine_check import check_engine
-from palestra.learner.evaluation import evaluate
+from palestra.learner.evaluation import validate
 from palestra.learner.groups import gather_groups
 from palestra.learner.playing_time import PlayingTime
 from palestra.learner.pools import Pools
@@ -364,7 +364,7 @@ class Learner:
             self._progress.enter(_evaluating(step), Phase("validation", step))
             roles = self._policies.roles
             algorithm = self._config.algorithm_of(roles.default)
-            evaluation = evaluate(self._store.groups, self._validation_tasks, step, roles, algorithm)
+            evaluation = validate(self._store.groups, self._validation_tasks, step, roles, algorithm)
             found = await self._unless_stopped(evaluation)
             if found is None:
                 return False

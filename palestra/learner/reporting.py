@@ -19,7 +19,7 @@ from typing import Any
 from palestra.config import SAVED_CONFIG, JobConfig, dump_saved_config, load_config, name_differences
 from palestra.disk import write_whole, writing
 from palestra.doctor.opponent_facts import opponent_facts
-from palestra.doctor.rule import KEPT, START, History, JobSize
+from palestra.doctor.rule import KEPT, START, JobSize, RunHistory
 from palestra.doctor.rules import OF_A_JOB, OF_A_POLICY, health_of
 from palestra.errors import ConfigError
 from palestra.learner.update import AddEvent
@@ -186,8 +186,8 @@ class StepLog:
         size = JobSize.of(config)
         self._rivals = config.players.rivals
         sole = config.players.default if len(config.policies) > 1 else ""
-        self._histories = {policy: History(size) for policy in self._rivals or (sole,)}
-        self._job_history = History(size)  # a row a step, whichever policy was trained in it
+        self._histories = {policy: RunHistory(size) for policy in self._rivals or (sole,)}
+        self._job_history = RunHistory(size)  # a row a step, whichever policy was trained in it
         self._found: dict[str, list[HealthWarning]] = {}  # by policy, of the newest step in which it was trained
 
     async def restore(self, rows: Sequence[Mapping[str, float]]) -> None:

@@ -155,7 +155,7 @@ class LoadedModels:
     def _on_base(self, name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
         """Return a model on the shared weights of one, which are loaded unless they are in memory."""
         with self._one_at_a_time:
-            key = (place_of(name), dtype, device)
+            key = (canonical_name(name), dtype, device)
             base = self._bases.get(key)
             if base is None:
                 base, tokenizer = self._load(name, dtype, device)
@@ -166,7 +166,7 @@ class LoadedModels:
             return base.on_same_weights(), self._tokenizers[base]
 
 
-def place_of(name: str) -> str:
+def canonical_name(name: str) -> str:
     """Return the same text for all names of one model."""
     with contextlib.suppress(ModelError):
         found = model_folder(name)

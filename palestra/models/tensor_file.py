@@ -67,7 +67,7 @@ def write_tensors(named: Sequence[tuple[str, Tensor]], path: Path, dtype: torch.
     Raises:
         OSError: the file can't be written, or not as a whole.
     """
-    typed = in_order([(tensor.detach(), (name, tensor.shape, dtype or tensor.dtype)) for name, tensor in named])
+    typed = in_aligned_order([(tensor.detach(), (name, tensor.shape, dtype or tensor.dtype)) for name, tensor in named])
     header, _ = lay_out([shaped for _, shaped in typed])
     with path.open("wb") as file:
         file.write(header)
@@ -76,7 +76,7 @@ def write_tensors(named: Sequence[tuple[str, Tensor]], path: Path, dtype: torch.
                 file.write(piece.to("cpu", kind).view(torch.uint8).numpy().data)
 
 
-def in_order(typed: list[tuple[Tensor, Shaped]]) -> list[tuple[Tensor, Shaped]]:
+def in_aligned_order(typed: list[tuple[Tensor, Shaped]]) -> list[tuple[Tensor, Shaped]]:
     """Return tensors of any shape in an order in which each begins at a multiple of the size of its numbers."""
     return sorted(typed, key=lambda one: -one[1][2].itemsize)
 

@@ -24,7 +24,7 @@ Charge = Callable[[int], AbstractContextManager[None]]
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
-def digest_of(data: bytes) -> str:
+def picture_digest(data: bytes) -> str:
     """Return the name of a picture: the SHA-256 of its encoded bytes, in hex."""
     return hashlib.sha256(data).hexdigest()
 
@@ -70,7 +70,7 @@ class Blobs:
             StoreError: the file could not be written.
             PalestraError: `charge` has refused it.
         """
-        digest = digest_of(data)
+        digest = picture_digest(data)
         path = self.path(digest)
         # One writer at a time, so that the quota is kept, and that nothing is removed between the look and the note.
         with self._lock:
@@ -148,7 +148,7 @@ class Blobs:
             data = path.read_bytes()
         except FileNotFoundError:
             raise NotFound(f"there is no picture {digest}") from None
-        if digest_of(data) != digest:
+        if picture_digest(data) != digest:
             raise StoreError(f"{path} does not hold the picture of its name; put it back from a copy, or send it again")
         return data
 

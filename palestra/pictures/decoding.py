@@ -47,7 +47,7 @@ def upright_size(data: bytes, limits: PictureLimits) -> tuple[int, int]:
     if found.media_type == GIF or (found.media_type == PNG and b"eXIf" not in data):
         return found.width, found.height  # without an orientation
     if found.media_type == PNG:  # it may stand after the pixels
-        return decode(data, limits).size
+        return decode_picture(data, limits).size
     from PIL import Image
 
     with Image.open(_TimedFile(data, limits.seconds), formats=(_PLUGINS[found.media_type],)) as opened:
@@ -55,7 +55,7 @@ def upright_size(data: bytes, limits: PictureLimits) -> tuple[int, int]:
     return (found.height, found.width) if turned else (found.width, found.height)
 
 
-def decode(data: bytes, limits: PictureLimits | None = None) -> Image.Image:
+def decode_picture(data: bytes, limits: PictureLimits | None = None) -> Image.Image:
     """Return the pixels of a picture: an image of Pillow in mode RGB, upright, [height, width, 3] as an array of uint8.
 
     The same bytes always give the same pixels.

@@ -8,7 +8,7 @@ from typing import Any
 from palestra.pictures.containers import MEDIA_TYPES
 
 
-def encode(picture: Any) -> bytes:
+def encode_picture(picture: Any) -> bytes:
     """Return a picture as the bytes of a file; equal pixels give equal bytes.
 
     Args:

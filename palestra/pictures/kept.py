@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from palestra.pictures.blobs import Blobs, Charge, digest_of
+from palestra.pictures.blobs import Blobs, Charge, picture_digest
 from palestra.pictures.containers import JPEG, MEDIA_TYPES, read_container
-from palestra.pictures.decoding import decode
-from palestra.pictures.encoding import encode
+from palestra.pictures.decoding import decode_picture
+from palestra.pictures.encoding import encode_picture
 from palestra.pictures.limits import InvalidPicture, PictureLimits
 
 
@@ -53,8 +53,8 @@ class KeptPictures(Blobs):
             if given != found.media_type:
                 raise InvalidPicture(f"it is sent as {given} and is {found.media_type}")
         # A picture that is there has been decoded before.
-        if digest_of(data) not in self:
-            decode(data, self.limits)
+        if picture_digest(data) not in self:
+            decode_picture(data, self.limits)
         return self.put(data, charge)
 
     def small_copy(self, digest: str, side: int, charge: Charge | None = None) -> str:
@@ -68,8 +68,8 @@ class KeptPictures(Blobs):
             NotFound, StoreError: see `get`.
             PalestraError: see `keep`.
         """
-        image = decode(self.get(digest), self.limits)
+        image = decode_picture(self.get(digest), self.limits)
         if max(image.size) <= side:
             return digest
         image.thumbnail((side, side))
-        return self.put(encode(image), charge)
+        return self.put(encode_picture(image), charge)

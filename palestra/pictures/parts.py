@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from palestra.pictures.blobs import digest_of
-from palestra.pictures.encoding import encode
+from palestra.pictures.blobs import picture_digest
+from palestra.pictures.encoding import encode_picture
 from palestra.types.messages import ChatMessage, ImagePart, Part, TextPart
 
 
@@ -38,8 +38,8 @@ class Picture(ImagePart):
         Raises:
             TypeError: it is none of these.
         """
-        data = encode(value)
-        return cls(digest=digest_of(data), data=data)
+        data = encode_picture(value)
+        return cls(digest=picture_digest(data), data=data)
 
 
 def is_picture(value: Any) -> bool:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from palestra.pictures.blobs import Blobs
-from palestra.pictures.decoding import decode, upright_size
+from palestra.pictures.decoding import decode_picture, upright_size
 from palestra.pictures.limits import OF_A_RUN
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class StoredPictures:
         self.size = lru_cache(maxsize=_SIZES)(self._size)
 
     def _image(self, digest: str) -> Image:
-        return decode(self._blobs.get(digest), OF_A_RUN)
+        return decode_picture(self._blobs.get(digest), OF_A_RUN)
 
     def _size(self, digest: str) -> tuple[int, int]:
         return upright_size(self._blobs.get(digest), OF_A_RUN)

@@ -105,7 +105,7 @@ REASONING = (
 )
 
 
-def messages_of(probe: Probe) -> list[ChatMessage]:
+def as_agents_send(probe: Probe) -> list[ChatMessage]:
     """Return the messages of a conversation as agents send them: arguments of calls are JSON text.
 
     All pictures are `NO_PICTURE`, which only a writer of `PictureTokens.as_marked` can write.
@@ -157,7 +157,7 @@ def unseen_of(show: Callable[[Sequence[ChatMessage]], object]) -> Unseen:
         for messages in (spoken, answered):
             places = [n for n, message in enumerate(messages) if message["role"] == role]
             shown = [
-                show(messages_of(Probe([m | changes if n in places else m for n, m in enumerate(messages)])))
+                show(as_agents_send(Probe([m | changes if n in places else m for n, m in enumerate(messages)])))
                 for changes in ({}, {key: "call_1"}, {key: "Ann"})
             ]
             if places and (None in shown or any(one != shown[0] for one in shown)):

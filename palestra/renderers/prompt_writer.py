@@ -69,7 +69,7 @@ class PromptWriter:
         return TokenSequence(np.asarray(self._ids, np.int32), tuple(self._media))
 
 
-def content_of(message: ChatMessage) -> Pieces:
+def parts_of(message: ChatMessage) -> Pieces:
     """Return the texts and pictures of a message, as they come."""
     return [part.text if isinstance(part, TextPart) else part for part in message.content]
 

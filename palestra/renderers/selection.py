@@ -20,7 +20,7 @@ from palestra.renderers.probes import (
     TOOLS,
     WITH_TOOLS,
     Probe,
-    messages_of,
+    as_agents_send,
     shows_reasoning,
 )
 from palestra.renderers.template_text import template_text
@@ -96,7 +96,7 @@ def _chatml(tokenizer: Any, pictures: PictureTokens) -> ChatMLRenderer | None:
     if _text(tokenizer, PLAIN[0]) is None:
         return None
     made = ChatMLRenderer(tokenizer, _config(tokenizer), pictures)
-    candidate = _Candidate(made, lambda probe: made.render(messages_of(probe), probe.tools).ids.tolist())
+    candidate = _Candidate(made, lambda probe: made.render(as_agents_send(probe), probe.tools).ids.tolist())
     return made if all(_agree(tokenizer, candidate, probe) for probe in _probes(tokenizer)) else None
 
 
@@ -108,7 +108,7 @@ def _shows_alike(tokenizer: Any, made: Renderer, probe: Probe) -> bool:
     # A processor leaves out the token with which its tokenizer begins, if the template has written it.
     begun = tokenizer.bos_token is not None and shown.startswith(tokenizer.bos_token)
     wanted: list[int] = tokenizer.encode(shown, add_special_tokens=not begun)
-    found: list[int] = made.render(messages_of(probe)).ids.tolist()
+    found: list[int] = made.render(as_agents_send(probe)).ids.tolist()
     return found == wanted
 
 
@@ -152,7 +152,7 @@ def _candidates(tokenizer: Any) -> Iterator[_Candidate]:
 
     with suppress(ValueError):  # no ChatML tokens
         ours = ChatMLRenderer(tokenizer, _config(tokenizer))
-        yield _Candidate(ours, lambda probe: ours.render(messages_of(probe), probe.tools).ids.tolist())
+        yield _Candidate(ours, lambda probe: ours.render(as_agents_send(probe), probe.tools).ids.tolist())
     for name in dict.fromkeys(MODEL_RENDERER_MAP.values()):
         if name == "gpt-oss":  # it would fetch a vocabulary from the network
             continue

@@ -33,7 +33,7 @@ For each function call, return a json object with function name and arguments wi
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class JsonMember:
     """A value of a JSON object, and the text from which it was parsed."""
 
     value: Any
@@ -47,7 +47,7 @@ def _refuse(constant: str) -> NoReturn:
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
-def read_object(text: str, at: int = 0) -> tuple[dict[str, Member], int]:
+def read_object(text: str, at: int = 0) -> tuple[dict[str, JsonMember], int]:
     """Parse the JSON object that begins at a place of a text, after white space.
 
     Returns:
@@ -57,7 +57,7 @@ def read_object(text: str, at: int = 0) -> tuple[dict[str, Member], int]:
         ValueError: there is no complete JSON object, or it is nested too deep.
     """
     at = _expect(text, at, "{")
-    members: dict[str, Member] = {}
+    members: dict[str, JsonMember] = {}
     if _next(text, at) == "}":
         return members, _expect(text, at, "}")
     while True:
@@ -66,7 +66,7 @@ def read_object(text: str, at: int = 0) -> tuple[dict[str, Member], int]:
             raise ValueError(f"a key is missing at character {at}")
         start = _skip(text, _expect(text, at, ":"))
         value, at = _value(text, start)
-        members[key] = Member(value, text[start:at])
+        members[key] = JsonMember(value, text[start:at])
         if _next(text, at) == "}":
             return members, _expect(text, at, "}")
         at = _expect(text, at, ",")

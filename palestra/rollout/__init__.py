@@ -2,7 +2,7 @@
 
 from palestra.rollout.collect import TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool
-from palestra.rollout.orchestrator import Outcome, RolloutOrchestrator
+from palestra.rollout.orchestrator import RolloutOrchestrator, WorkOutcome
 from palestra.rollout.remote import EnvironmentPlayer
 from palestra.rollout.result import EpisodeResult, Step, Termination
 from palestra.rollout.spec import RolloutSpec
@@ -12,11 +12,11 @@ __all__ = [
     "EnvironmentPlayer",
     "EnvironmentPool",
     "EpisodeResult",
-    "Outcome",
     "RolloutOrchestrator",
     "RolloutSpec",
     "RolloutSyncLock",
     "Step",
     "Termination",
     "TrajectoryCollectEngine",
+    "WorkOutcome",
 ]

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome(Generic[W, R]):
+class WorkOutcome(Generic[W, R]):
     """The end of one piece of work: its result, or the error that it raised."""
 
     work: W
@@ -49,7 +49,7 @@ class RolloutOrchestrator(Generic[W, R]):
             raise ValueError("max_concurrency is at least 1")
         self._play, self._timeout_seconds = play, timeout_seconds
         self._concurrency = max_concurrency
-        self._results: asyncio.Queue[Outcome[W, R]] = asyncio.Queue(max_waiting_results or max_concurrency)
+        self._results: asyncio.Queue[WorkOutcome[W, R]] = asyncio.Queue(max_waiting_results or max_concurrency)
         self._over = asyncio.Event()
         self.counts: Counter[str] = Counter()  # done, failed, timed_out
 
@@ -91,9 +91,9 @@ class RolloutOrchestrator(Generic[W, R]):
             # An event, not an entry of the queue: a full queue that has no reader would block here for ever.
             self._over.set()
 
-    async def yield_batches(self, size: int) -> AsyncIterator[list[Outcome[W, R]]]:
+    async def yield_batches(self, size: int) -> AsyncIterator[list[WorkOutcome[W, R]]]:
         """Yield outcomes in the order in which they arrive, in lists of `size`; the last list may be shorter."""
-        batch: list[Outcome[W, R]] = []
+        batch: list[WorkOutcome[W, R]] = []
         while (outcome := await self._next()) is not None:
             batch.append(outcome)
             if len(batch) == size:
@@ -102,23 +102,23 @@ class RolloutOrchestrator(Generic[W, R]):
         if batch:
             yield batch
 
-    async def _next(self) -> Outcome[W, R] | None:
+    async def _next(self) -> WorkOutcome[W, R] | None:
         """Return the next outcome, or None when no more will come."""
         if self._results.empty() and not self._over.is_set():
             winner = await race(self._results.get(), self._over.wait())
             if winner.index == 0:
-                return cast("Outcome[W, R]", winner.result)
+                return cast("WorkOutcome[W, R]", winner.result)
         return None if self._results.empty() else self._results.get_nowait()
 
-    async def _outcome(self, piece: W) -> Outcome[W, R]:
+    async def _outcome(self, piece: W) -> WorkOutcome[W, R]:
         try:
             async with asyncio.timeout(self._timeout_seconds) as limit:
                 result = await self._play(piece)
         except Exception as error:  # noqa: BLE001 - the error is the outcome; the reader decides
             self.counts["timed_out" if limit.expired() else "failed"] += 1
-            return Outcome(work=piece, error=error)
+            return WorkOutcome(work=piece, error=error)
         self.counts["done"] += 1
-        return Outcome(work=piece, result=result)
+        return WorkOutcome(work=piece, result=result)
 
 
 async def _iterator(stream: Iterable[W] | AsyncIterable[W]) -> AsyncIterator[W]:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from palestra.database import WAKE_SECONDS
 from palestra.errors import EpisodeForfeited, RolloutFailed, place_of
 from palestra.rollout.failures import Lost
-from palestra.rollout.orchestrator import Outcome, RolloutOrchestrator
+from palestra.rollout.orchestrator import RolloutOrchestrator, WorkOutcome
 from palestra.rollout.result import EpisodeResult, Termination
 from palestra.rollout.sync_lock import RolloutSyncLock
 from palestra.runners.runner import Runner
@@ -127,7 +127,7 @@ class RunnerPool:
             self.progress.playing -= 1
             self._free.set()
 
-    def _count(self, outcome: Outcome[EpisodeRecord, EpisodeResult]) -> None:
+    def _count(self, outcome: WorkOutcome[EpisodeRecord, EpisodeResult]) -> None:
         error, episode = outcome.error, outcome.work
         name = f"{episode.episode_id} (task {episode.task.task_id})"
         if error is None:

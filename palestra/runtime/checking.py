@@ -47,7 +47,7 @@ MOST_STEPS = 100_000  # of a job, in which steps without an update are looked fo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class CheckFinding:
     """Something that will not work, or that is worth knowing.
 
     Attributes:
@@ -61,9 +61,9 @@ class Finding:
     fatal: bool = True
 
 
-def check_job(config: JobConfig) -> list[Finding]:
+def check_job(config: JobConfig) -> list[CheckFinding]:
     """Return what the configuration, this machine and the files that the job names make impossible."""
-    checks: list[Callable[[JobConfig], Iterator[Finding]]] = [_port, _folder, _devices, _engine]
+    checks: list[Callable[[JobConfig], Iterator[CheckFinding]]] = [_port, _folder, _devices, _engine]
     if config.kind == "training":
         checks += [_tasks, _environment, _algorithms, _groups, _updates]
     if config.loads_models:
@@ -77,29 +77,29 @@ def existing_parent(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def _port(config: JobConfig) -> Iterator[Finding]:
+def _port(config: JobConfig) -> Iterator[CheckFinding]:
     try:
         by_default = "port" not in config.server.model_fields_set
         listen(config.server.host, config.server.port, or_any=by_default).close()
     except ConfigError as error:
-        yield Finding(key="server.port", text=str(error))
+        yield CheckFinding(key="server.port", text=str(error))
 
 
-def _folder(config: JobConfig) -> Iterator[Finding]:
+def _folder(config: JobConfig) -> Iterator[CheckFinding]:
     """Look at the run's folder: one that has a run, or can't be written."""
     folder = config.folder
     if config.run_dir is not None and (folder / "run.db").exists():
-        yield Finding(
+        yield CheckFinding(
             key="run_dir",
             text=f"{folder} has a run already: start with --resume (in a script resume=True), or choose another folder",
             fatal=False,
         )
     parent = existing_parent(folder)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        yield Finding(key="run_dir", text=f"{folder} can't be made: {parent} is no folder that may be written to")
+        yield CheckFinding(key="run_dir", text=f"{folder} can't be made: {parent} is no folder that may be written to")
 
 
-def _devices(config: JobConfig) -> Iterator[Finding]:
+def _devices(config: JobConfig) -> Iterator[CheckFinding]:
     """Look for a device that is not there, and for a GPU in a job that is to be deterministic."""
     if not config.loads_models:
         return
@@ -109,31 +109,33 @@ def _devices(config: JobConfig) -> Iterator[Finding]:
     parts = devices(config)
     for key, device in parts.items():
         if device == "cuda" and not there:
-            yield Finding(key=key, text=f"{key} is 'cuda', and torch sees no CUDA device here; use 'cpu' or 'auto'")
+            yield CheckFinding(
+                key=key, text=f"{key} is 'cuda', and torch sees no CUDA device here; use 'cpu' or 'auto'"
+            )
         elif config.deterministic and there and device != "cpu":
-            yield Finding(key=key, text=not_reproducible(key))
+            yield CheckFinding(key=key, text=not_reproducible(key))
     if config.trainer.cpu_offload and "cuda" not in parts.values():
         try:
             check_trainer(config, HERE)
         except ConfigError as error:
-            yield Finding(key="trainer.cpu_offload", text=str(error))
+            yield CheckFinding(key="trainer.cpu_offload", text=str(error))
 
 
-def _engine(config: JobConfig) -> Iterator[Finding]:
+def _engine(config: JobConfig) -> Iterator[CheckFinding]:
     """Look for what the engine needs: a program, servers that run already, their keys."""
     for key, table in config.engine.keyed_tables.items():
         for wrong, text in driver_of(table).check(config, key, table):
-            yield Finding(key=wrong, text=text)
+            yield CheckFinding(key=wrong, text=text)
 
 
-def _tasks(config: JobConfig) -> Iterator[Finding]:
+def _tasks(config: JobConfig) -> Iterator[CheckFinding]:
     try:
         read_files(config)
     except ConfigError as error:
-        yield Finding(key="tasks", text=str(error))
+        yield CheckFinding(key="tasks", text=str(error))
 
 
-def _environment(config: JobConfig) -> Iterator[Finding]:
+def _environment(config: JobConfig) -> Iterator[CheckFinding]:
     """Make the environment that the job names, and play it with good and bad actions."""
     name = config.environment.name
     if config.environment.url is not None:
@@ -142,7 +144,7 @@ def _environment(config: JobConfig) -> Iterator[Finding]:
     if name is None:
         if config.seats.roles and config.kind == "training":
             text = "seats are agents of an environment that the server plays: name one in environment.name"
-            yield Finding(key="seats.roles", text=text)
+            yield CheckFinding(key="seats.roles", text=text)
         return
     try:
         make = environment_of(config)
@@ -153,32 +155,32 @@ def _environment(config: JobConfig) -> Iterator[Finding]:
         check_environment(make, [_first_task(config) or tasks[0]])
         agents = agents_of(make())
         for key, text in impossible_roles(config, agents):
-            yield Finding(key=key, text=text)
+            yield CheckFinding(key=key, text=text)
         for key, text in odd_roles(config):
-            yield Finding(key=key, text=text, fatal=False)
+            yield CheckFinding(key=key, text=text, fatal=False)
     except ModuleNotFoundError as error:
         said = missing_extra(error) or f"{error.name} is not installed; install gymnasium and reasoning-gym"
-        yield Finding(key="environment.name", text=f"environment {name!r} can't be imported: {said}")
+        yield CheckFinding(key="environment.name", text=f"environment {name!r} can't be imported: {said}")
     except ConfigError as error:
         key = "environment.settings" if "setting" in str(error) else "environment"
-        yield Finding(key=key, text=str(error))
+        yield CheckFinding(key=key, text=str(error))
     except InvalidEnvironment as error:
-        yield Finding(key="environment", text=f"environment {name!r} fails its check: {error}")
+        yield CheckFinding(key="environment", text=f"environment {name!r} fails its check: {error}")
 
 
-def _environment_server(config: JobConfig) -> Iterator[Finding]:
+def _environment_server(config: JobConfig) -> Iterator[CheckFinding]:
     """Play the environment of the job's environment server, with the first task of the job's files, if there is one."""
     try:
         make = environment_of(config)
         assert make is not None
         for key, text in impossible_roles(config, agents_of(make())):
-            yield Finding(key=key, text=text)
+            yield CheckFinding(key=key, text=text)
         if (task := _first_task(config)) is not None:
             check_environment(make, [task])
     except InvalidEnvironment as error:
-        yield Finding(key="environment.url", text=f"the environment of {config.environment.url} fails: {error}")
+        yield CheckFinding(key="environment.url", text=f"the environment of {config.environment.url} fails: {error}")
     except PalestraError as error:
-        yield Finding(key="environment.url", text=str(error))
+        yield CheckFinding(key="environment.url", text=str(error))
 
 
 def _first_task(config: JobConfig) -> dict[str, Any] | None:
@@ -203,31 +205,31 @@ def _recorded(config: JobConfig) -> RecordedEpisodes | None:
     return next((algorithm.recorded for algorithm in made if algorithm.recorded is not None), None)
 
 
-def _algorithms(config: JobConfig) -> Iterator[Finding]:
+def _algorithms(config: JobConfig) -> Iterator[CheckFinding]:
     """Look for what the algorithms need, each table of the configuration once."""
     for key, name in {config.algorithm_key(name): name for name in reversed(config.trained_policies)}.items():
         yield from _algorithm(config, key, name)
 
 
-def _algorithm(config: JobConfig, key: str, policy: str) -> Iterator[Finding]:
+def _algorithm(config: JobConfig, key: str, policy: str) -> Iterator[CheckFinding]:
     """Look for what an algorithm needs: episodes of a run, conversations, a policy that teaches."""
     settings = config.algorithm_of(policy)
     try:
         algorithm = create_algorithm(settings)
     except ConfigError as error:
-        yield Finding(key=f"{key}.name", text=str(error))
+        yield CheckFinding(key=f"{key}.name", text=str(error))
         return
     served = settings.served_teacher
     if served is not None and served.key_variable is not None and not os.environ.get(served.key_variable):
         text = f"the variable {served.key_variable} is not set, and has to hold the key of {served.url}"
-        yield Finding(key=f"{key}.teacher_server.key_variable", text=text)
+        yield CheckFinding(key=f"{key}.teacher_server.key_variable", text=text)
     if "teacher_logprobs" in algorithm.needs and config.teacher_of(policy) is None and served is None:
         text = "the job has no policy that teaches; add one to [policies] with `frozen = true`"
-        yield Finding(key=f"{key}.teacher", text=text)
+        yield CheckFinding(key=f"{key}.teacher", text=text)
     yield from _recordings(config, policy, algorithm.recorded)
 
 
-def _recordings(config: JobConfig, policy: str, recorded: RecordedEpisodes | None) -> Iterator[Finding]:
+def _recordings(config: JobConfig, policy: str, recorded: RecordedEpisodes | None) -> Iterator[CheckFinding]:
     """Look for the recorded episodes that an algorithm trains, if any."""
     try:
         if recorded is not None and recorded.run_dir is not None:
@@ -239,24 +241,26 @@ def _recordings(config: JobConfig, policy: str, recorded: RecordedEpisodes | Non
     except (ConfigError, StoreError) as error:
         key, brings = config.algorithm_key(policy), config.algorithm_of(policy).brings_tasks
         where = f"{key}.from_run" if brings else "tasks.train"
-        yield Finding(key=where, text=str(error).removeprefix("algorithm.from_run: ").removeprefix("tasks.train: "))
+        yield CheckFinding(
+            key=where, text=str(error).removeprefix("algorithm.from_run: ").removeprefix("tasks.train: ")
+        )
     if recorded is not None and recorded.run_dir is None and config.tasks.train is None and config.environment.name:
         text = f"the tasks of {config.environment.name!r} are no conversations; name a file in tasks.train, or from_run"
-        yield Finding(key="tasks.train", text=text)
+        yield CheckFinding(key="tasks.train", text=text)
 
 
-def _groups(config: JobConfig) -> Iterator[Finding]:
+def _groups(config: JobConfig) -> Iterator[CheckFinding]:
     """Look for groups that can't teach: rewards are compared within a group."""
     needed = max(config.algorithm_of(name).smallest_group for name in config.trained_policies)
     if config.rollout.min_group_size < needed:
-        yield Finding(
+        yield CheckFinding(
             key="rollout.min_group_size",
             text="a group that has lost all episodes but one is trained, and can't teach; use at least 2",
             fatal=False,
         )
 
 
-def _updates(config: JobConfig) -> Iterator[Finding]:
+def _updates(config: JobConfig) -> Iterator[CheckFinding]:
     """Look for steps in which no policy is updated, so that their episodes are played for nothing."""
     updates = {name: config.policies[name].updates for name in config.trained_policies}
     period = math.lcm(*(one.every for one in updates.values()))
@@ -264,7 +268,7 @@ def _updates(config: JobConfig) -> Iterator[Finding]:
     idle = [step for step in steps if not any(one.due(step) for one in updates.values())]
     if idle:
         shown = ", ".join(map(str, idle[:3])) + (", …" if len(idle) > 3 or config.steps > len(steps) else "")
-        yield Finding(
+        yield CheckFinding(
             key=f"policies.{config.trained_policies[-1]}.updates",
             text=f"no policy is updated in some steps ({shown}), whose episodes are played for nothing; let `every` "
             "and `at` of the policies cover all steps",
@@ -272,17 +276,19 @@ def _updates(config: JobConfig) -> Iterator[Finding]:
         )
 
 
-def _models(config: JobConfig) -> Iterator[Finding]:
+def _models(config: JobConfig) -> Iterator[CheckFinding]:
     """Look at the models of all policies: whether they are there, their context, memory and disk."""
     models, references = {}, {}
     for name, policy in config.policies.items():
         try:
             models[name] = _, facts = read_facts(policy.model)
         except ModelError as error:
-            yield Finding(key=f"policies.{name}.model", text=f"model {policy.model!r}: {str(error).splitlines()[0]}")
+            yield CheckFinding(
+                key=f"policies.{name}.model", text=f"model {policy.model!r}: {str(error).splitlines()[0]}"
+            )
             continue
         if facts.context is not None and policy.max_context > facts.context and policy.max_context != DEFAULT_CONTEXT:
-            yield Finding(
+            yield CheckFinding(
                 key=f"policies.{name}.max_context",
                 text=f"max_context is {policy.max_context} and {policy.model} has {facts.context} positions",
             )
@@ -291,16 +297,16 @@ def _models(config: JobConfig) -> Iterator[Finding]:
             folder, facts = read_facts(model)
             references[folder] = facts
         except ModelError as error:
-            yield Finding(key=key, text=f"model {model!r}: {str(error).splitlines()[0]}")
+            yield CheckFinding(key=key, text=f"model {model!r}: {str(error).splitlines()[0]}")
     needed = memory_of(config, models, references)
     if (found := shortage(config, needed)) is not None:
-        yield Finding(key="engine" if config.engine.started_count > 1 else "model", text=str(found))
+        yield CheckFinding(key="engine" if config.engine.started_count > 1 else "model", text=str(found))
     else:
         yield from _caches(config, needed)
     yield from _disk(config, needed)
 
 
-def _caches(config: JobConfig, needed: ModelMemory) -> Iterator[Finding]:
+def _caches(config: JobConfig, needed: ModelMemory) -> Iterator[CheckFinding]:
     """Look whether keys and values have the memory that `cache_gib` gives them, which they take when they need it."""
     models, free = machine_bytes(config, needed), available_bytes()
     for key, table in config.engine.keyed_tables.items():
@@ -309,7 +315,7 @@ def _caches(config: JobConfig, needed: ModelMemory) -> Iterator[Finding]:
             continue
         caches = computes.cache_gib * table.started_count
         if caches * GIB + models > free:
-            yield Finding(
+            yield CheckFinding(
                 key=f"{key}.cache_gib",
                 text=f"keys and values may take {caches:,.1f} GiB and the models take {amount(models)}, and "
                 f"{amount(free)} are free; with many or long replies the job would run out of memory: "
@@ -318,7 +324,7 @@ def _caches(config: JobConfig, needed: ModelMemory) -> Iterator[Finding]:
             )
 
 
-def _disk(config: JobConfig, sizes: ModelMemory) -> Iterator[Finding]:
+def _disk(config: JobConfig, sizes: ModelMemory) -> Iterator[CheckFinding]:
     """Compare the bytes of checkpoints and past versions with the room on the disk."""
     # One more than are kept: the oldest is removed when the newest is whole.
     saved, disk = sizes.saved * (config.checkpoint.keep + 1), shutil.disk_usage(existing_parent(config.folder)).free
@@ -326,11 +332,11 @@ def _disk(config: JobConfig, sizes: ModelMemory) -> Iterator[Finding]:
     if sizes.versions:
         said.append(f"the past versions of pools {sizes.versions / GIB:.1f} GiB")
     if saved + sizes.versions > disk:
-        yield Finding(
+        yield CheckFinding(
             key="checkpoint.keep",
             text=f"{' and '.join(said)}, and {config.folder} has room for {disk / GIB:.1f} GiB; free some, keep fewer, "
             "or choose another run_dir",
         )
     elif sizes.versions > GIB // 10:
         text = f"the past versions of pools take up to {sizes.versions / GIB:.1f} GiB of the disk"
-        yield Finding(key="roles", text=text, fatal=False)
+        yield CheckFinding(key="roles", text=text, fatal=False)

@@ -10,7 +10,7 @@ from palestra.learner.reporting import checkpoints_of
 from palestra.trainer.checkpoint import found, newest_path, step_of
 
 
-class Checkpoint(NamedTuple):
+class RunCheckpoint(NamedTuple):
     """A checkpoint of a run.
 
     Attributes:
@@ -24,10 +24,10 @@ class Checkpoint(NamedTuple):
     folder: Path
 
 
-def all_checkpoints(config: JobConfig, run_dir: Path) -> dict[str, Checkpoint]:
+def all_checkpoints(config: JobConfig, run_dir: Path) -> dict[str, RunCheckpoint]:
     """Return the checkpoints of a run by names such as `policy@step-20`, of each policy the newest first."""
     return {
-        f"{policy}@step-{step_of(path)}": Checkpoint(policy, step_of(path), path)
+        f"{policy}@step-{step_of(path)}": RunCheckpoint(policy, step_of(path), path)
         for policy in config.trained_policies
         for path in reversed(found(checkpoints_of(run_dir, policy, config)))
     }

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from palestra.config import JobConfig
 from palestra.engine.driver import driver_of
-from palestra.runtime.situation import STALLED_SECONDS, PlainLines, describe, situation_of
+from palestra.runtime.situation import STALLED_SECONDS, PlainLines, describe_situation, situation_of
 from palestra.terminal import TerminalConsole, one_line
 from palestra.trainer.checkpoint import best_weights
 from palestra.types.metrics import of_policies
@@ -193,7 +193,7 @@ class Console:
             self._moved = now.moved, at
         still = at - self._moved[1]
         holders = job.plane.store.leases.holders(MOST_HOLDERS) if still >= STALLED_SECONDS else ()
-        return (now.moved, now.waits_for_workers, still >= STALLED_SECONDS), describe(now, still, holders)
+        return (now.moved, now.waits_for_workers, still >= STALLED_SECONDS), describe_situation(now, still, holders)
 
     def _now(self, job: LocalJob | None) -> Sequence[RenderableType]:
         """Return the output below the lines; `job` is None while the model is being loaded."""

@@ -14,7 +14,7 @@ from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.envs.catalog import catalog_maker
 from palestra.envs.remote import RemoteEnvironment
 from palestra.errors import ConfigError
-from palestra.extensions import extensions, load
+from palestra.extensions import extensions, load_extension
 
 
 def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEnvironment] | None:
@@ -44,7 +44,7 @@ def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEn
 
 def _partner(chosen: EnvironmentConfig, url: str) -> Callable[[], Environment | ConcurrentEnvironment]:
     """Return what makes an environment of another project's server."""
-    make = load(extensions(SERVERS)[chosen.protocol])
+    make = load_extension(extensions(SERVERS)[chosen.protocol])
     known = [name for name in inspect.signature(make).parameters if name not in ("url", "key", "system", "clock")]
     if unknown := [name for name in chosen.settings if name not in known]:
         raise ConfigError(f"environment.settings has no {unknown[0]!r}; {chosen.protocol} has {', '.join(known)}")

@@ -48,11 +48,11 @@ class MemoryPeak:
         while not self._over.wait(LOOK_SECONDS):
             self.peak = max(self.peak, self.now())
             if time.monotonic() >= due:
-                self.others = max(self.others, sum(map(_share, descendants(os.getpid()))))
+                self.others = max(self.others, sum(map(_share, child_processes(os.getpid()))))
                 due = time.monotonic() + OTHERS_SECONDS
 
 
-def descendants(process: int) -> list[int]:
+def child_processes(process: int) -> list[int]:
     """Return the children of a process, their children, and so on; none where there is no /proc."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):

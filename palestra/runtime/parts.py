@@ -13,7 +13,7 @@ from palestra.engine.pool.manager import InferenceManager
 from palestra.engine.pool.options import PoolOptions
 from palestra.engine.pool.worker import StartedWorker
 from palestra.errors import ConfigError
-from palestra.extensions import extensions, load
+from palestra.extensions import extensions, load_extension
 from palestra.models.device import make_deterministic
 from palestra.pictures.stored import StoredPictures
 from palestra.process.child import start_process
@@ -56,7 +56,9 @@ def base_connector() -> Callable[[JobConfig, Mapping[str, str]], Awaitable[tuple
         ConfigError: no package that connects to base servers is installed.
     """
     for point in extensions(BASES).values():
-        connect: Callable[[JobConfig, Mapping[str, str]], Awaitable[tuple[Parts, BaseConnection]]] = load(point)
+        connect: Callable[[JobConfig, Mapping[str, str]], Awaitable[tuple[Parts, BaseConnection]]] = load_extension(
+            point
+        )
         return connect
     raise ConfigError("a policy has `base`, and no package that connects to base servers is installed")
 

@@ -10,7 +10,7 @@ from palestra.config import JobConfig
 from palestra.engine.base import Engine
 from palestra.errors import ConfigError
 from palestra.learner import RunFolder
-from palestra.learner.evaluation import evaluate
+from palestra.learner.evaluation import validate
 from palestra.runtime.console import models_of
 from palestra.store import RunLog, RunStore
 from palestra.types.progress import JobProgress, Phase
@@ -103,7 +103,7 @@ class Scoring:
         try:
             roles = self._config.players
             algorithm = self._config.algorithm_of(roles.default)
-            scoring = evaluate(self._store.groups, self._tasks, 0, roles, algorithm)
+            scoring = validate(self._store.groups, self._tasks, 0, roles, algorithm)
             winner = await race(scoring, self._stopping.wait())
             if winner.index == 0:
                 self._progress.move(JobState.COMPLETED)

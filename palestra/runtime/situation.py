@@ -75,7 +75,7 @@ def situation_of(job: LocalJob) -> Situation:
     )
 
 
-def describe(now: Situation, still_seconds: float, holders: Sequence[Holder] = ()) -> str:
+def describe_situation(now: Situation, still_seconds: float, holders: Sequence[Holder] = ()) -> str:
     """Return a line that describes what a job is doing.
 
     Args:

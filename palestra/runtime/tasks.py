@@ -14,7 +14,7 @@ from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError
 from palestra.store import Tasks
 from palestra.types.records import Task
-from palestra.types.wire import TaskBody, digest_of, name_in, task_id_of
+from palestra.types.wire import TaskBody, name_in, task_digest, task_id_of
 
 Files = dict[Split, TaskFile]
 CHUNK_TASKS, CHUNK_BYTES = 20_000, 2**23  # of a file, which are in memory at a time
@@ -99,7 +99,7 @@ def read_tasks(path: Path) -> list[Task]:
 
 def _named(data: dict[str, Any]) -> Task:
     """Return a task from data of a file, which was checked when it was read."""
-    return Task(task_id=name_in(data) or f"t{digest_of(data)}", data=data)
+    return Task(task_id=name_in(data) or f"t{task_digest(data)}", data=data)
 
 
 def task_of(data: dict[str, Any]) -> Task:

@@ -104,7 +104,7 @@ def try_steps(
     return _in_trial_folder(config, work)
 
 
-def load_model(config: JobConfig, report: Callable[[str], None]) -> None:
+def try_model(config: JobConfig, report: Callable[[str], None]) -> None:
     """Open a job that only serves its model, and close it.
 
     Args:

@@ -19,7 +19,7 @@ NO_WORKER = "collectors: no worker plays; start one (palestra worker), or wait f
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Situation:
+class JobActivity:
     """What a job does at one moment.
 
     Attributes:
@@ -43,7 +43,7 @@ class Situation:
     holders: Sequence[str] = ()
 
 
-def stuck_part(now: Situation) -> str | None:
+def stuck_part(now: JobActivity) -> str | None:
     """Return which part of a job holds up all others, in words; None: the job is in order, and no worker plays.
 
     Args:
@@ -129,9 +129,9 @@ class Watchdog:
         except TimeoutError:
             return "store: the database does not answer"
 
-    async def _situation(self) -> Situation:
+    async def _situation(self) -> JobActivity:
         plane, progress = self._plane, self._plane.progress
-        return Situation(
+        return JobActivity(
             part=progress.part,
             phase=progress.phase,
             collects=progress.collecting is not None,

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from palestra.errors import InvalidRequest
 from palestra.http.disconnects import until_disconnect
 from palestra.http.pictures import SHOWN, picture_answer
-from palestra.pictures.blobs import digest_of
+from palestra.pictures.blobs import picture_digest
 from palestra.pictures.containers import MEDIA_TYPES
 from palestra.server.state import DataPlane
 from palestra.types.wire import PictureKept
@@ -41,7 +41,7 @@ def add_picture_routes(app: FastAPI, plane: DataPlane) -> None:
         this route.
         """
         data = await request.body()
-        if digest_of(data) != digest:
+        if picture_digest(data) != digest:
             raise InvalidRequest("the digest in the path is not the SHA-256 of the body", "digest")
         keeping = plane.pictures.keep(data, charge=plane.picture_charge(request))
         return PictureKept(digest=await until_disconnect(request.receive, keeping))

@@ -36,7 +36,7 @@ class AskedObservation:
 
 
 @dataclass(kw_only=True, slots=True)
-class Seat:
+class EpisodeSeat:
     """One seat. Times are monotonic seconds.
 
     Attributes:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from palestra.config import SeatsConfig
 from palestra.database import Notifier
 from palestra.errors import Conflict, EpisodeLeaseExpired, InvalidRequest, PalestraError, RolloutFailed
-from palestra.session.seat import AskedObservation, Seat, action_digest
+from palestra.session.seat import AskedObservation, EpisodeSeat, action_digest
 from palestra.session.seat_calls import ENVIRONMENT, POLICY, SeatCalls
 from palestra.session.seat_world import UNTIMED, SeatWorld
 from palestra.store.leases import LeaseBook
@@ -45,7 +45,7 @@ class SeatTable:
         """
         self.episode, self.calls, self.changed = episode, SeatCalls(), Notifier()
         self._config, self._leases, self._max_workers, self._clock = config, leases, max_workers, clock
-        self._seats = {role: Seat(role=role, free_since=clock.monotonic()) for role in config.roles}
+        self._seats = {role: EpisodeSeat(role=role, free_since=clock.monotonic()) for role in config.roles}
         self._numbers: dict[str, int] = {}  # observation -> its TimeStep
         self._events: list[SeatEvent] = []
         self._failure: PalestraError | None = None
@@ -426,7 +426,7 @@ class SeatTable:
                     asked.answer.set_exception(error)
                     asked.answer.exception()  # counts as read, also where the turn was cancelled meanwhile
 
-    def _lose(self, seat: Seat, reason: str) -> None:
+    def _lose(self, seat: EpisodeSeat, reason: str) -> None:
         """Give up on a seat that has lost its worker: a forfeit, if the environment scores that, else the episode."""
         if not self.world.forfeits_lost_seats:
             self.fail(SEAT_LOST, reason)
@@ -437,13 +437,13 @@ class SeatTable:
             self._forfeit(seat, asked.observation, asked.number)
         seat.asked.clear()
 
-    def _forfeit(self, seat: Seat, observation: Observation, number: int) -> None:
+    def _forfeit(self, seat: EpisodeSeat, observation: Observation, number: int) -> None:
         """Have the environment score a turn of a lost seat. What waits for the action is cancelled by the runner."""
         self.calls.note_action(number, ENVIRONMENT)
         seat.history[observation.agent] += observation.content
         self.world.lose_turn(observation.id)
 
-    def _play(self, seat: Seat) -> None:
+    def _play(self, seat: EpisodeSeat) -> None:
         """Let the policy of a seat's role answer all that waits, and all that follows."""
         seat.move(SeatState.PLAYED)
         self._tell("seat_played", seat.role)
@@ -458,7 +458,7 @@ class SeatTable:
         self._events.append(SeatEvent.model_validate({"number": len(self._events) + 1, "kind": kind, "role": role}))
         self.changed.notify()
 
-    def _held(self, role: str, fence: int) -> Seat:
+    def _held(self, role: str, fence: int) -> EpisodeSeat:
         if not self.holds(role, fence):
             raise self._lost(role)
         return self._seats[role]

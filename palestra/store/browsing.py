@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, Engine, NullPool, func, select, tuple_
 
-from palestra.database.sqlite import MOST_VALUES, driver_of, open_engine
+from palestra.database.sqlite import MOST_VALUES, open_engine, sqlite_connection
 from palestra.errors import NotFound, PalestraError, StoreError
 from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
@@ -122,7 +122,7 @@ def _connected(path: Path, until: float) -> Iterator[Connection]:
     try:
         with _engine(path.absolute()).begin() as connection:
             if until < math.inf:
-                driver_of(connection).set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
+                sqlite_connection(connection).set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
             if (version := SCHEMA.read_version(connection)) == 0:
                 tables = connection.exec_driver_sql("SELECT count(*) FROM main.sqlite_master").scalar_one()
                 raise StoreError(f"{path} is empty" if tables == 0 else f"{path} is not the store of a run")

@@ -12,7 +12,7 @@ from sqlalchemy import BindParameter, Connection, bindparam, select
 from palestra.database import Database
 from palestra.database.sqlite import MOST_VALUES
 from palestra.store.codec import chat_of, chat_row
-from palestra.store.lifecycle import held, read
+from palestra.store.lifecycle import held, read_episode
 from palestra.store.tables import Prepared, chats, episodes
 from palestra.types.calls import Chat
 from palestra.types.records import EpisodeRecord, TimeStep, Trajectory
@@ -70,7 +70,7 @@ class Calls:
         """
 
         def query(connection: Connection) -> tuple[EpisodeRecord, tuple[Chat, ...]]:
-            return read(connection, episode_id), _of_lease(connection, episode_id, fence)
+            return read_episode(connection, episode_id), _of_lease(connection, episode_id, fence)
 
         return await self._db.read(query)
 
@@ -120,7 +120,7 @@ def read_trajectory(connection: Connection, episode_id: str) -> Trajectory:
     Raises:
         NotFound: no such episode.
     """
-    episode = read(connection, episode_id)
+    episode = read_episode(connection, episode_id)
     return Trajectory(episode=episode, steps=time_steps(episode, _of_lease(connection, episode_id, episode.fence)))
 
 

@@ -26,7 +26,7 @@ SHORT = 512  # bytes: 128 tokens
 _BLOCK = struct.Struct("<3sHH")
 
 
-def pack(array: NDArray[Any], kind: str) -> bytes:
+def pack_array(array: NDArray[Any], kind: str) -> bytes:
     """Return an array as a zlib stream of little-endian numbers. Arrays of up to `SHORT` bytes are not compressed.
 
     Args:
@@ -117,9 +117,9 @@ def chat_row(chat: Chat) -> dict[str, Any]:
         "tools": None if chat.tools == tools else to_json(chat.tools),
         "media": to_json([list(span) for span in chat.media]) if chat.media else None,
         "reply": _message_text(chat.reply),
-        "prompt_tail": pack(chat.prompt_tail, "i4"),
-        "completion": pack(chat.completion_ids, "i4"),
-        "logprobs": pack(chat.logprobs, "f4"),
+        "prompt_tail": pack_array(chat.prompt_tail, "i4"),
+        "completion": pack_array(chat.completion_ids, "i4"),
+        "logprobs": pack_array(chat.logprobs, "f4"),
         "versions": to_json([[*span.version, span.tokens] for span in chat.versions]),
         "finish_reason": chat.finish_reason,
         "fork": None if chat.fork is None else _fork_text(chat.fork),

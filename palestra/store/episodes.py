@@ -205,7 +205,7 @@ class Episodes:
             "end_commit",
         )
         if completed is not None:
-            if lifecycle.kind_of(episode_id) == "train":
+            if lifecycle.episode_kind(episode_id) == "train":
                 self.recent_rewards.append((rewards, completed.players))
             self._lease_over(episode_id, fence)
             self.settled.notify()
@@ -268,7 +268,7 @@ class Episodes:
         Raises:
             NotFound: there is no such episode.
         """
-        return await self._db.read(lambda c: lifecycle.read(c, episode_id))
+        return await self._db.read(lambda c: lifecycle.read_episode(c, episode_id))
 
     async def counts(self) -> Counts:
         """Return how many episodes are in each state, over all kinds."""

@@ -71,12 +71,12 @@ def episode_name(kind: EpisodeKind, group_index: int, sample_index: int) -> str:
     return f"{kind}-{group_index:06d}-{sample_index:02d}"
 
 
-def kind_of(episode_id: str) -> str:
+def episode_kind(episode_id: str) -> str:
     """Return the kind of an episode, with which its id begins."""
     return episode_id.partition("-")[0]
 
 
-def read(connection: Connection, episode_id: str) -> EpisodeRecord:
+def read_episode(connection: Connection, episode_id: str) -> EpisodeRecord:
     """Return one episode as the connection's transaction sees it.
 
     Raises:
@@ -130,7 +130,7 @@ def claim(
                 f"the claim {request_id!r} is over: episode {known.episode_id} is {known.state}; claim again"
             )
         return episode_of(known)
-    found = read(connection, episode_id) if episode_id is not None else _next(connection, worker_id, most)
+    found = read_episode(connection, episode_id) if episode_id is not None else _next(connection, worker_id, most)
     if found is None:
         return None
     check_transition(f"episode {found.episode_id}", found.state, EpisodeState.CLAIMED)
@@ -166,7 +166,7 @@ def held(connection: Connection, episode_id: str, fence: int) -> EpisodeRecord:
         EpisodeLeaseExpired, EpisodeEnded: it is not, or not any more.
         NotFound: there is no such episode.
     """
-    return _held(read(connection, episode_id), fence)
+    return _held(read_episode(connection, episode_id), fence)
 
 
 def _held(episode: EpisodeRecord, fence: int) -> EpisodeRecord:

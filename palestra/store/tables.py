@@ -12,7 +12,7 @@ from sqlalchemy import Column, Float, Index, Integer, LargeBinary, String, Table
 from sqlalchemy.dialects import sqlite
 
 from palestra.database import Schema
-from palestra.database.sqlite import as_sqlalchemys, driver_of
+from palestra.database.sqlite import as_sqlalchemys, sqlite_connection
 
 metadata = sa.MetaData()
 
@@ -182,6 +182,6 @@ class Prepared:
         """Execute the statement and return what `take` makes of its cursor."""
         known = {**self._fixed, **values}
         try:
-            return take(driver_of(connection).execute(self._sql, [known[name] for name in self._names]))
+            return take(sqlite_connection(connection).execute(self._sql, [known[name] for name in self._names]))
         except sqlite3.Error as error:
             raise as_sqlalchemys(error, self._sql) from error

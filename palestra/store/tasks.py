@@ -12,12 +12,12 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, func, select
 
 from palestra.database import WAKE_SECONDS, Database, Notifier, to_json
-from palestra.database.sqlite import driver_of
+from palestra.database.sqlite import sqlite_connection
 from palestra.errors import Conflict
 from palestra.store.tables import meta, task_chunks, tasks
 from palestra.threads import in_thread
 from palestra.types.records import Task
-from palestra.types.wire import MAX_NAME, digest_of, name_in
+from palestra.types.wire import MAX_NAME, name_in, task_digest
 
 SEALED = "tasks_sealed"  # key of the row in `meta` that seals the tasks
 READ_ROWS = 500  # tasks that are in memory while all are read
@@ -72,7 +72,7 @@ class StoredTasks(Sequence[Task]):
         return self._db.read_here(
             lambda connection: [
                 Task(task_id=name, data=orjson.loads(data))
-                for name, data in driver_of(connection).execute(_READ, values)
+                for name, data in sqlite_connection(connection).execute(_READ, values)
             ]
         )
 
@@ -112,7 +112,7 @@ class Tasks:
                     "this job takes no more tasks: a push with final=true ended them, or they came from a file"
                 )
             rows = _new_rows(connection, split, new, texts, total)
-            driver_of(connection).executemany(_INSERT, rows)
+            sqlite_connection(connection).executemany(_INSERT, rows)
             connection.execute(task_chunks.insert(), {"split": split, "chunk_id": chunk_id, "digest": digest})
             return total + len(rows)
 
@@ -176,7 +176,7 @@ def _new_rows(
         total: how many tasks the split has.
     """
     names = to_json([task.task_id for task in new])
-    known: dict[str, str] = dict(driver_of(connection).execute(_KNOWN, (split, names)).fetchall())
+    known: dict[str, str] = dict(sqlite_connection(connection).execute(_KNOWN, (split, names)).fetchall())
     rows: list[tuple[Any, ...]] = []
     for task, data in zip(new, texts, strict=True):
         if task.task_id in known:
@@ -195,5 +195,5 @@ def _renamed(task: Task) -> Task:
     """Return a task under a name made from its key `id` and its data, for data sets whose `id` is not unique."""
     if task.task_id != name_in(task.data):
         raise Conflict(f"task {task.task_id!r} was given before with other data")
-    digest = digest_of(task.data)
+    digest = task_digest(task.data)
     return Task(task_id=f"{task.task_id[: MAX_NAME - len(digest) - 1]}-{digest}", data=task.data)

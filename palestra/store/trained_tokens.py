@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, bindparam, select
 
 from palestra.database import Database
-from palestra.store.codec import pack, unpack
+from palestra.store.codec import pack_array, unpack
 from palestra.store.tables import Prepared, trained_tokens
 from palestra.types.calls import Floats
 
@@ -56,7 +56,7 @@ class TrainedTokens:
                 "episode_id": one.episode_id,
                 "idx": one.index,
                 "start": one.start,
-                "logprobs": pack(one.logprobs, "f4"),
+                "logprobs": pack_array(one.logprobs, "f4"),
             }
             for one in calls
         ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from palestra.tokens.rows import TokenRow, versions_of
+from palestra.tokens.rows import TokenRow, token_versions
 from palestra.types.calls import Chat, GrammarSpan
 
 
@@ -46,7 +46,7 @@ def choice_rows(chat: Chat, choices: Sequence[tuple[int, ...]]) -> list[TokenRow
         )
         row.temperatures[reply], row.chats[reply] = chat.sampling.temperature, chat.index
         if whole == given:
-            row.logprobs[reply], row.versions[reply] = chat.logprobs[:decided], versions_of(chat)[:decided]
+            row.logprobs[reply], row.versions[reply] = chat.logprobs[:decided], token_versions(chat)[:decided]
         rows.append(row)
     return rows
 

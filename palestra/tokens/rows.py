@@ -129,7 +129,7 @@ def _row(
         here, there = slice(node.start, node.stop), slice(start, start + len(node))
         row.sampled[here] = True
         row.logprobs[here] = chat.logprobs[there]
-        row.versions[here] = chat.versions[0].version if len(chat.versions) == 1 else versions_of(chat)[there]
+        row.versions[here] = chat.versions[0].version if len(chat.versions) == 1 else token_versions(chat)[there]
         row.temperatures[here] = chat.sampling.temperature
         row.chats[here] = chat.index
     return row
@@ -148,7 +148,7 @@ def _grammars(trained: Sequence[tuple[TrieNode, Sampled]]) -> tuple[GrammarSpan,
     )
 
 
-def versions_of(chat: Chat) -> NDArray[np.int32]:
+def token_versions(chat: Chat) -> NDArray[np.int32]:
     """Return the version of the weights that sampled each of a call's C completion tokens, int32 [C, 2]."""
     return np.repeat(
         np.array([span.version for span in chat.versions], np.int32), [span.tokens for span in chat.versions], axis=0

@@ -46,12 +46,12 @@ class Calculator(Tool):
         Raises:
             BadArguments: the text is not an arithmetic expression, or the value is too large.
         """
-        value = evaluate(str(arguments["expression"]))
+        value = evaluate_expression(str(arguments["expression"]))
         whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
         return str(int(value) if whole else value)
 
 
-def evaluate(expression: str) -> Number:
+def evaluate_expression(expression: str) -> Number:
     """Return the value of an arithmetic expression.
 
     Args:

@@ -6,7 +6,7 @@ import difflib
 import inspect
 
 from palestra.errors import ConfigError
-from palestra.extensions import extensions, load
+from palestra.extensions import extensions, load_extension
 from palestra.tools.calculator import Calculator
 from palestra.tools.source import ToolSource
 from palestra.tools.tool import Tool
@@ -39,7 +39,7 @@ def load_tool(name: str) -> Tool | ToolSource:
         near = difflib.get_close_matches(name, installed_tools(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"there is no tool {name!r}{hint} (known are {', '.join(installed_tools())})")
-    found = load(point)
+    found = load_extension(point)
     if inspect.isclass(found) or inspect.isfunction(found):
         found = found()
     if not isinstance(found, Tool | ToolSource):

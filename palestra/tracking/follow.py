@@ -135,7 +135,7 @@ def completed(folder: Path) -> bool:
         return connection.execute(wanted.order_by(events.c.event_id.desc()).limit(1)).scalar() == "completed"
 
 
-def follow(folder: Path, tracker: Tracker, pause: Callable[[], bool]) -> int:
+def follow_run(folder: Path, tracker: Tracker, pause: Callable[[], bool]) -> int:
     """Hand over the rows of a run until there is nothing to wait for, and return how many they were.
 
     Args:

@@ -22,7 +22,7 @@ from palestra.disk import open_own
 from palestra.errors import PalestraError, RunInUse
 from palestra.process.child import with_owner
 from palestra.terminal import say
-from palestra.tracking.follow import FOLDER, check_room, follow, tracked_run
+from palestra.tracking.follow import FOLDER, check_room, follow_run, tracked_run
 from palestra.tracking.registry import create_tracker
 
 OVER = b"over"  # what a job that ends says to its trackers
@@ -46,7 +46,7 @@ def main(folder: Path, name: str) -> int:
                 return 0
         with alone(folder, name):
             tracker = create_tracker(name, tracked_run(folder, name))
-            follow(folder, tracker, lambda: not over.wait(LOOK_SECONDS))
+            follow_run(folder, tracker, lambda: not over.wait(LOOK_SECONDS))
     except (PalestraError, OSError) as error:
         say(f"{name}: {error}", file=sys.stderr)
         return 1

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from palestra.errors import ConfigError
-from palestra.extensions import extensions, load
+from palestra.extensions import extensions, load_extension
 from palestra.tracking.base import TrackedRun, Tracker
 
 GROUP = "palestra.trackers"  # entry points of plug-ins
@@ -69,5 +69,5 @@ def create_tracker(name: str, run: TrackedRun) -> Tracker:
         module, _, cls = SHIPPED[name][0].partition(":")
         made: Tracker = getattr(import_module(module), cls)(run)
         return made
-    found: Tracker = load(extensions(GROUP)[name])(run)
+    found: Tracker = load_extension(extensions(GROUP)[name])(run)
     return found

@@ -58,7 +58,7 @@ def keep_newest(folder: Path, keep: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def write_weights(folder: Path, step: int, fill: Callable[[Path], object], state: Mapping[str, Any]) -> None:
+def write_weights_folder(folder: Path, step: int, fill: Callable[[Path], object], state: Mapping[str, Any]) -> None:
     """Write one folder of weights alone, whole or not at all; one of this name that is there is replaced.
 
     Args:

@@ -239,7 +239,7 @@ class FakeTrainer:
         async def work() -> None:
             state = {"incarnation": mine.version.incarnation, "n": mine.version.n}
             weights = mine.weights["policy"]
-            checkpoint.write_weights(
+            checkpoint.write_weights_folder(
                 folder, step, lambda path: (path / WEIGHTS_FILE).write_text(weights, encoding="utf-8"), state
             )
 

@@ -117,7 +117,9 @@ class Gradient:
         report = report_of(self.micro_batches, self.sums)
         if self._trained is None:
             return report
-        return replace(report, logprobs=tuple(row for micro, found in self._trained for row in rows_of(micro, found)))
+        return replace(
+            report, logprobs=tuple(row for micro, found in self._trained for row in numbers_by_row(micro, found))
+        )
 
     def _inputs(self, logprobs: Tensor, targets: Mapping[str, Tensor]) -> LossInputs:
         """Return the inputs of a loss for the tokens of a micro-batch."""
@@ -176,7 +178,7 @@ def report_of(micro_batches: Collection[MicroBatch], sums: MetricSums) -> StepRe
     )
 
 
-def rows_of(micro: MicroBatch, numbers: Tensor) -> list[Floats]:
+def numbers_by_row(micro: MicroBatch, numbers: Tensor) -> list[Floats]:
     """Return numbers [T] of a micro-batch's trained tokens as a float32 [N] for each of its rows, else NaN."""
     found, start, flat = list[Floats](), 0, numbers.cpu().numpy()
     for sample, _, _ in micro.samples:

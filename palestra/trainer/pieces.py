@@ -18,7 +18,7 @@ from palestra.algorithms.loss import ValueLoss
 from palestra.models.causal_lm import CausalLM
 from palestra.trainer.base import CRITIC_METRICS, StepReport
 from palestra.trainer.critic import Critic
-from palestra.trainer.gradient import Gradient, report_of, rows_of
+from palestra.trainer.gradient import Gradient, numbers_by_row, report_of
 from palestra.trainer.metrics import MetricSums
 from palestra.trainer.optimizer import Optimizer
 from palestra.trainer.packing import MicroBatch
@@ -94,7 +94,7 @@ class ForwardPieces(Pieces[ForwardOutputs]):
     def _compute(self, micro: MicroBatch) -> None:
         computed = self._forward(micro, self._found.keys())
         for name, rows in self._found.items():
-            rows += rows_of(micro, computed[name])
+            rows += numbers_by_row(micro, computed[name])
 
     def result(self) -> ForwardOutputs:
         """Return for each output and row the numbers of its trained tokens, float32 [N], else NaN."""

@@ -216,7 +216,7 @@ class TorchPolicy:
             step: after which the policy has these weights.
         """
         state = {"incarnation": self.version.incarnation, "n": self.version.n}
-        checkpoint.write_weights(folder, step, lambda path: self.model.save(path, self._tokenizer), state)
+        checkpoint.write_weights_folder(folder, step, lambda path: self.model.save(path, self._tokenizer), state)
         return_freed_memory()
 
     def park(self, folder: Path) -> None:
@@ -233,7 +233,7 @@ class TorchPolicy:
             for name, optimizer in self._optimizers():
                 optimizer.park(path, name)
 
-        checkpoint.write_weights(folder, 0, fill, {})
+        checkpoint.write_weights_folder(folder, 0, fill, {})
         for _, optimizer in self._optimizers():
             optimizer.free()
 

@@ -95,7 +95,7 @@ class Act(Body):
     action: ChatMessage
 
 
-class Cancel(Body):
+class CancelObservation(Body):
     """Give up on an observation: no action will come for it."""
 
     type: Literal["cancel"] = "cancel"
@@ -108,7 +108,9 @@ class Abandon(Body):
     type: Literal["abandon"] = "abandon"
 
 
-class ClientMessage(RootModel[Annotated[Open | Reset | Act | Cancel | Abandon, Field(discriminator="type")]]):
+class ClientMessage(
+    RootModel[Annotated[Open | Reset | Act | CancelObservation | Abandon, Field(discriminator="type")]]
+):
     """What a client sends."""
 
 
@@ -183,7 +185,7 @@ class Over(OfEpisode):
     type: Literal["over"] = "over"
 
 
-class Failed(OfEpisode):
+class SessionFailed(OfEpisode):
     """A message of the client, or the episode, has failed. An episode that failed has no reward, and shows no more."""
 
     type: Literal["failed"] = "failed"
@@ -196,6 +198,6 @@ class Failed(OfEpisode):
 
 
 ServerMessage = Annotated[
-    Opened | Begun | Observed | Withdrawn | Over | Abandoned | Failed, Field(discriminator="type")
+    Opened | Begun | Observed | Withdrawn | Over | Abandoned | SessionFailed, Field(discriminator="type")
 ]
 SERVER_MESSAGE: TypeAdapter[ServerMessage] = TypeAdapter(ServerMessage)

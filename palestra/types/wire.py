@@ -382,7 +382,7 @@ class ErrorAnswer(Body):
 
 def task_id_of(task: TaskBody) -> str:
     """Return the task's id, or the `id` in its data where that can be a name, or one made from a digest of its data."""
-    return task.id or name_in(task.data) or f"t{digest_of(task.data)}"
+    return task.id or name_in(task.data) or f"t{task_digest(task.data)}"
 
 
 def name_in(data: Mapping[str, Any]) -> str | None:
@@ -395,6 +395,6 @@ def name_in(data: Mapping[str, Any]) -> str | None:
     return str(given) if 0 < len(str(given)) <= MAX_NAME else None
 
 
-def digest_of(data: Mapping[str, Any]) -> str:
+def task_digest(data: Mapping[str, Any]) -> str:
     """Return 15 hex digits that stand for the data of a task."""
     return hashlib.sha256(to_json({"data": data})).hexdigest()[:15]

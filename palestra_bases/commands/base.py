@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import command
+from palestra.cli.options import add_command
 from palestra.errors import ConfigError
 from palestra.terminal import say
 from palestra_bases.commands.options import (
@@ -29,7 +29,7 @@ TINKER = "tinker"  # folder of the Tinker API in that of the server
 
 def add(commands: Any) -> None:
     """Add the command `base`, which takes the name of a model."""
-    parser = command(
+    parser = add_command(
         commands,
         "base",
         run,

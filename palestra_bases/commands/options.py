@@ -115,7 +115,7 @@ def tinker_options(arguments: argparse.Namespace, folder: Path, port: int) -> Ti
     Raises:
         ConfigError: an option can't be used.
     """
-    from palestra_bases.tinker.limits import Limits
+    from palestra_bases.tinker.limits import TinkerLimits
     from palestra_bases.tinker.serving import TinkerOptions
 
     check_positive(arguments, *_TINKER_DEFAULTS)
@@ -125,7 +125,7 @@ def tinker_options(arguments: argparse.Namespace, folder: Path, port: int) -> Ti
         host=arguments.host,
         port=port,
         tenants=arguments.tenant or ["default"],
-        limits=Limits(
+        limits=TinkerLimits(
             models=given["max_models"],
             loaded_models=given["loaded_models"],
             checkpoint_steps=given["checkpoint_steps"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from palestra.cli.options import command
+from palestra.cli.options import add_command
 from palestra_bases.commands.options import (
     add_server_options,
     add_tinker_options,
@@ -20,7 +20,7 @@ PORT = 7412
 
 def add(commands: Any) -> None:
     """Add the command `tinker`, which takes names of base models."""
-    parser = command(
+    parser = add_command(
         commands,
         "tinker",
         run,

@@ -14,10 +14,10 @@ from sqlalchemy import Connection
 from palestra.disk import make_folders, sync, sync_tree
 from palestra.errors import InvalidRequest, TooManyRequests
 from palestra.threads import in_thread
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.records import COPIED, SCHEME, Checkpoint, ModelRecord
 from palestra_bases.tinker.saved import Saved
-from palestra_bases.tinker.sessions import Sessions
+from palestra_bases.tinker.sessions import TinkerSessions
 from palestra_bases.tinker.training import check_ttl, usable
 from palestra_bases.tinker.wire import CopyWeights
 
@@ -25,7 +25,7 @@ from palestra_bases.tinker.wire import CopyWeights
 class Copies:
     """Copies checkpoints. A copy keeps its kind, belongs to a model that is never trained, and outlives its source."""
 
-    def __init__(self, sessions: Sessions, saved: Saved, limits: Limits, folder: Path) -> None:
+    def __init__(self, sessions: TinkerSessions, saved: Saved, limits: TinkerLimits, folder: Path) -> None:
         """Copy nothing yet."""
         self._sessions, self._saved, self._limits, self._folder = sessions, saved, limits, folder
         self._one_at_a_time = asyncio.Lock()

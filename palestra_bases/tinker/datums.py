@@ -20,7 +20,7 @@ from palestra.algorithms.losses import build_loss
 from palestra.errors import ConfigError, InvalidRequest
 from palestra.types.calls import Floats, Ids
 from palestra.types.records import TrainSample
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.protobuf import DTYPE_NAMES, array_of, batched, new
 
 _ADVANTAGES = ("target_tokens", "logprobs", "advantages")
@@ -38,7 +38,7 @@ _NUMBERS = {"target_tokens": "int64"}  # all other inputs are float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
+class DatumBatch:
     """What one request asks to be computed.
 
     Attributes:
@@ -52,7 +52,7 @@ class Batch:
     several: int | None = None
 
 
-def read_batch(request: Any, vocab_size: int, max_tokens: int, limits: Limits) -> Batch:
+def read_batch(request: Any, vocab_size: int, max_tokens: int, limits: TinkerLimits) -> DatumBatch:
     """Return the rows and the loss of a message `ForwardBackwardRequest`.
 
     Args:
@@ -90,7 +90,7 @@ def read_batch(request: Any, vocab_size: int, max_tokens: int, limits: Limits) -
             for column in range(mine):
                 of_column = {key: np.ascontiguousarray(value[:, column]) for key, value in inputs.items()}
                 rows.append(_row(place, name, tokens, of_column))
-    return Batch(rows=tuple(rows), loss=loss, several=several)
+    return DatumBatch(rows=tuple(rows), loss=loss, several=several)
 
 
 def _config_of(request: Any) -> dict[str, float]:
@@ -220,7 +220,7 @@ def _shifted(numbers: NDArray[Any]) -> Floats:
     return np.concatenate((np.zeros(1, np.float32), numbers)).astype(np.float32)
 
 
-def loss_without_gradient(batch: Batch, logprobs: Sequence[Floats]) -> float:
+def loss_without_gradient(batch: DatumBatch, logprobs: Sequence[Floats]) -> float:
     """Return the sum of the losses of a batch whose logprobs were computed without a gradient.
 
     Args:
@@ -249,7 +249,7 @@ def loss_without_gradient(batch: Batch, logprobs: Sequence[Floats]) -> float:
     return float((losses * column([row.loss_weights for row in rows])).sum())
 
 
-def output_of(batch: Batch, logprobs: Sequence[Floats], loss: float) -> bytes:
+def output_of(batch: DatumBatch, logprobs: Sequence[Floats], loss: float) -> bytes:
     """Return the message `ForwardBackwardOutput` of a batch.
 
     Args:

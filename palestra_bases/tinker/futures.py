@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 
 from palestra_bases.tinker.journal import Completion, Journal
-from palestra_bases.tinker.records import Request
+from palestra_bases.tinker.records import FutureRequest
 from palestra_bases.tinker.tables import PENDING
 
 
@@ -25,7 +25,7 @@ class Futures:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def result(self, tenant: str, request_id: str, seconds: float) -> Request:
+    async def result(self, tenant: str, request_id: str, seconds: float) -> FutureRequest:
         """Return a request with its result, or without one if there is none after some time.
 
         Raises:

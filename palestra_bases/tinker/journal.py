@@ -19,8 +19,8 @@ from palestra.database import Database
 from palestra.errors import Expired, InvalidRequest, NotFound, TooManyRequests
 from palestra.types.clock import Clock
 from palestra_bases.tinker import tables
-from palestra_bases.tinker.limits import Limits
-from palestra_bases.tinker.records import Category, Request
+from palestra_bases.tinker.limits import TinkerLimits
+from palestra_bases.tinker.records import Category, FutureRequest
 from palestra_bases.tinker.tables import DONE, FAILED, FORGOTTEN, PENDING
 
 Operation = Callable[[Connection], None]
@@ -34,7 +34,7 @@ class Completion(NamedTuple):
     Attributes:
         place: among those of its sampler, from 1 on.
         request_id: of the request.
-        state: as of `Request`.
+        state: as of `FutureRequest`.
         size: bytes of the result; None: it is not kept any more.
     """
 
@@ -62,7 +62,7 @@ class Journal:
         target: str,
         seq_id: int,
         body: bytes,
-        limits: Limits,
+        limits: TinkerLimits,
         extra: Operation | None = None,
         sequences: int = 0,
         identity: bytes | None = None,
@@ -124,11 +124,11 @@ class Journal:
 
         return await self.db.write(insert, "tinker_accept")
 
-    async def next_request(self, model_id: str) -> Request | None:
+    async def next_request(self, model_id: str) -> FutureRequest | None:
         """Return the request of a model whose turn it is; None: it has not come yet."""
         models, table = tables.models, tables.requests
 
-        def find(connection: Connection) -> Request | None:
+        def find(connection: Connection) -> FutureRequest | None:
             executed = select(models.c.executed).where(models.c.model_id == model_id).scalar_subquery()
             row = connection.execute(
                 select(table).where(
@@ -140,7 +140,7 @@ class Journal:
         return await self.db.read(find)
 
     async def finish(
-        self, request: Request, result: bytes, keep_body: bool = False, extra: Operation | None = None
+        self, request: FutureRequest, result: bytes, keep_body: bool = False, extra: Operation | None = None
     ) -> None:
         """Record the result of a request; of a model's that it is executed, too.
 
@@ -149,11 +149,15 @@ class Journal:
         """
         await self._end(request, DONE, result, keep_body, extra)
 
-    async def fail(self, request: Request, message: str, category: Category, extra: Operation | None = None) -> None:
+    async def fail(
+        self, request: FutureRequest, message: str, category: Category, extra: Operation | None = None
+    ) -> None:
         """Record that a request has failed."""
         await self._end(request, FAILED, orjson.dumps({"error": message, "category": category}), False, extra)
 
-    async def _end(self, request: Request, state: str, result: bytes, keep_body: bool, extra: Operation | None) -> None:
+    async def _end(
+        self, request: FutureRequest, state: str, result: bytes, keep_body: bool, extra: Operation | None
+    ) -> None:
         models, table = tables.models, tables.requests
 
         def end(connection: Connection) -> None:
@@ -174,7 +178,7 @@ class Journal:
 
         await self.db.write(end, "tinker_result")
 
-    async def request(self, tenant: str, request_id: str) -> Request:
+    async def request(self, tenant: str, request_id: str) -> FutureRequest:
         """Return a request with its result, if there is one, and without its body.
 
         Raises:
@@ -183,7 +187,7 @@ class Journal:
         table = tables.requests
         columns = [column for column in table.c if column.name != "body"]
 
-        def find(connection: Connection) -> Request | None:
+        def find(connection: Connection) -> FutureRequest | None:
             row = connection.execute(
                 select(*columns).where(table.c.request_id == request_id, table.c.tenant == tenant)
             ).first()
@@ -212,7 +216,7 @@ class Journal:
         )
         return await self.db.read(lambda c: [Completion(*row) for row in c.execute(query)])
 
-    async def pending(self) -> list[Request]:
+    async def pending(self) -> list[FutureRequest]:
         """Return all requests without a result, and without their bodies."""
         table = tables.requests
         columns = [column for column in table.c if column.name not in ("body", "result")]
@@ -234,7 +238,7 @@ class Journal:
             lambda c: [(r.seq_id, r.request_id) for r in c.execute(query.order_by(table.c.seq_id))]
         )
 
-    async def with_body(self, request_id: str) -> Request:
+    async def with_body(self, request_id: str) -> FutureRequest:
         """Return a request with its body."""
         query = select(tables.requests).where(tables.requests.c.request_id == request_id)
         return await self.db.read(lambda c: _request(c.execute(query).one()))
@@ -250,7 +254,7 @@ class Journal:
 
         await self.db.write(drop)
 
-    async def forget_results(self, limits: Limits) -> None:
+    async def forget_results(self, limits: TinkerLimits) -> None:
         """Forget results that are old, and of each tenant the oldest that are too many; then the requests themselves.
 
         That a model's request was executed is known for ever, by its number. Requests that a model would be restored
@@ -278,9 +282,9 @@ class Journal:
         await self.db.write(forget)
 
 
-def _request(row: Any) -> Request:
+def _request(row: Any) -> FutureRequest:
     values = row._mapping
-    return Request(
+    return FutureRequest(
         request_id=values["request_id"],
         tenant=values["tenant"],
         kind=values["kind"],

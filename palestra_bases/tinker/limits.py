@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class TinkerLimits:
     """The limits of a server; each tenant has those that are counted for itself.
 
     Attributes:

@@ -16,8 +16,8 @@ from palestra.errors import CheckpointError, NotFound, PalestraError, StoreError
 from palestra.threads import in_thread
 from palestra.trainer.checkpoint import keep_newest
 from palestra_bases.tinker.journal import Journal
-from palestra_bases.tinker.records import ModelRecord, Request
-from palestra_bases.tinker.sessions import Sessions
+from palestra_bases.tinker.records import FutureRequest, ModelRecord
+from palestra_bases.tinker.sessions import TinkerSessions
 from palestra_bases.tinker.training import Training, Workshop
 
 log = logging.getLogger("palestra.tinker")
@@ -38,7 +38,7 @@ class Model:
         record: ModelRecord,
         workshop: Workshop,
         journal: Journal,
-        sessions: Sessions,
+        sessions: TinkerSessions,
         settled: Callable[[str], None],
         make_room: Callable[[], Awaitable[None]],
     ) -> None:
@@ -107,14 +107,14 @@ class Model:
                 await self._try_to_save()
             await self._forget()
 
-    async def _execute_alone(self, request: Request) -> bool:
+    async def _execute_alone(self, request: FutureRequest) -> bool:
         async with self._lock:
             try:
                 return await self._execute(request)
             finally:
                 self.used_at = asyncio.get_running_loop().time()
 
-    async def _execute(self, request: Request) -> bool:
+    async def _execute(self, request: FutureRequest) -> bool:
         """Execute a request and record its result. False: the model could not be created, and is gone."""
         first = request.seq_id == 0
         try:
@@ -144,7 +144,7 @@ class Model:
             await self._try_to_save()
         return True
 
-    async def _failed(self, request: Request, message: str, user: bool) -> None:
+    async def _failed(self, request: FutureRequest, message: str, user: bool) -> None:
         """Record that a request has failed, and forget what it may have left in memory."""
         first = request.seq_id == 0
         remove = self._sessions.delete_model(self.record.model_id) if first else None

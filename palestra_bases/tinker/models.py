@@ -16,7 +16,7 @@ from palestra_bases.tinker.bases import Base
 from palestra_bases.tinker.journal import Journal
 from palestra_bases.tinker.model import Model
 from palestra_bases.tinker.records import COPIED, ModelRecord
-from palestra_bases.tinker.sessions import Sessions
+from palestra_bases.tinker.sessions import TinkerSessions
 from palestra_bases.tinker.training import Workshop, usable
 from palestra_bases.tinker.wire import CreateModel, LoadWeights
 
@@ -27,7 +27,12 @@ class Models:
     """Accepts requests to models, and has them executed."""
 
     def __init__(
-        self, workshop: Workshop, journal: Journal, sessions: Sessions, settled: Callable[[str], None], spawn: Spawn
+        self,
+        workshop: Workshop,
+        journal: Journal,
+        sessions: TinkerSessions,
+        settled: Callable[[str], None],
+        spawn: Spawn,
     ) -> None:
         """Begin without a model in memory.
 

@@ -56,7 +56,7 @@ class ModelRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class FutureRequest:
     """A request whose result is a future.
 
     Attributes:

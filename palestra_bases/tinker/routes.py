@@ -22,14 +22,13 @@ from palestra.http.tenant_keys import Tenants
 from palestra.threads import WorkPool
 from palestra_bases.tinker import protobuf
 from palestra_bases.tinker.downloads import FILES, Links, add_downloads
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.listing import add_listing
 from palestra_bases.tinker.service import TinkerService
 from palestra_bases.tinker.tables import DONE, FAILED, FORGOTTEN, PENDING
 from palestra_bases.tinker.wire import (
     CopyWeights,
     CreateSession,
-    Finish,
     InOrder,
     JoinSampler,
     OfFutures,
@@ -37,6 +36,7 @@ from palestra_bases.tinker.wire import (
     OfRequest,
     OfSession,
     Sample,
+    TinkerFinish,
 )
 
 API = "/api/v1"
@@ -51,10 +51,10 @@ def tinker_error(failure: Failure) -> dict[str, Any]:
     return {"error": failure.message, "category": category, "code": failure.code, "field": failure.field}
 
 
-class Caller:
+class TinkerTenants:
     """Finds out, by the key of a request, which tenant asks."""
 
-    def __init__(self, tenants: Tenants, limits: Limits, links: Links) -> None:
+    def __init__(self, tenants: Tenants, limits: TinkerLimits, links: Links) -> None:
         """Keep the tenants.
 
         Args:
@@ -87,7 +87,7 @@ def create_tinker_app(service: TinkerService, tenants: Tenants) -> FastAPI:
     Args:
         tenants: by their keys.
     """
-    caller = Caller(tenants, service.limits, Links(tenants, service.saved.clock))
+    caller = TinkerTenants(tenants, service.limits, Links(tenants, service.saved.clock))
     app = build_app(
         "Palestra, Tinker API",
         "Training and sampling of LoRA adapters, as the Tinker SDK asks for them.",
@@ -107,7 +107,7 @@ def create_tinker_app(service: TinkerService, tenants: Tenants) -> FastAPI:
     return app
 
 
-def _add_sessions(app: FastAPI, service: TinkerService, caller: Caller) -> None:
+def _add_sessions(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> None:
     pool = WorkPool()
 
     @app.get(f"{API}/healthz")
@@ -149,7 +149,7 @@ def _add_sessions(app: FastAPI, service: TinkerService, caller: Caller) -> None:
     @app.post(f"{API}/sessions/{{session_id}}/finish")
     async def finish(session_id: str, request: Request) -> Response:
         """End a session, which its client has closed."""
-        await read_request(Finish, request, pool)
+        await read_request(TinkerFinish, request, pool)
         await service.finish_session(caller.tenant(request), session_id)
         return _json({})
 
@@ -163,7 +163,7 @@ def _add_sessions(app: FastAPI, service: TinkerService, caller: Caller) -> None:
         return _json({"supported_models": found})
 
 
-def _add_training(app: FastAPI, service: TinkerService, caller: Caller) -> None:
+def _add_training(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> None:
     pool = WorkPool()
 
     def accepted(request_id: str, model_id: str) -> Response:
@@ -207,7 +207,7 @@ def _add_training(app: FastAPI, service: TinkerService, caller: Caller) -> None:
     add_in_order("save_weights_external", "save_external")
 
 
-def _add_info(app: FastAPI, service: TinkerService, caller: Caller) -> None:
+def _add_info(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> None:
     pool = WorkPool()
 
     @app.post(f"{API}/get_info")
@@ -256,7 +256,7 @@ def _whose(body: bytes) -> tuple[str, int]:
     return request.model_id, request.seq_id
 
 
-def _add_sampling(app: FastAPI, service: TinkerService, caller: Caller) -> None:
+def _add_sampling(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> None:
     pool = WorkPool()
 
     @app.post(f"{API}/create_sampling_session")
@@ -287,7 +287,7 @@ def _add_sampling(app: FastAPI, service: TinkerService, caller: Caller) -> None:
         return _json({"request_id": request_id, "sample_sequence_ids": ids})
 
 
-def _add_futures(app: FastAPI, service: TinkerService, caller: Caller) -> None:
+def _add_futures(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> None:
     @app.post(f"{API}/retrieve_future")
     async def retrieve_future(request: Request) -> Response:
         """Return a result, after waiting for it for some time."""

@@ -17,12 +17,12 @@ from palestra.threads import in_thread
 from palestra_bases.adapter_cache import AdapterCache
 from palestra_bases.tinker.bases import Base, Bases
 from palestra_bases.tinker.journal import Journal
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.model import INTERNAL
-from palestra_bases.tinker.records import Request, Sampler
-from palestra_bases.tinker.sampling import Plan, plan_of, policy_name, sample
+from palestra_bases.tinker.records import FutureRequest, Sampler
+from palestra_bases.tinker.sampling import Plan, plan_of, policy_name, sample_response
 from palestra_bases.tinker.saved import Saved
-from palestra_bases.tinker.sessions import Sessions
+from palestra_bases.tinker.sessions import TinkerSessions
 from palestra_bases.tinker.tables import PENDING
 from palestra_bases.tinker.training import sampler_id, usable
 from palestra_bases.tinker.wire import CreateSamplingSession, Sample
@@ -42,8 +42,8 @@ class Samples:
         adapters: AdapterCache,
         load: LoadFolder,
         bases: Bases,
-        limits: Limits,
-        parts: tuple[Journal, Sessions, Saved],
+        limits: TinkerLimits,
+        parts: tuple[Journal, TinkerSessions, Saved],
         settled: Callable[[str], None],
         spawn: Spawn,
     ) -> None:
@@ -129,18 +129,18 @@ class Samples:
             await usable(self._saved, tenant, sampler.model_path)
         return sampler
 
-    def start(self, request: Request) -> None:
+    def start(self, request: FutureRequest) -> None:
         """Execute a request that was accepted."""
         self._tasks[request.request_id] = self._spawn(request.request_id, self._sample(request))
 
-    async def _sample(self, request: Request) -> None:
+    async def _sample(self, request: FutureRequest) -> None:
         """Execute a request for samples, and record its result."""
         try:
             sampler = await self._sampler(request.tenant, request.target)
             base = self._bases.of(sampler.base)
             plan: Plan = plan_of(parse_body(Sample, request.body or b""), base, self._limits, request.request_id)
             async with self._policy_of(sampler, base) as policy:
-                result = await sample(self._engine, policy, plan, base)
+                result = await sample_response(self._engine, policy, plan, base)
         except StoreError:
             raise
         except PalestraError as error:
@@ -181,7 +181,7 @@ class Samples:
             await self._journal.fail(request, "the request was cancelled", "user")
             self._settle(request)
 
-    def _settle(self, request: Request) -> None:
+    def _settle(self, request: FutureRequest) -> None:
         """Wake those who wait for a request, or for any of its sampler."""
         self._settled(request.request_id)
         self._settled(request.target)

@@ -16,7 +16,7 @@ from palestra.errors import InvalidRequest
 from palestra.types.calls import SAMPLING_RANGES, SampledTokens, SamplingParams, TokenSequence
 from palestra.waiting import together
 from palestra_bases.tinker.bases import Base
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.protobuf import LENGTH, STOP, new
 from palestra_bases.tinker.wire import Sample
 
@@ -49,7 +49,7 @@ class Plan:
     top: int
 
 
-def plan_of(asked: Sample, base: Base, limits: Limits, request_id: str) -> Plan:
+def plan_of(asked: Sample, base: Base, limits: TinkerLimits, request_id: str) -> Plan:
     """Check a request for samples.
 
     Args:
@@ -104,7 +104,7 @@ def plan_of(asked: Sample, base: Base, limits: Limits, request_id: str) -> Plan:
     )
 
 
-def _check_supported(asked: Sample, limits: Limits) -> None:
+def _check_supported(asked: Sample, limits: TinkerLimits) -> None:
     """Raise InvalidRequest for what is too much, or not supported."""
     if asked.num_samples > limits.samples:
         raise InvalidRequest(f"num_samples is {asked.num_samples}, and at most {limits.samples}", "num_samples")
@@ -133,7 +133,7 @@ def _seeds(seed: int | None, samples: int, request_id: str) -> list[int]:
     return [int.from_bytes(digest[:8], "big") for digest in digests]
 
 
-async def sample(engine: Engine, policy: str, plan: Plan, base: Base) -> bytes:
+async def sample_response(engine: Engine, policy: str, plan: Plan, base: Base) -> bytes:
     """Return the message `SampleResponse` for a request.
 
     Args:

@@ -22,12 +22,12 @@ from palestra_bases.tinker.bases import Bases
 from palestra_bases.tinker.copies import Copies
 from palestra_bases.tinker.futures import Futures
 from palestra_bases.tinker.journal import Journal
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.models import Models
 from palestra_bases.tinker.records import SAMPLER, SCHEME, TRAINING, Checkpoint
 from palestra_bases.tinker.samples import LoadFolder, Samples
 from palestra_bases.tinker.saved import Saved
-from palestra_bases.tinker.sessions import Sessions
+from palestra_bases.tinker.sessions import TinkerSessions
 from palestra_bases.tinker.training import Workshop, check_ttl, files_of, usable
 
 log = logging.getLogger("palestra.tinker")
@@ -57,7 +57,7 @@ class TinkerService:
         bases: Bases,
         db: Database,
         folder: Path,
-        limits: Limits,
+        limits: TinkerLimits,
         clock: Clock | None = None,
     ) -> None:
         """Assemble the parts; `start` continues what was interrupted.
@@ -70,7 +70,7 @@ class TinkerService:
             clock: of all recorded times; None: the system's.
         """
         known = clock or SystemClock()
-        self.journal, self.sessions, self.saved = Journal(db, known), Sessions(db, known), Saved(db, known)
+        self.journal, self.sessions, self.saved = Journal(db, known), TinkerSessions(db, known), Saved(db, known)
         self.futures, self.bases, self.limits = Futures(self.journal), bases, limits
         self._clock = known
         workshop = Workshop(trainer_of=trainer_of, bases=bases, saved=self.saved, limits=limits, folder=folder)

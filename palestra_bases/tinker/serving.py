@@ -18,7 +18,7 @@ from palestra.threads import in_thread
 from palestra.waiting import race
 from palestra_bases.models import SharedModelOptions, SharedModels, policy_of_base, shared_models
 from palestra_bases.tinker.bases import Base, Bases
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.routes import create_tinker_app
 from palestra_bases.tinker.service import TinkerService
 from palestra_bases.tinker.tables import open_journal
@@ -43,7 +43,7 @@ class TinkerOptions:
     host: str = "127.0.0.1"
     port: int = 7412
     tenants: Sequence[str] = ("default",)
-    limits: Limits = field(default_factory=Limits)
+    limits: TinkerLimits = field(default_factory=TinkerLimits)
     adapters: Mapping[str, Path] = field(default_factory=dict)
 
 

@@ -16,13 +16,13 @@ from palestra.errors import NotFound, TooManyRequests
 from palestra.types.clock import Clock
 from palestra_bases.tinker import tables
 from palestra_bases.tinker.journal import Operation
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.records import ModelRecord
 
 _MODEL_FIELDS = ("model_id", "tenant", "session_id", "base", "seed", "created_at", "used_at", "executed", "dropped")
 
 
-class Sessions:
+class TinkerSessions:
     """Sessions and models of all tenants. A method that changes something returns when the change is on the disk."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
@@ -33,7 +33,7 @@ class Sessions:
         """
         self.db, self.clock = db, clock
 
-    async def add_session(self, tenant: str, data: Mapping[str, Any], limits: Limits) -> str:
+    async def add_session(self, tenant: str, data: Mapping[str, Any], limits: TinkerLimits) -> str:
         """Record a session, and return its id.
 
         Args:

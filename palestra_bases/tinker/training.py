@@ -20,10 +20,19 @@ from palestra.trainer.base import OptimParams, PolicySpec, Trainer
 from palestra.trainer.checkpoint import step_of
 from palestra_bases.tinker import protobuf
 from palestra_bases.tinker.bases import Base, Bases
-from palestra_bases.tinker.datums import Batch, loss_without_gradient, output_of, read_batch
+from palestra_bases.tinker.datums import DatumBatch, loss_without_gradient, output_of, read_batch
 from palestra_bases.tinker.journal import Operation
-from palestra_bases.tinker.limits import Limits
-from palestra_bases.tinker.records import EXTERNAL, SAMPLER, SCHEME, TRAINING, Checkpoint, ModelRecord, Request, Sampler
+from palestra_bases.tinker.limits import TinkerLimits
+from palestra_bases.tinker.records import (
+    EXTERNAL,
+    SAMPLER,
+    SCHEME,
+    TRAINING,
+    Checkpoint,
+    FutureRequest,
+    ModelRecord,
+    Sampler,
+)
 from palestra_bases.tinker.run_record import RunRecord
 from palestra_bases.tinker.saved import Saved
 from palestra_bases.tinker.wire import AdamParams, LoadWeights, OptimStep, SaveWeights
@@ -33,7 +42,7 @@ SHORTEST_TTL, LONGEST_TTL = 3600, 10 * 366 * 24 * 3600  # seconds that a checkpo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class RequestOutcome:
     """What a request has done.
 
     Attributes:
@@ -66,7 +75,7 @@ class Workshop:
     trainer_of: Callable[[str], Trainer]
     bases: Bases
     saved: Saved
-    limits: Limits
+    limits: TinkerLimits
     folder: Path
 
     def run_folder(self, model_id: str) -> Path:
@@ -105,7 +114,7 @@ class Training:
         await self._trainer.create(self._record.model_id, spec)
         self.steps, self.gradients = 0, 0
 
-    async def apply(self, request: Request, again: bool = False) -> Outcome:
+    async def apply(self, request: FutureRequest, again: bool = False) -> RequestOutcome:
         """Do what a request asks for.
 
         Args:
@@ -126,11 +135,11 @@ class Training:
         }[request.kind]
         return await work(request, request.body, again)
 
-    async def _create(self, request: Request, body: bytes, again: bool) -> Outcome:
+    async def _create(self, request: FutureRequest, body: bytes, again: bool) -> RequestOutcome:
         await self.create()
-        return Outcome(result=self._answer("create_model", model_id=self._record.model_id))
+        return RequestOutcome(result=self._answer("create_model", model_id=self._record.model_id))
 
-    async def _forward_backward(self, request: Request, body: bytes, again: bool) -> Outcome:
+    async def _forward_backward(self, request: FutureRequest, body: bytes, again: bool) -> RequestOutcome:
         started = time.monotonic()
         batch, forward_only = await in_thread(partial(self._read, body))
         name, trainer = self._record.model_id, self._trainer
@@ -138,7 +147,7 @@ class Training:
             found = await trainer.forward(name, batch.rows, ["old_logprobs"])
             logprobs = found["old_logprobs"]
             loss = await in_thread(partial(loss_without_gradient, batch, logprobs))
-            return Outcome(result=output_of(batch, logprobs, loss))
+            return RequestOutcome(result=output_of(batch, logprobs, loss))
         if self.gradients >= self._shop.limits.gradients:  # all of which have to be kept, to be done again
             raise InvalidRequest(f"{self.gradients} requests have added gradients, which is the most; call optim_step")
         try:
@@ -149,16 +158,16 @@ class Training:
         loss = report.metrics["loss"]
         self.run.add(loss, report.rows, report.trained_tokens, time.monotonic() - started)
         assert report.logprobs is not None
-        return Outcome(result=output_of(batch, report.logprobs, loss), changes=True)
+        return RequestOutcome(result=output_of(batch, report.logprobs, loss), changes=True)
 
-    def _read(self, body: bytes) -> tuple[Batch, bool]:
+    def _read(self, body: bytes) -> tuple[DatumBatch, bool]:
         """Return the batch of a body, and whether only logprobs are wanted."""
         request = protobuf.parse("ForwardBackwardRequest", body)
         # The last target of a datum has to fit into the context as well.
         batch = read_batch(request, self._base.vocab_size, self._base.max_context - 1, self._shop.limits)
         return batch, bool(request.forward_only)
 
-    async def _optim_step(self, request: Request, body: bytes, again: bool) -> Outcome:
+    async def _optim_step(self, request: FutureRequest, body: bytes, again: bool) -> RequestOutcome:
         started, asked = time.monotonic(), parse_body(OptimStep, body)
         if asked.adam_params is None:
             kind = "none" if asked.optimizer_params is None else repr(asked.optimizer_params.type)
@@ -175,9 +184,9 @@ class Training:
         metrics = {"grad_norm": report.grad_norm, "learning_rate": report.learning_rate, "step": float(self.steps)}
         if not report.applied:  # the gradient was not finite
             metrics["update_skipped"] = 1.0
-        return Outcome(result=orjson.dumps({"metrics": metrics}), changes=True)
+        return RequestOutcome(result=orjson.dumps({"metrics": metrics}), changes=True)
 
-    async def _save(self, request: Request, body: bytes, again: bool) -> Outcome:
+    async def _save(self, request: FutureRequest, body: bytes, again: bool) -> RequestOutcome:
         asked = parse_body(SaveWeights, body)
         path = self._path(asked, TRAINING)
         before = await self._replaced(path, asked.overwrite)
@@ -185,13 +194,13 @@ class Training:
         state = {"step": self.steps, "seq": request.seq_id}
         written = await self._trainer.save(self._record.model_id, folder, state, request.request_id)
         saved = await self._checkpoint(path, written, asked)
-        return Outcome(
+        return RequestOutcome(
             result=self._answer("save_weights", path=path),
             record=self._shop.saved.insert_checkpoint(saved),
             removed=None if before is None else files_of(before),
         )
 
-    async def _save_for_sampler(self, request: Request, body: bytes, again: bool) -> Outcome:
+    async def _save_for_sampler(self, request: FutureRequest, body: bytes, again: bool) -> RequestOutcome:
         asked = parse_body(SaveWeights, body)
         if asked.path is not None:
             return await self._save_weights(request, asked, SAMPLER, "save_weights_for_sampler")
@@ -208,28 +217,28 @@ class Training:
             is_private=True,
         )
         result = self._answer("save_weights_for_sampler", path=None, sampling_session_id=sampler.sampler_id)
-        return Outcome(result=result, record=self._shop.saved.insert_sampler(sampler))
+        return RequestOutcome(result=result, record=self._shop.saved.insert_sampler(sampler))
 
-    async def _save_external(self, request: Request, body: bytes, again: bool) -> Outcome:
+    async def _save_external(self, request: FutureRequest, body: bytes, again: bool) -> RequestOutcome:
         asked = parse_body(SaveWeights, body)
         if asked.age_encryption_recipients:
             raise InvalidRequest("files are not encrypted here; leave it out", "age_encryption_recipients")
         return await self._save_weights(request, asked, EXTERNAL, "save_weights_external")
 
-    async def _save_weights(self, request: Request, asked: SaveWeights, kind: str, answer: str) -> Outcome:
+    async def _save_weights(self, request: FutureRequest, asked: SaveWeights, kind: str, answer: str) -> RequestOutcome:
         """Write the adapter alone, in PEFT's format, under a name."""
         path = self._path(asked, kind)
         before = await self._replaced(path, overwrite=False)  # an expired one
         folder = self._shop.folder / kind / request.request_id
         await self._trainer.save_weights(self._record.model_id, folder, self.steps, request.request_id)
         saved = await self._checkpoint(path, folder, asked)
-        return Outcome(
+        return RequestOutcome(
             result=self._answer(answer, path=path),
             record=self._shop.saved.insert_checkpoint(saved),
             removed=None if before is None else files_of(before),
         )
 
-    async def _load(self, request: Request, body: bytes, again: bool) -> Outcome:
+    async def _load(self, request: FutureRequest, body: bytes, again: bool) -> RequestOutcome:
         asked = parse_body(LoadWeights, body)
         found = await usable(self._shop.saved, self._record.tenant, asked.path)
         if found.base != self._record.base or found.adapter != self._record.adapter:
@@ -249,7 +258,7 @@ class Training:
         if asked.optimizer:
             await trainer.load(name, found.folder.parent, step_of(found.folder))
         result = self._answer("load_weights", path=asked.path, model_id=name)
-        return Outcome(result=result, changes=True, save=True)
+        return RequestOutcome(result=result, changes=True, save=True)
 
     def _path(self, asked: SaveWeights, kind: str) -> str:
         """Return the path of a checkpoint that is to be saved."""

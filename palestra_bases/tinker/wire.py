@@ -21,13 +21,13 @@ METADATA_BYTES = 16_384  # of what a user says of a session, a model or a checkp
 Token = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
-class Body(BaseModel):
+class TinkerBody(BaseModel):
     """A request; numbers that are infinite or not a number are refused."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), allow_inf_nan=False, frozen=True)
 
 
-class Described(Body):
+class Described(TinkerBody):
     """A request with which a user may say something of what is made."""
 
     user_metadata: Metadata | None = None
@@ -53,13 +53,13 @@ class CreateSession(Described):
     display_name: str | None = Field(None, max_length=256)
 
 
-class OfSession(Body):
+class OfSession(TinkerBody):
     """A client is still there, and so is its session."""
 
     session_id: Name
 
 
-class LoraConfig(Body):
+class LoraConfig(TinkerBody):
     """Which adapter a model gets: its rank, and beside which layers."""
 
     rank: int
@@ -69,7 +69,7 @@ class LoraConfig(Body):
     train_attn: bool = True
 
 
-class OptimizerConfig(Body):
+class TinkerOptimizer(TinkerBody):
     """Which optimizer a model gets; only AdamW is supported."""
 
     type: str = "adamw"
@@ -82,10 +82,10 @@ class CreateModel(Described):
     model_seq_id: Number
     base_model: Name
     lora_config: LoraConfig | None = None
-    optimizer_config: OptimizerConfig = OptimizerConfig()
+    optimizer_config: TinkerOptimizer = TinkerOptimizer()
 
 
-class OfModel(Body):
+class OfModel(TinkerBody):
     """A question about a model of the key."""
 
     model_id: Name
@@ -97,7 +97,7 @@ class InOrder(OfModel):
     seq_id: Annotated[int, Field(ge=1, le=2**62)]
 
 
-class AdamParams(Body):
+class AdamParams(TinkerBody):
     """The numbers of one update, which come with each step."""
 
     learning_rate: float = 1e-4
@@ -112,7 +112,7 @@ class OptimStep(InOrder):
     """Apply the gradient. Other optimizers than Adam come in `optimizer_params`."""
 
     adam_params: AdamParams | None = None
-    optimizer_params: OptimizerConfig | None = None
+    optimizer_params: TinkerOptimizer | None = None
 
 
 class SaveWeights(InOrder, Described):
@@ -136,10 +136,10 @@ class LoadWeights(Described):
     base_model: Name | None = None
     path: Name
     optimizer: bool = False
-    optimizer_config: OptimizerConfig | None = None
+    optimizer_config: TinkerOptimizer | None = None
 
 
-class CreateSamplingSession(Body):
+class CreateSamplingSession(TinkerBody):
     """Sample from a base model, or from a checkpoint."""
 
     session_id: Name
@@ -148,20 +148,20 @@ class CreateSamplingSession(Body):
     model_path: Name | None = None
 
 
-class Chunk(Body):
+class TinkerChunk(TinkerBody):
     """A part of a prompt; only `encoded_text` is supported."""
 
     type: str = "encoded_text"
     tokens: list[Token] = []
 
 
-class ModelInput(Body):
+class ModelInput(TinkerBody):
     """A prompt, in pieces that follow one another."""
 
-    chunks: list[Chunk] = Field(max_length=10_000)
+    chunks: list[TinkerChunk] = Field(max_length=10_000)
 
 
-class SamplingParams(Body):
+class TinkerSampling(TinkerBody):
     """How tokens are sampled, and what ends a reply."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
@@ -172,14 +172,14 @@ class SamplingParams(Body):
     top_p: float = Field(1.0, gt=0, le=1)
 
 
-class Sample(Body):
+class Sample(TinkerBody):
     """Sample some replies to a prompt."""
 
     sampling_session_id: Name
     seq_id: Number
     num_samples: Annotated[int, Field(ge=1)] = 1
     prompt: ModelInput
-    sampling_params: SamplingParams = SamplingParams()
+    sampling_params: TinkerSampling = TinkerSampling()
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Number = 0
     topk_sample_logprobs: Number = 0
@@ -189,19 +189,19 @@ class Sample(Body):
     record_stability_info: bool | None = None
 
 
-class OfRequest(Body):
+class OfRequest(TinkerBody):
     """A question about the result of a request."""
 
     request_id: Name
 
 
-class WeightsInfo(Body):
+class WeightsInfo(TinkerBody):
     """A question about a checkpoint, by its path."""
 
     tinker_path: Name
 
 
-class CopyWeights(Body):
+class CopyWeights(TinkerBody):
     """Copy a checkpoint: to a model of a session by its number there, or to a new one; there are no projects here."""
 
     source_path: Name
@@ -212,7 +212,7 @@ class CopyWeights(Body):
     weights_access_token: str | None = None
 
 
-class JoinSampler(Body):
+class JoinSampler(TinkerBody):
     """One more client of a sampler begins."""
 
     sampling_session_id: Name
@@ -225,7 +225,7 @@ class FuturesTarget(JoinSampler):
     cloned_sampler_id: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
 
-class OfFutures(Body):
+class OfFutures(TinkerBody):
     """Which requests to a sampler have results, beyond those that are known; None: wait as long as usual."""
 
     target: FuturesTarget
@@ -233,13 +233,13 @@ class OfFutures(Body):
     timeout: Annotated[float, Field(ge=0)] | None = None
 
 
-class SetTTL(Body):
+class SetTTL(TinkerBody):
     """When a checkpoint expires; None: never."""
 
     ttl_seconds: int | None = None
 
 
-class Finish(Body):
+class TinkerFinish(TinkerBody):
     """A client ends, and says why it does."""
 
     reason: dict[str, Any] = {}

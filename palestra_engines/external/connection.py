@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import httpx2
 
-from palestra.engine.shown import shown
+from palestra.engine.shown import one_line_of
 from palestra.errors import ConfigError, EngineFailure, EngineKeyRefused, InvalidRequest, causes_of
 from palestra.http_clients import async_http_client
 from palestra.proxies import through_proxy
@@ -196,9 +196,9 @@ class EngineConnection:
     def _refuse(self, path: str, answer: httpx2.Response, body: bytes) -> NoReturn:
         """Raise the error that an answer is."""
         if answer.status_code in _REFUSED:
-            status = shown(f"{answer.status_code} {answer.reason_phrase}".rstrip())
+            status = one_line_of(f"{answer.status_code} {answer.reason_phrase}".rstrip())
             raise InvalidRequest(f"{_REFUSES}{_message(body) or status}")
-        said = _message(body) or shown(answer.reason_phrase)
+        said = _message(body) or one_line_of(answer.reason_phrase)
         proxy = "" if self._address.socket is not None else through_proxy(self._address.url)
         if answer.status_code in _OTHER_KEY:
             raise EngineKeyRefused(
@@ -237,7 +237,7 @@ def _sent(body: Body | None) -> dict[str, Any]:
 
 def _shown(body: bytes) -> str:
     """Return the beginning of what a server has sent, for a message."""
-    return repr(shown(body[:200].decode(errors="replace")))
+    return repr(one_line_of(body[:200].decode(errors="replace")))
 
 
 def _message(body: bytes) -> str:
@@ -247,7 +247,7 @@ def _message(body: bytes) -> str:
     try:
         return _said(json.loads(body))
     except (ValueError, RecursionError):
-        return shown(body[:1000].decode(errors="replace"))
+        return one_line_of(body[:1000].decode(errors="replace"))
 
 
 def _said(body: Any) -> str:
@@ -255,4 +255,4 @@ def _said(body: Any) -> str:
     found = body.get("error", body) if isinstance(body, dict) else body
     if isinstance(found, dict):
         found = found.get("message", found.get("detail", found))
-    return shown(found)
+    return one_line_of(found)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from palestra_engines.external.api import EngineApi
     from palestra_engines.external.connection import Address
     from palestra_engines.external.served_models import ServedModel
-    from palestra_engines.external.served_policy import ServedPolicy
+    from palestra_engines.external.served_policy import ExternalPolicy
     from palestra_engines.external.servers import OneServer
     from palestra_engines.external.workers import ServerPlaces
 
@@ -67,11 +67,11 @@ class ServerDriver(EngineDriver[Servers]):
         """
         return None
 
-    def broadcast(self, known: Mapping[str, Any], rounds: Any) -> ServedPolicy:
+    def broadcast(self, known: Mapping[str, Any], rounds: Any) -> ExternalPolicy:
         """Return a policy whose weights are broadcast.
 
         Args:
-            known: the fields of `ServedPolicy`.
+            known: the fields of `ExternalPolicy`.
         """
         raise NotImplementedError
 

@@ -18,9 +18,9 @@ from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 from palestra.waiting import race, together
 from palestra_engines.external.api import Chunk
-from palestra_engines.external.reply import Reply
+from palestra_engines.external.reply import StreamedReply
 from palestra_engines.external.served_adapter import ServedAdapter
-from palestra_engines.external.served_policy import ServedPolicy
+from palestra_engines.external.served_policy import ExternalPolicy
 from palestra_engines.external.stillness import Stillness
 
 LOOK_SECONDS = 2.0  # between two looks at a server
@@ -31,7 +31,7 @@ SILENT_SECONDS = 60.0  # a server that does not answer for so long has failed
 class ExternalEngine:
     """Implements `Engine` with servers. Their answers are checked, and an update of weights is never half done."""
 
-    def __init__(self, policies: Mapping[str, ServedPolicy], finish: bool, stuck_seconds: float) -> None:
+    def __init__(self, policies: Mapping[str, ExternalPolicy], finish: bool, stuck_seconds: float) -> None:
         """Take over servers that are ready.
 
         Args:
@@ -70,7 +70,7 @@ class ExternalEngine:
             finally:
                 self._waiting -= 1
             self._check_open()
-            reply = Reply(request, turn.version, policy.bounds)
+            reply = StreamedReply(request, turn.version, policy.bounds)
             chunks = cast("AsyncGenerator[Chunk, None]", policy.api.generate(request, turn.adapter))
             async with aclosing(chunks):
                 try:
@@ -134,7 +134,7 @@ class ExternalEngine:
                 new.discard()
 
     @contextlib.asynccontextmanager
-    async def _failing(self, served: ServedPolicy, version: PolicyVersion) -> AsyncIterator[None]:
+    async def _failing(self, served: ExternalPolicy, version: PolicyVersion) -> AsyncIterator[None]:
         """Let the engine fail as a whole where new weights could not be taken: they may be there in part."""
         try:
             yield
@@ -231,7 +231,7 @@ class ExternalEngine:
         for policy in self._policies.values():
             await policy.close()
 
-    async def _watch(self, name: str, policy: ServedPolicy) -> str:
+    async def _watch(self, name: str, policy: ExternalPolicy) -> str:
         """Return why a policy's server can't go on; a server that was stopped never returns."""
         loop = asyncio.get_running_loop()
         answered = loop.time()
@@ -258,7 +258,7 @@ class ExternalEngine:
                 )
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _look_after(self, policy: ServedPolicy) -> None:
+    async def _look_after(self, policy: ExternalPolicy) -> None:
         """Report the failure of a server that is gone, before the error of a call on it reaches the pool.
 
         The pool samples the call again only if the worker has failed, so a call that fails is followed by a question to
@@ -297,7 +297,7 @@ class ExternalEngine:
         if self._closed:
             raise EngineFailure("the engine was stopped")
 
-    def _policy(self, name: str) -> ServedPolicy:
+    def _policy(self, name: str) -> ExternalPolicy:
         found = self._policies.get(name) or self._added.get(name)
         if found is None:
             known = ", ".join(map(repr, (*self._policies, *self._added)))
@@ -305,5 +305,5 @@ class ExternalEngine:
         return found
 
 
-def _check_prompt(prompt: TokenSequence, policy: ServedPolicy) -> None:
+def _check_prompt(prompt: TokenSequence, policy: ExternalPolicy) -> None:
     check_prompt(prompt, policy.bounds.vocab_size, policy.bounds.max_context - 1, policy.api.sees)

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from palestra.engine.base import EngineRequest
-from palestra.engine.shown import shown
+from palestra.engine.shown import one_line_of
 from palestra.errors import EngineFailure
 from palestra.types.calls import PolicyVersion, SampledTokens, VersionSpan
 from palestra_engines.external.api import Chunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bounds:
+class ReplyBounds:
     """What every reply of a policy has to keep.
 
     Attributes:
@@ -28,7 +28,7 @@ class Bounds:
     max_context: int
 
 
-class Reply:
+class StreamedReply:
     """The tokens of one reply, as they arrive.
 
     A server says only with the last token which version of the weights has sampled which tokens. As long as no update
@@ -36,7 +36,7 @@ class Reply:
     come; afterwards they are kept until the server has said which ones are.
     """
 
-    def __init__(self, request: EngineRequest, began: PolicyVersion, bounds: Bounds) -> None:
+    def __init__(self, request: EngineRequest, began: PolicyVersion, bounds: ReplyBounds) -> None:
         """Expect the first token.
 
         Args:
@@ -92,15 +92,15 @@ class Reply:
             # JSON has 1.5 and true where an id is expected, and an array would make 1 of either.
             if type(token) is not int or not 0 <= token < self._vocab:
                 raise EngineFailure(
-                    f"the engine sampled token {shown(token)}, and the policy's model has {self._vocab}; is it another "
-                    "model?"
+                    f"the engine sampled token {one_line_of(token)}, and the policy's model has {self._vocab}; is it "
+                    "another model?"
                 )
             if not math.isfinite(logprob) or logprob > 0:
                 raise EngineFailure(f"the engine says that the logprob of token {token} is {logprob}")
         for token, logprob in (pair for each in chunk.top for pair in each):
             if not 0 <= token < self._vocab or math.isnan(logprob) or logprob > 0:
                 raise EngineFailure(
-                    f"the engine says that the logprob of the probable token {shown(token)} is {logprob}"
+                    f"the engine says that the logprob of the probable token {one_line_of(token)} is {logprob}"
                 )
 
     def _check_end(self, finish: str) -> None:
@@ -110,7 +110,7 @@ class Reply:
         if finish == "length" and self._count >= min(self._most, self._room):
             return
         ended = f"the engine ended a reply after {self._count} of at most {self._most} tokens"
-        raise EngineFailure(f"{ended} for the reason {shown(repr(finish))}")
+        raise EngineFailure(f"{ended} for the reason {one_line_of(repr(finish))}")
 
     def _split(self, said: tuple[VersionSpan, ...] | None, sent: Sequence[PolicyVersion]) -> Iterator[SampledTokens]:
         """Yield the tokens that were kept, by the versions that the server has named."""
@@ -119,13 +119,13 @@ class Reply:
             raise EngineFailure(f"the engine names the versions of other than the reply's {self._count} tokens")
         if self._passed and (spans[0].version != self._began or spans[0].tokens < self._passed):
             raise EngineFailure(
-                f"the engine says that version {shown(spans[0].version)} has sampled what was sampled from "
+                f"the engine says that version {one_line_of(spans[0].version)} has sampled what was sampled from "
                 f"{self._began}"
             )
         for span in spans:
             if span.version != self._began and span.version not in sent:
                 raise EngineFailure(
-                    f"the engine names the version {shown(span.version)}, which it did not have meanwhile"
+                    f"the engine names the version {one_line_of(span.version)}, which it did not have meanwhile"
                 )
         (first, *others), passed = spans, self._passed
         yield from self._pass_on((VersionSpan(first.version, first.tokens - passed), *others))

@@ -20,7 +20,7 @@ from palestra.models.adapter_files import write_matrices
 from palestra.models.weights import WeightSource
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion
-from palestra_engines.external.served_policy import NewWeights, ServedPolicy, Turn, WrittenWeights
+from palestra_engines.external.served_policy import ExternalPolicy, NewWeights, PolicyTurn, WrittenWeights
 
 _MATRICES = ("A.weight", "B.weight")  # of a linear layer
 
@@ -43,7 +43,7 @@ class LoadedAdapter:
 
 
 @dataclass(kw_only=True, eq=False)
-class ServedAdapter(ServedPolicy):
+class ServedAdapter(ExternalPolicy):
     """A policy whose server has the weights of its base, and gets adapters alone.
 
     Each version is loaded under a name of its own, and a request keeps the version with which it began, because a
@@ -71,32 +71,32 @@ class ServedAdapter(ServedPolicy):
         self._names = (f"palestra-{secrets.token_hex(4)}-{number}" for number in itertools.count())
 
     async def begin(self) -> None:
-        """Ask the server whether it fits, and load the adapter with which the policy begins; see `ServedPolicy`."""
+        """Ask the server whether it fits, and load the adapter with which the policy begins; see `ExternalPolicy`."""
         await self.api.check(self.dtype)
         if self.first is not None:
             await self.take(self.name, WrittenWeights(self.first, is_own=False), self.version, False, False)
 
     def version_of(self, name: str) -> PolicyVersion:
-        """Return the version of the adapter that a request which begins now is sampled from; see `ServedPolicy`."""
+        """Return the version of the adapter that a request which begins now is sampled from; see `ExternalPolicy`."""
         loaded = self._loaded.get(name)
         return self.version if loaded is None else loaded.version
 
     @contextlib.contextmanager
-    def _turn(self, name: str) -> Iterator[Turn]:
+    def _turn(self, name: str) -> Iterator[PolicyTurn]:
         if name not in self._loaded:
             raise EngineFailure(f"the policy {name!r} was removed")
         loaded = self._loaded[name]
         if loaded is None:
-            yield Turn(self.version, None, (), 0)
+            yield PolicyTurn(self.version, None, (), 0)
             return
         loaded.users += 1
         try:
-            yield Turn(loaded.version, loaded.name, (), 0)
+            yield PolicyTurn(loaded.version, loaded.name, (), 0)
         finally:
             loaded.users -= 1
 
     def prepare(self, name: str, source: WeightSource, version: PolicyVersion) -> NewWeights:
-        """Write an adapter into a folder of its own, in PEFT's format; see `ServedPolicy`."""
+        """Write an adapter into a folder of its own, in PEFT's format; see `ExternalPolicy`."""
         matrices = {weight: tensor.detach().to("cpu", self.dtype) for weight, tensor in source.tensors()}
         layers = self._layers(matrices)
         folder = self.folder / next(self._names)
@@ -126,7 +126,7 @@ class ServedAdapter(ServedPolicy):
         return layers
 
     async def take(self, name: str, new: NewWeights, version: PolicyVersion, finish: bool, paused: bool) -> None:
-        """Load an adapter, and let requests that begin from now on be sampled from it; see `ServedPolicy`.
+        """Load an adapter, and let requests that begin from now on be sampled from it; see `ExternalPolicy`.
 
         Args:
             new: what `prepare` has returned.

@@ -16,7 +16,7 @@ from palestra.models.vision.processor import PictureProcessor
 from palestra.renderers import PictureTokens, Renderer, select_renderer
 from palestra.types.pictures import Pictures
 from palestra_engines.external.model_files import ModelFiles, read_model_files
-from palestra_engines.external.reply import Bounds
+from palestra_engines.external.reply import ReplyBounds
 
 Images = Callable[[PictureProcessor, Pictures, bool], Any]  # see `ServerDriver.images`
 
@@ -40,7 +40,7 @@ class ServedModel:
     files: ModelFiles
     tokenizer: Any
     renderer: Renderer
-    bounds: Bounds
+    bounds: ReplyBounds
     pictures: Any
     adapter: AdapterConfig | None
     first_adapter: Path | None
@@ -122,7 +122,7 @@ def _read(job: EngineJob, name: str, images: Images) -> ServedModel:
         files=files,
         tokenizer=tokenizer,
         renderer=renderer,
-        bounds=Bounds(
+        bounds=ReplyBounds(
             vocab_size=files.vocab_size,
             stop_ids=frozenset(renderer.stop_ids),
             max_context=min(policy.max_context, files.max_positions),

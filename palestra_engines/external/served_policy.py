@@ -22,11 +22,11 @@ from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion
 from palestra_engines.external.api import Counters, EngineApi
 from palestra_engines.external.process import ServerProcess
-from palestra_engines.external.reply import Bounds
+from palestra_engines.external.reply import ReplyBounds
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PolicyTurn:
     """The weights from which a request is sampled that may be sent now.
 
     Attributes:
@@ -48,7 +48,7 @@ class Turn:
 
 
 class NewWeights(Protocol):
-    """New weights on their way to a server, as `ServedPolicy.prepare` has made them."""
+    """New weights on their way to a server, as `ExternalPolicy.prepare` has made them."""
 
     def discard(self) -> None:
         """Free what was made for this update alone."""
@@ -74,7 +74,7 @@ class WrittenWeights:
 
 
 @dataclass(kw_only=True, eq=False)
-class ServedPolicy:
+class ExternalPolicy:
     """A policy whose whole weights are in a server, and the server that samples from it.
 
     Attributes:
@@ -98,7 +98,7 @@ class ServedPolicy:
 
     name: str
     api: EngineApi
-    bounds: Bounds
+    bounds: ReplyBounds
     shapes: dict[str, tuple[int, ...]]
     folder: Path
     dtype: torch.dtype
@@ -143,7 +143,7 @@ class ServedPolicy:
         return self.version
 
     @contextlib.asynccontextmanager
-    async def turn(self, may_run: asyncio.Event, name: str) -> AsyncIterator[Turn]:
+    async def turn(self, may_run: asyncio.Event, name: str) -> AsyncIterator[PolicyTurn]:
         """Wait until a request may be sent, and count it while the block is open."""
         async with self._room:
             while not (self._open.is_set() and may_run.is_set()):
@@ -160,9 +160,9 @@ class ServedPolicy:
                     self._idle.set()
 
     @contextlib.contextmanager
-    def _turn(self, name: str) -> Iterator[Turn]:
+    def _turn(self, name: str) -> Iterator[PolicyTurn]:
         """Say what a request of a policy is sampled from."""
-        yield Turn(self.version, None, self.sent, len(self.sent))
+        yield PolicyTurn(self.version, None, self.sent, len(self.sent))
 
     def expecting(self, source: WeightSource) -> contextlib.AbstractContextManager[None]:
         """Say that this server is going to take weights, so that others which take them can wait for it."""

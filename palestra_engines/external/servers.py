@@ -22,7 +22,7 @@ from palestra_engines.external.engine import ExternalEngine
 from palestra_engines.external.process import ServerProcess
 from palestra_engines.external.served_adapter import ServedAdapter
 from palestra_engines.external.served_models import ServedModel
-from palestra_engines.external.served_policy import ServedPolicy
+from palestra_engines.external.served_policy import ExternalPolicy
 
 if TYPE_CHECKING:
     from palestra_engines.external.driver import ServerDriver
@@ -105,8 +105,8 @@ class EngineServers:
         served = {each.model.name: self._served(each) for each in self._servers}
         return ExternalEngine(served, self._driver.finishes(self._settings), self._settings.stuck_seconds)
 
-    def _served(self, server: OneServer) -> ServedPolicy:
-        """Return a policy and the server that samples from it; see `ServedPolicy`."""
+    def _served(self, server: OneServer) -> ExternalPolicy:
+        """Return a policy and the server that samples from it; see `ExternalPolicy`."""
         model, settings, adapter = server.model, self._settings, server.model.adapter
         known: dict[str, Any] = {
             "name": model.name,
@@ -124,7 +124,7 @@ class EngineServers:
         }
         if adapter is not None:
             return ServedAdapter(**known, adapter=adapter, base=str(model.files.folder), first=model.first_adapter)
-        return self._driver.broadcast(known, self._rounds) if self._rounds is not None else ServedPolicy(**known)
+        return self._driver.broadcast(known, self._rounds) if self._rounds is not None else ExternalPolicy(**known)
 
     @property
     def addresses(self) -> list[Address]:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from palestra.engine.base import EngineRequest
-from palestra.engine.shown import problem, shown
+from palestra.engine.shown import one_line_of, problem
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, TokenSequence
 from palestra_engines.external.api import Chunk, Counters
 from palestra_engines.external.connection import EngineConnection
-from palestra_engines.external.reply import Bounds
+from palestra_engines.external.reply import ReplyBounds
 from palestra_engines.external.sample_text import OTHER_MODEL, SampleText, check_tokenizer
 from palestra_engines.external.versions import dotted, version_of
 from palestra_engines.sglang.sampling import sglang_sampling
@@ -37,7 +37,7 @@ class SglangApi:
     def __init__(
         self,
         connection: EngineConnection,
-        bounds: Bounds,
+        bounds: ReplyBounds,
         stop_ids: Collection[int],
         folder: Path,
         sample: SampleText | None = None,
@@ -69,7 +69,7 @@ class SglangApi:
         said = str(settings.get("version", ""))
         if version_of(said) < OLDEST:
             raise ConfigError(
-                f"the engine's server is SGLang {shown(said) or '(unknown)'}; {dotted(OLDEST)} or newer is needed"
+                f"the engine's server is SGLang {one_line_of(said) or '(unknown)'}; {dotted(OLDEST)} or newer is needed"
             )
         self._check_context(settings)
         if self._sample is not None:
@@ -107,7 +107,7 @@ class SglangApi:
         for key, more in limits.items():
             limit = settings.get(key)
             if isinstance(limit, int) and limit + more < needed:
-                raise ConfigError(f"max_context is {needed}, and the engine's server has {key} {shown(limit)}")
+                raise ConfigError(f"max_context is {needed}, and the engine's server has {key} {one_line_of(limit)}")
 
     async def _check_vocabulary(self) -> None:
         """Send the largest token of the policy's model, which the server knows, and the next one, which it refuses."""
@@ -178,7 +178,7 @@ class SglangApi:
             await in_thread(lambda: self._fill(folder, path))
             answer = await self._http.post("/update_weights_from_disk", body, _LOADING)
             if not isinstance(answer, dict) or answer.get("success") is not True:
-                raise EngineFailure(f"the server did not take version {version}: {shown(answer)}")
+                raise EngineFailure(f"the server did not take version {version}: {one_line_of(answer)}")
         finally:
             await in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
 
@@ -196,7 +196,7 @@ class SglangApi:
         answer = await self._http.post("/load_lora_adapter", body, _LOADING)
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise EngineFailure(
-                f"the server did not take the adapter: {shown(answer)}; docs/engines.md has its command"
+                f"the server did not take the adapter: {one_line_of(answer)}; docs/engines.md has its command"
             )
 
     async def unload_adapter(self, name: str) -> None:

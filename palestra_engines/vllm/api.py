@@ -15,7 +15,7 @@ import orjson
 import torch
 
 from palestra.engine.base import EngineRequest
-from palestra.engine.shown import problem, shown
+from palestra.engine.shown import one_line_of, problem
 from palestra.errors import (
     ConfigError,
     EngineFailure,
@@ -28,7 +28,7 @@ from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, TokenSequence
 from palestra_engines.external.api import Chunk, Counters
 from palestra_engines.external.connection import Body, EngineConnection
-from palestra_engines.external.reply import Bounds
+from palestra_engines.external.reply import ReplyBounds
 from palestra_engines.external.sample_text import OTHER_MODEL, SampleText, check_tokenizer
 from palestra_engines.external.versions import dotted, version_of
 from palestra_engines.vllm.answers import chunk_of, list_of
@@ -65,7 +65,7 @@ class VllmApi:
     def __init__(
         self,
         connection: EngineConnection,
-        bounds: Bounds,
+        bounds: ReplyBounds,
         stop_ids: Collection[int],
         *,
         owner: str,
@@ -113,7 +113,7 @@ class VllmApi:
         said = str(found.get("version", "")) if isinstance(found, dict) else ""
         if version_of(said) < OLDEST:
             raise ConfigError(
-                f"the engine's server is vLLM {shown(said) or '(unknown)'}; {dotted(OLDEST)} or newer is needed"
+                f"the engine's server is vLLM {one_line_of(said) or '(unknown)'}; {dotted(OLDEST)} or newer is needed"
             )
         try:
             settings = await self._http.get("/server_info?config_format=json", _QUICK)
@@ -163,8 +163,8 @@ class VllmApi:
         computes_in = str(model.get("dtype", dtype)).removeprefix("torch.")
         if computes_in != dtype:
             raise ConfigError(
-                f"engine.dtype is {dtype!r}, and the engine's server computes in {shown(computes_in)}; start it with "
-                f"--dtype {dtype}, or change engine.dtype"
+                f"engine.dtype is {dtype!r}, and the engine's server computes in {one_line_of(computes_in)}; start it "
+                f"with --dtype {dtype}, or change engine.dtype"
             )
         if model["logprobs_mode"] != "processed_logprobs":
             raise ConfigError("the engine's server needs --logprobs-mode processed_logprobs")
@@ -181,10 +181,10 @@ class VllmApi:
             )
         if self._folder is not None and model.get("model", str(self._folder)) != str(self._folder):
             raise ConfigError(
-                f"the engine's server has loaded {shown(model['model'])}, and not the model in {self._folder}"
+                f"the engine's server has loaded {one_line_of(model['model'])}, and not the model in {self._folder}"
             )
         if type(model["max_model_len"]) is not int:
-            raise ConfigError(f"the engine's server has a --max-model-len of {shown(model['max_model_len'])}")
+            raise ConfigError(f"the engine's server has a --max-model-len of {one_line_of(model['max_model_len'])}")
         if model["max_model_len"] < self._bounds.max_context:
             raise ConfigError(
                 f"max_context is {self._bounds.max_context}, and the engine's server has --max-model-len "
@@ -206,8 +206,8 @@ class VllmApi:
         """Compare the server's torch with this process's, because ranks of a group have to speak the same protocol."""
         if version_of(said) != version_of(torch.__version__):
             raise ConfigError(
-                f"the engine's server has torch {shown(said)}, and this process {torch.__version__}: to broadcast "
-                "weights both need the same version; install it, or set engine.weight_transfer = 'file'"
+                f"the engine's server has torch {one_line_of(said)}, and this process {torch.__version__}: to "
+                "broadcast weights both need the same version; install it, or set engine.weight_transfer = 'file'"
             )
 
     async def _check_vocabulary(self) -> None:
@@ -300,7 +300,7 @@ class VllmApi:
         """Call a method of Palestra's module in all workers of the server."""
         body = {"method": method, "args": [orjson.dumps(argument).decode()]}
         problems = list_of(await self._http.post("/collective_rpc", body, seconds), "results")
-        if wrong := [shown(problem) for problem in problems if problem]:
+        if wrong := [one_line_of(problem) for problem in problems if problem]:
             raise EngineServerError(f"{self.address}: {wrong[0]}")
 
     async def finish_update(self, version: PolicyVersion) -> None:

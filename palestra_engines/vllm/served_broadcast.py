@@ -10,7 +10,7 @@ from torch import Tensor
 
 from palestra.models.weights import WeightSource
 from palestra.types.calls import PolicyVersion
-from palestra_engines.external.served_policy import NewWeights, ServedPolicy
+from palestra_engines.external.served_policy import ExternalPolicy, NewWeights
 from palestra_engines.vllm.api import VllmApi
 from palestra_engines.vllm.weight_rounds import Receiver, WeightRounds
 
@@ -32,7 +32,7 @@ class WeightsToSend:
 
 
 @dataclass(kw_only=True, eq=False)
-class ServedBroadcast(ServedPolicy):
+class ServedBroadcast(ExternalPolicy):
     """A policy whose server receives weights together with the other servers that take them; see `WeightRounds`.
 
     Attributes:
@@ -48,11 +48,11 @@ class ServedBroadcast(ServedPolicy):
         self._receiver = Receiver(self.api, self._moved)
 
     def expecting(self, source: WeightSource) -> contextlib.AbstractContextManager[None]:
-        """Let the round of these weights wait for this server; see `ServedPolicy`."""
+        """Let the round of these weights wait for this server; see `ExternalPolicy`."""
         return self.rounds.expecting(self._receiver, source)
 
     def prepare(self, name: str, source: WeightSource, version: PolicyVersion) -> NewWeights:
-        """Compare the weights with the server's model, and leave them where they are; see `ServedPolicy`."""
+        """Compare the weights with the server's model, and leave them where they are; see `ExternalPolicy`."""
         return WeightsToSend(source, self.fitting(source))
 
     async def _load(self, new: NewWeights, version: PolicyVersion) -> None:
@@ -64,6 +64,6 @@ class ServedBroadcast(ServedPolicy):
         self.moved_bytes += size
 
     async def close(self) -> None:
-        """Leave the groups of this server, and end it; see `ServedPolicy`."""
+        """Leave the groups of this server, and end it; see `ExternalPolicy`."""
         self.rounds.forget(self._receiver)
         await super().close()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palestra.engine.shown import shown
+from palestra.engine.shown import one_line_of
 from palestra.errors import EngineFailure, EngineServerError, PalestraError
 from palestra.models.weights import WeightSource
 from palestra.threads import in_thread
@@ -204,7 +204,7 @@ class WeightRounds:
                 return found, problems
             why = "another server did not come"
         except RuntimeError as error:
-            problems, why = {}, shown(error)
+            problems, why = {}, one_line_of(error)
         finally:
             await _end(meeting, *joins)  # the thread of a meeting that fails ends at its time limit
         left = f"was not sent weights, because the servers have not met: {why}"
@@ -236,7 +236,7 @@ class WeightRounds:
             if not isinstance(error, RuntimeError | TimeoutError | None):
                 raise error
             if error is not None:
-                log.warning("a broadcast of weights has failed: %s", shown(error))
+                log.warning("a broadcast of weights has failed: %s", one_line_of(error))
                 self._leave(receivers)  # so that no server waits for the rest of it
             await asyncio.wait(answers, timeout=limit)
             problems = _problems(receivers, answers)

@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import command, load_function
+from palestra.cli.options import add_command, load_function
 from palestra.errors import ConfigError, StoreError
 from palestra.terminal import say
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     """Add the command `compare`, which takes a compare.toml."""
-    parser = command(
+    parser = add_command(
         commands,
         "compare",
         run,

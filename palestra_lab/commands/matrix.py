@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import ENVIRONMENT, add_set, command, load_environment, overrides
+from palestra.cli.options import ENVIRONMENT, add_command, add_set, load_environment, overrides
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     """Add the command `matrix`, which takes a run or models, and a game of two."""
-    parser = command(
+    parser = add_command(
         commands,
         "matrix",
         run,

@@ -90,7 +90,7 @@ def run_recorded(path: Path, load: Load) -> int:
     if state != "completed":
         return 130
     write_record(path, record | {"state": FINISHED})  # before checkpoints go: an unfinished run resumes from them
-    for folder in checkpoint_folders(path.with_suffix("") / CHECKPOINTS):
+    for folder in folders_with_checkpoints(path.with_suffix("") / CHECKPOINTS):
         _remove_checkpoints(folder, keep_newest=record["checkpoints"] == "newest")
     return 0
 
@@ -113,7 +113,7 @@ def _train(record: dict[str, Any], folder: Path, load: Load) -> str:
             time.sleep(1.0)
 
 
-def checkpoint_folders(folder: Path) -> list[Path]:
+def folders_with_checkpoints(folder: Path) -> list[Path]:
     """Return the folders of a run that have checkpoints: its own, or one of each of several policies."""
     below = [path for path in folder.iterdir() if path.is_dir() and found(path)] if folder.is_dir() else []
     return [folder, *sorted(below)]

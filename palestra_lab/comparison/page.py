@@ -16,7 +16,7 @@ from palestra.runtime.statistics import MOST_EXACT, Difference, Estimate, estima
 from palestra.terminal import one_line
 from palestra_lab.comparison.picture import Curve, curve_of, draw_curves
 from palestra_lab.comparison.plan import PlannedRun
-from palestra_lab.comparison.results import Result, Results, machine
+from palestra_lab.comparison.results import Results, RunResult, machine
 from palestra_lab.config import ComparisonConfig, ScenarioEntry
 
 MADE = "<!-- made by `palestra compare`; do not edit: texts for this page stand in compare.toml -->"
@@ -71,7 +71,7 @@ def _scenario(
     scenario: ScenarioEntry,
     title: str,
     runs: Sequence[PlannedRun],
-    found: Mapping[str, Sequence[Result]],
+    found: Mapping[str, Sequence[RunResult]],
     curves: Mapping[str, Curve],
     picture: str,
 ) -> list[str]:
@@ -94,7 +94,7 @@ def _scenario(
     return parts
 
 
-def _numbers(scenario: ScenarioEntry, found: Mapping[str, Sequence[Result]], curves: Mapping[str, Curve]) -> str:
+def _numbers(scenario: ScenarioEntry, found: Mapping[str, Sequence[RunResult]], curves: Mapping[str, Curve]) -> str:
     """Return the table of a scenario, the algorithm with the largest final reward first."""
     at = f"{scenario.threshold:g}"
     head = [
@@ -130,7 +130,7 @@ def _numbers(scenario: ScenarioEntry, found: Mapping[str, Sequence[Result]], cur
     return _table([*head, "tokens", "seconds"], rows)
 
 
-def _differences(found: Mapping[str, Sequence[Result]]) -> list[str] | None:
+def _differences(found: Mapping[str, Sequence[RunResult]]) -> list[str] | None:
     """Return the paragraphs about the differences of all pairs of algorithms; None: no pair has two seeds in common."""
     pairs: list[tuple[str, str, Difference]] = []
     ranked = sorted(found, key=lambda name: -_final(found[name]).mean)
@@ -174,7 +174,7 @@ def _algorithms(comparison: ComparisonConfig) -> str:
     return _table(["key", "algorithm.name", "settings", "in one scenario only"], rows, left=4)
 
 
-def _final(results: Sequence[Result]) -> Estimate:
+def _final(results: Sequence[RunResult]) -> Estimate:
     return estimate([result.final for result in results])
 
 

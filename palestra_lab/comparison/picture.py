@@ -9,7 +9,7 @@ from pathlib import Path
 
 from palestra.disk import write_whole
 from palestra.runtime.statistics import Estimate, estimate
-from palestra_lab.comparison.results import Result
+from palestra_lab.comparison.results import RunResult
 from palestra_lab.config import ScenarioEntry
 
 # Colours and dashes that stay apart in print and for most people with a colour vision deficiency (Okabe and Ito 2008).
@@ -30,7 +30,7 @@ class Curve:
     rewards: tuple[Estimate, ...]
 
 
-def curve_of(results: Sequence[Result], token_budget: int, places: int) -> Curve:
+def curve_of(results: Sequence[RunResult], token_budget: int, places: int) -> Curve:
     """Return the curve of one algorithm.
 
     Runs validate after whole steps, so each run's rewards are taken on a line between two of its validations.

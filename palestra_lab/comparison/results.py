@@ -37,7 +37,7 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
+class RunResult:
     """A finished run.
 
     Attributes:
@@ -81,7 +81,7 @@ class Result:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class RunFailure:
     """A run that has ended with an error."""
 
     run: PlannedRun
@@ -99,8 +99,8 @@ class Results:
         machines: those that the finished runs ran on.
     """
 
-    finished: Mapping[tuple[str, str, str], Sequence[Result]]
-    failures: Sequence[Failure]
+    finished: Mapping[tuple[str, str, str], Sequence[RunResult]]
+    failures: Sequence[RunFailure]
     open: int
     machines: Sequence[str] = ()
 
@@ -146,7 +146,7 @@ def reward_name(policy: str) -> str:
     return of_policy("validation/reward_mean", policy) if policy else "validation/reward_mean"
 
 
-def result_of(seed: int, rows: Sequence[Row], policy: str = "") -> Result:
+def result_of(seed: int, rows: Sequence[Row], policy: str = "") -> RunResult:
     """Return the result of a run.
 
     Args:
@@ -161,7 +161,7 @@ def result_of(seed: int, rows: Sequence[Row], policy: str = "") -> Result:
         seconds += row.get(SECONDS, 0.0)
         if name in row:
             points.append(Point(tokens, seconds, row[name]))
-    return Result(seed=seed, points=tuple(points), tokens=tokens, seconds=seconds)
+    return RunResult(seed=seed, points=tuple(points), tokens=tokens, seconds=seconds)
 
 
 def _unscored(rows: Sequence[Row], policy: str) -> str | None:
@@ -187,7 +187,7 @@ def read_results(runs: Sequence[PlannedRun], kept: KeptResults | None = None) ->
     Raises:
         ConfigError: files of a run are damaged, or `kept` has a run with other settings.
     """
-    finished: dict[tuple[str, str, str], list[Result]] = {}
+    finished: dict[tuple[str, str, str], list[RunResult]] = {}
     failures, left, machines = [], 0, dict[str, None]()
     for run in runs:
         record = read_record(run.record) or {}
@@ -196,7 +196,7 @@ def read_results(runs: Sequence[PlannedRun], kept: KeptResults | None = None) ->
         if rows is not None:
             reasons = [reason for policy in run.policies if (reason := _unscored(rows, policy)) is not None]
             if reasons:
-                failures.append(Failure(run=run, reason=reasons[0]))
+                failures.append(RunFailure(run=run, reason=reasons[0]))
                 continue
             for policy in run.policies:
                 of_run = result_of(run.seed, rows, policy)
@@ -205,7 +205,7 @@ def read_results(runs: Sequence[PlannedRun], kept: KeptResults | None = None) ->
                 kept.add(run, rows)
             machines[machine() if here or kept is None else kept.machine(run)] = None
         elif record.get("state") == FAILED:
-            failures.append(Failure(run=run, reason=str(record.get("reason", ""))))
+            failures.append(RunFailure(run=run, reason=str(record.get("reason", ""))))
         else:
             left += 1
     for results in finished.values():

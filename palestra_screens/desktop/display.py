@@ -18,7 +18,7 @@ from typing import Any
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited
 from palestra_screens.terminal import sandbox
 from palestra_screens.terminal.descriptors import Descriptors, readable
-from palestra_screens.terminal.sandbox import Limits, Sandbox, start_sandbox
+from palestra_screens.terminal.sandbox import Sandbox, SandboxLimits, start_sandbox
 
 _PROGRAM = Path(__file__).parent / "window.py"
 _TKINTER = "python3*/lib-dynload/_tkinter*.so"  # of the machine's own Python, below /usr/lib
@@ -26,7 +26,7 @@ _MAX_ANSWER = 4 << 20  # bytes
 _CHUNK = 65_536
 
 
-def check_installed() -> None:
+def check_desktop() -> None:
     """Check that this machine has what a desktop needs, where a sandbox sees it.
 
     Raises:
@@ -39,7 +39,7 @@ def check_installed() -> None:
         raise ConfigError(
             f"this environment needs {', '.join(missing)} in /usr; run: apt-get install xvfb xdotool python3-tk"
         )
-    sandbox.check_installed()
+    sandbox.check_sandbox()
 
 
 class Display:
@@ -135,7 +135,7 @@ async def start_display(window: Mapping[str, Any], size: tuple[int, int]) -> Dis
         ConfigError: Xvfb, or another program, is not installed.
         EnvironmentFailed: no sandbox is started.
     """
-    check_installed()
+    check_desktop()
     owned = Descriptors()
     try:
         (asked, requests), (answers, answered) = owned.pipe(), owned.pipe()
@@ -143,7 +143,7 @@ async def start_display(window: Mapping[str, Any], size: tuple[int, int]) -> Dis
         box = await start_sandbox(
             command,
             {_PROGRAM.name: _PROGRAM.read_bytes()},
-            Limits(),
+            SandboxLimits(),
             stdin=asked,
             stdout=subprocess.DEVNULL,
             pass_fds=(answered,),

@@ -12,7 +12,7 @@ from palestra.envs.acting import DONE, ActingEnvironment, Actions, Progress
 from palestra.errors import EnvironmentFailed, EpisodeForfeited
 from palestra.pictures.parts import Picture
 from palestra.tools import BadArguments, FunctionTool
-from palestra_screens.desktop.display import Display, check_installed, start_display
+from palestra_screens.desktop.display import Display, check_desktop, start_display
 
 SIZE = (320, 200)  # pixels of the screen, wide and high
 # Known names alone: other ones are commands of xdotool, or keys that end the screen, and its own list of keys is short.
@@ -58,7 +58,7 @@ class DesktopEnvironment(ActingEnvironment):
             ConfigError: Xvfb, xdotool, tkinter or bubblewrap is not installed.
             ValueError: a number is not above 0.
         """
-        check_installed()
+        check_desktop()
         if not timeout_seconds > 0:
             raise ValueError("timeout_seconds is above 0")
         tools = [FunctionTool(self.click), FunctionTool(self.type), FunctionTool(self.key)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from palestra.envs.final_answer import final_answers
 from palestra.errors import InvalidEnvironment
-from palestra_screens.terminal.sandbox import Limits, UnfitFiles, run_once
+from palestra_screens.terminal.sandbox import SandboxLimits, UnfitFiles, run_once
 
 Files = Mapping[str, bytes]
 _SECONDS = 20.0
@@ -70,7 +70,7 @@ async def _printed(command: Sequence[str], files: Files) -> bytes:
     An agent makes such files, as with holes or with long names, and must not be able to have its episode played again.
     """
     try:
-        return await run_once(command, files, Limits(), seconds=_SECONDS)
+        return await run_once(command, files, SandboxLimits(), seconds=_SECONDS)
     except UnfitFiles:
         return b""
 

@@ -49,7 +49,7 @@ class Descriptors:
         self.close_all()
 
 
-async def read(descriptor: int, most: int = 10_000) -> bytes:
+async def read_pipe(descriptor: int, most: int = 10_000) -> bytes:
     """Read a pipe to its end, or its first bytes, without a thread that could not be stopped.
 
     Args:

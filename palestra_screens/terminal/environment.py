@@ -11,7 +11,7 @@ from palestra.envs.acting import DONE, ActingEnvironment, Actions, Progress
 from palestra.errors import EnvironmentFailed
 from palestra.tools import tool
 from palestra_screens.terminal.checkers import check
-from palestra_screens.terminal.sandbox import Limits, check_installed
+from palestra_screens.terminal.sandbox import SandboxLimits, check_sandbox
 from palestra_screens.terminal.shell import MAX_COMMAND, Shell, start_shell
 
 MAX_SECONDS = 60.0  # of one command
@@ -48,7 +48,7 @@ class TerminalEnvironment(ActingEnvironment):
             ConfigError: bubblewrap, or a program that the tasks need, is not installed.
             ValueError: a number makes no sense.
         """
-        check_installed()
+        check_sandbox()
         if not 0 < command_seconds <= MAX_SECONDS or min(memory_mib, disk_mib, processes) < 8:
             raise ValueError(
                 f"command_seconds is above 0 and at most {MAX_SECONDS:g}; memory_mib, disk_mib and processes at least 8"
@@ -58,7 +58,7 @@ class TerminalEnvironment(ActingEnvironment):
             [tool(self.run), tool(self.keys)], actions=actions, max_steps=max_steps, tool_seconds=command_seconds + 10
         )
         self._seconds = command_seconds
-        self._limits = Limits(memory_mib=memory_mib, disk_mib=disk_mib, processes=processes)
+        self._limits = SandboxLimits(memory_mib=memory_mib, disk_mib=disk_mib, processes=processes)
         self._task: Mapping[str, Any] = {}
         self._shell: Shell | None = None
 

@@ -19,7 +19,7 @@ from typing import Self
 
 from palestra.errors import ConfigError, EnvironmentFailed
 from palestra.threads import in_thread
-from palestra_screens.terminal.descriptors import Descriptors, read
+from palestra_screens.terminal.descriptors import Descriptors, read_pipe
 from palestra_screens.terminal.program import Program
 from palestra_screens.terminal.system_calls import call_filter, known_machine
 
@@ -38,7 +38,7 @@ _BEGIN = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class SandboxLimits:
     """What the processes of a sandbox may use."""
 
     memory_mib: int = 512  # resident memory of all processes together
@@ -64,7 +64,7 @@ class Sandbox:
         ended_for: why the sandbox was ended by a limit; None: it was not.
     """
 
-    def __init__(self, process: Program, init: int, home: int, limits: Limits) -> None:
+    def __init__(self, process: Program, init: int, home: int, limits: SandboxLimits) -> None:
         """Take a program that has been started; `start_sandbox` starts one.
 
         Args:
@@ -144,7 +144,7 @@ class Sandbox:
 async def start_sandbox(
     command: Sequence[str],
     files: Mapping[str, bytes],
-    limits: Limits,
+    limits: SandboxLimits,
     *,
     stdin: int,
     stdout: int,
@@ -165,7 +165,7 @@ async def start_sandbox(
         EnvironmentFailed: bubblewrap can't make namespaces here, or the program was not started; `UnfitFiles` where
             that is due to the files.
     """
-    check_installed()
+    check_sandbox()
     with Descriptors() as ours:
         (info, info_in), (ready, ready_in), (go_out, go) = (ours.pipe() for _ in range(3))
         names, calls = ours.filled_pipe(_PASSWD.encode()), ours.filled_pipe(call_filter())
@@ -185,8 +185,8 @@ async def start_sandbox(
         ours.close(*theirs)
         try:
             async with asyncio.timeout(_START_SECONDS):
-                init = int(json.loads(await read(info))["child-pid"])
-                if not await read(ready, 1):
+                init = int(json.loads(await read_pipe(info))["child-pid"])
+                if not await read_pipe(ready, 1):
                     if (code := await process.wait()) == _UNFIT:
                         raise UnfitFiles("no sandbox was started: the files can't be unpacked in it")
                     raise EnvironmentFailed(f"bubblewrap started no program; it ended with {code}")
@@ -202,7 +202,12 @@ async def start_sandbox(
 
 
 async def run_once(
-    command: Sequence[str], files: Mapping[str, bytes], limits: Limits, *, seconds: float, max_bytes: int = 100_000
+    command: Sequence[str],
+    files: Mapping[str, bytes],
+    limits: SandboxLimits,
+    *,
+    seconds: float,
+    max_bytes: int = 100_000,
 ) -> bytes:
     """Run a program in a new sandbox and return the beginning of what it wrote; one that takes too long is killed.
 
@@ -222,12 +227,12 @@ async def run_once(
             ours.close(written)
             try:
                 async with asyncio.timeout(seconds):
-                    return await read(output, max_bytes)
+                    return await read_pipe(output, max_bytes)
             except TimeoutError:
                 return b""
 
 
-def check_installed() -> None:
+def check_sandbox() -> None:
     """Check that this machine has bubblewrap, and the programs that tasks need where a sandbox sees them.
 
     Raises:
@@ -243,7 +248,7 @@ def check_installed() -> None:
         )
 
 
-def _bubblewrap(limits: Limits, info: int, names: int, calls: int) -> list[str]:
+def _bubblewrap(limits: SandboxLimits, info: int, names: int, calls: int) -> list[str]:
     """Return the command that makes the namespaces."""
     size = str(limits.disk_mib * _MIB)
     known = [f"--ro-bind-try /{name} /{name}" for name in ("etc/alternatives", "etc/ld.so.cache", "etc/ld.so.conf.d")]
@@ -261,7 +266,7 @@ def _bubblewrap(limits: Limits, info: int, names: int, calls: int) -> list[str]:
     ]
 
 
-def _rlimits(limits: Limits) -> list[str]:
+def _rlimits(limits: SandboxLimits) -> list[str]:
     bounds = {
         "nproc": limits.processes,
         "as": limits.memory_mib * _MIB,
@@ -285,7 +290,7 @@ def _archive(files: Mapping[str, bytes]) -> int:
     return descriptor
 
 
-def _files(home: int, limits: Limits) -> dict[str, bytes]:
+def _files(home: int, limits: SandboxLimits) -> dict[str, bytes]:
     """Return the regular files below a folder, by its descriptor, without following any link.
 
     Left out is what a program can make to harm its reader: files that can't be read, folders deeper than `_MAX_DEPTH`,

@@ -14,7 +14,7 @@ from palestra.errors import EnvironmentFailed
 from palestra.tools import BadArguments
 from palestra_screens.terminal.descriptors import Descriptors
 from palestra_screens.terminal.plain_text import Output
-from palestra_screens.terminal.sandbox import Limits, Sandbox, start_sandbox
+from palestra_screens.terminal.sandbox import Sandbox, SandboxLimits, start_sandbox
 
 _KEPT_BYTES = 4000  # of the beginning of a command's output, and again of its end
 _CHUNK = 65_536
@@ -209,7 +209,7 @@ class Shell:
             asyncio.get_running_loop().remove_reader(descriptor)
 
 
-async def start_shell(files: Mapping[str, bytes], limits: Limits) -> Shell:
+async def start_shell(files: Mapping[str, bytes], limits: SandboxLimits) -> Shell:
     """Start bash on a pseudo-terminal in a new sandbox, and wait until it takes commands.
 
     A command comes through a pipe and not through the terminal, in which a line can't be longer than 4,096 bytes and an

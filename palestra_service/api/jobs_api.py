@@ -222,7 +222,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         After a lost connection, send the header `Last-Event-ID` to continue after the last event that arrived.
         """
         await plane.job(by, job_id, Action.JOB_READ)
-        place = streams.Place.of(last_event_id)
+        place = streams.StreamPlace.of(last_event_id)
         run = scheduler.folder_of(job_id) / RUN
         content = streams.events(plane, by, job_id, run, place, follow)
         return opened.answer(content, (by.tenant, by.user), AS_IT_COMES, MEDIA_TYPE)

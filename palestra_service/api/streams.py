@@ -29,7 +29,7 @@ READ_SECONDS = 10.0  # that reading the events of a run may take
 LARGEST = 2**53  # the largest number of an event that is accepted; SQLite could not compare with a huge one
 
 
-class Place(NamedTuple):
+class StreamPlace(NamedTuple):
     """The position of a client in a stream of events.
 
     Attributes:
@@ -64,7 +64,9 @@ class Place(NamedTuple):
         return self._replace(change=one.number)
 
 
-def events(plane: ControlPlane, by: Identity, job_id: str, run: Path, place: Place, wait: bool) -> AsyncIterator[bytes]:
+def events(
+    plane: ControlPlane, by: Identity, job_id: str, run: Path, place: StreamPlace, wait: bool
+) -> AsyncIterator[bytes]:
     """Yield a job's changes of state and what its run reports, as server-sent events.
 
     Args:
@@ -172,7 +174,7 @@ async def _readable(plane: ControlPlane, by: Identity, job_id: str) -> JobRecord
     return job
 
 
-def _encoded(place: Place, one: JobChange | Event) -> bytes:
+def _encoded(place: StreamPlace, one: JobChange | Event) -> bytes:
     """Return a change or an event as a server-sent event, whose id is the place after it."""
     if isinstance(one, Event):
         return encode_event(orjson.dumps({"at": one.at, **one.data}), one.kind, str(place))

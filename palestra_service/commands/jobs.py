@@ -7,13 +7,13 @@ import time
 from itertools import islice
 from typing import Any
 
-from palestra.cli.options import add_control, command
+from palestra.cli.options import add_command, add_control
 from palestra.terminal import TerminalConsole, say
 
 
 def add(commands: Any) -> None:
     """Add the commands `jobs`, `logs` and `cancel`."""
-    parser = command(
+    parser = add_command(
         commands, "jobs", run, "list the jobs of your tenant, the newest first", "  palestra jobs --state running"
     )
     parser.add_argument(
@@ -22,11 +22,11 @@ def add(commands: Any) -> None:
     parser.add_argument("--user", help="list only those of this user; without it, of all users")
     parser.add_argument("--limit", metavar="JOBS", type=int, default=30, help="list at most so many")
     add_control(parser)
-    parser = command(commands, "logs", logs, "print a job's log", "  palestra logs -f job-1f3a5c7e9b2d4f60")
+    parser = add_command(commands, "logs", logs, "print a job's log", "  palestra logs -f job-1f3a5c7e9b2d4f60")
     parser.add_argument("job", metavar="JOB", help="the job's id")
     parser.add_argument("-f", "--follow", action="store_true", help="print what comes, until the job is over")
     add_control(parser)
-    parser = command(
+    parser = add_command(
         commands,
         "cancel",
         cancel,

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import command
+from palestra.cli.options import add_command
 from palestra.terminal import say
 
 
 def add(commands: Any) -> None:
     """Add the command `serve`, with where it listens, what it keeps, and what jobs may use."""
-    parser = command(
+    parser = add_command(
         commands,
         "serve",
         run,

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import add_control, add_set, command, overrides, time_span
+from palestra.cli.options import add_command, add_control, add_set, overrides, time_span
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
@@ -16,7 +16,7 @@ ROLES = ("engine", "trainer", "runner")
 
 def add(commands: Any) -> None:
     """Add the command `submit`, which takes a configuration and the resources that the job holds."""
-    parser = command(
+    parser = add_command(
         commands,
         "submit",
         run,
@@ -143,7 +143,7 @@ def _bundle(text: str) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Submit the job, print its id, push the tasks of its files, and watch it where that was asked for."""
-    from palestra.cli.event_lines import show
+    from palestra.cli.event_lines import show_events
     from palestra.client.control import ControlClient
 
     given, tasks = _config(arguments)
@@ -171,7 +171,7 @@ def run(arguments: argparse.Namespace) -> int:
             say("its tasks are pushed when it runs …", file=sys.stderr)
             with job.client() as client:
                 client.push_tasks(tasks["train"], tasks["validation"] or ())
-        return show(job) if arguments.watch else 0
+        return show_events(job) if arguments.watch else 0
 
 
 def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[str, Path | None]]:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 from urllib.parse import quote
 
-from palestra.cli.options import add_control, command
+from palestra.cli.options import add_command, add_control
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
@@ -22,7 +22,7 @@ AMOUNTS = {
 
 def add(commands: Any) -> None:
     """Add the command `tenants`, whose first argument is the action."""
-    parser = command(
+    parser = add_command(
         commands,
         "tenants",
         run,

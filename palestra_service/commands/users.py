@@ -7,7 +7,7 @@ import time
 from typing import Any
 from urllib.parse import quote
 
-from palestra.cli.options import add_control, command
+from palestra.cli.options import add_command, add_control
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
@@ -16,7 +16,7 @@ LIMITS = ("requests_per_minute", "burst", "open_jobs", "body_bytes", "episodes_i
 
 def add(commands: Any) -> None:
     """Add the commands `users` and `keys`, whose first argument is the action."""
-    parser = command(
+    parser = add_command(
         commands,
         "users",
         users,
@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
         "--role", choices=("admin", "member"), default="member", help="after `add`: the role of the new user"
     )
     add_control(parser)
-    parser = command(
+    parser = add_command(
         commands,
         "keys",
         keys,

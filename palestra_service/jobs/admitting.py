@@ -12,7 +12,7 @@ from pathlib import Path
 from palestra.disk import write_whole
 from palestra.errors import StoreError
 from palestra.types.jobs import JobRecord
-from palestra_bases.admissions import FILE, Admission, Admissions, digest_of, is_key, new_key, write_admissions
+from palestra_bases.admissions import FILE, Admission, Admissions, is_key, key_digest, new_key, write_admissions
 from palestra_service.placement.tenants import Quota
 
 log = logging.getLogger("palestra.control")
@@ -84,7 +84,7 @@ class AdmittedJobs:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, key.encode(), 0o600)
         if job_id in self._jobs:
-            self._jobs[job_id].digest = digest_of(key)
+            self._jobs[job_id].digest = key_digest(key)
         return path
 
     def find_key(self, job: JobRecord) -> None:
@@ -99,7 +99,7 @@ class AdmittedJobs:
             log.warning("%s can't be read, so its job has no key: %s", path, error)
             return
         if is_key(key):
-            self._jobs[job.job_id].digest = digest_of(key)
+            self._jobs[job.job_id].digest = key_digest(key)
         else:
             log.warning("%s is damaged, so its job has no key", path)
 

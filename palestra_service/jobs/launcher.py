@@ -148,7 +148,7 @@ class ServerOrder:
     bundles: tuple[BundleOrder, ...] = ()
 
 
-def runners_of(config: Mapping[str, Any]) -> int:
+def runner_count(config: Mapping[str, Any]) -> int:
     """Return how many processes play a job's environment beside its own.
 
     Args:

@@ -52,7 +52,7 @@ from palestra_service.jobs.shared_jobs import KnownKinds, by_base
 from palestra_service.placement.bases import part_of_base
 from palestra_service.placement.fitting import GpuShare, Node, PlacedBundle, RunningJob, counted, devices_left
 from palestra_service.placement.placement import JobStart, PlacementPolicy
-from palestra_service.placement.reasons import refusal, short
+from palestra_service.placement.reasons import never_starts, short
 from palestra_service.placement.sharing import no_room, place_all
 from palestra_service.placement.tenants import Quota
 from palestra_service.store import decisions
@@ -211,7 +211,7 @@ class JobScheduler:
             adapters: that it has on a shared base; 0: it has none.
         """
         limits, quota = self._rules.bases, await self.quota_of(tenant)
-        found = refusal(needs, self.nodes, tenant, quota, part_of_base(limits, adapters))
+        found = never_starts(needs, self.nodes, tenant, quota, part_of_base(limits, adapters))
         return no_room(needs, limits, self.nodes) if found is None and adapters else found
 
     def seen(self, job_id: str) -> None:
@@ -248,7 +248,7 @@ class JobScheduler:
         for job in queue.values():
             self._deadlines.watch(job)
         # Read after the queue, so that a job submitted under a new quota is not started under the old one.
-        self.policy = await self._store.read(lambda c: decisions.decided(c, self.policy))
+        self.policy = await self._store.read(lambda c: decisions.with_stored_quotas(c, self.policy))
         await self.bases.refresh(self.policy.quotas)
         able = [job for job in queue.values() if job.job_id not in in_use]
         own, shared = by_base(able, await self._kinds.of(queue.values()), self._rules.bases, now)

@@ -64,12 +64,12 @@ def by_base(
 def _readable_kind(job: JobRecord) -> BaseKind | None:
     """Return the kind of base server that a job needs; None: its configuration, of an earlier version, is not valid."""
     try:
-        return kind_of(parse_config(job.config))
+        return base_kind(parse_config(job.config))
     except ConfigError:  # its start fails, and says why
         return None
 
 
-def kind_of(config: JobConfig) -> BaseKind:
+def base_kind(config: JobConfig) -> BaseKind:
     """Return what a job needs of its base server."""
     return BaseKind(next(iter(config.policies.values())).model, config.deterministic)
 
@@ -96,7 +96,7 @@ def check_shared(config: JobConfig, limits: BaseLimits) -> None:
                 f"{key}.base names a server, and this service chooses one itself; write base = {PLACED!r}",
                 f"{key}.base",
             )
-        model = kind_of(config).model
+        model = base_kind(config).model
         if policy.model != model:
             raise InvalidRequest(
                 f"{key}.model is {policy.model!r}, and another policy of the job has {model!r}; a base server has one "

@@ -84,7 +84,7 @@ class JobStart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class Placement:
     """The result of `place`. Every waiting job is in exactly one of the first three attributes.
 
     Attributes:
@@ -106,7 +106,7 @@ def place(
     nodes: Iterable[Node],
     policy: PlacementPolicy,
     now: float,
-) -> Decision:
+) -> Placement:
     """Decide which jobs start now. The order in which jobs and nodes are given does not matter.
 
     Call it when a job is submitted or ends, when a start is finished, when a node or the policy changes, at `again_at`,
@@ -222,7 +222,7 @@ class _Placement:
         if account.claim is None and self._reachable(needs) and account.will_allow(counts):
             account.claim = QuotaReservation(name_of(job), (*counts, 1))
 
-    def decision(self) -> Decision:
+    def decision(self) -> Placement:
         """Return the decision, after putting shortages into words."""
         shortage, texts = Shortage(self._rooms, self._nodes), dict[Gang, str]()
         for job_id, needs in self._short:
@@ -232,7 +232,7 @@ class _Placement:
             self._waiting[job_id] = texts[needs]
         if self._first is not None:
             self._waiting[self._first.job_id] += f"; {self._kept_nodes()} kept for it"
-        return Decision(
+        return Placement(
             starts=tuple(self._starts),
             waiting=self._waiting,
             impossible=self._impossible,

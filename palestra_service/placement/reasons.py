@@ -26,7 +26,7 @@ from palestra_service.placement.tenants import (
 SHOWN = 3  # how many nodes a reason names
 
 
-def refusal(
+def never_starts(
     needs: Resources, nodes: Sequence[Node], tenant: str = "", quota: Quota | None = None, beside: Amounts = NOTHING
 ) -> str | None:
     """Return why a job can never start, not even on an empty cluster; None: it can. For checking submissions.

@@ -10,7 +10,7 @@ from palestra.types.bases import BaseKind
 from palestra.types.jobs import Resources
 from palestra_service.placement.bases import BaseDecision, BaseLimits, RunningBase, WaitingForBase, choose_bases
 from palestra_service.placement.fitting import Node, RunningJob, added, counted
-from palestra_service.placement.placement import Decision, JobStart, PlacementPolicy, in_turn, over_quota, place
+from palestra_service.placement.placement import JobStart, Placement, PlacementPolicy, in_turn, over_quota, place
 from palestra_service.placement.queues import WaitingJob
 from palestra_service.placement.reasons import sizes_of, too_large, within
 from palestra_service.placement.tenants import format_needs
@@ -78,7 +78,7 @@ def place_all(
 
     never = {job_id: reason for job_id, one in by_id.items() if (reason := no_room(one.job.needs, limits, machines))}
 
-    def decide(without: Collection[str]) -> tuple[BaseDecision, Decision]:
+    def decide(without: Collection[str]) -> tuple[BaseDecision, Placement]:
         """Decide as if some base servers were not there."""
         present = [base for base in known if base.base_id not in without]
         choice = choose_bases(asking, present, machines, limits, now, stopped)
@@ -98,7 +98,7 @@ def place_all(
 
 
 def _assembled(
-    decision: Decision,
+    decision: Placement,
     choice: BaseDecision,
     starters: Mapping[str, BaseKind],
     ended: Mapping[str, str],
@@ -125,9 +125,9 @@ def _assembled(
 
 def _ended_for_room(
     chosen: Mapping[str, str],
-    decision: Decision,
+    decision: Placement,
     idle: Sequence[RunningBase],
-    without: Callable[[Collection[str]], Decision],
+    without: Callable[[Collection[str]], Placement],
 ) -> list[str]:
     """Return idle base servers without which one more job could start.
 

@@ -18,7 +18,7 @@ FOLDER = "exchange"  # in a job's folder: weights on their way between machines
 _BESIDE = "beside"  # numbers of the processes in a job's own bundle whose memory counts with its own
 
 
-def beside(folder: Path) -> Path:
+def beside_job(folder: Path) -> Path:
     """Return where processes in the job's own bundle say that they run; see `memory_watch.join`."""
     return folder / _BESIDE
 
@@ -39,7 +39,7 @@ def places_of(order: ServerOrder, pass_env: Collection[str], here: str) -> JobPl
         own = {index: one for index, one in enumerate(order.bundles, start=1) if one.role == role}
         return Bundles(group, own, pass_env, order.folder, here) if own else None
 
-    near = beside(order.folder)
+    near = beside_job(order.folder)
     shutil.rmtree(near, ignore_errors=True)  # those of a process that was killed
     engine, trainer = of("engine"), of("trainer")
     folder = None

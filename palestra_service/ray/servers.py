@@ -42,7 +42,7 @@ from palestra_service.jobs.launcher import (
     Listening,
     ServerOrder,
     ended_text,
-    runners_of,
+    runner_count,
 )
 from palestra_service.model_server import ModelServer
 from palestra_service.placement.fitting import Node
@@ -50,7 +50,7 @@ from palestra_service.ray import memory_watch
 from palestra_service.ray.cluster import NAMESPACE, disconnect
 from palestra_service.ray.gpu_watch import GpuWatch
 from palestra_service.ray.job_environment import limit_environment
-from palestra_service.ray.job_places import beside, places_of
+from palestra_service.ray.job_places import beside_job, places_of
 
 log = logging.getLogger("palestra.runtime")
 ROOM_SECONDS = 60.0  # limit for a node to free the resources that the scheduler counts as free
@@ -298,7 +298,7 @@ def _runners_beside(order: ServerOrder | BaseOrder) -> int:
     """Return how many runners a server starts within its own resources, because they have no bundle."""
     if isinstance(order, BaseOrder) or any(bundle.role == "runner" for bundle in order.bundles):
         return 0
-    return runners_of(order.config)
+    return runner_count(order.config)
 
 
 def _set_base_key(order: ServerOrder) -> None:
@@ -324,7 +324,7 @@ def _limit_memory(order: ServerOrder | BaseOrder) -> None:
     text = ended_text(Ended(ending=Ending.FAILED, reason=reason))
     command = [sys.executable, "-I", "-S", str(WATCH), str(os.getpid()), str(int(limit * GIB))]
     command += [str(order.folder / ENDED_FILE), text, str(order.folder / LOG_FILE)]
-    command += [str(beside(order.folder))] if isinstance(order, ServerOrder) else []
+    command += [str(beside_job(order.folder))] if isinstance(order, ServerOrder) else []
 
     def keep_watching() -> None:
         while True:  # restart the watcher if it was killed, perhaps because the machine was short of memory

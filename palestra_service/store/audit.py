@@ -46,7 +46,7 @@ def append(connection: Connection, tenant: str, entry_id: str, entry: AuditEntry
     connection.execute(audit.insert(), row)
 
 
-def page(connection: Connection, tenant: str, before: int | None, limit: int) -> list[AuditEntry]:
+def audit_page(connection: Connection, tenant: str, before: int | None, limit: int) -> list[AuditEntry]:
     """Return lines of a tenant's log, newest first.
 
     Args:

@@ -302,7 +302,9 @@ class ControlStore:
             before: only lines with a smaller number; None: from the newest on.
         """
         _check_limit(limit)
-        return await self.read(lambda c: audit.page(c, tenant, None if before is None else _number(before), limit))
+        return await self.read(
+            lambda c: audit.audit_page(c, tenant, None if before is None else _number(before), limit)
+        )
 
     def _notify(self, job: JobRecord) -> None:
         self.changed.notify()

@@ -17,7 +17,7 @@ from palestra_service.store.tables import meta, tenants
 _DRAINING = "draining"
 
 
-def decided(connection: Connection, policy: PlacementPolicy) -> PlacementPolicy:
+def with_stored_quotas(connection: Connection, policy: PlacementPolicy) -> PlacementPolicy:
     """Return a policy with the stored quotas, and with the stored decision whether the cluster drains."""
     quotas = {name: quota for name, quota in quotas_of_all(connection).items() if quota is not None}
     return replace(policy, quotas=quotas, draining=is_draining(connection))

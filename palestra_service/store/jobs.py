@@ -26,7 +26,7 @@ from palestra.types.jobs import (
 )
 from palestra.types.states import JobState, check_transition
 from palestra_service.store import changes, decisions
-from palestra_service.store.stored_resources import more_resources, resources_of
+from palestra_service.store.stored_resources import more_resources, resources_of_row
 from palestra_service.store.stored_text import clean
 from palestra_service.store.tables import jobs
 
@@ -44,7 +44,7 @@ def record_of(row: Any) -> JobRecord:
         kind=row.kind,
         priority=row.priority,
         config=orjson.loads(row.config),
-        resources=resources_of(row),
+        resources=resources_of_row(row),
         attached=row.attached,
         private=row.private,
         state=JobState(row.state),

@@ -20,7 +20,7 @@ def more_resources(resources: Resources) -> str | None:
     return None if rest == plain else to_json(rest)
 
 
-def resources_of(row: Any) -> Resources:
+def resources_of_row(row: Any) -> Resources:
     """Return the resources that a row of `jobs` holds."""
     rest = {} if row.more_resources is None else orjson.loads(row.more_resources)
     bundles = tuple(Bundle(**bundle) for bundle in rest.pop("bundles", ()))

@@ -25,7 +25,7 @@ _MAX_TOKENS = 256  # the length for which the model was trained
 _EPSILON = 1e-12
 
 
-def model_folder() -> Path:
+def embedder_folder() -> Path:
     """Return the folder with the model's weights.
 
     Raises:
@@ -48,7 +48,7 @@ def shared_embedder() -> Embedder:
     Raises:
         ConfigError: the model is not installed.
     """
-    return Embedder(model_folder())
+    return Embedder(embedder_folder())
 
 
 class Embedder:

@@ -12,7 +12,7 @@ from palestra.envs.final_answer import final_answers
 from palestra.envs.task_splits import Split, draw_tasks
 from palestra.envs.tool_environment import ToolEnvironment
 from palestra.types.clock import Clock
-from palestra_worlds.retrieval.embedder import model_folder
+from palestra_worlds.retrieval.embedder import embedder_folder
 from palestra_worlds.retrieval.search import PassageSearch
 
 SYSTEM = "Search for what the question asks about, then finish with the answer alone."
@@ -54,7 +54,7 @@ class RetrievalEnvironment(ToolEnvironment):
             ConfigError: the embedding model is not installed.
             ValueError: `results` or `max_steps` is below 1.
         """
-        model_folder()
+        embedder_folder()
         search = _searches(results)
         super().__init__([search], right_fact, system=system, max_steps=max_steps, timeout_seconds=120, clock=clock)
 

@@ -18,7 +18,7 @@ from palestra.models.causal_lm import load_tokenizer
 from palestra.pictures.stored import StoredPictures
 from palestra.runtime.parts import pooled_parts
 from palestra_engines.external.engine import ExternalEngine
-from palestra_engines.external.served_policy import ServedPolicy
+from palestra_engines.external.served_policy import ExternalPolicy
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peers" / "vllm" / "bin" / "python"
@@ -89,7 +89,7 @@ async def started(model: Path, run: Path, policy=None, pictures: StoredPictures 
         await parts.trainer.close()
 
 
-def served(pool: InferenceManager) -> ServedPolicy:
+def served(pool: InferenceManager) -> ExternalPolicy:
     """What the pool's first worker has of the policy, and of its server."""
     engine = pool._workers[0].engine
     assert isinstance(engine, ExternalEngine)

@@ -20,7 +20,7 @@ from palestra.models.vision.processor import PictureProcessor
 from palestra.models.vision.tiny import make_tiny_vision
 from palestra.models.weights import LocalWeights
 from palestra.pictures.blobs import Blobs
-from palestra.pictures.encoding import encode
+from palestra.pictures.encoding import encode_picture
 from palestra.pictures.stored import StoredPictures
 from palestra.renderers import PictureTokens, select_renderer
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
@@ -61,7 +61,7 @@ async def engine(model, pictures, tmp_path_factory):
 def prompt_of(model, pictures, images) -> TokenSequence:
     tokenizer = load_tokenizer(str(model))
     tokens = PictureTokens(tokenizer, PictureProcessor(model).layout, pictures)
-    parts = [ImagePart(digest=Blobs(pictures.folder).put(encode(image))) for image in images]
+    parts = [ImagePart(digest=Blobs(pictures.folder).put(encode_picture(image))) for image in images]
     return select_renderer(tokenizer, pictures=tokens).render([user("what is it?", *parts, "well?")])
 
 

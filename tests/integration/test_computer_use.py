@@ -26,7 +26,7 @@ from palestra.engine.fake.engine import FakeEngine
 from palestra.envs import Progress
 from palestra.grammars.pool import Grammars
 from palestra.pictures.blobs import FOLDER, Blobs
-from palestra.pictures.decoding import decode
+from palestra.pictures.decoding import decode_picture
 from palestra.rollout import RolloutSpec
 from palestra.runtime import local
 from palestra.runtime.local import local_job
@@ -85,7 +85,7 @@ class Looking(FakeEngine):
     async def generate(self, request: EngineRequest):
         digests = [span.digest for span in request.prompt.media]
         self.seen.append(digests)
-        shown = [np.asarray(decode(self._pictures.get(digest))) for digest in digests]
+        shown = [np.asarray(decode_picture(self._pictures.get(digest))) for digest in digests]
         yield self._sampled(request, (*self._says(shown).encode(), self._stop))
 
 

@@ -25,7 +25,7 @@ from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.errors import ModelError, PalestraError
 from palestra.models.weights import LocalWeights
 from palestra.pictures.blobs import Blobs
-from palestra.pictures.encoding import encode
+from palestra.pictures.encoding import encode_picture
 from palestra.pictures.stored import StoredPictures
 from palestra.renderers import select_renderer
 from palestra.runtime.parts import pooled_parts
@@ -120,7 +120,7 @@ async def test_pictures_reach_the_workers_and_have_the_logprobs_of_one_engine(tm
 
     blobs = Blobs(tmp_path / "pictures")
     pictures = StoredPictures(blobs)
-    parts = [ImagePart(digest=blobs.put(encode(noise(40, 30, seed)))) for seed in range(3)]
+    parts = [ImagePart(digest=blobs.put(encode_picture(noise(40, 30, seed)))) for seed in range(3)]
     model, _ = LoadedModels(pictures=pictures).frozen("tiny-random-vision", torch.float32, torch.device("cpu"))
     policy = PolicyModel(model=model, stop_ids=frozenset((258,)))
     one = EmbeddedEngine({"policy": policy}, EmbeddedEngineConfig(dtype="float32", threads=1))

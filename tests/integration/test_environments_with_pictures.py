@@ -19,7 +19,7 @@ from palestra.agents import Agent
 from palestra.client import AsyncClient, Worker
 from palestra.config import parse_config
 from palestra.envs import Environment, ToolEnvironment
-from palestra.pictures.decoding import decode
+from palestra.pictures.decoding import decode_picture
 from palestra.pictures.parts import Picture
 from palestra.rollout import EnvironmentPlayer, RolloutSpec
 from palestra.runtime import local
@@ -85,7 +85,7 @@ async def play(folder: Path, spec: RolloutSpec, *, outside: bool) -> tuple[list[
             for trajectory in found
             for chat in trajectory.chats
         ]
-        pixels = [np.asarray(decode(store.pictures.get(name)))[0, 0].tolist() for name in store.pictures]
+        pixels = [np.asarray(decode_picture(store.pictures.get(name)))[0, 0].tolist() for name in store.pictures]
         assert sorted(pixels) == sorted([[0, 0, 0], *map(list, COLOURS)])
         return sorted(calls), list(store.pictures)
 

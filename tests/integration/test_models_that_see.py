@@ -16,7 +16,7 @@ from PIL import Image
 
 import palestra
 from palestra import JobConfig, ModelEndpoint
-from palestra.pictures.encoding import encode
+from palestra.pictures.encoding import encode_picture
 
 POLICY = {"model": "tiny-random-vision", "max_context": 2048, "sampling": {"max_tokens": 4}}
 EXACT = {"engine": {"dtype": "float32", "threads": 1}, "trainer": {"dtype": "float32", "threads": 1}}
@@ -24,7 +24,7 @@ EXACT = {"engine": {"dtype": "float32", "threads": 1}, "trainer": {"dtype": "flo
 
 def picture(seed: int, width: int = 40, height: int = 30) -> dict[str, Any]:
     drawn = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    file = base64.b64encode(encode(Image.fromarray(drawn))).decode()
+    file = base64.b64encode(encode_picture(Image.fromarray(drawn))).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{file}"}}
 
 

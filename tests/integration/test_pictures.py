@@ -21,7 +21,7 @@ from PIL import Image
 from seeing import PER_PICTURE, SeeingRenderer
 
 from palestra import AsyncClient, Client
-from palestra.pictures.decoding import decode
+from palestra.pictures.decoding import decode_picture
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.runtime.local_job import LocalJob
 
@@ -328,7 +328,7 @@ async def test_detail_low_shows_a_smaller_copy_that_is_kept_as_well(tmp_path):
         assert (await user.chat(shown(url_of(PNG), detail="low"))).status_code == 200  # is small already
         one, two, three = await trajectory_of_open(user)
         digest = one.all_media[0].digest
-        copy = decode(user.job.plane.store.pictures.get(digest))
+        copy = decode_picture(user.job.plane.store.pictures.get(digest))
         assert len(user.stored) == 3
     assert digest == two.all_media[0].digest != hashlib.sha256(data).hexdigest()
     assert three.all_media[0].digest == DIGEST

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from unit.tinker.serving import TINY, running
 
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 
 os.environ["TINKER_TELEMETRY"] = "0"
 tinker = pytest.importorskip("tinker")
@@ -24,7 +24,7 @@ TOKENS = list(range(5, 15))
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("tinker"), Limits(poll_seconds=1.0)) as started:
+    with running(tmp_path_factory.mktemp("tinker"), TinkerLimits(poll_seconds=1.0)) as started:
         yield started
         gc.collect()  # connections that the SDK does not close are found here, and not at the end of all tests
 

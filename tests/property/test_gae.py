@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.building import make_chat, make_episode, make_sample
 
-from palestra.algorithms.gae import chains_of, estimate, generalised_advantages
+from palestra.algorithms.gae import chains_of, generalised_advantages, generalized_advantages
 from palestra.store.calls import time_steps
 from palestra.types.records import TrainSample, Trajectory
 
@@ -59,7 +59,7 @@ def found(episode, cuts, order=None, **settings):
         return np.array([np.nan, np.nan, *(numbers[place] for place in places[n])], np.float32)
 
     given_ = [replace(rows[n], token_rewards=column(penalties, n)) for n in order]
-    result = estimate(
+    result = generalized_advantages(
         chains_of(trajectory, dict(enumerate(given_)), "step", settings["discount"]),
         given_,
         [column(values, n) for n in order],

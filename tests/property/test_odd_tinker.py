@@ -13,7 +13,7 @@ from unit.tinker.messages import batch_message, datum, tensor
 from unit.tinker.serving import Client, Failed, running
 
 from palestra_bases.tinker import protobuf
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 
 META = {"a": 1}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
@@ -103,7 +103,7 @@ class Used:
 
 @pytest.fixture(scope="module")
 def used(tmp_path_factory):
-    limits = Limits(poll_seconds=0.2, models=10**4, checkpoints=10**4, samplers=10**4)
+    limits = TinkerLimits(poll_seconds=0.2, models=10**4, checkpoints=10**4, samplers=10**4)
     with running(tmp_path_factory.mktemp("tinker"), limits) as server:
         yield Used(server)
 

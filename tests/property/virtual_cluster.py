@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from palestra.types.jobs import SHARES
 from palestra_service.placement.fitting import RunningJob, counted
-from palestra_service.placement.placement import Decision, place
+from palestra_service.placement.placement import Placement, place
 from palestra_service.placement.queues import WaitingJob
 
 AGING, LONGEST, STARTING = 50.0, 40.0, 1.0  # seconds
@@ -79,7 +79,7 @@ class Cluster:
 
     # What is decided
 
-    def decide(self, at=None) -> Decision:
+    def decide(self, at=None) -> Placement:
         held = [held for _, held in self.running.values()]
         now = self.now if at is None else at
         decision = place(self.waiting.values(), held, self.nodes.values(), self.policy, now)

@@ -12,7 +12,7 @@ import torch
 from palestra.engine.base import EngineLoad
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.model_runner import ModelRunner, PolicyModel
-from palestra.engine.embedded.request import DONE, Request, Unprepared
+from palestra.engine.embedded.request import DONE, RunningRequest, Unprepared
 from palestra.engine.embedded.sampling import SampledBatch
 from palestra.engine.embedded.scheduler import Decode, Prefill, Scheduler
 from palestra.engine.embedded.served_policy import ServedPolicy
@@ -51,7 +51,7 @@ class EngineCore:
             self._serve(name, policy, version)
         self._gone = (0, 0, 0)  # passes, prefilled and sampled tokens of runners that have no policy any more
         self.scheduler = Scheduler(self.policies, config, deterministic, kv_bytes)
-        self._outbox: list[tuple[Request, Any]] = []
+        self._outbox: list[tuple[RunningRequest, Any]] = []
 
     def _serve(self, name: str, policy: PolicyModel, version: PolicyVersion) -> ServedPolicy:
         """Give a policy the runner of its base, or one of its own."""
@@ -82,7 +82,7 @@ class EngineCore:
             self._gone = passes, prefilled, sampled
         self.flush()
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: RunningRequest) -> None:
         """Queue a request, or fail it if its policy was removed meanwhile."""
         if request.policy in self.policies:
             self.scheduler.add(request)
@@ -146,7 +146,7 @@ class EngineCore:
             return False
         return True
 
-    def _prefill(self, runner: ModelRunner, pieces: Sequence[tuple[Request, int]]) -> None:
+    def _prefill(self, runner: ModelRunner, pieces: Sequence[tuple[RunningRequest, int]]) -> None:
         """Compute pieces of prompts, and sample the first token of each request whose prompt is then complete."""
         new = dict(pieces)
         self._one_by_one(
@@ -155,7 +155,7 @@ class EngineCore:
         )
         leaders = {one: leader for leader in new if leader.hidden is not None for one in leader.group}
 
-        def start(some: Sequence[Request]) -> None:
+        def start(some: Sequence[RunningRequest]) -> None:
             hidden = [leader.hidden for one in some if (leader := leaders[one]).hidden is not None]
             sampled = runner.sample(some, torch.stack(hidden))
             for number, request in enumerate(some):
@@ -163,21 +163,21 @@ class EngineCore:
 
         self._one_by_one(list(leaders), start)
 
-    def _decode(self, runner: ModelRunner, requests: Sequence[Request]) -> None:
+    def _decode(self, runner: ModelRunner, requests: Sequence[RunningRequest]) -> None:
         """Sample the next token of each running reply; replies whose grammar can't go on fail before that."""
         fault_point("during_generation")
         for name, policy in runner.policies.items():
             constrained = [one for one in requests if one.policy == name and one.matcher is not None]
             self._one_by_one(constrained, partial(self._advance, policy))
 
-        def decode(some: Sequence[Request]) -> None:
+        def decode(some: Sequence[RunningRequest]) -> None:
             order, sampled = runner.decode(some)
             for number, request in enumerate(order):
                 self._append(request, sampled, number)
 
         self._one_by_one([request for request in requests if request.row is not None], decode)
 
-    def _one_by_one(self, requests: Sequence[Request], work: Callable[[Sequence[Request]], None]) -> None:
+    def _one_by_one(self, requests: Sequence[RunningRequest], work: Callable[[Sequence[RunningRequest]], None]) -> None:
         """Do `work` for requests together. If that fails, do it for each alone, and fail those that fail again.
 
         `work` changes nothing before its last error, so that it can be repeated.
@@ -195,14 +195,14 @@ class EngineCore:
             for request in requests:
                 self._one_by_one([request], work)
 
-    def _advance(self, policy: ServedPolicy, requests: Sequence[Request]) -> None:
+    def _advance(self, policy: ServedPolicy, requests: Sequence[RunningRequest]) -> None:
         """Find the tokens that may come next in replies with a grammar."""
         for request, error in zip(requests, policy.advance_grammars(requests), strict=True):
             if error is not None:
                 self._fail(request, error)
 
     def _start(
-        self, runner: ModelRunner, request: Request, leader: Request, sampled: SampledBatch, number: int
+        self, runner: ModelRunner, request: RunningRequest, leader: RunningRequest, sampled: SampledBatch, number: int
     ) -> None:
         """Begin the reply of a request whose prompt `leader` has computed, with its first token."""
         assert leader.keys is not None
@@ -218,7 +218,7 @@ class EngineCore:
             leader.keys = leader.hidden = leader.positions = None
         self._append(request, sampled, number)
 
-    def _append(self, request: Request, sampled: SampledBatch, number: int) -> None:
+    def _append(self, request: RunningRequest, sampled: SampledBatch, number: int) -> None:
         """Add the token of row `number` to a reply, and finish the reply where it ends."""
         token, policy = sampled.tokens[number], self.policies[request.policy]
         try:
@@ -240,7 +240,7 @@ class EngineCore:
 
     # Failures.
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def _fail(self, request: RunningRequest, error: Exception) -> None:
         """Fail a request that has begun, and those that wait for its prompt."""
         self._outbox += [(one, _failure(error)) for one in request.group]
         self.scheduler.remove(request)

@@ -19,7 +19,7 @@ from palestra.engine.embedded.command_queue import Command, CommandQueue
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.core import EngineCore
 from palestra.engine.embedded.model_runner import PolicyModel, check_determinism
-from palestra.engine.embedded.request import DONE, Request
+from palestra.engine.embedded.request import DONE, RunningRequest
 from palestra.errors import EngineFailure, InvalidRequest, ModelError
 from palestra.models.causal_lm import CausalLM
 from palestra.models.device import memory_bytes
@@ -84,7 +84,7 @@ class EmbeddedEngine:
         check_sampling(request.sampling, policy.model.vocab_size)
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Any] = asyncio.Queue()
-        running = Request(request, lambda item: loop.call_soon_threadsafe(pieces.put_nowait, item))
+        running = RunningRequest(request, lambda item: loop.call_soon_threadsafe(pieces.put_nowait, item))
         if request.sampling.grammar:
             if policy.grammars is None:
                 raise InvalidRequest("this engine has no grammars", "response_format")

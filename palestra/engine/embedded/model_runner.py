@@ -28,7 +28,7 @@ from palestra.engine.embedded.kv_cache import (
     capacity_for,
     wide_capacity_for,
 )
-from palestra.engine.embedded.request import Request
+from palestra.engine.embedded.request import RunningRequest
 from palestra.engine.embedded.sampling import RowSampling, SampledBatch, sample
 from palestra.engine.rng import uniform
 from palestra.errors import ModelError
@@ -104,7 +104,7 @@ class ModelRunner:
 
     # Passes.
 
-    def allocate_prompt(self, request: Request) -> None:
+    def allocate_prompt(self, request: RunningRequest) -> None:
         """Make room for the keys and values of a prompt, and copy those that an earlier prompt has left."""
         m = self.model
         shape = (m.layers, 2, m.key_heads, len(request.prompt), m.head_dim)
@@ -113,7 +113,7 @@ class ModelRunner:
             prefixes = self.policies[request.policy].prefixes
             request.prefilled = prefixes.copy_into(request.keys, request.prompt[:-1])
 
-    def prefill(self, pieces: Sequence[tuple[Request, int]]) -> None:
+    def prefill(self, pieces: Sequence[tuple[RunningRequest, int]]) -> None:
         """Compute the next tokens of some prompts; a prompt that is complete then has its last hidden state.
 
         Args:
@@ -141,7 +141,7 @@ class ModelRunner:
                 request.hidden = hidden[end - 1]
         self.prefilled_tokens += end
 
-    def decode(self, requests: Sequence[Request]) -> tuple[Sequence[Request], SampledBatch]:
+    def decode(self, requests: Sequence[RunningRequest]) -> tuple[Sequence[RunningRequest], SampledBatch]:
         """Compute the newest token of each reply and sample the one after it; returns both in the same order.
 
         If that fails, all replies are as before.
@@ -155,7 +155,7 @@ class ModelRunner:
         buckets = self._cache.in_order()
         rows = [row for bucket in buckets for row in bucket.rows]
         if len(rows) == len(requests):
-            order: Sequence[Request] = [by_row[row] for row in rows]
+            order: Sequence[RunningRequest] = [by_row[row] for row in rows]
             scores = self._next_scores(buckets, order)
         else:
             (row,), order = by_row, requests
@@ -167,7 +167,7 @@ class ModelRunner:
             row.position += 1
         return order, sampled
 
-    def _next_scores(self, buckets: Sequence[Bucket], order: Sequence[Request]) -> Tensor:
+    def _next_scores(self, buckets: Sequence[Bucket], order: Sequence[RunningRequest]) -> Tensor:
         """Compute the newest tokens of all rows of some buckets; returns scores of all tokens, float32 [rows, V]."""
         if self._graphs is None:
             return self._launched(order, DecodeAttention.of(buckets))
@@ -183,7 +183,7 @@ class ModelRunner:
             pieces.append(self._launched(own, DecodeAttention.of([bucket])) if found is None else found)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _launched(self, order: Sequence[Request], attention: DecodeAttention) -> Tensor:
+    def _launched(self, order: Sequence[RunningRequest], attention: DecodeAttention) -> Tensor:
         """Compute a pass step by step: the newest tokens of replies, whose rows `attention` has in the same order."""
         ids = torch.tensor([request.last for request in order])
         positions = torch.tensor([request.row.position for request in order if request.row is not None])
@@ -195,17 +195,17 @@ class ModelRunner:
         rows = [(policy, len(ids))]
         return self._logits(self._hidden(ids, positions, attention, rows), rows)
 
-    def sample(self, requests: Sequence[Request], hidden: Tensor) -> SampledBatch:
+    def sample(self, requests: Sequence[RunningRequest], hidden: Tensor) -> SampledBatch:
         """Sample the next token of B requests from their hidden states, [B, hidden]; the requests stay as they are."""
         return self._sampled(requests, self._scores(requests, hidden))
 
-    def _scores(self, requests: Sequence[Request], hidden: Tensor) -> Tensor:
+    def _scores(self, requests: Sequence[RunningRequest], hidden: Tensor) -> Tensor:
         """Return the scores of all tokens, float32 [B, V], for hidden states [B, hidden] of B requests."""
         lacking = self._min_rows - len(hidden)
         rows = torch.cat((hidden, hidden[:1].expand(lacking, -1))) if lacking > 0 else hidden
         return self._logits(rows, [(request.policy, 1) for request in requests])[: len(requests)]
 
-    def _sampled(self, requests: Sequence[Request], scores: Tensor) -> SampledBatch:
+    def _sampled(self, requests: Sequence[RunningRequest], scores: Tensor) -> SampledBatch:
         """Sample a token of each of B requests from scores [B, V]."""
         sampled = sample(scores, [self._row_sampling(request) for request in requests])
         self.sampled_tokens += len(requests)
@@ -288,7 +288,7 @@ class ModelRunner:
         more = [(policies[0][0], lacking)] if lacking > 0 else []
         return [(self.policies[name].model.adapter, count) for name, count in (*policies, *more)]
 
-    def _row_sampling(self, request: Request) -> RowSampling:
+    def _row_sampling(self, request: RunningRequest) -> RowSampling:
         matcher = request.matcher
         return RowSampling(
             sampling=request.sampling,

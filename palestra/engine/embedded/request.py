@@ -21,13 +21,13 @@ DONE = object()  # delivered after the last token
 class Unprepared(Exception):
     """A request could not be prepared for its first pass."""
 
-    def __init__(self, request: Request, cause: Exception) -> None:
+    def __init__(self, request: RunningRequest, cause: Exception) -> None:
         super().__init__(str(cause))
         self.request, self.cause = request, cause
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class RunningRequest:
     """An `EngineRequest` and its state. It waits, its prompt is prefilled, then its reply is decoded."""
 
     asked: EngineRequest
@@ -41,7 +41,7 @@ class Request:
     keys: Tensor | None = None  # [layers, 2, key heads, P, head dim]
     positions: Tensor | None = None  # [P] or [3, P], of the prompt, see `CausalLM.positions`
     prefilled: int = 0  # tokens of the prompt that are in `keys`
-    followers: list[Request] = field(default_factory=list)  # with the same prompt, which is computed once
+    followers: list[RunningRequest] = field(default_factory=list)  # with the same prompt, which is computed once
     hidden: Tensor | None = None  # [hidden] of the prompt's last token, until the first token is sampled
     # While the reply is decoded:
     row: Row | None = None  # its place in the cache of keys and values
@@ -67,7 +67,7 @@ class Request:
         return len(self.prompt) - self.prefilled
 
     @property
-    def group(self) -> tuple[Request, ...]:
+    def group(self) -> tuple[RunningRequest, ...]:
         """All requests that wait for this prompt, this one last."""
         return (*self.followers, self)
 
@@ -96,7 +96,7 @@ class Request:
             return ()
         return (*stops, *self.sampling.stop_ids)
 
-    def promote_follower(self) -> Request | None:
+    def promote_follower(self) -> RunningRequest | None:
         """Return the follower that continues with what this request has computed of their prompt, if there is one."""
         if not self.followers:
             return None

@@ -16,7 +16,7 @@ from torch import Tensor
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.kv_budget import KVBudget
 from palestra.engine.embedded.model_runner import ModelRunner
-from palestra.engine.embedded.request import Request, Unprepared
+from palestra.engine.embedded.request import RunningRequest, Unprepared
 from palestra.engine.embedded.served_policy import ServedPolicy
 from palestra.tokens import TokenRun
 
@@ -26,7 +26,7 @@ class Prefill:
     """A pass that computes pieces of prompts of the policies of one runner."""
 
     runner: ModelRunner
-    pieces: list[tuple[Request, int]]  # each with how many further tokens of its prompt
+    pieces: list[tuple[RunningRequest, int]]  # each with how many further tokens of its prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Decode:
     """A pass that gives every running reply of the policies of one runner one more token."""
 
     runner: ModelRunner
-    requests: list[Request]
+    requests: list[RunningRequest]
 
 
 class Scheduler:
@@ -53,9 +53,9 @@ class Scheduler:
         """
         self._policies, self._config, self._deterministic = policies, config, deterministic
         self.budget = KVBudget(kv_bytes, prefixes=[(p.prefixes, p.model.token_bytes) for p in policies.values()])
-        self.waiting: list[Request] = []
-        self.prefilling: list[Request] = []  # of those with the same prompt only the first, which has the others
-        self.running: list[Request] = []
+        self.waiting: list[RunningRequest] = []
+        self.prefilling: list[RunningRequest] = []  # of those with the same prompt only the first, which has the others
+        self.running: list[RunningRequest] = []
         self.draining: set[str] = set()  # policies whose running replies new weights wait for: none are admitted
 
     def schedule(self) -> Iterator[Prefill | Decode]:
@@ -70,7 +70,7 @@ class Scheduler:
 
     # What the engine asks.
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RunningRequest) -> None:
         """Queue a new request; it begins when there is room."""
         self.waiting.append(request)
 
@@ -131,7 +131,7 @@ class Scheduler:
             else:
                 leader.followers.append(request)
 
-    def _reserve(self, request: Request) -> bool:
+    def _reserve(self, request: RunningRequest) -> bool:
         policy = self._policies[request.policy]
         each = policy.model.token_bytes
         wanted = min(policy.longest_bytes(request), self.budget.total // each * each)
@@ -140,7 +140,7 @@ class Scheduler:
         request.reserved = wanted
         return True
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: RunningRequest) -> None:
         self.budget.release(request.reserved)
         request.reserved = 0
 
@@ -155,9 +155,9 @@ class Scheduler:
             left -= sum(new for _, new in pieces)
             yield from self._by_runner(pieces)
 
-    def _pieces(self, most: int) -> list[tuple[Request, int]]:
+    def _pieces(self, most: int) -> list[tuple[RunningRequest, int]]:
         """Return what to prefill next: of the oldest prompts at most so many tokens; or the oldest one, whole."""
-        pieces: list[tuple[Request, int]] = []
+        pieces: list[tuple[RunningRequest, int]] = []
         for request in self.prefilling[: 1 if self._deterministic else None]:
             if most <= 0:
                 break
@@ -171,9 +171,9 @@ class Scheduler:
             most -= new
         return pieces
 
-    def _by_runner(self, pieces: list[tuple[Request, int]]) -> list[Prefill]:
+    def _by_runner(self, pieces: list[tuple[RunningRequest, int]]) -> list[Prefill]:
         """Return a pass for each runner that has pieces of prompts."""
-        found: dict[ModelRunner, list[tuple[Request, int]]] = {}
+        found: dict[ModelRunner, list[tuple[RunningRequest, int]]] = {}
         for piece in pieces:
             found.setdefault(self._policies[piece[0].policy].runner, []).append(piece)
         return [Prefill(runner, own) for runner, own in found.items()]
@@ -186,7 +186,7 @@ class Scheduler:
 
     # From prefill to decode, and out.
 
-    def start(self, request: Request, leader: Request) -> None:
+    def start(self, request: RunningRequest, leader: RunningRequest) -> None:
         """Move a request whose prompt is computed from prefill to decode.
 
         Args:
@@ -199,7 +199,7 @@ class Scheduler:
             leader.followers.remove(request)
         self.running.append(request)
 
-    def keep_prefix(self, request: Request, tokens: TokenRun, keys: Tensor) -> None:
+    def keep_prefix(self, request: RunningRequest, tokens: TokenRun, keys: Tensor) -> None:
         """Keep what was computed for a request, for prompts to come; not what replaced weights have computed.
 
         Args:
@@ -210,7 +210,7 @@ class Scheduler:
         if not self._deterministic and request.version == policy.version:
             policy.keep_prefix(tokens, keys, self.budget.room_for(policy.prefixes, policy.model.token_bytes))
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: RunningRequest) -> None:
         """Take out a reply that has ended, and keep its keys and values for requests that continue it."""
         row = request.row
         assert row is not None
@@ -219,7 +219,7 @@ class Scheduler:
         self.keep_prefix(request, request.prompt.followed_by(reply), keys)
         self.remove(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: RunningRequest) -> None:
         """Take a request that has begun out of its queue, with its followers, and give back their memory."""
         for one in request.group:
             self._release(one)
@@ -233,7 +233,7 @@ class Scheduler:
             request.row = None
             self.running.remove(request)
 
-    def remove_all(self, policies: Collection[str]) -> list[Request]:
+    def remove_all(self, policies: Collection[str]) -> list[RunningRequest]:
         """Take out and return all requests of some policies that have begun, with their keys and values."""
         removed = [r for queue in (self.running, self.prefilling) for r in queue if r.policy in policies]
         self.running = [r for r in self.running if r.policy not in policies]
@@ -253,6 +253,6 @@ class Scheduler:
         return removed
 
 
-def _key(request: Request) -> tuple[object, ...]:
+def _key(request: RunningRequest) -> tuple[object, ...]:
     """Return what two requests must have in common to share a prompt: its tokens, and the weights that read it."""
     return (request.policy, request.version, *request.prompt.key)

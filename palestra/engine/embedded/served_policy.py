@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from palestra.engine.embedded.prefix_cache import PrefixCache
-from palestra.engine.embedded.request import Request
+from palestra.engine.embedded.request import RunningRequest
 from palestra.errors import ModelError, PalestraError
 from palestra.models.weights import WeightSource
 from palestra.tokens import TokenRun
@@ -41,7 +41,7 @@ class ServedPolicy:
         self.prefixes = PrefixCache(prefix_tokens)
         self._prefix_tokens = prefix_tokens
 
-    def longest_bytes(self, request: Request) -> int:
+    def longest_bytes(self, request: RunningRequest) -> int:
         """Return the bytes of keys and values that a request's longest reply needs."""
         length = len(request.prompt)
         longest = min(length + request.sampling.max_tokens, self.model.max_positions)
@@ -58,7 +58,7 @@ class ServedPolicy:
         self.prefixes.capacity = min(self._prefix_tokens, room)
         self.prefixes.insert(tokens, keys)
 
-    def advance_grammars(self, requests: Sequence[Request]) -> list[PalestraError | None]:
+    def advance_grammars(self, requests: Sequence[RunningRequest]) -> list[PalestraError | None]:
         """Find which tokens may come next in replies with a grammar; returns an error for each that has no next one."""
         assert self._grammars is not None
         return self._grammars.advance([r.matcher for r in requests if r.matcher is not None])

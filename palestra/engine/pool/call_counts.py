@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from palestra.engine.replay import Replay
+from palestra.engine.replay import TokenReplay
 
 
 class CallCounts:
@@ -13,11 +13,11 @@ class CallCounts:
 
     def __init__(self) -> None:
         """Begin without requests."""
-        self._open: set[Replay] = set()
+        self._open: set[TokenReplay] = set()
         self._ended_tokens = 0
 
     @contextlib.contextmanager
-    def counted(self, reply: Replay) -> Iterator[None]:
+    def counted(self, reply: TokenReplay) -> Iterator[None]:
         """Count a request while the block runs."""
         self._open.add(reply)
         try:

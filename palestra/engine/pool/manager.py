@@ -14,12 +14,12 @@ from palestra.engine.pool.call_counts import CallCounts
 from palestra.engine.pool.change import NumberChange
 from palestra.engine.pool.keeper import WorkerKeeper
 from palestra.engine.pool.options import CheckRoom, PoolOptions, StartWorker
-from palestra.engine.pool.placement import place
+from palestra.engine.pool.placement import place_request
 from palestra.engine.pool.prefixes import block_hashes
 from palestra.engine.pool.state import PoolState
 from palestra.engine.pool.wanted import KeptWeights, WantedPolicy
 from palestra.engine.pool.worker import InferenceWorker, added_loads
-from palestra.engine.replay import Replay
+from palestra.engine.replay import TokenReplay
 from palestra.engine.shown import problem
 from palestra.errors import Conflict, EngineFailure, InvalidRequest, ModelError, PalestraError, ReplyLost
 from palestra.models.weights import WeightSource
@@ -34,7 +34,7 @@ class InferenceManager:
     """Implements `Engine` with several workers, and replaces those that die or stand still.
 
     A reply whose worker is lost is sampled again by another one, under its seed. Nothing of the lost attempt is used
-    unless the caller has it already; see `Replay`.
+    unless the caller has it already; see `TokenReplay`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class InferenceManager:
             ReplyLost: the caller has tokens of a worker that was lost, and sampling them again gave others.
         """
         self._check_known(request.policy)
-        replay, hashes = Replay(), block_hashes(request.prompt)
+        replay, hashes = TokenReplay(), block_hashes(request.prompt)
         refusals: dict[str, InvalidRequest] = {}
         losses = 0
         with self._calls.counted(replay):
@@ -131,7 +131,7 @@ class InferenceManager:
         """Return the worker that gets a request, once there is one that serves and is of no kind that has refused."""
         serving = await self._serving(refusals)
         found = [worker.candidate(request.policy, hashes) for worker in serving]
-        return serving[place(len(request.prompt.ids), found)]
+        return serving[place_request(len(request.prompt.ids), found)]
 
     async def _serving(self, refusals: Mapping[str, InvalidRequest]) -> list[InferenceWorker]:
         """Return the workers that take a request, at least one; those that start are waited for."""

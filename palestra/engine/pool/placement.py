@@ -33,7 +33,7 @@ class Candidate:
     updating: bool = False
 
 
-def place(prompt_tokens: int, candidates: Sequence[Candidate]) -> int:
+def place_request(prompt_tokens: int, candidates: Sequence[Candidate]) -> int:
     """Return the number of the worker that should get a request.
 
     Workers that take new weights come last. Of the others the one with the least work gets the request: what of the

@@ -10,7 +10,7 @@ from typing import Any
 from palestra.client.arguments import checked_amount
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.remote.address import ServerAddress
-from palestra.envs.remote.link import SessionEnded, SessionLink, error_of, open_session
+from palestra.envs.remote.link import SessionEnded, SessionLink, open_session, server_error
 from palestra.envs.remote.observations import observation_of
 from palestra.errors import EnvironmentFailed, PalestraError
 from palestra.types.clock import Clock
@@ -19,11 +19,11 @@ from palestra.types.env_wire import (
     Abandoned,
     Begun,
     EnvironmentFacts,
-    Failed,
     Observed,
     Opened,
     Over,
     ServerMessage,
+    SessionFailed,
     Withdrawn,
 )
 from palestra.types.messages import ChatMessage, Observation
@@ -213,8 +213,8 @@ class RemoteEnvironment(ConcurrentEnvironment):
             message = await link.receive()
             if isinstance(message, Opened) or message.episode != self._number:
                 continue
-            if isinstance(message, Failed):
-                raise error_of(message)
+            if isinstance(message, SessionFailed):
+                raise server_error(message)
             return message
 
     async def _listen(self, link: SessionLink) -> None:

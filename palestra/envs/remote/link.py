@@ -38,10 +38,10 @@ from palestra.types.env_wire import (
     MOST_MESSAGE_BYTES,
     PROTOCOL,
     SERVER_MESSAGE,
-    Failed,
     Open,
     Opened,
     ServerMessage,
+    SessionFailed,
 )
 
 PING_SECONDS, PONG_SECONDS = 20.0, 60.0  # between two signs of life, and the longest time for an answer
@@ -144,8 +144,8 @@ async def _opened(address: ServerAddress, system: str | None) -> SessionLink:
             with _explained(url):
                 await socket.send(encoded(request.model_dump(), MAX_MESSAGE_BYTES))
             found = await _receive(url, socket)
-        if isinstance(found, Failed):
-            raise error_of(found)
+        if isinstance(found, SessionFailed):
+            raise server_error(found)
         if not isinstance(found, Opened):
             raise EnvironmentFailed(f"{url} does not keep to the protocol: it answered `open` with {found.type!r}")
     except BaseException as error:
@@ -178,7 +178,7 @@ def _explained(url: str) -> Iterator[None]:
         raise kind(f"the session of {url} has ended: {said}") from closed
 
 
-def error_of(message: Failed) -> PalestraError:
+def server_error(message: SessionFailed) -> PalestraError:
     """Return the error that a message of the server stands for, in the server's words."""
     return _ERRORS.get(message.code, EnvironmentFailed)(message.message)
 

@@ -11,7 +11,7 @@ import orjson
 
 from palestra.envs.rewards import checked_names
 from palestra.errors import EnvironmentFailed, InvalidEnvironment, InvalidRequest, PayloadTooLarge
-from palestra.pictures.blobs import digest_of
+from palestra.pictures.blobs import picture_digest
 from palestra.pictures.parts import Picture, files_in
 from palestra.types.env_wire import Observed
 from palestra.types.messages import ChatMessage, ImagePart, Observation, Part, StepReward
@@ -94,7 +94,7 @@ def _with_files(message: Observed, known: set[str]) -> tuple[ChatMessage, ...]:
             data = base64.b64decode(encoded, validate=True)
         except ValueError:
             raise EnvironmentFailed(f"the server sent a picture {digest:.64} that is no base64") from None
-        if digest_of(data) != digest:
+        if picture_digest(data) != digest:
             raise EnvironmentFailed(f"the server sent a picture under a digest that is not its own: {digest:.64}")
         files[digest] = Picture(digest=digest, data=data)
     known.update(files)

@@ -11,7 +11,7 @@ from palestra.errors import InvalidRequest, UnsupportedField
 from palestra.http.bodies import parse_body
 from palestra.http.errors import Failure
 from palestra.server.dialects.answers import answer_id
-from palestra.server.dialects.anthropic_blocks import MessageParam, TextBlocks, blocks_of, messages_of
+from palestra.server.dialects.anthropic_blocks import MessageParam, TextBlocks, blocks_of, messages_of_blocks
 from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult, TokenCounter
 from palestra.server.dialects.fields import (
     MOST_TOP_K,
@@ -232,7 +232,7 @@ Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, wh
 def _prompt_fields(wanted: CountRequest) -> dict[str, Any]:
     return {
         "policy": wanted.model,
-        "messages": messages_of(wanted.system or (), wanted.messages),
+        "messages": messages_of_blocks(wanted.system or (), wanted.messages),
         "tools": tuple(map(_tool, wanted.tools or ())),
     }
 

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from palestra.http.bodies import UNSUPPORTED
 from palestra.server.dialects.sent_pictures import SentPicture, from_url
-from palestra.server.dialects.transcript import Transcript, content_of
+from palestra.server.dialects.transcript import Transcript, recorded_content
 from palestra.types.messages import ChatMessage, Part, Text, TextPart
 
 _BLOCKS = ("text", "image", "tool_use", "tool_result", "thinking")
@@ -124,7 +124,7 @@ class MessageParam(BaseModel):
     content: Annotated[tuple[Block, ...], BeforeValidator(_known, json_schema_input_type=str | tuple[Block, ...])]
 
 
-def messages_of(system: Sequence[TextBlock], turns: Sequence[MessageParam]) -> tuple[ChatMessage, ...]:
+def messages_of_blocks(system: Sequence[TextBlock], turns: Sequence[MessageParam]) -> tuple[ChatMessage, ...]:
     """Return the messages that blocks stand for.
 
     Args:
@@ -135,7 +135,7 @@ def messages_of(system: Sequence[TextBlock], turns: Sequence[MessageParam]) -> t
         out.say("system", "\n\n".join(block.text for block in system))
     for number, turn in enumerate(turns):
         place = f"messages.{number}.content"
-        said = content_of(_parts(turn.content, place))
+        said = recorded_content(_parts(turn.content, place))
         if turn.role == "assistant":
             out.think("".join(block.thinking for block in turn.content if isinstance(block, ThinkingBlock)))
             out.say("assistant", said)
@@ -143,7 +143,7 @@ def messages_of(system: Sequence[TextBlock], turns: Sequence[MessageParam]) -> t
             if isinstance(block, ToolUseBlock):
                 out.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
             elif isinstance(block, ToolResultBlock):
-                out.result(block.tool_use_id, content_of(_parts(block.content, f"{place}.{k}.content")))
+                out.result(block.tool_use_id, recorded_content(_parts(block.content, f"{place}.{k}.content")))
         results = any(isinstance(block, ToolResultBlock) for block in turn.content)
         if turn.role != "assistant" and (said or not results):
             out.say(turn.role, said)

@@ -24,7 +24,7 @@ from palestra.server.dialects.responses_items import (
     Items,
     items_of,
     message_item,
-    messages_of,
+    messages_of_items,
     reasoning_item,
     text_part,
 )
@@ -189,7 +189,7 @@ Streamed, function calls come after the text, when the reply is complete."""
 def _prompt_fields(wanted: InputRequest) -> dict[str, Any]:
     return {
         "policy": wanted.model,
-        "messages": messages_of(wanted.instructions, wanted.input),
+        "messages": messages_of_items(wanted.instructions, wanted.input),
         "tools": tuple(map(_tool, wanted.tools or ())),
     }
 

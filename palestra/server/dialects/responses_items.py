@@ -12,7 +12,7 @@ from palestra.errors import InvalidRequest
 from palestra.http.bodies import UNSUPPORTED
 from palestra.server.dialects.answers import answer_id
 from palestra.server.dialects.sent_pictures import Detail, SentPicture, from_url
-from palestra.server.dialects.transcript import Transcript, content_of
+from palestra.server.dialects.transcript import Transcript, recorded_content
 from palestra.types.calls import Chat
 from palestra.types.messages import ChatMessage, Part, Text, TextPart
 
@@ -129,7 +129,7 @@ Items = Annotated[
 ]
 
 
-def messages_of(instructions: str | None, items: Sequence[Item]) -> tuple[ChatMessage, ...]:
+def messages_of_items(instructions: str | None, items: Sequence[Item]) -> tuple[ChatMessage, ...]:
     """Return the messages that items stand for; the items of one reply become one message again.
 
     Args:
@@ -143,11 +143,11 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> tuple[ChatMe
         out.say("system", instructions)
     for number, item in enumerate(items):
         if isinstance(item, MessageItem):
-            out.say(item.role, content_of(_parts(item.content, f"input.{number}.content")))
+            out.say(item.role, recorded_content(_parts(item.content, f"input.{number}.content")))
         elif isinstance(item, FunctionCallItem):
             out.call(item.call_id, item.name, item.arguments)
         elif isinstance(item, FunctionOutputItem):
-            out.result(item.call_id, content_of(_parts(item.output, f"input.{number}.output")))
+            out.result(item.call_id, recorded_content(_parts(item.output, f"input.{number}.output")))
         else:
             out.think("".join(part.text for part in item.content or ()))
     if not out.messages:

@@ -78,7 +78,7 @@ class Transcript:
             self._calls.clear()
 
 
-def content_of(parts: Sequence[Part]) -> str | Sequence[Part]:
+def recorded_content(parts: Sequence[Part]) -> str | Sequence[Part]:
     """Return parts as one text if all of them are text, as a reply of the model has been recorded; else as they are."""
     texts = [part.text for part in parts if isinstance(part, TextPart)]
     return "".join(texts) if len(texts) == len(parts) else parts

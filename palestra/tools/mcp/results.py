@@ -17,7 +17,7 @@ class McpToolError(Exception):
     """The tool has failed; the message is what the server says for the model."""
 
 
-def content_of(result: Mapping[str, Any], pictures: bool) -> str | list[str | bytes]:
+def tool_content(result: Mapping[str, Any], pictures: bool) -> str | list[str | bytes]:
     """Return the result of a call as text, or as a list of texts and files of pictures, in order.
 
     Parts of text that follow one another are joined by empty lines. What can't be shown becomes a line that says what

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited, PalestraError
 from palestra.tools.mcp.connection import McpConnection, McpError
 from palestra.tools.mcp.http import HttpTransport
-from palestra.tools.mcp.results import McpToolError, content_of
+from palestra.tools.mcp.results import McpToolError, tool_content
 from palestra.tools.mcp.stdio import StdioTransport
 from palestra.tools.mcp.transport import MAX_MESSAGE_BYTES, Transport
 from palestra.tools.source import OpenTools, ToolSource
@@ -310,7 +310,7 @@ class McpTool(Tool):
             raise McpToolError(str(error)) from error
         except EnvironmentFailed as error:
             raise self._link.blamed(connection, error) from None
-        return content_of(found, self._pictures)
+        return tool_content(found, self._pictures)
 
 
 def _schema(where: str, name: str, tool: Mapping[str, Any]) -> dict[str, Any]:

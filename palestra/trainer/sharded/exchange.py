@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from palestra.trainer.sharded.mapped import mapped, reserve
+from palestra.trainer.sharded.mapped import mapped, reserve_file
 
 
 class Exchange:
@@ -49,7 +49,7 @@ class Exchange:
         """Map files of `size` bytes in the place of smaller ones."""
         self._files = []
         paths = [self._folder / f"exchange-{rank}" for rank in range(self._count)]
-        reserve(paths[self._rank], size)
+        reserve_file(paths[self._rank], size)
         own = mapped(paths[self._rank], size)
         self.meet()  # all files are there, and have their size
         self._files = [own if rank == self._rank else mapped(path, size) for rank, path in enumerate(paths)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def reserve(path: Path, size: int, head: bytes = b"") -> None:
+def reserve_file(path: Path, size: int, head: bytes = b"") -> None:
     """Make a file of `size` bytes for which there is room: without it, a write to the memory would be a SIGBUS.
 
     Args:

@@ -22,7 +22,7 @@ from palestra.models.tensor_file import write_weights
 from palestra.models.weights import LocalWeights
 from palestra.process.channel import TakenBack
 from palestra.trainer.base import StepReport
-from palestra.trainer.gradient import Gradient, rows_of
+from palestra.trainer.gradient import Gradient, numbers_by_row
 from palestra.trainer.metrics import SentSums
 from palestra.trainer.optimizer import Named
 from palestra.trainer.packing import MicroBatch, pack
@@ -76,7 +76,7 @@ class RankPolicy(TorchPolicy):
             rows = found.setdefault(name, [])
 
             def add(micro: MicroBatch, hidden: Tensor, of: TokenForward = forward, to: list[Floats] = rows) -> None:
-                to += rows_of(micro, of.logprobs(micro, columns_of(micro, hidden.device), hidden))
+                to += numbers_by_row(micro, of.logprobs(micro, columns_of(micro, hidden.device), hidden))
 
             self._without_gradient(network, micro_batches, add, problem)
         self._group.check(problem.error)

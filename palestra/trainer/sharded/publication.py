@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from palestra.models.tensor_file import in_order, lay_out
+from palestra.models.tensor_file import in_aligned_order, lay_out
 from palestra.trainer.optimizer import Named
-from palestra.trainer.sharded.mapped import mapped, reserve, rows_of_rank
+from palestra.trainer.sharded.mapped import mapped, reserve_file, rows_of_rank
 from palestra.trainer.sharded.parts import local_part
 
 
@@ -28,7 +28,7 @@ class WeightFile:
             dtype: of weights with two dimensions or more; others are float32.
         """
         types = [dtype if p.ndim >= 2 else torch.float32 for _, p in parameters]
-        typed = in_order([(p, (name, p.shape, own)) for (name, p), own in zip(parameters, types, strict=True)])
+        typed = in_aligned_order([(p, (name, p.shape, own)) for (name, p), own in zip(parameters, types, strict=True)])
         self._header, (*starts, self._size) = lay_out([shaped for _, shaped in typed])
         self._places = [(p, own, start) for (p, (_, _, own)), start in zip(typed, starts, strict=True)]
 
@@ -39,7 +39,7 @@ class WeightFile:
             OSError: there is no room for it.
         """
         try:
-            reserve(path, self._size, self._header)
+            reserve_file(path, self._size, self._header)
         except OSError as error:
             raise OSError(f"weights can't be written to {path}: {error}") from error
 

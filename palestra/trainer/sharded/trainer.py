@@ -270,7 +270,7 @@ class ShardedTrainer:
 
         async def work() -> None:
             state = {"incarnation": mine.version.incarnation, "n": mine.version.n}
-            await self._written(policy, False, lambda fill: checkpoint.write_weights(folder, step, fill, state))
+            await self._written(policy, False, lambda fill: checkpoint.write_weights_folder(folder, step, fill, state))
 
         await self._serial.run_idempotent(policy, request_id, work)
 

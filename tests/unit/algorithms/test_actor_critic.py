@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from palestra.algorithms.base import Group
-from palestra.algorithms.gae import chains_of, estimate
+from palestra.algorithms.gae import chains_of, generalized_advantages
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.registry import create_algorithm
 from palestra.algorithms.regularization import Regularization
@@ -54,7 +54,7 @@ def test_each_episode_has_its_own_advantages_wherever_it_stands(level, cut_off):
         for trajectory in group.trajectories:
             own = [row for row in group.rows if row.episode_id == trajectory.episode.episode_id]
             part = slice(start, start := start + len(own))
-            alone = estimate(
+            alone = generalized_advantages(
                 chains_of(trajectory, dict(enumerate(own)), "step", 0.9),
                 own,
                 forward["values"][part],

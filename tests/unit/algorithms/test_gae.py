@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from palestra.algorithms.credit import step_returns
-from palestra.algorithms.gae import chains_of, estimate, explained_variance, generalised_advantages
+from palestra.algorithms.gae import chains_of, explained_variance, generalised_advantages, generalized_advantages
 from palestra.store.calls import time_steps
 from palestra.types.records import TrainSample, Trajectory
 from palestra.types.steps import StepTimes
@@ -66,7 +66,9 @@ def test_advantages_and_returns_are_those_of_stable_baselines3(case, level):
         chains = chains_of(trajectory, numbered(rows), "step", case["gamma"])
         after = columns(rows, [*[0.0] * (len(rows) - 1), one["value_after"]])
         values = columns(rows, one["values"])
-        found = estimate(chains, rows, values, after, discount=case["gamma"], decay=case["lambda"], level=level)
+        found = generalized_advantages(
+            chains, rows, values, after, discount=case["gamma"], decay=case["lambda"], level=level
+        )
         advantages.append(trained(rows, found.advantages))
         returns.append(trained(rows, found.returns))
     np.testing.assert_allclose(np.concatenate(advantages), case["advantages"], atol=2e-6)
@@ -90,7 +92,7 @@ def test_without_a_critic_and_with_lambda_1_it_is_the_return_of_the_timestep(dis
     rewards = (0.5, -1.0, 2.0, 0.25)
     trajectory, rows = played([("a", 2), ("b", 3), ("a", 1), ("b", 2)], step_rewards=rewards)
     zeros = columns(rows, [0.0] * 8)
-    found = estimate(
+    found = generalized_advantages(
         chains_of(trajectory, numbered(rows), "step", discount),
         rows,
         zeros,
@@ -113,7 +115,7 @@ def test_turns_that_are_ordered_by_their_actions():
     zeros = columns(rows, [0.0, 0.0])
     for one, order, wanted in ((later, "observed", [3.0, 2.0]), (later, "acted", [1.0, 3.0])):
         chains = chains_of(one, numbered(rows), "step", 1.0, order)
-        found = estimate(chains, rows, zeros, zeros, discount=1.0, decay=1.0, level="token")
+        found = generalized_advantages(chains, rows, zeros, zeros, discount=1.0, decay=1.0, level="token")
         assert trained(rows, found.advantages).tolist() == wanted
 
 
@@ -121,7 +123,7 @@ def test_a_truncated_episode_ends_with_the_value_of_what_would_have_followed_and
     values, after = [0.5, 0.25, 2.0], [7.0, 7.0, 4.0]
     for facts, last in (({"termination": "max_steps"}, 4.0), ({"termination": "done"}, 0.0), ({}, 0.0)):
         trajectory, rows = played([("agent", 3)], reward=1.0, facts=facts)
-        found = estimate(
+        found = generalized_advantages(
             chains_of(trajectory, numbered(rows), "step", 0.5),
             rows,
             columns(rows, values),
@@ -142,7 +144,7 @@ def test_the_value_after_a_cut_is_discounted_by_all_timesteps_until_it(level):
     cases = (((0.0, 0.0, 0.0), cut, 0.5**3 * 8.0), ((0.0, 0.0, 8.0), {}, 0.5**2 * 8.0))
     for step_rewards, facts, wanted in cases:
         trajectory, rows = played(steps, step_rewards=step_rewards, facts=facts)
-        found = estimate(
+        found = generalized_advantages(
             chains_of(trajectory, numbered(rows), "step", 0.5),
             rows,
             columns(rows, [0.0] * 3),
@@ -156,7 +158,7 @@ def test_the_value_after_a_cut_is_discounted_by_all_timesteps_until_it(level):
 
 def test_all_tokens_of_a_turn_have_the_advantage_of_its_first_state():
     trajectory, rows = played([("agent", 2), ("agent", 3)], step_rewards=(1.0, 3.0))
-    found = estimate(
+    found = generalized_advantages(
         chains_of(trajectory, numbered(rows), "step", 1.0),
         rows,
         columns(rows, [0.5, 9.0, 2.0, 9.0, 9.0]),
@@ -177,7 +179,7 @@ def test_an_agent_earns_its_own_reward_or_that_of_its_parent_unless_they_are_poo
     own, pooled = [1.0, -1.0, 1.0], [3.0] * 3
     for credit, wanted in (("agent", own), ("step", own), ("episode", pooled), ("team-step", pooled)):
         chains = chains_of(trajectory, numbered(rows), credit, 1.0)
-        found = estimate(chains, rows, zeros, zeros, discount=1.0, decay=1.0, level="token")
+        found = generalized_advantages(chains, rows, zeros, zeros, discount=1.0, decay=1.0, level="token")
         assert trained(rows, found.advantages).tolist() == wanted, credit
 
 
@@ -201,7 +203,7 @@ def test_it_does_not_matter_into_how_many_rows_and_calls_a_turn_is_cut(level):
     order = [2, 0, 1]
 
     def found(trajectory, rows, values, after):
-        return estimate(
+        return generalized_advantages(
             chains_of(trajectory, numbered(rows), "step", 0.9),
             rows,
             columns(rows, values),

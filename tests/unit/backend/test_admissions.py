@@ -11,12 +11,12 @@ from palestra.engine.fake.engine import FakeEngine, digits_script
 from palestra.errors import NotFound, PalestraError, StoreError, Unauthorized
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
-from palestra_bases.admissions import Admission, Admissions, digest_of, new_key, write_admissions
+from palestra_bases.admissions import Admission, Admissions, key_digest, new_key, write_admissions
 from palestra_bases.base import SamplerSpec
 
 
 def admission(job_id: str, key: str, weight: float = 1.0) -> Admission:
-    return Admission(job_id=job_id, weight=weight, digest=digest_of(key))
+    return Admission(job_id=job_id, weight=weight, digest=key_digest(key))
 
 
 def test_a_key_is_good_from_when_it_is_written_until_it_is_no_longer_there(tmp_path):

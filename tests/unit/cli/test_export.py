@@ -100,7 +100,7 @@ def best_of(folder) -> None:
     checkpoints = folder / "checkpoints"
     for step in (2, 3):
         checkpoint.write(checkpoints, step, lambda path, n=step: weights(path, n), {"step": step}, keep=2)
-    checkpoint.write_weights(checkpoints / checkpoint.BEST, 1, lambda path: weights(path, 1), {})
+    checkpoint.write_weights_folder(checkpoints / checkpoint.BEST, 1, lambda path: weights(path, 1), {})
 
 
 def weights(folder, number: int) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 from palestra.cli.episode_text import conversation
 from palestra.cli.terminal_pictures import TerminalPicture, protocol_of
 from palestra.pictures.blobs import Blobs
-from palestra.pictures.encoding import encode
+from palestra.pictures.encoding import encode_picture
 from palestra.renderers.fixed_layout import FixedLayout
 from palestra.renderers.patch_layout import PatchLayout
 from palestra.renderers.picture_layout import TiledLayout
@@ -50,7 +50,7 @@ def printed(picture, terminal: bool = True) -> str:
 
 def test_the_pixels_are_those_that_are_stored(tmp_path):
     blobs = Blobs(tmp_path)
-    digest = blobs.put(encode(PIXELS))
+    digest = blobs.put(encode_picture(PIXELS))
     kitty = printed(TerminalPicture(blobs, digest, "kitty"))
     pieces = re.findall(r"\x1b_G(?:a=T,f=100,)?m=[01];([^\x1b]*)\x1b\\", kitty)
     assert len(pieces) > 1
@@ -65,7 +65,7 @@ def test_the_pixels_are_those_that_are_stored(tmp_path):
 
 def test_without_a_protocol_or_a_terminal_there_is_a_link(tmp_path):
     blobs = Blobs(tmp_path)
-    digest = blobs.put(encode(PIXELS))
+    digest = blobs.put(encode_picture(PIXELS))
     plain = printed(TerminalPicture(blobs, digest, "kitty"), terminal=False)
     assert plain.strip() == f"[picture 90 × 60: {blobs.path(digest)}]"
     assert "_G" not in printed(TerminalPicture(blobs, digest, None))
@@ -110,7 +110,7 @@ def test_a_prompt_that_is_sent_again_is_no_prompt_of_token_ids():
 
 def test_the_tiles_that_a_model_got_are_shown_with_gaps_and_all_of_their_pixels(tmp_path):
     blobs, layout = Blobs(tmp_path), TiledLayout(tokens=4, tile=32, longest=64, splits=True)
-    digest = blobs.put(encode(PIXELS))
+    digest = blobs.put(encode_picture(PIXELS))
     said = printed(TerminalPicture(blobs, digest, "iterm", layout))
     assert "[picture 90 × 60, as 2 × 2 tiles of 32 × 32 pixels, and the whole in one:" in said
     encoded = re.search(r"size=\d+:([^\x07]*)\x07", said)[1]
@@ -126,7 +126,7 @@ def test_the_tiles_that_a_model_got_are_shown_with_gaps_and_all_of_their_pixels(
 
 def test_what_a_model_got_that_cuts_no_tiles_is_shown_in_the_squares_of_its_embeddings(tmp_path):
     blobs = Blobs(tmp_path)
-    digest, narrow = blobs.put(encode(PIXELS)), blobs.put(encode(np.zeros((1, 150), np.uint8)))
+    digest, narrow = blobs.put(encode_picture(PIXELS)), blobs.put(encode_picture(np.zeros((1, 150), np.uint8)))
     layout = PatchLayout(side=28, least=0, most=28 * 28 * 4)
     said = printed(TerminalPicture(blobs, digest, "iterm", layout))
     assert "[picture 90 × 60, as 56 × 28 pixels, in 1 × 2 squares of 28 × 28 with an embedding each:" in said

@@ -7,7 +7,7 @@ import httpx2
 import pytest
 
 from palestra.client.exchange import Settings, exchange, send_call
-from palestra.client.protocol import LONGEST_PAUSE_SECONDS, Call
+from palestra.client.protocol import LONGEST_PAUSE_SECONDS, ApiCall
 from palestra.errors import (
     ClaimOver,
     ConfigError,
@@ -24,7 +24,7 @@ from palestra.errors import (
 )
 from palestra.types.wire import EpisodeAnswer, HeartbeatEpisode
 
-CALL = Call("/heartbeat_episode", HeartbeatEpisode(episode_id="e"), EpisodeAnswer)
+CALL = ApiCall("/heartbeat_episode", HeartbeatEpisode(episode_id="e"), EpisodeAnswer)
 ANSWER = EpisodeAnswer(episode_id="e", state="claimed")
 
 
@@ -61,7 +61,7 @@ def test_a_request_has_the_key_of_the_call_or_of_the_job():
     assert request["url"] == "http://x/heartbeat_episode"
     assert request["headers"]["authorization"] == "Bearer key"
     assert request["content"] == '{"episode_id":"e"}'
-    other = settings().request(Call("/x", CALL.body, EpisodeAnswer, key="pe-1"))
+    other = settings().request(ApiCall("/x", CALL.body, EpisodeAnswer, key="pe-1"))
     assert other["headers"]["authorization"] == "Bearer pe-1"
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from palestra.types.jobs import SHARES, Resources
 from palestra_service.placement.fitting import GpuShare, Node, RunningJob
-from palestra_service.placement.placement import Decision, PlacementPolicy, place
+from palestra_service.placement.placement import Placement, PlacementPolicy, place
 from palestra_service.placement.queues import WaitingJob
 
 
@@ -45,7 +45,7 @@ def runs(waiting: WaitingJob, node_id, *devices, since=0.0, ends=None, starting=
 class Placed:
     """A decision, and where jobs start: `a` for node a, `a:0,1` with devices."""
 
-    decision: Decision
+    decision: Placement
 
     @property
     def where(self) -> dict[str, str]:

@@ -42,7 +42,7 @@ async def test_what_a_key_has_open_ends_with_it(plane, admin, eve, tmp_path, mon
     by = await plane.identities.authenticate(key.secret)
     job = await running(plane.store, "default", "admin")
     if kind == "events":
-        stream = streams.events(plane, by, job.job_id, tmp_path, streams.Place(), wait=True)
+        stream = streams.events(plane, by, job.job_id, tmp_path, streams.StreamPlace(), wait=True)
     else:
         (tmp_path / "log").write_text("it starts\n")
         stream = streams.log(plane, by, job.job_id, tmp_path / "log", 0, wait=True)

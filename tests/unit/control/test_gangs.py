@@ -10,7 +10,7 @@ from palestra_service.placement.fitting import FreeOnNode, FreeResources, counte
 from palestra_service.placement.gangs import GangPlaces, fit_gang, gang_of
 from palestra_service.placement.placement import Quota
 from palestra_service.placement.queues import WaitingJob
-from palestra_service.placement.reasons import refusal
+from palestra_service.placement.reasons import never_starts
 from unit.control.placing import decide, job, node, runs
 
 
@@ -113,14 +113,14 @@ def test_all_of_a_job_starts_or_nothing_and_the_reason_names_bundle_and_nodes():
     ],
 )
 def test_what_can_never_be_placed_is_refused_in_one_line(needs, said):
-    found = refusal(needs, [A, B, C])
+    found = never_starts(needs, [A, B, C])
     assert found == said if said is None or said[-1] != " " else found.startswith(said), found
 
 
 def test_quotas_count_every_process():
     needs = gang(engines(2, cpus=2, gpus=1, memory_gib=2), ranks(3, cpus=1), cpus=1, memory_gib=1)
     assert total(needs) == counted(Resources(cpus=8, gpus=2, memory_gib=5))
-    said = refusal(needs, [A, B, C], "t", Quota(cpus=7))
+    said = never_starts(needs, [A, B, C], "t", Quota(cpus=7))
     assert said == "needs 8 CPUs; the quota of tenant t is 7"
     decision = decide([waiting("j", needs)], [A, B, C], quotas={"t": Quota(gpus=2)}).decision
     assert len(decision.starts) == 1

@@ -7,7 +7,7 @@ import pytest
 from palestra.types.jobs import Resources
 from palestra_service.placement.fitting import Amounts, Node, counted
 from palestra_service.placement.placement import Quota
-from palestra_service.placement.reasons import refusal
+from palestra_service.placement.reasons import never_starts
 from unit.control.placing import decide, job, node, runs
 
 CPU, TWO, FOUR = node("cpu", cpus=8), node("two", gpus=2), node("four", gpus=4)
@@ -88,7 +88,7 @@ def test_what_a_node_lost_is_not_given_twice():
 def test_what_can_never_start_is_told_at_once(needs, nodes, reason):
     new = job("new", **needs)
     assert decide([new], nodes).impossible == ({} if reason is None else {"new": reason})
-    assert refusal(new.needs, nodes) == reason
+    assert never_starts(new.needs, nodes) == reason
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_can_never_start_is_told_at_once(needs, nodes, reason):
 )
 def test_what_a_quota_never_allows_is_told_at_once(quota, reason):
     new = job("new", gpus=8, memory=2)
-    assert refusal(new.needs, [node("a", gpus=8)], "t", quota) == reason
+    assert never_starts(new.needs, [node("a", gpus=8)], "t", quota) == reason
     placed = decide([new], [node("a", gpus=8)], quotas={"t": quota})
     assert placed.impossible == ({} if reason is None else {"new": reason})
 

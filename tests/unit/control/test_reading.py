@@ -10,7 +10,7 @@ import pytest
 from palestra.errors import InvalidRequest, NotFound
 from palestra.types.states import JobState
 from palestra_service.api import artifacts, streams
-from palestra_service.api.streams import Place
+from palestra_service.api.streams import StreamPlace
 from palestra_service.jobs.scheduler import RUN
 from unit.control.building import running, submit
 
@@ -52,11 +52,11 @@ async def test_links_lead_nowhere(tmp_path):
 @pytest.mark.parametrize("text", ["", ".", "1", "1.", ".1", "1.x", "-1.0", "1.2.3", "²." + "1", "9" * 41 + ".1"])
 def test_an_id_that_no_stream_had_is_refused(text):
     with pytest.raises(InvalidRequest):
-        Place.of(text)
+        StreamPlace.of(text)
 
 
 def test_the_largest_id_is_one_that_a_database_can_compare_with():
-    assert Place.of("9" * 18 + "." + "9" * 18) == (streams.LARGEST, streams.LARGEST)
+    assert StreamPlace.of("9" * 18 + "." + "9" * 18) == (streams.LARGEST, streams.LARGEST)
 
 
 @pytest.mark.parametrize("changed", [False, True])

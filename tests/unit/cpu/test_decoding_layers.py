@@ -22,7 +22,7 @@ from palestra.models.causal_lm import CausalLM, load_causal_lm
 from palestra_cpu import extension, kernel_arguments, layer_functions, packed_matrix
 from palestra_cpu.cpu_kernels import CpuKernels, cpu_kernels
 from palestra_cpu.kernel_arguments import CachedRows, MatrixAddress
-from palestra_cpu.packed import pack
+from palestra_cpu.packed import pack_model
 from palestra_cpu.packed_matrix import PackedMatrix
 from unit.cpu.test_llama_layers import KINDS, drawn, errors_of
 from unit.models.test_causal_lm import rounded_like_the_engine, two_of
@@ -225,7 +225,7 @@ def test_many_rows_are_multiplied_by_onednn(kernels):
 
 def sampled_from(kind: str, changes: dict, exact: bool = False) -> CausalLM:
     model = rounded_like_the_engine(drawn(kind, changes).model)
-    pack(model, exact)
+    pack_model(model, exact)
     assert model.packed is not None
     if not exact:
         for matrix in model.packed:
@@ -319,7 +319,7 @@ def test_an_exact_model_and_more_rows_than_pay_come_from_several_calls(kernels):
 
 def test_a_model_whose_matrices_have_odd_widths_is_sampled_from_by_onednn(kernels):
     model = rounded_like_the_engine(two_of("llama", intermediate_size=33)[1])
-    pack(model)
+    pack_model(model)
     with by_several_calls():
         assert decoded(model, cache_of(model, [5, 9])).isfinite().all()
 

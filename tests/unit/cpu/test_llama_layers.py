@@ -11,7 +11,7 @@ import torch
 from palestra.models.attention_backend import TrialAttention
 from palestra.models.causal_lm import CausalLM
 from palestra_cpu import layer_functions
-from palestra_cpu.packed import pack
+from palestra_cpu.packed import pack_model
 from unit.models.test_causal_lm import rounded_like_the_engine, two_of
 
 IDS = torch.from_numpy(np.random.default_rng(0).integers(1, 97, 40))
@@ -103,7 +103,7 @@ def test_a_pass_without_gradients_has_the_bits_of_one_with_them(rounded):
 def test_an_engine_with_packed_matrices_gets_the_same_bits(kind, changes, monkeypatch):
     """But for sums that compiled kernels add in another order: few numbers are rounded to a neighbour then."""
     packed = rounded_like_the_engine(drawn(kind, changes).model)
-    pack(packed)
+    pack_model(packed)
     with torch.inference_mode():
         compiled = packed.hidden(IDS, torch.arange(40), TrialAttention())
         monkeypatch.setattr(layer_functions, "cpu_kernels", lambda: None)

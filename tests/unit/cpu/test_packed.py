@@ -8,7 +8,7 @@ import torch
 
 from palestra.models.causal_lm import CausalLM, load_causal_lm
 from palestra_cpu import packed as packing
-from palestra_cpu.packed import pack
+from palestra_cpu.packed import pack_model
 from unit.models.test_causal_lm import SUPPORTED, Causal, rounded_like_the_engine, two_of
 
 packs = pytest.mark.skipif(not packing.multiplies_bfloat16(), reason="oneDNN multiplies no bfloat16 on this processor")
@@ -34,7 +34,7 @@ def test_the_numbers_are_those_of_plain_matrices(kind):
     """The same bits; but where oneDNN multiplies plain matrices by another kernel, the last bit of bfloat16 differs."""
     flat = two_of(kind)[1]
     plain, packed = rounded_like_the_engine(flat), rounded_like_the_engine(flat)
-    pack(packed)
+    pack_model(packed)
     assert packed.packed is not None
     assert packed.own_shapes() == {name: p.shape for name, p in plain.named_parameters()}
     for _ in range(2):
@@ -51,7 +51,7 @@ def test_the_numbers_are_those_of_plain_matrices(kind):
 @packs
 def test_layers_that_read_the_same_input_are_one_matrix_and_plain_ones_are_gone():
     model = rounded_like_the_engine(two_of("qwen2")[1])
-    pack(model)
+    pack_model(model)
     assert [[name.rpartition(".")[2] for name in matrix.names] for matrix in model.packed][:4] == [
         ["q_proj", "k_proj", "v_proj"],
         ["o_proj"],
@@ -66,8 +66,8 @@ def test_layers_that_read_the_same_input_are_one_matrix_and_plain_ones_are_gone(
 def test_a_layer_that_reads_another_input_than_the_one_before_is_not_merged_with_it():
     """A parallel block gives attention and network the same norm's output; a serial one does not."""
     parallel, serial = (rounded_like_the_engine(two_of(kind)[1]) for kind in ("cohere", "llama"))
-    pack(parallel)
-    pack(serial)
+    pack_model(parallel)
+    pack_model(serial)
     assert ["q_proj", "k_proj", "v_proj"] in [[n.rpartition(".")[2] for n in m.names] for m in serial.packed]
     assert all(len({n.rpartition(".")[0] for n in m.names}) == 1 for m in serial.packed)
     found = logits_of(parallel)
@@ -76,7 +76,7 @@ def test_a_layer_that_reads_another_input_than_the_one_before_is_not_merged_with
 
 def test_a_copy_has_weights_of_its_own():
     model = rounded_like_the_engine(two_of("qwen2")[1])
-    pack(model)
+    pack_model(model)
     before = logits_of(model)
     other = model.copied()
     with torch.inference_mode():
@@ -90,7 +90,7 @@ def test_a_layer_called_again_with_another_input_computes_it():
     model = rounded_like_the_engine(two_of("llama")[1])
     plain = model.model.get_submodule("model.layers.0.self_attn")
     query, key = plain.q_proj, plain.k_proj
-    pack(model)
+    pack_model(model)
     attention = model.model.get_submodule("model.layers.0.self_attn")
     one, two = torch.randn(2, 3, 32).bfloat16()
     with torch.inference_mode():
@@ -101,11 +101,11 @@ def test_a_layer_called_again_with_another_input_computes_it():
 
 
 def test_models_that_can_not_be_packed_stay_as_they_are(tiny):
-    pack(tiny)
+    pack_model(tiny)
     assert tiny.packed is None, "float32"
     base = load_causal_lm("tiny-random", torch.bfloat16)
     shared = base.on_same_weights()
-    pack(shared)
+    pack_model(shared)
     assert shared.packed is None, "weights of another model"
 
 
@@ -121,7 +121,7 @@ def test_a_model_that_packing_would_change_stays_as_it_is():
     attention.k_proj.register_forward_pre_hook(change)
     spoiled = logits_of(model)
     assert not torch.equal(before, spoiled)
-    pack(model)
+    pack_model(model)
     assert model.packed is None
     assert torch.equal(logits_of(model), spoiled)
 
@@ -130,6 +130,6 @@ def test_a_processor_on_which_nothing_is_packed_samples_from_plain_matrices(monk
     model = rounded_like_the_engine(two_of("llama")[1])
     wanted = logits_of(model)
     monkeypatch.setattr(packing, "multiplies_bfloat16", lambda: False)
-    pack(model)
+    pack_model(model)
     assert model.packed is None
     assert torch.equal(logits_of(model), wanted)

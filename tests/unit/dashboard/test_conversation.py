@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.dashboard.conversation import read_conversation
+from palestra.dashboard.conversation import read_call
 from palestra.errors import Conflict, NotFound
 from palestra.types.messages import ChatMessage, FunctionCall, ImagePart, TextPart, ToolCall, text_message
 from unit.building import make_chat
@@ -13,7 +13,7 @@ from unit.dashboard.recorded import record
 
 async def test_it_has_all_messages_of_the_prompt_and_then_the_reply(tmp_path):
     run = await record(tmp_path)
-    found = read_conversation(run, "train-000000-00", 1)
+    found = read_call(run, "train-000000-00", 1)
     assert [(one["role"], one["content"]) for one in found.messages] == [
         ("user", "hello"),
         ("assistant", "reply"),
@@ -21,9 +21,9 @@ async def test_it_has_all_messages_of_the_prompt_and_then_the_reply(tmp_path):
         ("assistant", "ABC"),
     ]
     assert (found.policy, found.temperature, found.max_tokens, found.notes) == ("policy", 1.0, 16, [])
-    assert len(read_conversation(run, "train-000000-00", 0).messages) == 2
+    assert len(read_call(run, "train-000000-00", 0).messages) == 2
     with pytest.raises(NotFound, match="2 calls"):
-        read_conversation(run, "train-000000-00", 2)
+        read_call(run, "train-000000-00", 2)
 
 
 async def test_tool_calls_and_their_answers_are_as_openai_has_them_and_images_are_left_out(tmp_path, monkeypatch):
@@ -35,7 +35,7 @@ async def test_tool_calls_and_their_answers_are_as_openai_has_them_and_images_ar
         ChatMessage(role="tool", content=(TextPart(text="2"),), tool_call_id="c1"),
     )
     _answer(monkeypatch, make_chat(messages=messages, tools=({"type": "function", "function": {"name": "add"}},)))
-    found = read_conversation(run, "train-000000-00", 0)
+    found = read_call(run, "train-000000-00", 0)
     assert found.messages[:3] == [
         {"role": "user", "content": "look"},
         {
@@ -55,7 +55,7 @@ async def test_a_prompt_of_tokens_is_no_conversation(tmp_path, monkeypatch):
     run = await record(tmp_path)
     _answer(monkeypatch, make_chat(messages=()))
     with pytest.raises(Conflict, match="token ids"):
-        read_conversation(run, "train-000000-00", 0)
+        read_call(run, "train-000000-00", 0)
 
 
 def _answer(monkeypatch, chat) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 import pytest
 
-from palestra.dashboard.conversation import read_conversation
+from palestra.dashboard.conversation import read_call
 from palestra.dashboard.episode import episode_answer, read_reading, read_tokens
 from palestra.dashboard.progress import describe_run, read_columns, read_settings
 from palestra.dashboard.runs import runs_of
@@ -444,7 +444,7 @@ async def test_of_a_reply_with_very_many_tool_calls_the_first_are_sent_and_the_r
         connection.execute("UPDATE chats SET reply = ? WHERE episode_id = 'train-000000-00' AND idx = 1", (reply,))
     found = episode_answer(run, read_reading(run, "train-000000-00")).calls[1].reply
     assert [len(found.tool_calls), found.tool_calls_cut] == [200, 800]
-    again = read_conversation(run, "train-000000-00", 1)
+    again = read_call(run, "train-000000-00", 1)
     assert len(again.messages[-1]["tool_calls"]) == 200
     assert "800 of its tool calls are left out" in again.notes[0]
 

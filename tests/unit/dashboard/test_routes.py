@@ -15,7 +15,7 @@ from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.files import public_paths
 from palestra.dashboard.server import create_page_app
 from palestra.pictures.blobs import Blobs
-from palestra.pictures.decoding import decode
+from palestra.pictures.decoding import decode_picture
 from unit.dashboard.recorded import PICTURE, PICTURE_DIGEST, record
 
 VALUES = {
@@ -86,8 +86,8 @@ async def test_a_picture_is_shown_as_the_model_of_a_policy_got_it(page):
         assert (found.headers["content-type"], found.headers["x-palestra-tiles"]) == ("image/png", parts)
         assert words[policy] in found.headers["x-palestra-seen"]
         assert "sandbox" in found.headers["content-security-policy"]
-        assert decode(found.content).size == (side, side)
-        assert decode(found.content).getcolors() == [(side * side, (255, 0, 0))]
+        assert decode_picture(found.content).size == (side, side)
+        assert decode_picture(found.content).getcolors() == [(side * side, (255, 0, 0))]
     for hostile in ("enlarging", "narrowing"):
         refused = await http.get(f"{address}/{hostile}", headers=headers)
         assert (refused.status_code, "and the page shows 16,777,216" in refused.text) == (422, True)

@@ -5,24 +5,24 @@ import sqlite3
 import pytest
 import sqlalchemy as sa
 
-from palestra.database.sqlite import driver_of, open_engine
+from palestra.database.sqlite import open_engine, sqlite_connection
 
 
 def test_a_transaction_that_can_not_begin_fails_with_the_error_of_sqlalchemy(tmp_path):
     engine = open_engine(tmp_path / "file.db", "NORMAL")
     with engine.begin() as connection:
-        driver_of(connection).execute("CREATE TABLE t (x)")
-        assert driver_of(connection).in_transaction
+        sqlite_connection(connection).execute("CREATE TABLE t (x)")
+        assert sqlite_connection(connection).in_transaction
     other = sqlite3.connect(tmp_path / "file.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with engine.connect() as connection:
-        driver_of(connection).execute("PRAGMA busy_timeout=0")
+        sqlite_connection(connection).execute("PRAGMA busy_timeout=0")
         with pytest.raises(sa.exc.OperationalError, match="locked") as error, connection.begin():
             pass
         assert isinstance(error.value.orig, sqlite3.OperationalError)
         other.execute("COMMIT")
         with connection.begin():
-            driver_of(connection).execute("INSERT INTO t VALUES (1)")
+            sqlite_connection(connection).execute("INSERT INTO t VALUES (1)")
     assert other.execute("SELECT count(*) FROM t").fetchone() == (1,)
     other.close()
     engine.dispose()

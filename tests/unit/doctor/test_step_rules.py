@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.doctor.rule import RECENT, History, JobSize
+from palestra.doctor.rule import RECENT, JobSize, RunHistory
 from palestra.doctor.rules import health_of
 from unit.learner.scripted_job import ScriptedJob, config
 
@@ -31,7 +31,7 @@ def row(step: int, **changes: float) -> dict[str, float]:
 
 
 def warnings(rows, groups: int = GROUPS, steps: int = 30):
-    return health_of(History(JobSize(groups_per_step=groups, steps=steps), rows))
+    return health_of(RunHistory(JobSize(groups_per_step=groups, steps=steps), rows))
 
 
 def codes(rows, steps: int = 30) -> list[str]:

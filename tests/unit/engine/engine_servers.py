@@ -19,10 +19,10 @@ from palestra.models.causal_lm import load_tokenizer
 from palestra.types.calls import PolicyVersion, SamplingParams
 from palestra_engines.external.connection import Address, EngineConnection
 from palestra_engines.external.engine import ExternalEngine
-from palestra_engines.external.reply import Bounds
+from palestra_engines.external.reply import ReplyBounds
 from palestra_engines.external.sample_text import SampleText
 from palestra_engines.external.served_adapter import ServedAdapter
-from palestra_engines.external.served_policy import ServedPolicy
+from palestra_engines.external.served_policy import ExternalPolicy
 from palestra_engines.sglang.api import SglangApi
 from palestra_engines.vllm.api import VllmApi
 from palestra_engines.vllm.served_broadcast import ServedBroadcast
@@ -31,7 +31,7 @@ from palestra_engines.vllm.worker.palestra_weight_group import WeightGroup, Weig
 from unit.building import engine_request
 
 VOCABULARY, STOP, KEY = 259, 258, "key-of-the-server"
-BOUNDS = Bounds(vocab_size=VOCABULARY, stop_ids=frozenset((STOP,)), max_context=64)
+BOUNDS = ReplyBounds(vocab_size=VOCABULARY, stop_ids=frozenset((STOP,)), max_context=64)
 SHAPES = {"model.norm.weight": (4,)}
 PROMPT = np.arange(40, 44, dtype=np.int32)
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=6, seed=3)
@@ -391,7 +391,7 @@ async def on_server(
         if rendezvous is not None:
             policy = ServedBroadcast(**known, rounds=WeightRounds(rendezvous, bucket_bytes=64))
         elif adapter is None:
-            policy = ServedPolicy(**known)
+            policy = ExternalPolicy(**known)
         else:
             policy = ServedAdapter(**known, adapter=adapter, base=str(model), first=None)
         engine = ExternalEngine({"policy": policy}, finish, stuck_seconds)

@@ -13,7 +13,7 @@ from palestra.engine.embedded import scheduler
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import ModelRunner, PolicyModel
-from palestra.engine.embedded.request import Request
+from palestra.engine.embedded.request import RunningRequest
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, ModelError
 from palestra.grammars.bounds import BOUNDS
 from palestra.grammars.pool import Grammars
@@ -129,7 +129,7 @@ async def test_a_row_that_can_not_be_sampled_fails_alone(tiny, monkeypatch, firs
 
 @pytest.mark.parametrize("where", ["allocate_prompt", "add_row", "_key", "append"])
 async def test_what_breaks_before_or_after_the_passes_fails_its_request_alone(tiny, monkeypatch, where):
-    owner = {"_key": scheduler, "append": Request}.get(where, ModelRunner)
+    owner = {"_key": scheduler, "append": RunningRequest}.get(where, ModelRunner)
     real = getattr(owner, where)
 
     def broken(*arguments):

@@ -7,7 +7,7 @@ import torch
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.core import EngineCore
 from palestra.engine.embedded.model_runner import PolicyModel
-from palestra.engine.embedded.request import Request
+from palestra.engine.embedded.request import RunningRequest
 from palestra.types.calls import PolicyVersion
 from unit.building import engine_request
 from unit.engine.calling import GREEDY, prompt
@@ -21,7 +21,7 @@ def test_it_is_delivered_before_the_decoding_pass_of_its_turn(tiny, monkeypatch)
     runner = core.policies["policy"].runner
     decode = runner.decode
     monkeypatch.setattr(runner, "decode", lambda requests: (before.append(len(delivered)), decode(requests))[1])
-    core.begin(Request(engine_request(prompt(5), GREEDY), delivered.append))
+    core.begin(RunningRequest(engine_request(prompt(5), GREEDY), delivered.append))
     with torch.inference_mode():
         core.step()
         core.step()

@@ -14,7 +14,7 @@ from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.core import EngineCore
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.engine.embedded.prefix_cache import PrefixCache
-from palestra.engine.embedded.request import Request
+from palestra.engine.embedded.request import RunningRequest
 from palestra.errors import InvalidRequest
 from palestra.tokens import TokenRun
 from palestra.types.calls import MediaSpan, PolicyVersion, SamplingParams
@@ -41,7 +41,7 @@ def prefilled(core: EngineCore, *digests: str | None) -> int:
     before = core.load().prefilled_tokens
     for digest in digests:
         asked = engine_request(prompt(40), ONE, media=() if digest is None else image(digest))
-        core.scheduler.add(Request(asked, lambda item: None))
+        core.scheduler.add(RunningRequest(asked, lambda item: None))
     while not core.scheduler.idle:
         core.step()
     return core.load().prefilled_tokens - before

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from palestra.envs import Arithmetic, CalculatorEnvironment, catalog_entry
 from palestra.envs.arithmetic import last_number, right_number
-from palestra.tools.calculator import evaluate
+from palestra.tools.calculator import evaluate_expression
 from palestra_worlds import SplitSum
 from palestra_worlds.split_sum import right_product
 from unit.envs.playing import calls, delegates, play, says
@@ -56,7 +56,7 @@ def test_the_answers_of_the_tasks_are_right(name):
     for split in ("train", "validation"):
         for task in catalog_entry(name).generate(split, 100, 1):
             asked = task["prompt"].removeprefix("What is ").rstrip(" =?")
-            assert str(evaluate(asked)) == task["answer"] == str(evaluate(task["id"]))
+            assert str(evaluate_expression(asked)) == task["answer"] == str(evaluate_expression(task["id"]))
 
 
 def test_one_sum_one_answer():

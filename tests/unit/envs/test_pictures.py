@@ -13,7 +13,7 @@ from palestra.envs import Environment, SerialEnvironment, check_environment
 from palestra.envs.acting import ActingEnvironment, Progress
 from palestra.envs.remote.observations import message_of, observation_of
 from palestra.errors import ConfigError, EnvironmentFailed, InvalidEnvironment
-from palestra.pictures.decoding import decode
+from palestra.pictures.decoding import decode_picture
 from palestra.pictures.parts import Picture
 from palestra.tools import FunctionTool, ToolManager
 from palestra.types.env_wire import Observed
@@ -55,7 +55,7 @@ async def test_an_array_an_image_and_a_file_are_the_same_picture():
     assert parts[0] == parts[1]
     for part in (*parts, (await shown(file.getvalue()))[0]):
         assert isinstance(part, Picture)
-        assert np.array_equal(np.asarray(decode(part.data)), RED)
+        assert np.array_equal(np.asarray(decode_picture(part.data)), RED)
 
 
 async def test_texts_and_pictures_keep_their_order():
@@ -211,10 +211,10 @@ async def test_observations_of_gymnasium_are_shown_as_pictures_or_rendered(field
         observation = await environment.observe()
         text, picture = observation.content[0].content
         assert text.text == "Light one."
-        assert decode(picture.data).size == size
+        assert decode_picture(picture.data).size == size
         environment.act(observation.id, text_message("assistant", "7"))
         (last,) = (await environment.observe()).content[0].content
-        pixels = np.asarray(decode(last.data))[:: size[1] // 4, :: size[0] // 5]
+        pixels = np.asarray(decode_picture(last.data))[:: size[1] // 4, :: size[0] // 5]
         assert np.flatnonzero(pixels[..., 0]).tolist() == [7]
 
 

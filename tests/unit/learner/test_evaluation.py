@@ -6,7 +6,7 @@ import io
 import pytest
 
 from palestra.config import GRPOConfig, JobConfig, Roles
-from palestra.learner.evaluation import evaluate
+from palestra.learner.evaluation import validate
 from palestra.runtime.console import console_of
 from palestra.types.records import Task
 from unit.building import SOLE, make_chat
@@ -35,7 +35,7 @@ async def play(store, count: int, *, discard=()) -> list[str]:
 
 async def test_every_task_is_scored_once(store):
     found, played = await asyncio.wait_for(
-        asyncio.gather(evaluate(store.groups, TASKS, 5, SOLE, PLAIN), play(store, 4)), 10
+        asyncio.gather(validate(store.groups, TASKS, 5, SOLE, PLAIN), play(store, 4)), 10
     )
     assert found["validation/reward_mean"] == 1.5
     assert (found["validation/scored"], found["validation/total"]) == (4, 4)
@@ -48,7 +48,7 @@ async def test_the_replies_that_were_cut_are_counted(store):
         one = await store.episodes.claim("w", f"r{index}", None)
         await store.calls.append(make_chat(one.episode_id, fence=one.fence, finish_reason=reason))
         await store.episodes.end(one.episode_id, one.fence, {"agent": 1.0}, None, {})
-    found = await evaluate(store.groups, TASKS, 5, SOLE, PLAIN)
+    found = await validate(store.groups, TASKS, 5, SOLE, PLAIN)
     assert (found["validation/replies"], found["validation/replies_cut"]) == (4, 2)
     config = JobConfig(name="a")
     for row, said in ((found, "2 of 4 replies cut"), (found | {"validation/replies_cut": 0.0}, "on 4 tasks\n")):
@@ -60,7 +60,7 @@ async def test_the_replies_that_were_cut_are_counted(store):
 
 async def test_what_could_not_be_scored_is_no_zero_but_said(store):
     found, _ = await asyncio.wait_for(
-        asyncio.gather(evaluate(store.groups, TASKS, 0, SOLE, PLAIN), play(store, 4, discard=(0, 3))), 10
+        asyncio.gather(validate(store.groups, TASKS, 0, SOLE, PLAIN), play(store, 4, discard=(0, 3))), 10
     )
     assert found["validation/reward_mean"] == 1.5
     assert (found["validation/scored"], found["validation/total"]) == (2, 4)
@@ -68,18 +68,18 @@ async def test_what_could_not_be_scored_is_no_zero_but_said(store):
 
 async def test_where_nothing_could_be_scored_there_is_no_mean(store):
     found, _ = await asyncio.wait_for(
-        asyncio.gather(evaluate(store.groups, TASKS, 0, SOLE, PLAIN), play(store, 4, discard=(0, 1, 2, 3))), 10
+        asyncio.gather(validate(store.groups, TASKS, 0, SOLE, PLAIN), play(store, 4, discard=(0, 1, 2, 3))), 10
     )
     assert "validation/reward_mean" not in found
     assert found["validation/scored"] == 0
 
 
 async def test_what_was_scored_before_a_restart_is_not_played_again(store):
-    first = asyncio.ensure_future(evaluate(store.groups, TASKS, 5, SOLE, PLAIN))
+    first = asyncio.ensure_future(validate(store.groups, TASKS, 5, SOLE, PLAIN))
     early = await play(store, 2)
     first.cancel()
     found, late = await asyncio.wait_for(
-        asyncio.gather(evaluate(store.groups, TASKS, 5, SOLE, PLAIN), play(store, 2)), 10
+        asyncio.gather(validate(store.groups, TASKS, 5, SOLE, PLAIN), play(store, 2)), 10
     )
     assert found["validation/reward_mean"] == 1.5
     assert not set(early) & set(late)
@@ -88,9 +88,9 @@ async def test_what_was_scored_before_a_restart_is_not_played_again(store):
 
 async def test_the_next_evaluation_has_episodes_of_its_own(store):
     for step in (0, 5):
-        await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, step, SOLE, PLAIN), play(store, 4)), 10)
+        await asyncio.wait_for(asyncio.gather(validate(store.groups, TASKS, step, SOLE, PLAIN), play(store, 4)), 10)
     assert await store.groups.next_index("validation") == 8
-    assert (await evaluate(store.groups, TASKS, 5, SOLE, PLAIN))["validation/reward_mean"] == pytest.approx(1.5)
+    assert (await validate(store.groups, TASKS, 5, SOLE, PLAIN))["validation/reward_mean"] == pytest.approx(1.5)
 
 
 async def test_what_a_frozen_policy_earned_is_in_no_mean(store):
@@ -102,7 +102,7 @@ async def test_what_a_frozen_policy_earned_is_in_no_mean(store):
                 await asyncio.sleep(0)
             await store.episodes.end(episode.episode_id, episode.fence, {"agent": -0.5, "opponent": 0.5}, None, {})
 
-    found, _ = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5, roles, PLAIN), lose()), 10)
+    found, _ = await asyncio.wait_for(asyncio.gather(validate(store.groups, TASKS, 5, roles, PLAIN), lose()), 10)
     assert (found["validation/reward_mean"], found["validation/scored"]) == (-0.5, 4)
 
 
@@ -117,7 +117,7 @@ async def test_rewards_by_name_have_means_of_their_own_over_the_tasks_in_which_t
             total = {"agent": weighed.weighted_sum(rewards)}
             await store.episodes.end(episode.episode_id, episode.fence, total, None, {}, named_rewards=rewards)
 
-    found, _ = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5, SOLE, weighed), score()), 10)
+    found, _ = await asyncio.wait_for(asyncio.gather(validate(store.groups, TASKS, 5, SOLE, weighed), score()), 10)
     assert (found["validation/rewards/right"], found["validation/rewards/style"]) == (0.75, 6.0)
     # What was not scored is no 0: it is as good as the others.
     assert found["validation/reward_mean"] == 0.75 + 0.5 * 6.0
@@ -138,6 +138,6 @@ async def test_what_agents_earn_that_draw_their_moves_is_of_no_policy(store, riv
                 episode.episode_id, episode.fence, {"agent": 0.5, "other": 7.0}, None, {}, facts=drawn
             )
 
-    found, _ = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5, roles, PLAIN), win()), 10)
+    found, _ = await asyncio.wait_for(asyncio.gather(validate(store.groups, TASKS, 5, roles, PLAIN), win()), 10)
     means = {name: value for name, value in found.items() if "reward_mean" in name}
     assert means == {"policy/validation/reward_mean" if several else "validation/reward_mean": 0.5}

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from palestra.pictures.decoding import decode, upright_size
-from palestra.pictures.encoding import encode
+from palestra.pictures.decoding import decode_picture, upright_size
+from palestra.pictures.encoding import encode_picture
 from palestra.pictures.limits import InvalidPicture, PictureLimits
 
 
@@ -42,7 +42,7 @@ def _pixels(image: Image.Image) -> np.ndarray:
 )
 def test_the_pixels_are_those_of_pillow_itself(kind, options):
     data = encoded(_noise(), kind, **options)
-    found = decode(data)
+    found = decode_picture(data)
     assert found.mode == "RGB"
     assert np.array_equal(_pixels(found), _pixels(Image.open(io.BytesIO(data)).convert("RGB")))
 
@@ -50,19 +50,19 @@ def test_the_pixels_are_those_of_pillow_itself(kind, options):
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
 def test_every_mode_becomes_rgb(mode):
     data = encoded(_noise(mode), "JPEG" if mode == "CMYK" else "PNG")
-    assert decode(data).mode == "RGB"
-    assert decode(data).size == (37, 23)
+    assert decode_picture(data).mode == "RGB"
+    assert decode_picture(data).size == (37, 23)
 
 
 def test_sixteen_bits_of_grey_become_eight():
     grey = Image.fromarray(np.array([[0, 257 * 100, 65535]], np.uint16))
-    assert _pixels(decode(encoded(grey)))[0, :, 0].tolist() == [0, 100, 255]
+    assert _pixels(decode_picture(encoded(grey)))[0, :, 0].tolist() == [0, 100, 255]
 
 
 def test_what_is_transparent_lies_on_white():
     image = Image.new("RGBA", (3, 1))
     image.putdata([(255, 0, 0, 0), (255, 0, 0, 255), (0, 0, 0, 128)])
-    found = _pixels(decode(encoded(image)))[0].tolist()
+    found = _pixels(decode_picture(encoded(image)))[0].tolist()
     assert found[:2] == [[255, 255, 255], [255, 0, 0]]
     assert found[2] == [127, 127, 127]
 
@@ -74,13 +74,13 @@ def test_the_orientation_of_exif_is_applied(orientation, kind):
     exif[0x0112] = orientation
     data = encoded(_noise(), kind, exif=exif)
     assert np.array_equal(
-        _pixels(decode(data)), _pixels(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+        _pixels(decode_picture(data)), _pixels(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
     )
 
 
 @pytest.mark.parametrize("raw", [b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0", b"Exif\0\0MM\0*" + b"\xff" * 400])
 def test_damaged_exif_changes_no_pixel(raw):
-    assert np.array_equal(_pixels(decode(encoded(RED, "PNG", exif=raw))), _pixels(RED))
+    assert np.array_equal(_pixels(decode_picture(encoded(RED, "PNG", exif=raw))), _pixels(RED))
 
 
 def _exif(*entries: tuple[int, int, int, int], after: int = 0) -> bytes:
@@ -102,12 +102,12 @@ EXIF_TRICKS = {
 
 @pytest.mark.parametrize("name", EXIF_TRICKS)
 def test_a_trick_of_exif_changes_no_pixel_and_takes_no_time(name):
-    decode(encoded())  # imports
+    decode_picture(encoded())  # imports
     for kind in ("PNG", "WEBP"):
         options = {"lossless": True} if kind == "WEBP" else {}
         data = encoded(RED, kind, exif=EXIF_TRICKS[name], **options)
         began = time.process_time()
-        pixels = _pixels(decode(data))
+        pixels = _pixels(decode_picture(data))
         assert time.process_time() - began < 0.1
         assert np.array_equal(pixels, _pixels(RED))
 
@@ -118,7 +118,7 @@ def test_the_size_from_the_header_is_that_of_the_pixels(orientation, kind):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(_noise(), kind, **({} if kind == "GIF" else {"exif": exif}))
-    assert upright_size(data, PictureLimits()) == decode(data).size
+    assert upright_size(data, PictureLimits()) == decode_picture(data).size
 
 
 def test_ordinary_extensions_texts_and_exif_are_taken():
@@ -129,7 +129,7 @@ def test_ordinary_extensions_texts_and_exif_are_taken():
         jpeg_segments(0xED, b"Photoshop 3.0\0" + b"8BIM\x04\x04\0\0\0\0\0\0" * 5_000, 8),
     ):
         began = time.process_time()
-        assert decode(data).size == upright_size(data, PictureLimits()) == RED.size
+        assert decode_picture(data).size == upright_size(data, PictureLimits()) == RED.size
         assert time.process_time() - began < 0.5
 
 
@@ -137,18 +137,18 @@ def test_ordinary_extensions_texts_and_exif_are_taken():
 def test_an_attack_is_refused_within_100_ms_and_keeps_no_memory(name):
     make, reason = ATTACKS[name]
     data = make()
-    decode(encoded())  # imports
+    decode_picture(encoded())  # imports
     took = []
     for _ in range(3):  # the machine may be busy with something else
         began = time.perf_counter()
         with pytest.raises(InvalidPicture, match=reason):
-            decode(data)
+            decode_picture(data)
         took.append(time.perf_counter() - began)
     assert min(took) < 0.1
     tracemalloc.start()
     try:
         with pytest.raises(InvalidPicture):
-            decode(data)
+            decode_picture(data)
         kept, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -157,26 +157,26 @@ def test_an_attack_is_refused_within_100_ms_and_keeps_no_memory(name):
 
 
 def test_a_jpeg_that_is_filled_up_with_zeros_is_taken():
-    assert decode(encoded(RED, "JPEG") + bytes(100)).size == RED.size
+    assert decode_picture(encoded(RED, "JPEG") + bytes(100)).size == RED.size
 
 
 def test_decoding_ends_when_its_time_is_over():
     data = encoded(_noise(size=(400, 400)))
     with pytest.raises(InvalidPicture, match="took longer than 0 s"):
-        decode(data, PictureLimits(seconds=0))
+        decode_picture(data, PictureLimits(seconds=0))
 
 
 def test_limits_are_those_that_were_given():
     with pytest.raises(InvalidPicture, match=r"8 × 6 pixels.*47 in all"):
-        decode(encoded(), PictureLimits(max_pixels=47))
+        decode_picture(encoded(), PictureLimits(max_pixels=47))
     with pytest.raises(InvalidPicture, match="on a side"):
-        decode(encoded(), PictureLimits(max_side=7))
+        decode_picture(encoded(), PictureLimits(max_side=7))
     with pytest.raises(InvalidPicture, match="bytes"):
-        decode(encoded(), PictureLimits(max_bytes=20))
+        decode_picture(encoded(), PictureLimits(max_bytes=20))
 
 
 def test_the_crc_of_a_chunk_counts():
-    assert decode(png(1, 1, png_chunk(b"IDAT", b"x\x9cc`\0\0\0\x02\0\x01"))).size == (1, 1)
+    assert decode_picture(png(1, 1, png_chunk(b"IDAT", b"x\x9cc`\0\0\0\x02\0\x01"))).size == (1, 1)
 
 
 @settings(max_examples=150, deadline=None)
@@ -187,15 +187,17 @@ def test_no_damage_raises_anything_else(data):
     for _ in range(data.draw(st.integers(1, 4))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     with suppress(InvalidPicture):
-        assert decode(bytes(whole)).mode == "RGB"
+        assert decode_picture(bytes(whole)).mode == "RGB"
 
 
 @pytest.mark.parametrize("shape", [(4, 5), (4, 5, 1), (4, 5, 3)])
 def test_an_array_keeps_its_pixels(shape):
     array = np.random.default_rng(1).integers(0, 256, shape, np.uint8)
-    found = _pixels(decode(encode(array)))
+    found = _pixels(decode_picture(encode_picture(array)))
     assert np.array_equal(found, np.broadcast_to(array if shape == (4, 5, 3) else array.reshape(4, 5, 1), (4, 5, 3)))
-    assert encode(array) == encode(Image.fromarray(array.reshape(4, 5) if shape != (4, 5, 3) else array))
+    assert encode_picture(array) == encode_picture(
+        Image.fromarray(array.reshape(4, 5) if shape != (4, 5, 3) else array)
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,4 +205,4 @@ def test_an_array_keeps_its_pixels(shape):
 )
 def test_other_values_are_no_pictures(value):
     with pytest.raises(TypeError, match="picture"):
-        encode(value)
+        encode_picture(value)

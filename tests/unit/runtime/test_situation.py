@@ -12,7 +12,7 @@ from palestra.config import JobConfig, parse_config
 from palestra.runtime import console
 from palestra.runtime.console import Console, beginning, console_of
 from palestra.runtime.local import local_job
-from palestra.runtime.situation import STALLED_SECONDS, PlainLines, Situation, clock, describe
+from palestra.runtime.situation import STALLED_SECONDS, PlainLines, Situation, clock, describe_situation
 from palestra.store.leases import Holder
 from palestra.types.progress import PhaseProgress, duration
 
@@ -55,12 +55,12 @@ def held(number: int, worker: str = "box-17", claimed: float = 300.0, heard: flo
     ],
 )  # fmt: skip
 def test_the_line_says_what_is_going_on_and_for_whom_it_waits(situation, still, holders, line):
-    assert describe(situation, still, holders) == line
+    assert describe_situation(situation, still, holders) == line
 
 
 def test_of_many_workers_those_that_hold_most_are_named():
     holders = [holder for number in range(1, 7) for holder in held(number, f"w{number}")]
-    line = describe(looked(), 100.0, holders)
+    line = describe_situation(looked(), 100.0, holders)
     assert [f"by worker w{n} " in line for n in range(1, 7)] == [False, False, False, True, True, True]
     assert line.endswith("and 3 other workers")
 

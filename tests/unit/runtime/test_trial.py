@@ -7,7 +7,7 @@ import pytest
 
 from palestra.config import parse_config
 from palestra.errors import ModelError
-from palestra.runtime.trial import load_model, try_steps
+from palestra.runtime.trial import try_model, try_steps
 
 
 def job(tmp_path, **settings):
@@ -83,4 +83,4 @@ def test_a_model_that_can_not_be_loaded_is_an_error(tmp_path):
         try_steps(parse_config({"model": "./nowhere", "run_dir": str(tmp_path / "run")}), lambda line: None, 60.0)
     serves = {"model": "./nowhere", "kind": "inference", "run_dir": str(tmp_path / "run")}
     with pytest.raises(ModelError):
-        load_model(parse_config(serves), lambda line: None)
+        try_model(parse_config(serves), lambda line: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from palestra.engine.base import EngineLoad, WorkerLoad
-from palestra.runtime.watchdog import Situation, stuck_part
+from palestra.runtime.watchdog import JobActivity, stuck_part
 from palestra.types.progress import Counts, Part
 
 
@@ -17,7 +17,7 @@ def worker(number, state):
 
 def moment(part=Part.LEARNER, collects=True, registered=4, claimed=0, workers=0, plays_itself=False, **others):
     counts = Counts(registered=registered, claimed=claimed, completed=0, discarded=0)
-    return Situation(
+    return JobActivity(
         part=part,
         phase="gathering step 3",
         collects=collects,

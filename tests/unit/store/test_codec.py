@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from palestra.database import to_json
-from palestra.store.codec import chat_of, chat_row, pack, unpack
+from palestra.store.codec import chat_of, chat_row, pack_array, unpack
 from palestra.types.messages import ChatMessage, text_message
 from unit.building import make_chat
 
@@ -18,23 +18,23 @@ class Row:
 
 def test_arrays_come_back_bit_by_bit():
     odd = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45, 3.4e38, -1 / 3], np.float32)
-    assert unpack(pack(odd, "f4"), "f4").tobytes() == odd.tobytes()
+    assert unpack(pack_array(odd, "f4"), "f4").tobytes() == odd.tobytes()
     ids = np.array([0, -1, 2**31 - 1, -(2**31)], np.int32)
-    assert unpack(pack(ids, "i4"), "i4").tolist() == ids.tolist()
-    assert unpack(pack(ids[:0], "i4"), "i4").tolist() == []
+    assert unpack(pack_array(ids, "i4"), "i4").tolist() == ids.tolist()
+    assert unpack(pack_array(ids[:0], "i4"), "i4").tolist() == []
 
 
 def test_the_bytes_do_not_depend_on_the_machines_byte_order():
-    assert unpack(pack(np.array([1, 2], ">i4"), "i4"), "i4").tolist() == [1, 2]
+    assert unpack(pack_array(np.array([1, 2], ">i4"), "i4"), "i4").tolist() == [1, 2]
 
 
 def test_arrays_that_are_views_are_stored_as_they_look():
     ids = np.arange(10, dtype=np.int32)
-    assert unpack(pack(ids[::3], "i4"), "i4").tolist() == [0, 3, 6, 9]
+    assert unpack(pack_array(ids[::3], "i4"), "i4").tolist() == [0, 3, 6, 9]
 
 
 def test_repetitive_ids_take_little_room():
-    assert len(pack(np.zeros(10_000, np.int32), "i4")) < 400
+    assert len(pack_array(np.zeros(10_000, np.int32), "i4")) < 400
 
 
 def test_a_call_is_stored_without_what_its_parent_has():

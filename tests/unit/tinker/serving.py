@@ -17,7 +17,7 @@ from palestra.config import TrainerConfig
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra_bases.models import SharedModelOptions, shared_models
 from palestra_bases.tinker import protobuf
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.serving import TinkerOptions, TinkerServer, tinker_server
 from unit.tinker.messages import batch_message, datum
 
@@ -59,14 +59,14 @@ class Running:
 @contextlib.contextmanager
 def running(
     folder: Path,
-    limits: Limits | None = None,
+    limits: TinkerLimits | None = None,
     *,
     deterministic: bool = False,
     loaded_adapters: int = 16,
     **options: Any,
 ) -> Iterator[Running]:
     """Serve `tiny-random` to the tenants ada and ben."""
-    known = limits or Limits(poll_seconds=5.0)
+    known = limits or TinkerLimits(poll_seconds=5.0)
     started: list[Any] = []
     ready, over = threading.Event(), threading.Event()
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 from unit.tinker.serving import TINY, Client, running
 
 CLONE = 1_000_000_000
@@ -91,7 +91,7 @@ def test_a_cursor_is_good_after_the_server_is_started_again(tmp_path):
         for number in range(2):
             client.result(begin(client, sampler, number))
         _, cursor = poll(client, sampler)
-    with running(tmp_path, Limits(poll_seconds=5.0, futures=0)) as server:
+    with running(tmp_path, TinkerLimits(poll_seconds=5.0, futures=0)) as server:
         client = Client(server.url, server.key("ada"))
         third = begin(client, sampler, 2)
         found, cursor = poll(client, sampler, cursor)

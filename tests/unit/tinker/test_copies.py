@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 from unit.tinker.serving import Client, Model, running
 
 
@@ -118,7 +118,7 @@ def test_what_can_not_be_copied_is_refused_in_a_sentence(ada):
 @pytest.mark.slow
 def test_sessions_and_models_are_forgotten_when_nothing_can_use_them(tmp_path):
     """Rows of a session stay while it is alive, or while one of its models has a checkpoint or waits for something."""
-    limits = Limits(poll_seconds=5.0, kept_seconds=0.0)  # so that a session is forgotten as soon as it is over
+    limits = TinkerLimits(poll_seconds=5.0, kept_seconds=0.0)  # so that a session is forgotten as soon as it is over
 
     def rows(table: str) -> set[str]:
         names = {"models": "model_id", "sessions": "session_id", "requests": "target"}
@@ -155,7 +155,7 @@ def test_sessions_and_models_are_forgotten_when_nothing_can_use_them(tmp_path):
 
 
 def test_a_living_session_is_kept_however_long_its_models_rest(tmp_path):
-    with running(tmp_path, Limits(poll_seconds=5.0, kept_seconds=3600.0)) as server:
+    with running(tmp_path, TinkerLimits(poll_seconds=5.0, kept_seconds=3600.0)) as server:
         client = Client(server.url, server.key("ada"))
         model = client.model()
         db = server.server.service.journal.db

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from palestra.errors import InvalidRequest
 from palestra_bases.tinker import protobuf
 from palestra_bases.tinker.datums import read_batch
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.protobuf import new
 from unit.tinker.messages import batch_message, datum, tensor
 
@@ -124,7 +124,7 @@ def with_chunk(chunk):
 )
 def test_what_does_not_fit_is_refused(data, loss, config, said):
     with pytest.raises(InvalidRequest) as error:
-        read_batch(batch_message(data, loss, config), 50, 6, Limits(datums=3, targets=12))
+        read_batch(batch_message(data, loss, config), 50, 6, TinkerLimits(datums=3, targets=12))
     assert said in str(error.value)
     if "datum" not in said and "loss" not in said:
         assert str(error.value).startswith("data.")
@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused(data, loss, config, said):
 
 def test_a_sparse_tensor_is_zero_where_it_lists_nothing():
     targets = sparse([4, 5, 6], [0, 2, 3], [0, 2, 1], kind="int64")
-    batch = read_batch(batch_message([wide(targets, sparse([0.5], [0, 0, 1], [1]))]), 50, 6, Limits())
+    batch = read_batch(batch_message([wide(targets, sparse([0.5], [0, 0, 1], [1]))]), 50, 6, TinkerLimits())
     assert batch.several == 3
     assert [row.targets[1:].tolist() for row in batch.rows] == [[4, 0], [0, 6], [5, 0]]
     assert [row.loss_weights[1:].tolist() for row in batch.rows] == [[0.0, 0.0], [0.0, 0.5], [0.0, 0.0]]
@@ -143,19 +143,19 @@ def test_a_text_in_the_place_of_a_number_is_refused():
     message = batch_message([datum([1, 2], [2, 3], **GOOD)], "ppo")
     message.loss_fn_config_v2["clip_low_threshold"].text = "0.5"
     with pytest.raises(InvalidRequest, match="is a text"):
-        read_batch(message, 50, 6, Limits())
+        read_batch(message, 50, 6, TinkerLimits())
 
 
 def test_the_newer_form_of_a_number_wins():
     message = batch_message([datum([1, 2], [2, 3], **GOOD)], "ppo", {"clip_low_threshold": 0.5})
     message.loss_fn_config_v2["clip_low_threshold"].number = 0.25
-    assert read_batch(message, 50, 6, Limits()).loss.parameters == {"clip_low_threshold": 0.25}
+    assert read_batch(message, 50, 6, TinkerLimits()).loss.parameters == {"clip_low_threshold": 0.25}
 
 
 @given(body=st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(body):
     try:
         message = protobuf.parse("ForwardBackwardRequest", body)
-        read_batch(message, 50, 6, Limits())
+        read_batch(message, 50, 6, TinkerLimits())
     except InvalidRequest:
         return

@@ -10,7 +10,7 @@ import torch
 
 from palestra_bases.tinker import protobuf
 from palestra_bases.tinker.datums import loss_without_gradient, output_of, read_batch
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 from unit.tinker.messages import batch_message, datum, logprobs_of
 from unit.trainer.networks import networks, transformers_model
 from unit.trainer.test_torch_trainer import close, gradients
@@ -102,7 +102,7 @@ async def test_a_loss_is_the_sum_of_its_formula_and_so_is_its_gradient(reference
     data = some_data(name)
     logprobs, loss, wanted = computed(reference, data, FORMULAS[case])
     message = batch_message([datum(t, g, **inputs) for t, g, inputs in data], name, CONFIGS.get(case))
-    batch = read_batch(message, VOCABULARY, 100, Limits())
+    batch = read_batch(message, VOCABULARY, 100, TinkerLimits())
     async with networks() as trainer:
         before = await trainer.forward("policy", batch.rows, ["old_logprobs"])
         report = await trainer.forward_backward("policy", batch.rows, batch.loss, "1", logprobs=True)
@@ -122,7 +122,7 @@ async def test_a_position_without_an_advantage_adds_nothing_whatever_its_logprob
     found = []
     for one in (with_rubbish, plain):
         async with networks() as trainer:
-            batch = read_batch(batch_message([one], "importance_sampling"), VOCABULARY, 100, Limits())
+            batch = read_batch(batch_message([one], "importance_sampling"), VOCABULARY, 100, TinkerLimits())
             report = await trainer.forward_backward("policy", batch.rows, batch.loss, "1")
             found.append((report.metrics["loss"], gradients(trainer)))
     assert math.isfinite(found[0][0])
@@ -135,7 +135,7 @@ async def test_gradients_of_two_requests_add_up(reference):
     _, _, wanted = computed(reference, data, FORMULAS["cross_entropy"])
     async with networks() as trainer:
         for number, (tokens, targets, inputs) in enumerate(data):
-            batch = read_batch(batch_message([datum(tokens, targets, **inputs)]), VOCABULARY, 100, Limits())
+            batch = read_batch(batch_message([datum(tokens, targets, **inputs)]), VOCABULARY, 100, TinkerLimits())
             await trainer.forward_backward("policy", batch.rows, batch.loss, str(number))
         close(gradients(trainer), wanted, 1e-5)
 
@@ -144,7 +144,7 @@ async def test_cross_entropy_without_weights_counts_every_position(reference):
     tokens, targets = [3, 4, 5], [9, 8, 7]
     _, loss, _ = computed(reference, [(tokens, targets, {"weights": [1.0, 1.0, 1.0]})], FORMULAS["cross_entropy"])
     async with networks() as trainer:
-        batch = read_batch(batch_message([datum(tokens, targets)]), VOCABULARY, 100, Limits())
+        batch = read_batch(batch_message([datum(tokens, targets)]), VOCABULARY, 100, TinkerLimits())
         report = await trainer.forward_backward("policy", batch.rows, batch.loss, "1")
     assert report.metrics["loss"] == pytest.approx(loss, rel=1e-5)
 
@@ -161,7 +161,7 @@ async def test_several_targets_of_a_position_are_each_weighed(reference):
     ]
     logprobs, loss, wanted = computed(reference, columns, FORMULAS["cross_entropy"])
     data = [datum(tokens, targets, weights=w) for (tokens, targets), w in zip(wide, weights, strict=True)]
-    batch = read_batch(batch_message(data), VOCABULARY, 100, Limits())
+    batch = read_batch(batch_message(data), VOCABULARY, 100, TinkerLimits())
     async with networks() as trainer:
         report = await trainer.forward_backward("policy", batch.rows, batch.loss, "1", logprobs=True)
         close(gradients(trainer), wanted, 1e-5)

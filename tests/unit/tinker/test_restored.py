@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from palestra.models.adapter_files import read_adapter
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 from unit.tinker.serving import TINY, Client, Failed, Model, data_of, running
 
 QUICK = {"poll_seconds": 5.0}
@@ -26,7 +26,7 @@ def go_on(model: Model) -> np.ndarray:
 @pytest.mark.parametrize("every", [1, 2, 100])
 @pytest.mark.parametrize("gradient", [True, False])
 def test_a_server_that_is_started_again_goes_on_where_it_was(tmp_path, every, gradient):
-    limits = Limits(checkpoint_steps=every, **QUICK)
+    limits = TinkerLimits(checkpoint_steps=every, **QUICK)
     with running(tmp_path / "whole", limits) as server:
         model = Client(server.url, server.key()).model()
         model.train(3)
@@ -59,7 +59,7 @@ def test_a_server_that_is_started_again_goes_on_where_it_was(tmp_path, every, gr
 @pytest.mark.slow
 def test_a_server_that_dies_between_two_loads_without_a_step_has_the_model(tmp_path, monkeypatch):
     """The second load replaces the checkpoint of the first, before which nothing is in the journal any more."""
-    limits, passes = Limits(**QUICK), []
+    limits, passes = TinkerLimits(**QUICK), []
 
     def copied(point: str) -> None:
         passes.append(point)
@@ -87,12 +87,12 @@ def test_a_server_that_dies_between_two_loads_without_a_step_has_the_model(tmp_p
 @pytest.mark.slow
 def test_steps_that_are_done_again_are_not_saved_with_half_of_the_next_one(tmp_path):
     """The checkpoint is due while the gradient of the next step is there: it has to wait for that step."""
-    limits = Limits(checkpoint_steps=2, **QUICK)
+    limits = TinkerLimits(checkpoint_steps=2, **QUICK)
     with running(tmp_path / "whole", limits) as server:
         model = Client(server.url, server.key()).model()
         model.train(3)
         wanted = model.logprobs()
-    with running(tmp_path / "cut", Limits(checkpoint_steps=100, **QUICK)) as server:
+    with running(tmp_path / "cut", TinkerLimits(checkpoint_steps=100, **QUICK)) as server:
         model = Client(server.url, server.key()).model()
         model.train(2)
         model.output(model.computes(data_of(2)))  # so that no checkpoint is written when the server ends
@@ -111,7 +111,7 @@ def test_steps_that_are_done_again_are_not_saved_with_half_of_the_next_one(tmp_p
 def test_more_models_than_fit_take_turns_and_do_not_notice(tmp_path):
     results = {}
     for name, loaded in (("few", 1), ("all", 8)):
-        with running(tmp_path / name, Limits(loaded_models=loaded, **QUICK)) as server:
+        with running(tmp_path / name, TinkerLimits(loaded_models=loaded, **QUICK)) as server:
             client = Client(server.url, server.key())
             models = [client.model(rank=rank, seed=rank) for rank in (2, 4, 8)]
             for number in range(4):
@@ -130,7 +130,7 @@ def test_more_models_than_fit_take_turns_and_do_not_notice(tmp_path):
 
 @pytest.mark.slow
 def test_loading_a_checkpoint_outlives_the_checkpoint(tmp_path):
-    limits = Limits(checkpoint_steps=2, **QUICK)
+    limits = TinkerLimits(checkpoint_steps=2, **QUICK)
     with running(tmp_path, limits) as server:
         client = Client(server.url, server.key())
         model = client.model()
@@ -151,7 +151,7 @@ def test_loading_a_checkpoint_outlives_the_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_replaced_by_the_one_before_and_the_journal(tmp_path):
-    limits = Limits(checkpoint_steps=2, **QUICK)
+    limits = TinkerLimits(checkpoint_steps=2, **QUICK)
     with running(tmp_path, limits) as server:
         model = Client(server.url, server.key()).model()
         model.train(7)
@@ -204,7 +204,7 @@ def test_checkpoints_go_both_ways(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("forgotten", [100, 0], ids=["their ids are known", "nothing of them is"])
 def test_results_are_forgotten_and_requests_are_not_done_again(tmp_path, forgotten):
-    with running(tmp_path, Limits(futures=2, forgotten=forgotten, checkpoint_steps=1, **QUICK)) as server:
+    with running(tmp_path, TinkerLimits(futures=2, forgotten=forgotten, checkpoint_steps=1, **QUICK)) as server:
         client = Client(server.url, server.key())
         model = client.model()
         model.train(3)

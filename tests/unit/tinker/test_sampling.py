@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from palestra.models.causal_lm import load_tokenizer
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 from unit.tinker.messages import datum
 from unit.tinker.serving import TINY, Client, Failed, running
 
@@ -15,7 +15,9 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("tinker"), Limits(poll_seconds=5.0, samples=50), loaded_adapters=2) as started:
+    with running(
+        tmp_path_factory.mktemp("tinker"), TinkerLimits(poll_seconds=5.0, samples=50), loaded_adapters=2
+    ) as started:
         yield started
 
 
@@ -255,7 +257,7 @@ def test_weights_without_a_name_that_are_asked_for_again_with_another_number_are
 
 
 def test_weights_without_a_name_count_as_samplers_of_their_session(tmp_path):
-    with running(tmp_path, Limits(poll_seconds=5.0, samplers=2)) as server:
+    with running(tmp_path, TinkerLimits(poll_seconds=5.0, samplers=2)) as server:
         ada = Client(server.url, server.key("ada"))
         model = ada.model()
         for number in range(2):
@@ -266,7 +268,7 @@ def test_weights_without_a_name_count_as_samplers_of_their_session(tmp_path):
 
 def test_a_result_that_no_journal_can_keep_is_not_sampled(tmp_path):
     """A result that SQLite refuses would end the server, again at each start."""
-    with running(tmp_path, Limits(poll_seconds=5.0, sample_bytes=8 * 4 * 10 * 3)) as server:
+    with running(tmp_path, TinkerLimits(poll_seconds=5.0, sample_bytes=8 * 4 * 10 * 3)) as server:
         ada = Client(server.url, server.key("ada"))
         body = {
             "sampling_session_id": ada.sampler(base_model=TINY),
@@ -283,7 +285,7 @@ def test_a_result_that_no_journal_can_keep_is_not_sampled(tmp_path):
 
 
 def test_a_tenant_may_have_so_many_sequences_to_be_sampled_and_others_are_not_kept_from_theirs(tmp_path):
-    with running(tmp_path, Limits(poll_seconds=5.0, waiting_samples=20)) as server:
+    with running(tmp_path, TinkerLimits(poll_seconds=5.0, waiting_samples=20)) as server:
         ada, ben = (Client(server.url, server.key(tenant)) for tenant in ("ada", "ben"))
         long = {
             "sampling_session_id": ada.sampler(base_model=TINY),

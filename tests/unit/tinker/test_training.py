@@ -16,7 +16,7 @@ from palestra.cli.top_view import view_of
 from palestra.dashboard.runs import runs_of
 from palestra.models.adapter_files import read_adapter
 from palestra.runtime.run_dir import weights_of_policy
-from palestra_bases.tinker.limits import Limits
+from palestra_bases.tinker.limits import TinkerLimits
 from unit.tinker.messages import datum
 from unit.tinker.serving import TINY, Client, Failed, data_of, running
 
@@ -270,7 +270,7 @@ def test_what_is_wrong_at_the_door_has_a_status(ada):
 
 
 def test_quotas_are_of_a_tenant_and_say_what_frees_a_place(tmp_path):
-    limits = Limits(models=2, waiting=3, checkpoints=1, poll_seconds=5.0, body_bytes=10_000, json_bytes=5_000)
+    limits = TinkerLimits(models=2, waiting=3, checkpoints=1, poll_seconds=5.0, body_bytes=10_000, json_bytes=5_000)
     with running(tmp_path, limits) as server:
         ada, ben = Client(server.url, server.key("ada")), Client(server.url, server.key("ben"))
         model = ada.model()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.tools import BadArguments
-from palestra.tools.calculator import evaluate
+from palestra.tools.calculator import evaluate_expression
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from palestra.tools.calculator import evaluate
     ],
 )
 def test_arithmetic_is_that_of_python(expression, value):
-    assert evaluate(expression) == value
+    assert evaluate_expression(expression) == value
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def test_arithmetic_is_that_of_python(expression, value):
 )
 def test_anything_else_is_refused_with_words(expression):
     with pytest.raises(BadArguments, match=r"\w"):
-        evaluate(expression)
+        evaluate_expression(expression)
 
 
 @given(st.text(alphabet="0123456789+-*/%(). e", max_size=30))
 def test_no_text_does_anything_else_than_give_a_number_or_be_refused(text):
     with contextlib.suppress(BadArguments):
-        assert isinstance(evaluate(text), int | float)
+        assert isinstance(evaluate_expression(text), int | float)

@@ -15,7 +15,7 @@ import pytest
 from palestra.agents import ToolAgent
 from palestra.envs import SubagentEnvironment, ToolEnvironment, check_environment
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited, InvalidEnvironment, ProtocolMismatch
-from palestra.pictures.decoding import decode
+from palestra.pictures.decoding import decode_picture
 from palestra.tools import McpServer, ToolFailure, ToolManager
 from palestra.types.messages import TextPart
 from unit.tools.test_manager import call
@@ -109,7 +109,7 @@ async def test_images_reach_a_model_that_sees_as_pictures_in_their_place(shared)
     (said,) = await manager.execute_calls([call("parts", "{}")])
     await manager.close()
     left_out = "[image of image/png, 3 bytes, which can't be shown]"
-    kinds = [part.text if isinstance(part, TextPart) else decode(part.data).size for part in result.parts]
+    kinds = [part.text if isinstance(part, TextPart) else decode_picture(part.data).size for part in result.parts]
     assert kinds == ["one\n\ntwo", (1, 1), (1, 1), left_out]
     assert result.message.content == result.parts
     assert result.content == f"one\n\ntwo\n{left_out}"

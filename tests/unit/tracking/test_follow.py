@@ -18,7 +18,7 @@ from palestra.config import parse_config
 from palestra.errors import ConfigError, StoreError
 from palestra.process.child import start_process
 from palestra.tracking import follow as following
-from palestra.tracking.follow import Follower, completed, follow, tracked_run
+from palestra.tracking.follow import Follower, completed, follow_run, tracked_run
 from palestra.tracking.launch import tracking
 from palestra.tracking.registry import check_trackers, create_tracker, known_trackers
 from unit.building import FakeClock, open_store
@@ -132,7 +132,7 @@ async def test_following_ends_with_the_job_and_reads_what_came_last(tmp_path):
         for step in (4, 5):
             await store.log.add_event("step", {"step": float(step)})
         await store.log.add_event("completed", {"step": 5})
-    assert follow(tmp_path, kept, lambda: next(looks)) == 2
+    assert follow_run(tmp_path, kept, lambda: next(looks)) == 2
     assert (steps(kept), kept.closed, completed(tmp_path)) == ([(4, 0.5), (5, 0.625)], True, True)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from palestra.algorithms.critic_losses import ClippedValueLoss
-from palestra.algorithms.gae import chains_of, estimate
+from palestra.algorithms.gae import chains_of, generalized_advantages
 from palestra.algorithms.loss import LossSpec, ValueInputs
 from palestra.algorithms.losses import PPOClipLoss
 from palestra.errors import ConfigError
@@ -234,7 +234,9 @@ async def test_a_chain_of_three_states_has_the_values_that_are_known(decay):
     async with networks(model="tiny", critic="states") as trainer:
         for number in range(80):
             now = await trainer.forward("policy", rows, {"values", "next_values"})
-            found = estimate(chains, rows, now["values"], now["next_values"], discount=0.9, decay=decay, level="token")
+            found = generalized_advantages(
+                chains, rows, now["values"], now["next_values"], discount=0.9, decay=decay, level="token"
+            )
             told = [
                 replace(row, values=v, returns=r) for row, v, r in zip(rows, now["values"], found.returns, strict=True)
             ]

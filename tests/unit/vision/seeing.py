@@ -18,7 +18,7 @@ from palestra.models.byte_model import byte_tokenizer
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import CausalLM, load_causal_lm, load_tokenizer
 from palestra.models.vision.tiny import chat_template
-from palestra.pictures.encoding import encode
+from palestra.pictures.encoding import encode_picture
 from palestra.renderers import ChatMLRenderer, PictureTokens
 from palestra.types.messages import ChatMessage, ImagePart, TextPart
 
@@ -33,7 +33,7 @@ class Shown:
         self.asked: list[str] = []
 
     def add(self, image: Image.Image) -> ImagePart:
-        digest = hashlib.sha256(encode(image)).hexdigest()
+        digest = hashlib.sha256(encode_picture(image)).hexdigest()
         self.images[digest] = image
         return ImagePart(digest=digest)
 

@@ -22,7 +22,7 @@ from palestra.models.vision.processor import PictureProcessor
 from palestra.models.vision.tiny import chat_template
 from palestra.renderers import ChatMLRenderer, PictureTokens, layout_of, select_renderer
 from palestra.renderers.patch_layout import PatchLayout
-from palestra.renderers.probes import PLAIN, WITH_TOOLS, messages_of
+from palestra.renderers.probes import PLAIN, WITH_TOOLS, as_agents_send
 from palestra.renderers.seen_pictures import read_layout, write_layout
 from unit.vision.seeing import Shown, image_processor, noise, renderer_of, seeing_once, user
 
@@ -153,7 +153,7 @@ def qwen3():
 def test_texts_and_tools_have_the_ids_of_the_packages_renderer_for_qwen3(qwen3, probe):
     tokenizer, theirs = qwen3
     wanted = theirs.render_ids(list(probe.messages), tools=list(probe.tools) or None, add_generation_prompt=True)
-    assert ChatMLRenderer(tokenizer).render(messages_of(probe), probe.tools).ids.tolist() == list(wanted)
+    assert ChatMLRenderer(tokenizer).render(as_agents_send(probe), probe.tools).ids.tolist() == list(wanted)
 
 
 def test_pictures_have_the_ids_of_the_packages_renderer_for_qwen3(qwen3):

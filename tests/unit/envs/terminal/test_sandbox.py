@@ -17,17 +17,17 @@ import uvloop
 from machine import require
 
 from palestra.errors import EnvironmentFailed
-from palestra_screens.terminal.sandbox import Limits, run_once, start_sandbox
+from palestra_screens.terminal.sandbox import SandboxLimits, run_once, start_sandbox
 
 require("bwrap", "git")
-SMALL = Limits(memory_mib=256, disk_mib=8, files=500, processes=20, cpu_seconds=2)
+SMALL = SandboxLimits(memory_mib=256, disk_mib=8, files=500, processes=20, cpu_seconds=2)
 
 
-async def said(command: str, files=None, limits: Limits = SMALL, seconds: float = 10.0) -> str:
+async def said(command: str, files=None, limits: SandboxLimits = SMALL, seconds: float = 10.0) -> str:
     return (await run_once(["bash", "-c", command], files or {}, limits, seconds=seconds)).decode(errors="replace")
 
 
-async def left(command: str, limits: Limits = SMALL) -> dict[str, bytes]:
+async def left(command: str, limits: SandboxLimits = SMALL) -> dict[str, bytes]:
     sandbox = await start_sandbox(
         ["bash", "-c", command], {"a/b": b"hello"}, limits, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from palestra.errors import ConfigError
-from palestra_lab.comparison.one_run import checkpoint_folders
+from palestra_lab.comparison.one_run import folders_with_checkpoints
 from palestra_lab.comparison.page import write_page
 from palestra_lab.comparison.progress import reached
 from palestra_lab.comparison.results import Point, read_results
@@ -102,9 +102,9 @@ def test_the_newest_checkpoint_of_each_policy_is_kept(tmp_path):
     for folder in folders:
         folder.mkdir(parents=True)
     (tmp_path / "other").mkdir()
-    assert checkpoint_folders(tmp_path) == [tmp_path, tmp_path / "black", tmp_path / "white"]
-    assert checkpoint_folders(tmp_path / "white") == [tmp_path / "white"]
-    assert checkpoint_folders(tmp_path / "none") == [tmp_path / "none"]
+    assert folders_with_checkpoints(tmp_path) == [tmp_path, tmp_path / "black", tmp_path / "white"]
+    assert folders_with_checkpoints(tmp_path / "white") == [tmp_path / "white"]
+    assert folders_with_checkpoints(tmp_path / "none") == [tmp_path / "none"]
     files = [f"checkpoints/{folder.relative_to(tmp_path)}/model.safetensors" for folder in folders]
     assert newest_below([*files, "metrics.jsonl"]) == (
         "checkpoints/white/step-000002/",

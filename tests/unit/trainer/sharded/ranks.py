@@ -16,7 +16,7 @@ from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
 from palestra.config import AdapterConfig, TrainerConfig
 from palestra.models.loading import LoadedModels
-from palestra.pictures.encoding import encode
+from palestra.pictures.encoding import encode_picture
 from palestra.pictures.stored import StoredPictures
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.moment_files import read_moments
@@ -118,5 +118,5 @@ def rows_with_pictures(shown):
     drawn = Shown()
     found = some_rows(drawn)
     for image in drawn.images.values():
-        shown.put(encode(image))
+        shown.put(encode_picture(image))
     return [replace(each, advantages=np.where(each.loss_mask, 1.0, 0.0).astype(np.float32)) for each in found] + rows(1)
