@@ -136,15 +136,8 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _runners_can_play(self) -> JobConfig:
-        if self.environment.runners is None:
-            return self
-        if self.seats.roles:
+        if self.environment.runners is not None and self.seats.roles:
             raise ValueError("seats belong to episodes that the job's own process plays; leave environment.runners out")
-        if self.rollout.weight_sync == "between_episodes":
-            raise ValueError(
-                "rollout.weight_sync = 'between_episodes' is for episodes that the job's own process plays; leave "
-                "environment.runners out, or take 'any_time'"
-            )
         return self
 
     @model_validator(mode="after")

@@ -135,8 +135,8 @@ class RolloutConfig(Section):
     )
     weight_sync: Literal["any_time", "between_episodes"] = Field(
         "any_time",
-        description="When episodes that Palestra plays itself get new weights. `any_time`: as soon as there are new "
-        "ones (each token records its version); `between_episodes`: when no episode is being played.",
+        description="When episodes get new weights. `any_time`: as soon as there are new ones (each token records its "
+        "version); `between_episodes`: when no episode is being played, and no worker gets one until then.",
     )
 
     strict_history: bool = Field(

@@ -32,7 +32,6 @@ from palestra.learner.roles import role_metrics
 from palestra.learner.schedule import TaskOrder
 from palestra.learner.updates import PolicyUpdates
 from palestra.models.weights import WeightSource
-from palestra.rollout import RolloutSyncLock
 from palestra.session import PolicySet
 from palestra.store import RunStore
 from palestra.threads import in_thread
@@ -61,7 +60,6 @@ class Learner:
         folder: RunFolder,
         progress: JobProgress,
         report: Report,
-        sync: RolloutSyncLock | None = None,
         pool: WorkerPool | None = None,
     ) -> None:
         """Assemble the learner; `run` trains.
@@ -73,9 +71,8 @@ class Learner:
             progress: the state that `/status` shows.
             report: is called with every event, as it is recorded.
             pool: the engine, if it is a pool of inference workers.
-            sync: lock held while weights are handed to the engine; None: weights may change at any time.
         """
-        self._sync, self._pool = sync, pool
+        self._pool = pool
         self._config, self._store, self._trainer, self._engine = config, store, trainer, engine
         self._folder, self._progress, self._report = folder, progress, report
         self._policies = policies
@@ -217,7 +214,7 @@ class Learner:
             await self._store.log.set_fact("incarnation", str(incarnation))
             for policy in self._policies.trained:
                 self._trainer.begin_incarnation(policy, incarnation)
-        await self._publish(self._policies.trained)
+        await self._publish(self._policies.trained, first=True)
         unfinished = await self._store.log.restore_metrics(self._progress.step)
         rows = await self._store.log.metrics()
         if rows:  # a step is evaluated after its checkpoint, so its row may be of a later time
@@ -330,12 +327,17 @@ class Learner:
         newest = {"version": float(max(version.n for version in versions.values()))}
         return newest | (own if self._policies.roles.rivals else {})
 
-    async def _publish(self, policies: Collection[str]) -> None:
-        """Hand the present weights to the engine; episodes that are claimed afterwards start with their versions."""
+    async def _publish(self, policies: Collection[str], first: bool = False) -> None:
+        """Hand the present weights to the engine; episodes that are claimed afterwards start with their versions.
+
+        Args:
+            first: whether the engine has no weights of this job yet, for which episodes may wait already.
+        """
         if not policies:
             return
         with self._progress.inside(Part.WEIGHT_SYNC):
-            async with self._sync.acquire_weight_sync() if self._sync is not None else contextlib.nullcontext():
+            between = self._config.rollout.weight_sync == "between_episodes" and not first
+            async with self._store.episodes.sync_lock.acquire_weight_sync() if between else contextlib.nullcontext():
                 fault_point("before_publish")
                 with self._progress.inside(Part.TRAINER):  # ranks bring their parts together
                     sources = [(policy, await self._trainer.weights(policy)) for policy in policies]

@@ -6,7 +6,6 @@ from palestra.rollout.orchestrator import RolloutOrchestrator, WorkOutcome
 from palestra.rollout.remote import EnvironmentPlayer
 from palestra.rollout.result import EpisodeResult, Step, Termination
 from palestra.rollout.spec import RolloutSpec
-from palestra.rollout.sync_lock import RolloutSyncLock
 
 __all__ = [
     "EnvironmentPlayer",
@@ -14,7 +13,6 @@ __all__ = [
     "EpisodeResult",
     "RolloutOrchestrator",
     "RolloutSpec",
-    "RolloutSyncLock",
     "Step",
     "Termination",
     "TrajectoryCollectEngine",

@@ -13,7 +13,6 @@ from palestra.errors import EpisodeForfeited, RolloutFailed, place_of
 from palestra.rollout.failures import Lost
 from palestra.rollout.orchestrator import RolloutOrchestrator, WorkOutcome
 from palestra.rollout.result import EpisodeResult, Termination
-from palestra.rollout.sync_lock import RolloutSyncLock
 from palestra.runners.runner import Runner
 from palestra.session import Sessions
 from palestra.types.progress import RolloutProgress
@@ -35,7 +34,6 @@ class RunnerPool:
         runner: Runner,
         *,
         max_concurrency: int,
-        lock: RolloutSyncLock | None = None,
         progress: RolloutProgress | None = None,
     ) -> None:
         """Create a pool; `run` plays.
@@ -43,10 +41,9 @@ class RunnerPool:
         Args:
             sessions: the job's sessions, whose store has the episodes.
             max_concurrency: number of episodes that are played at the same time.
-            lock: keeps weights from changing during an episode; None: they may change.
             progress: live counts to keep up to date, for the status page; None: new ones.
         """
-        self._store, self._runner, self._lock = sessions.context.store, runner, lock
+        self._store, self._runner = sessions.context.store, runner
         self._seats = sessions.seats
         self.progress = progress or RolloutProgress()
         self._max_concurrency = max_concurrency
@@ -118,11 +115,7 @@ class RunnerPool:
         del self._unplayed[episode.episode_id]
         self.progress.playing += 1
         try:
-            if self._lock is None:
-                return await self._runner.play_claim(episode)
-            with self._store.leases.hold(episode.episode_id, episode.fence):
-                async with self._lock.acquire_rollout():
-                    return await self._runner.play_claim(episode)
+            return await self._runner.play_claim(episode)
         finally:
             self.progress.playing -= 1
             self._free.set()

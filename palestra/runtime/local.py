@@ -159,7 +159,7 @@ async def local_job(
                 gpus=await in_thread(lambda: gpus_of_job(config)),
             )
             apart = config.environment.runners is not None and play is None and scored is None
-            pool, lock = (None, None) if apart else runners_of(config, plane.sessions, progress, play)
+            pool = None if apart else runners_of(config, plane.sessions, progress, play)
 
             async def learner(algorithms: Mapping[str, Algorithm]) -> Learner:
                 assert parts.trainer is not None
@@ -173,7 +173,6 @@ async def local_job(
                     folder,
                     progress,
                     report,
-                    lock,
                     parts.pool,
                 )
                 await made.prepare()

@@ -9,7 +9,7 @@ from palestra.algorithms.base import Algorithm
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
-from palestra.rollout import RolloutSpec, RolloutSyncLock
+from palestra.rollout import RolloutSpec
 from palestra.runners import Runner, RunnerPool
 from palestra.runtime.environments import environment_of
 from palestra.runtime.role_check import agents_of, check_roles
@@ -79,11 +79,11 @@ def _check_choices(config: JobConfig, policy: str, play: RolloutSpec | None) -> 
 
 def runners_of(
     config: JobConfig, sessions: Sessions, progress: JobProgress, play: RolloutSpec | None
-) -> tuple[RunnerPool | None, RolloutSyncLock | None]:
-    """Return the pool that plays episodes here, if any, and the lock that keeps weights fixed during an episode."""
+) -> RunnerPool | None:
+    """Return the pool that plays episodes here, if any."""
     chosen = config.environment
     if config.kind == "inference":
-        return None, None
+        return None
     if play is None and (make := environment_of(config)) is not None:
         play = RolloutSpec(environment=make, system=chosen.system)
     if play is None:
@@ -92,16 +92,13 @@ def runners_of(
                 "seats.roles names agents of an environment that the server plays, and the job has none; name one in "
                 "environment.name, or give it to palestra.train"
             )
-        return None, None
-    lock = RolloutSyncLock() if config.rollout.weight_sync == "between_episodes" else None
-    pool = RunnerPool(
+        return None
+    return RunnerPool(
         sessions,
         Runner(sessions, play, algorithm_of=config.algorithm_of, timeout_seconds=chosen.timeout_seconds),
         max_concurrency=_concurrency(config),
-        lock=lock,
         progress=progress.rollouts,
     )
-    return pool, lock
 
 
 def _concurrency(config: JobConfig) -> int:

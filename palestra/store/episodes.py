@@ -17,6 +17,7 @@ from palestra.store import lifecycle
 from palestra.store.casting import Casting
 from palestra.store.leases import LeaseBook
 from palestra.store.run_log import insert_event
+from palestra.store.sync_lock import RolloutSyncLock
 from palestra.store.tables import episodes
 from palestra.types.clock import Clock
 from palestra.types.progress import Counts
@@ -41,6 +42,7 @@ class Episodes:
         recent_rewards: by agent, with the episode's `players`, of the 64 training episodes that were completed last,
             oldest first.
         casting: says who plays the roles that have a pool; None: no role has one.
+        sync_lock: keeps episodes from being claimed while it is held by a weight sync.
     """
 
     def __init__(self, db: Database, leases: LeaseBook, rollout: RolloutConfig, clock: Clock) -> None:
@@ -57,6 +59,7 @@ class Episodes:
         self.recent_rewards: deque[tuple[Mapping[str, float], Mapping[str, str]]] = deque(maxlen=64)
         self.casting: Casting | None = None
         self._being_claimed = 0  # claims in progress, which have no lease yet
+        self.sync_lock = RolloutSyncLock(lambda: len(self.leases) + self._being_claimed, self.available)
         self._limit_reached = False  # whether `max_claimed` prevented a claim since the last end of a lease
         for episode in db.query(lifecycle.live):
             self._grant(episode)
@@ -116,7 +119,7 @@ class Episodes:
                 "allow_discard_timeout",
             )
         now, most = self._clock.now(), self._rollout.max_per_worker
-        with self._claiming(1) as limit:
+        with self._claiming(1, episode_id) as limit:
             found = await self._db.write(
                 lambda c: self._claim(c, worker_id, request_id, seconds, episode_id, now, most, limit), "claim_commit"
             )
@@ -281,17 +284,19 @@ class Episodes:
         return await self._db.read(query)
 
     @contextmanager
-    def _claiming(self, count: int) -> Iterator[int | None]:
+    def _claiming(self, count: int, episode_id: str | None = None) -> Iterator[int | None]:
         """Track claims in progress.
 
-        Yields `max_claimed` only if it might be exceeded, so most claims need no COUNT query.
+        Yields `max_claimed` only if it might be exceeded, so most claims need no COUNT query; 0 for a weight sync,
+        which lets only a repeated claim find its episode.
         """
-        limit = self._rollout.max_claimed
+        limit = 0 if self.sync_lock.refuses(episode_id) else self._rollout.max_claimed
         self._being_claimed += count
         try:
             yield limit if limit is not None and len(self.leases) + self._being_claimed > limit else None
         finally:
             self._being_claimed -= count
+            self.sync_lock.released.notify()
 
     def _claim(
         self,
@@ -328,5 +333,6 @@ class Episodes:
             self._limit_reached = False
             self.available.notify()  # all of them, because each may have waited for another limit
         self.leases.drop(episode_id, fence)
+        self.sync_lock.released.notify()
         for callback in self.on_lease_over:
             callback(episode_id, fence)

@@ -20,8 +20,8 @@ from palestra.env_server import SessionLimits, SessionTable
 from palestra.errors import TooManyRequests
 from palestra.grammars import pool
 from palestra.grammars.pool import Grammars
-from palestra.rollout.sync_lock import RolloutSyncLock
 from palestra.session.registry import CallRegistry
+from palestra.store.sync_lock import RolloutSyncLock
 from palestra.tools.mcp.connection import McpConnection
 from palestra_bases.link import Link
 from palestra_bases.tinker.futures import Futures
@@ -148,27 +148,14 @@ def changes_of_a_pool() -> Case:
 
 
 @case
-def rollouts_during_an_update() -> Case:
-    made = RolloutSyncLock()
-    made._syncing = True
-
-    async def rollout() -> None:
-        async with made.acquire_rollout():
-            pass
-
-    return rollout, lambda: len(made._waiters)
-
-
-@case
 def updates_during_a_rollout() -> Case:
-    made = RolloutSyncLock()
-    made._rollouts = 1
+    made = RolloutSyncLock(lambda: 1, Notifier())
 
     async def update() -> None:
         async with made.acquire_weight_sync():
             pass
 
-    return update, lambda: len(made._waiters) + made._syncs_waiting
+    return update, lambda: len(made.released._waiting) + made._waiting
 
 
 @case

@@ -7,6 +7,7 @@ import json
 import shutil
 import sqlite3
 from collections import defaultdict
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -201,25 +202,25 @@ async def test_a_death_between_the_first_two_saves_begins_anew(tmp_path):
 
 async def test_weights_are_handed_over_together_under_the_lock(tmp_path):
     """No episode that waits for both can begin between the two publications."""
-    job = ScriptedJob(tmp_path, two())
+    job = ScriptedJob(tmp_path, two(rollout={"weight_sync": "between_episodes"}))
     seen = Watched(job)
     open_ = []
 
-    class Lock:
-        def acquire_weight_sync(self):
-            return self
+    lock = job.store.episodes.sync_lock
+    acquire = lock.acquire_weight_sync
 
-        async def __aenter__(self):
+    @asynccontextmanager
+    async def watched():
+        async with acquire():
+            open_.append(len(seen.calls))
+            yield
             open_.append(len(seen.calls))
 
-        async def __aexit__(self, *_):
-            open_.append(len(seen.calls))
-
-    job.learner._sync = Lock()
+    lock.acquire_weight_sync = watched
     await job.run()
     spans = list(zip(open_[::2], open_[1::2], strict=True))
     inside = [[call for call in seen.calls[a:b] if call[0] == "publish"] for a, b in spans]
-    assert inside == [[("publish", "white"), ("publish", "black")]] * 4
+    assert inside == [[("publish", "white"), ("publish", "black")]] * 3
 
 
 async def test_the_engine_has_all_new_weights_at_the_same_time(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from palestra.envs import Environment
 from palestra.errors import EnvironmentFailed, RolloutFailed
-from palestra.rollout import RolloutSpec, RolloutSyncLock
+from palestra.rollout import RolloutSpec
 from palestra.runners import Runner, RunnerPool
 from palestra.session import Sessions
 from unit.building import TASK
@@ -123,9 +123,9 @@ async def test_weights_that_are_to_change_between_episodes_wait_for_those_that_a
             order.append("step")
             return super().step(action)
 
-    lock = RolloutSyncLock()
+    lock = bench.store.episodes.sync_lock
     await bench.engine.pause()
-    playing = asyncio.ensure_future(pool(bench, Waits, lock=lock).run())
+    playing = asyncio.ensure_future(pool(bench, Waits).run())
     await until(lambda: claimed(bench, 1))
     await asyncio.sleep(0.01)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 import httpx2
 import pytest
 
@@ -165,3 +167,15 @@ async def test_a_whole_result_ends_an_episode_in_each_way_of_a_client(tmp_path):
     for one in played:
         assert (one.rewards_by_policies, one.truncated) == ({"agent": 0.5}, True)
         assert one.metadata["x"] == 1
+
+
+async def test_a_worker_gets_no_episode_while_weights_change(tmp_path):
+    config = JobConfig.model_validate({"run_dir": tmp_path, "server": {"port": 0}, "engine": {"kind": "fake"}})
+    async with local_job(config, lambda kind, data: None) as job:
+        await job.plane.store.groups.register("train", 0, 1, TASK, 2)
+        async with AsyncClient(job.url, job.api_key) as client:
+            async with job.plane.store.episodes.sync_lock.acquire_weight_sync():
+                claiming = asyncio.ensure_future(client.begin_episode())
+                await asyncio.wait((claiming,), timeout=0.3)
+                assert not claiming.done()
+            await client.end_episode(await asyncio.wait_for(claiming, 10), 1.0)
