@@ -12,6 +12,7 @@ from palestra_service.api.access import ControlPlane
 from palestra_service.api.accounts_api import add_account_routes, add_key_routes
 from palestra_service.api.cluster_api import add_cluster_routes
 from palestra_service.api.jobs_api import add_job_routes, add_reading_routes
+from palestra_service.api.metrics_api import add_metrics_routes
 
 MAX_BODY_BYTES = 4 * 2**20
 PUBLIC = ("/healthz", *http_app.PUBLIC)  # paths that are answered without a key
@@ -37,4 +38,5 @@ def create_control_app(plane: ControlPlane, public: Collection[str] = PUBLIC) ->
     add_account_routes(app, plane)
     add_key_routes(app, plane)
     add_cluster_routes(app, plane)
+    add_metrics_routes(app, plane)
     return app

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, and_, case, func, or_, select
 
 from palestra.types.jobs import JobChange
 from palestra.types.states import JobState
 from palestra_service.store.tables import changes, jobs
+
+StateTimes = dict[tuple[str, JobState], tuple[list[int], float]]
+"""By tenant and state: how many jobs left it within each limit and not within the one before, and their seconds."""
 
 
 def add(
@@ -80,6 +84,32 @@ def newest(connection: Connection, tenant: str) -> int:
     """Return the number of the newest change in a tenant; 0: there is none."""
     wanted = select(func.coalesce(func.max(changes.c.number), 0)).where(changes.c.tenant == tenant)
     return int(connection.execute(wanted).scalar_one())
+
+
+def state_times(connection: Connection, tenant: str | None, limits: Sequence[float]) -> StateTimes:
+    """Return how long jobs were queued until they started, and starting until they were running.
+
+    Args:
+        tenant: whose jobs are counted; None: those of all.
+        limits: seconds, in rising order; there is one more number, of what took longer.
+    """
+    began = func.lag(changes.c.at).over(partition_by=changes.c.job_id, order_by=changes.c.number)
+    columns = (changes.c.tenant, changes.c.previous, changes.c.following)
+    moves = select(*columns, (changes.c.at - began).label("seconds"))
+    moved = (moves if tenant is None else moves.where(changes.c.tenant == tenant)).subquery()
+    slot = case(*((moved.c.seconds <= limit, n) for n, limit in enumerate(limits)), else_=len(limits)).label("slot")
+    wanted = ((JobState.QUEUED, JobState.STARTING), (JobState.STARTING, JobState.RUNNING))
+    rows = connection.execute(
+        select(moved.c.tenant, moved.c.previous, slot, func.count(), func.sum(moved.c.seconds))
+        .where(or_(*(and_(moved.c.previous == a.value, moved.c.following == b.value) for a, b in wanted)))
+        .group_by(moved.c.tenant, moved.c.previous, "slot")
+    )
+    found: StateTimes = {}
+    for name, state, place, number, seconds in rows:
+        numbers, total = found.get((name, JobState(state)), ([0] * (len(limits) + 1), 0.0))
+        numbers[place] += number
+        found[name, JobState(state)] = (numbers, total + seconds)
+    return found
 
 
 def _change_of(row: Any) -> JobChange:
