@@ -53,14 +53,33 @@ class ModelReply(BaseModel):
 
         message: ChatMessage
         finish_reason: str
+        token_ids: tuple[int, ...] = ()
+        logprobs: ModelReply.Logprobs | None = None
+
+    class Logprobs(BaseModel):
+        """The log-probabilities of the reply's tokens."""
+
+        content: tuple[ModelReply.Logprob, ...]
+
+    class Logprob(BaseModel):
+        """That of one token."""
+
+        logprob: float
 
     id: str = Field(description="Ends with the lease and the number of the recorded call.")
     choices: tuple[Choice]
+    prompt_token_ids: tuple[int, ...] = ()
 
     @property
     def message(self) -> ChatMessage:
         """Return the reply."""
         return self.choices[0].message
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Return the log-probability of each token of the reply."""
+        found = self.choices[0].logprobs
+        return [] if found is None else [token.logprob for token in found.content]
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -83,6 +102,8 @@ class _ChatBody(BaseModel):
 
     model: str
     messages: list[dict[str, Any]]
+    return_token_ids: bool = True
+    logprobs: bool = True
     tools: tuple[dict[str, Any], ...] = Field((), exclude_if=_is_unset)
     tool_choice: ToolChoice = Field("auto", exclude_if=lambda choice: choice == "auto")
     structured_outputs: dict[str, tuple[str, ...]] | None = Field(None, exclude_if=_is_unset)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Mapping, Sequence
-from typing import Self, cast
+from typing import Self
 
 from palestra.agents import ModelAgent
 from palestra.client import AsyncClient
@@ -21,19 +20,17 @@ from palestra.rollout.collect import TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool
 from palestra.rollout.result import EpisodeResult, Termination
 from palestra.rollout.spec import RolloutSpec
-from palestra.types.calls import Chat, Floats, Ids, SamplingParams
+from palestra.types.calls import Chat, SamplingParams, floats_of, ids_of
 from palestra.types.clock import Clock, SystemClock
 from palestra.types.generation import GenerationRequest
 from palestra.types.wire import RolloutFacts
-
-_NO_IDS, _NO_LOGPROBS = cast(Ids, array("i")), cast(Floats, array("f"))  # numbers without numpy, which workers lack
 
 
 class EnvironmentPlayer(EpisodePlayer):
     """Plays claimed episodes as the job's own process would: agents in an environment, and the same records of them.
 
-    Model calls go to the job's server, which keeps their tokens. A `Chat` that an agent gets here has messages and
-    reply, and neither token ids nor logprobs.
+    Model calls go to the job's server, which keeps them. A `Chat` that an agent gets here has no versions, and its
+    prompt as a whole, without a parent.
     """
 
     def __init__(
@@ -149,11 +146,11 @@ class _ServedEpisode:
             shared=0,
             shared_messages=0,
             new_messages=request.messages,
-            prompt_tail=_NO_IDS,
+            prompt_tail=ids_of(reply.prompt_token_ids),
             tools=request.tools,
             reply=reply.message,
-            completion_ids=_NO_IDS,
-            logprobs=_NO_LOGPROBS,
+            completion_ids=ids_of(reply.choices[0].token_ids),
+            logprobs=floats_of(reply.logprobs),
             versions=(),
             finish_reason=reply.finish_reason,
             sampling=SamplingParams(temperature=request.temperature or 0.0, max_tokens=request.max_tokens or 0, seed=0),

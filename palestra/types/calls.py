@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from palestra.types.forks import Fork
 from palestra.types.messages import ChatMessage
@@ -18,8 +20,18 @@ if TYPE_CHECKING or find_spec("numpy"):
     Ids = NDArray[np.int32]
     Floats = NDArray[np.float32]
     Mask = NDArray[np.bool_]
-else:  # a worker that plays the episodes of a job elsewhere has no numpy, and no tokens
-    Ids = Floats = Mask = Any
+else:  # a worker that plays the episodes of a job elsewhere needs no numpy
+    np, Ids, Floats, Mask = None, Any, Any, Any
+
+
+def ids_of(values: Iterable[int]) -> Ids:
+    """Return token ids, int32; without numpy an `array`."""
+    return cast(Ids, array("i", values)) if np is None else np.fromiter(values, np.int32)
+
+
+def floats_of(values: Iterable[float]) -> Floats:
+    """Return numbers, float32; without numpy an `array`."""
+    return cast(Floats, array("f", values)) if np is None else np.fromiter(values, np.float32)
 
 
 class PolicyVersion(NamedTuple):
@@ -293,4 +305,6 @@ class Chat:
             # Walking from this call to its oldest ancestor collects the parts from last to first.
             pieces.append(chat.completion_ids[: max(end - chat.prompt_tokens, 0)])
             pieces.append(chat.prompt_tail[: max(end - chat.shared, 0)])
+        if np is None:
+            return ids_of(chain.from_iterable(pieces[::-1]))
         return np.concatenate(pieces[::-1]).astype(np.int32, copy=False)

@@ -174,3 +174,29 @@ async def test_a_worker_that_is_cancelled_has_given_back_its_claims_when_it_ends
             assert not running.plane.store.leases.holders(9)
         running.stop()
         await work
+
+
+async def test_an_agent_outside_gets_the_ids_and_logprobs_that_the_server_has(tmp_path):
+    got = []
+
+    class Keeps(Thinks):
+        async def step(self, observation, policy):
+            chats, action = await super().step(observation, policy)
+            got.extend(chats)
+            return chats, action
+
+    async with local_job(job(tmp_path, steps=1), lambda *_: None, None) as running:
+        work = asyncio.create_task(running.run())
+        async with AsyncClient(running.url, running.api_key) as client:
+            await client.push_tasks(TASKS)
+            spec = RolloutSpec(environment=Echo, agents={"": Keeps()})
+            await Worker(client, EnvironmentPlayer(client, spec, await client.facts()), 3).run()
+        await work
+        played = await running.plane.store.calls.trajectories(sorted({chat.episode_id for chat in got}))
+    kept = {(chat.episode_id, chat.index): chat for trajectory in played for chat in trajectory.chats}
+    assert len(got) == len(kept) > 0
+    for chat in got:
+        own = kept[chat.episode_id, chat.index]
+        assert chat.prompt_ids.tolist() == own.prompt_ids.tolist() != []
+        assert chat.ids.tolist() == own.ids.tolist()
+        assert chat.logprobs.tolist() == own.logprobs.tolist() != []

@@ -22,7 +22,7 @@ MESSAGES = (
 def test_messages_arrive_as_they_were_and_what_is_not_asked_for_is_not_sent():
     call = model_call(EPISODE, ModelCall(policy="white", messages=MESSAGES, agent="señor/2", time_step=3))
     body = json.loads(call.body.model_dump_json())
-    assert body.keys() == {"model", "messages"}
+    assert body.keys() == {"model", "messages", "return_token_ids", "logprobs"}
     assert body["messages"][0] == {"role": "user", "content": "a"}
     assert tuple(map(ChatMessage.model_validate, body["messages"])) == MESSAGES
     assert call.headers["x-palestra-agent"].decode() == "señor/2"
