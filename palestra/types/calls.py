@@ -13,7 +13,8 @@ from palestra.types.forks import Fork
 from palestra.types.messages import ChatMessage
 from palestra.types.steps import FinishReason
 
-if TYPE_CHECKING or find_spec("numpy"):
+_HAS_NUMPY = find_spec("numpy") is not None
+if TYPE_CHECKING or _HAS_NUMPY:
     import numpy as np
     from numpy.typing import NDArray
 
@@ -21,17 +22,17 @@ if TYPE_CHECKING or find_spec("numpy"):
     Floats = NDArray[np.float32]
     Mask = NDArray[np.bool_]
 else:  # a worker that plays the episodes of a job elsewhere needs no numpy
-    np, Ids, Floats, Mask = None, Any, Any, Any
+    Ids = Floats = Mask = Any
 
 
 def ids_of(values: Iterable[int]) -> Ids:
     """Return token ids, int32; without numpy an `array`."""
-    return cast(Ids, array("i", values)) if np is None else np.fromiter(values, np.int32)
+    return np.fromiter(values, np.int32) if _HAS_NUMPY else cast(Ids, array("i", values))
 
 
 def floats_of(values: Iterable[float]) -> Floats:
     """Return numbers, float32; without numpy an `array`."""
-    return cast(Floats, array("f", values)) if np is None else np.fromiter(values, np.float32)
+    return np.fromiter(values, np.float32) if _HAS_NUMPY else cast(Floats, array("f", values))
 
 
 class PolicyVersion(NamedTuple):
@@ -305,6 +306,6 @@ class Chat:
             # Walking from this call to its oldest ancestor collects the parts from last to first.
             pieces.append(chat.completion_ids[: max(end - chat.prompt_tokens, 0)])
             pieces.append(chat.prompt_tail[: max(end - chat.shared, 0)])
-        if np is None:
+        if not _HAS_NUMPY:
             return ids_of(chain.from_iterable(pieces[::-1]))
         return np.concatenate(pieces[::-1]).astype(np.int32, copy=False)
