@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from palestra.algorithms.registry import create_algorithm
-from palestra.algorithms.regularization import Regularization
 from palestra.config import JobConfig, parse_config
 from palestra.learner import policy_spec
 from palestra.learner.budget import TrainingBudget
+from palestra.learner.open_run import OpenRun
 from palestra.learner.update import PolicyUpdate
 from palestra.models.device import tune_malloc
 from palestra.trainer.torch_trainer import TorchTrainer
@@ -114,19 +114,16 @@ class Contestant:
         made = create_algorithm(self.config.algorithm)
         self.spec = policy_spec(self.config, made, "policy", {})
         nothing: Any = None  # the store of a run, which neither a constant learning rate nor these algorithms read
-        self.update = PolicyUpdate(
-            self.config,
-            self.trainer,
-            made,
-            Regularization(self.config.algorithm),
-            "policy",
-            TrainingBudget(self.config, nothing),
-            self._event,
-            nothing,
+        run = OpenRun(
+            config=self.config,
+            store=nothing,
+            engine=nothing,
+            policies=nothing,
+            folder=nothing,
+            progress=nothing,
+            report=nothing,
         )
-
-    async def _event(self, kind: str, data: dict[str, Any]) -> None:
-        raise AssertionError(f"{kind}: {data}")
+        self.update = PolicyUpdate(run, self.trainer, TrainingBudget(self.config, nothing), "policy", made)
 
     async def step(self, number: int, seed: int, clock: Callable[[], float]) -> float:
         """One step; returns its seconds by a clock."""

@@ -82,8 +82,8 @@ async def seconds_of(work: Work, number: int) -> float:
 def works_of(job: LocalJob, http: httpx2.AsyncClient) -> tuple[dict[str, Work], Callable[[int], None]]:
     """Return what takes turns, by name, and what prepares a round before it is timed."""
     runtime = job.plane.sessions.context.policies.runtime("policy")
-    assert isinstance(job._engine, EmbeddedEngine)
-    vision, pictures = job._engine._policies["policy"].model.vision, job.plane.store.pictures
+    assert isinstance(job.opened.engine, EmbeddedEngine)
+    vision, pictures = job.opened.engine._policies["policy"].model.vision, job.plane.store.pictures
     assert vision is not None
     sampling = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
 

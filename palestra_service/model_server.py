@@ -17,6 +17,7 @@ from palestra.models.catalog import exact_model
 from palestra.runtime.console import console_of
 from palestra.runtime.job_thread import JobThread
 from palestra.runtime.places import HERE, JobPlaces
+from palestra.runtime.terms import JobTerms
 from palestra.threads import in_thread
 from palestra_service.jobs.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, ending_of, write_ended
 
@@ -72,7 +73,8 @@ class ModelServer:
                 weights = await in_thread(lambda: {name: str(exact_model(model)) for name, model in named.items()})
             # The service has looked at the configuration; a tenant's key must not lift what it has allowed.
             most = job_config.engine.worker_count
-            self._thread = JobThread(job_config, console, weights=weights, places=self._places, most_replicas=most)
+            terms = JobTerms(weights=weights, places=self._places, most_replicas=most)
+            self._thread = JobThread(job_config, console, terms=terms)
             job = await self._thread.start()
         self._url = job.url
         return self._url

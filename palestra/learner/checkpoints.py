@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from palestra.config import JobConfig
 from palestra.errors import CheckpointError
-from palestra.learner.update import AddEvent
+from palestra.learner.open_run import AddEvent
 from palestra.trainer.base import Trainer
 from palestra.trainer.checkpoint import BEST, best_weights, common_steps, remove_after, step_of, without_optimizer
 from palestra.trainer.checkpoint import found as found_in

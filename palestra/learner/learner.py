@@ -9,97 +9,68 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from palestra.algorithms.base import Algorithm
-from palestra.algorithms.regularization import Regularization
-from palestra.config import JobConfig
-from palestra.engine.base import Engine, WorkerPool
 from palestra.errors import ConfigError
 from palestra.faults import fault_point
 from palestra.learner.budget import TrainingBudget
 from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.engine_check import check_engine
 from palestra.learner.evaluation import validate
-from palestra.learner.groups import gather_groups
+from palestra.learner.groups import DynamicSampling, gather_groups
+from palestra.learner.open_run import OpenRun
 from palestra.learner.playing_time import PlayingTime
 from palestra.learner.pools import Pools
-from palestra.learner.recordings import gather_recorded
-from palestra.learner.reporting import RunFolder, StepLog, checkpoints_of
+from palestra.learner.recordings import Recordings, gather_recorded
+from palestra.learner.reporting import StepLog, checkpoints_of
 from palestra.learner.roles import role_metrics
 from palestra.learner.schedule import TaskOrder
-from palestra.learner.updates import PolicyUpdates
+from palestra.learner.update import PolicyUpdate
 from palestra.models.weights import WeightSource
-from palestra.session import PolicySet
-from palestra.store import RunStore
 from palestra.threads import in_thread
 from palestra.trainer.base import Trainer
 from palestra.types.calls import PolicyVersion
-from palestra.types.metrics import of_policy
-from palestra.types.progress import JobProgress, Part, Phase
-from palestra.types.records import BatchManifest, Task
+from palestra.types.metrics import by_policy, of_policy
+from palestra.types.progress import Part, Phase
+from palestra.types.records import BatchManifest, Task, Trajectory
 from palestra.types.states import JobState
 from palestra.waiting import race, together
-
-Report = Callable[[str, dict[str, Any]], None]
 
 
 class Learner:
     """Trains the policies of one job that are not frozen; the others are only sampled from."""
 
-    def __init__(
-        self,
-        config: JobConfig,
-        store: RunStore,
-        trainer: Trainer,
-        algorithms: Mapping[str, Algorithm],
-        engine: Engine,
-        policies: PolicySet,
-        folder: RunFolder,
-        progress: JobProgress,
-        report: Report,
-        pool: WorkerPool | None = None,
-    ) -> None:
+    def __init__(self, run: OpenRun, trainer: Trainer, algorithms: Mapping[str, Algorithm]) -> None:
         """Assemble the learner; `run` trains.
 
         Args:
-            trainer: the trainer that has the policies that are trained.
+            trainer: has the policies that are trained.
             algorithms: of each policy that is trained: it makes advantages of rewards, and names the loss.
-            engine: samples the episodes, and receives new weights.
-            progress: the state that `/status` shows.
-            report: is called with every event, as it is recorded.
-            pool: the engine, if it is a pool of inference workers.
         """
-        self._pool = pool
-        self._config, self._store, self._trainer, self._engine = config, store, trainer, engine
-        self._folder, self._progress, self._report = folder, progress, report
-        self._policies = policies
-        self._budget = TrainingBudget(config, store.groups)
-        regularizations = {name: Regularization(config.algorithm_of(name)) for name in policies.trained}
-        self._updates = PolicyUpdates(
-            config, trainer, algorithms, regularizations, policies, self._budget, self._event, store
-        )
+        self._run, self._trainer, self._algorithms = run, trainer, algorithms
+        config, trained = run.config, run.policies.trained
+        self._budget = TrainingBudget(config, run.store.groups)
+        self._updates = {name: PolicyUpdate(run, trainer, self._budget, name, algorithms[name]) for name in trained}
         self._checkpoints = CheckpointSchedule(
             config,
             trainer,
-            {name: checkpoints_of(folder.path, name, config) for name in policies.trained},
-            {
-                name: {"algorithm": algorithms[name], "regularization": regularizations[name]}
-                for name in policies.trained
-            },
+            {name: checkpoints_of(run.folder.path, name, config) for name in trained},
+            {name: update.remembered for name, update in self._updates.items()},
             self._wall,
-            self._event,
+            run.event,
         )
-        self._pools = Pools(config, trainer, engine, policies, store, folder.pools)
-        self._recordings = self._updates.recordings()
-        self._log = StepLog(config, store, folder, progress, self._event)
+        self._pools = Pools(run, trainer)
+        self._recordings = Recordings.of(run, algorithms)
+        self._log = StepLog(run)
         self._wall_before = 0.0
         self._playing = PlayingTime(config.rollout.max_staleness > 0)
         self._started = time.monotonic()
         self._stopping = asyncio.Event()
-        self._unchecked = policies.trained if config.engine.urls else ()  # a server that runs already has any model
+        self._unchecked = trained if config.engine.urls else ()  # a server that runs already has any model
         self._train_tasks: Sequence[Task] = []
         self._validation_tasks: list[Task] = []
 
@@ -115,7 +86,19 @@ class Learner:
         """
         await self._known_digest()  # before a pool of another configuration changes what the run has on the disk
         await self._pools.open()
-        await self._updates.prepare()
+        try:
+            for update in self._updates.values():
+                if update.teacher is not None:
+                    await update.teacher.check()
+        except BaseException:
+            await self._close_teachers()
+            raise
+
+    async def _close_teachers(self) -> None:
+        """Close the connections to servers that teach."""
+        for update in self._updates.values():
+            if update.teacher is not None:
+                await update.teacher.close()
 
     def stop(self) -> None:
         """Make `run` save and return after the step that is being trained; a step being gathered is dropped."""
@@ -130,51 +113,52 @@ class Learner:
         try:
             await self._train_all()
         finally:
-            await self._updates.close()
+            await self._close_teachers()
             await self._checkpoints.close()  # after an error, one may be half written
 
     async def _train_all(self) -> None:
         """Train from the last checkpoint to the last step of the job."""
         unfinished = await self._restore()
         await self._open_engine()
-        if self._progress.state is not JobState.RUNNING:  # it is, where a job goes on after the loss of its base server
-            self._progress.move(JobState.RUNNING)
-        await self._event("running", {"step": self._progress.step, "version": self._progress.version})
-        with self._progress.inside(Part.TASKS):
+        # It runs already where a job goes on after the loss of its base server.
+        if self._run.progress.state is not JobState.RUNNING:
+            self._run.progress.move(JobState.RUNNING)
+        await self._run.event("running", {"step": self._run.progress.step, "version": self._run.progress.version})
+        with self._run.progress.inside(Part.TASKS):
             await self._unless_stopped(self._wait_for_tasks())
         finished = unfinished is None
         if unfinished is not None and not self._stopping.is_set():  # if stopped, the validation tasks may be missing
             finished = await self._finish_step(unfinished)
-        while finished and not self._budget.is_over(self._progress.step) and not self._stopping.is_set():
-            self._progress.step_began = started = time.monotonic()
-            step = self._progress.step + 1
+        while finished and not self._budget.is_over(self._run.progress.step) and not self._stopping.is_set():
+            self._run.progress.step_began = started = time.monotonic()
+            step = self._run.progress.step + 1
             manifest, gathered = await self._unless_stopped(self._manifest(step)) or (None, {})
             if manifest is None:
                 break
             row = gathered | await self._train(manifest)
             row |= {"step": float(step), "time/step_seconds": time.monotonic() - started, **self._playing.rate(row)}
-            await self._store.log.put_unfinished_metrics(row)  # before a checkpoint makes the step final
-            self._progress.step, self._progress.sampled_tokens = step, self._budget.sampled
+            await self._run.store.log.put_unfinished_metrics(row)  # before a checkpoint makes the step final
+            self._run.progress.step, self._run.progress.sampled_tokens = step, self._budget.sampled
             await self._pools.add(step)
             await self._open_engine()
-            with self._progress.inside(Part.CHECKPOINT):
+            with self._run.progress.inside(Part.CHECKPOINT):
                 await self._checkpoints.save_if_due(step, last=self._budget.is_over(step))
-            self._progress.step_seconds.append(time.monotonic() - started)
-            self._progress.step_began = None
-            self._progress.evaluations_left = self._evaluations_left(step - 1)
+            self._run.progress.step_seconds.append(time.monotonic() - started)
+            self._run.progress.step_began = None
+            self._run.progress.evaluations_left = self._evaluations_left(step - 1)
             finished = await self._finish_step(row)
         if self._stopping.is_set():
             fault_point("during_stop")
-        if self._progress.step > self._checkpoints.saved_step:
-            self._progress.enter(f"saving step {self._progress.step}")
-        with self._progress.inside(Part.CHECKPOINT):
-            await self._checkpoints.save_now(self._progress.step)
-        if finished and self._budget.is_over(self._progress.step):
-            await self._event(
-                "completed", {"step": self._progress.step}
+        if self._run.progress.step > self._checkpoints.saved_step:
+            self._run.progress.enter(f"saving step {self._run.progress.step}")
+        with self._run.progress.inside(Part.CHECKPOINT):
+            await self._checkpoints.save_now(self._run.progress.step)
+        if finished and self._budget.is_over(self._run.progress.step):
+            await self._run.event(
+                "completed", {"step": self._run.progress.step}
             )  # before the state changes, so that followers of events see it
-            self._progress.move(JobState.COMPLETED)
-        self._store.episodes.available.notify()
+            self._run.progress.move(JobState.COMPLETED)
+        self._run.store.episodes.available.notify()
 
     async def _unless_stopped(self, work: Awaitable[Any]) -> Any:
         """Return the result of `work`, or cancel it, await its end and return None if the job is stopped first."""
@@ -185,9 +169,9 @@ class Learner:
 
     async def _known_digest(self) -> str | None:
         """Return the digest of the configuration with which the run was started; None: it is a new one."""
-        known = await self._store.log.fact("config_digest")
-        if known is not None and known != self._config.digest():
-            raise ConfigError(self._folder.why_not_resumed(self._config))
+        known = await self._run.store.log.fact("config_digest")
+        if known is not None and known != self._run.config.digest():
+            raise ConfigError(self._run.folder.why_not_resumed(self._run.config))
         return known
 
     async def _restore(self) -> dict[str, float] | None:
@@ -198,65 +182,65 @@ class Learner:
         """
         known = await self._known_digest()
         if known is None:
-            await self._store.log.set_fact("config_digest", self._config.digest())
-        self._folder.write_config(self._config)
+            await self._run.store.log.set_fact("config_digest", self._run.config.digest())
+        self._run.folder.write_config(self._run.config)
         state = await self._checkpoints.load()
         # Also without a checkpoint: a job that has lost its base server has made steps in this process already.
-        self._progress.step = 0 if state is None else int(state["step"])
+        self._run.progress.step = 0 if state is None else int(state["step"])
         if state is not None:
             self._wall_before = float(state["wall_seconds"])
-        await self._pools.check(self._progress.step)
-        await self._budget.restore(self._progress.step)
-        self._progress.sampled_tokens = self._budget.sampled
+        await self._pools.check(self._run.progress.step)
+        await self._budget.restore(self._run.progress.step)
+        self._run.progress.sampled_tokens = self._budget.sampled
         self._playing.resumed = known is not None
-        if known is not None and not self._config.deterministic:
-            incarnation = int(await self._store.log.fact("incarnation") or 0) + 1
-            await self._store.log.set_fact("incarnation", str(incarnation))
-            for policy in self._policies.trained:
+        if known is not None and not self._run.config.deterministic:
+            incarnation = int(await self._run.store.log.fact("incarnation") or 0) + 1
+            await self._run.store.log.set_fact("incarnation", str(incarnation))
+            for policy in self._run.policies.trained:
                 self._trainer.begin_incarnation(policy, incarnation)
-        await self._publish(self._policies.trained, first=True)
-        unfinished = await self._store.log.restore_metrics(self._progress.step)
-        rows = await self._store.log.metrics()
+        await self._publish(self._run.policies.trained, first=True)
+        unfinished = await self._run.store.log.restore_metrics(self._run.progress.step)
+        rows = await self._run.store.log.metrics()
         if rows:  # a step is evaluated after its checkpoint, so its row may be of a later time
             self._wall_before = max(self._wall_before, rows[-1].get("wall_seconds", 0.0))
         self._checkpoints.know_best(rows)
         await self._log.restore(rows)
-        if self._progress.step == 0 and not rows:
+        if self._run.progress.step == 0 and not rows:
             return {"step": 0.0}  # the row of the evaluation before the first step
         return unfinished
 
     async def _wait_for_tasks(self) -> None:
         """Wait until all tasks are there: from files, or pushed by a client that has said that it is the last push."""
-        self._progress.enter("waiting for tasks")
-        evaluation = self._config.evaluation
-        if not self._config.brings_tasks or evaluation.every_steps or evaluation.every_tokens is not None:
-            await self._store.tasks.wait_sealed()
+        self._run.progress.enter("waiting for tasks")
+        evaluation = self._run.config.evaluation
+        if not self._run.config.brings_tasks or evaluation.every_steps or evaluation.every_tokens is not None:
+            await self._run.store.tasks.wait_sealed()
         if self._recordings is None:
-            self._train_tasks = await self._store.tasks.stored("train")
+            self._train_tasks = await self._run.store.tasks.stored("train")
         else:
             self._train_tasks = await self._recordings.tasks()
-        most = self._config.evaluation.max_tasks
-        self._validation_tasks = await self._store.tasks.of_split("validation", most)
+        most = self._run.config.evaluation.max_tasks
+        self._validation_tasks = await self._run.store.tasks.of_split("validation", most)
         if not self._train_tasks:
             raise ConfigError("the job has no training tasks")
-        rollout = self._config.rollout
+        rollout = self._run.config.rollout
         key = rollout.group_key if self._recordings is None else ""
-        ordered = partial(TaskOrder, self._train_tasks, self._config.seed, key, rollout.group_size)
+        ordered = partial(TaskOrder, self._train_tasks, self._run.config.seed, key, rollout.group_size)
         self._order = await in_thread(ordered)
         if self._order.grouped:
             text = (
                 f"tasks with the same {key} are played and compared as one group: {self._order.grouped} groups have "
                 "several; rollout.group_key says by which key"
             )
-            await self._event("tasks_grouped", {"groups": self._order.grouped, "text": text})
+            await self._run.event("tasks_grouped", {"groups": self._order.grouped, "text": text})
 
     # One step
 
     async def _manifest(self, step: int) -> tuple[BatchManifest, dict[str, float]]:
         """Return the manifest of a step, committed before a restart or gathered now, and metrics of the gathering."""
-        manifest = await self._store.log.manifest(step)
+        manifest = await self._run.store.log.manifest(step)
         if manifest is not None:
-            self._progress.enter(f"repeating step {step} from its manifest")
+            self._run.progress.enter(f"repeating step {step} from its manifest")
             self._playing.not_played()
             return manifest, {
                 "time/rollout_seconds": 0.0,
@@ -265,34 +249,34 @@ class Learner:
                 "train/episodes_discarded": 0.0,
                 "train/episodes_stale": 0.0,
             }
-        self._progress.enter(f"gathering step {step}", Phase("train", step))
+        self._run.progress.enter(f"gathering step {step}", Phase("train", step))
         started = time.monotonic()
-        rollout = self._config.rollout
+        rollout = self._run.config.rollout
         versions = self._versions()
-        last_step = min(step + rollout.max_staleness, self._config.steps)
+        last_step = min(step + rollout.max_staleness, self._run.config.steps)
         if self._recordings is not None:
-            groups = rollout.groups_per_step
-            gathered = await gather_recorded(self._store, self._recordings, self._order.task, step, groups, versions)
+            store, groups = self._run.store, rollout.groups_per_step
+            gathered = await gather_recorded(store, self._recordings, self._order.task, step, groups, versions)
             self._playing.not_played()
         else:
             gathered = await gather_groups(
-                self._store,
+                self._run.store,
                 rollout,
                 self._order.group,
                 step,
                 last_step,
-                {name: versions[name].n for name in self._updates.due(step)},
-                self._updates.dynamic_sampling(step),
+                {name: versions[name].n for name in self._due(step)},
+                self._dynamic_sampling(step),
             )
             self._playing.gathered(started)
         manifest = BatchManifest(
             step=step,
             versions=versions,
             episode_ids=gathered.episode_ids,
-            seed=self._config.seed,
-            config_digest=self._config.digest(),
+            seed=self._run.config.seed,
+            config_digest=self._run.config.digest(),
         )
-        await self._store.log.commit_manifest(manifest)
+        await self._run.store.log.commit_manifest(manifest)
         return manifest, {
             "time/rollout_seconds": time.monotonic() - started,
             "train/groups_dropped": float(gathered.dropped),
@@ -303,29 +287,60 @@ class Learner:
 
     async def _train(self, manifest: BatchManifest) -> dict[str, float]:
         """Update the policies with the episodes of a manifest, and publish the new weights to the engine."""
-        self._progress.enter(f"training step {manifest.step}")
-        trajectories = await self._store.calls.trajectories(manifest.episode_ids)
+        self._run.progress.enter(f"training step {manifest.step}")
+        trajectories = await self._run.store.calls.trajectories(manifest.episode_ids)
         await self._budget.count(manifest.step)
-        with self._progress.inside(Part.TRAINER):
-            trained = await self._updates.train(manifest.step, trajectories)
-        row = {"rollout/sampled_tokens": float(self._budget.sampled), **trained.row}
-        row |= role_metrics(trajectories, self._policies.roles)
-        self._progress.staleness = trained.staleness
+        with self._run.progress.inside(Part.TRAINER):
+            row = await self._update(manifest.step, trajectories)
+        row |= {"rollout/sampled_tokens": float(self._budget.sampled)}
+        row |= role_metrics(trajectories, self._run.policies.roles)
         started = time.monotonic()
-        await self._publish(trained.policies)
+        await self._publish(self._due(manifest.step))
         row["time/publish_seconds"] = time.monotonic() - started
         return row | self._versions_of_row()
 
+    def _due(self, step: int) -> dict[str, PolicyUpdate]:
+        """Return the updates that are made in a step, by the policy's name."""
+        return {name: update for name, update in self._updates.items() if update.due(step)}
+
+    def _dynamic_sampling(self, step: int) -> DynamicSampling | None:
+        """Return which groups of a step are replaced: those from which none of its updates learns; None: none are."""
+        due = self._due(step)
+        most = max((self._algorithms[name].dynamic_sampling for name in due), default=0)
+
+        async def teaches(episode_ids: Sequence[str]) -> bool:
+            trajectories = await self._run.store.calls.trajectories(episode_ids)
+            return any(update.learns_from(trajectories) for update in due.values())
+
+        groups = self._run.config.rollout.groups_per_step
+        return DynamicSampling(teaches=teaches, most=most * groups) if most else None
+
+    async def _update(self, step: int, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Make the updates of a step with the episodes of its manifest, and return its metrics by full name."""
+        # All batches are made before the first update, so that no policy's rows depend on another one's update.
+        batches = {name: await update.make_batch(step, trajectories) for name, update in self._due(step).items()}
+        row, ages, seconds = dict[str, float](), Counter[int](), 0.0
+        for name, update in self._updates.items():
+            if name in batches:
+                ages.update(batches[name].staleness)
+                found = await update.train(step, batches[name])
+                seconds += found["time/train_seconds"]
+            else:
+                found = update.metrics_of(trajectories)
+            row |= by_policy(found, name) if self._run.policies.roles.rivals else found
+        self._run.progress.staleness = dict(ages)  # number of trained tokens of all policies by age
+        return row | {"time/train_seconds": seconds}
+
     def _versions(self) -> dict[str, PolicyVersion]:
         """Return the version of each policy that is trained."""
-        return {name: self._trainer.version(name) for name in self._policies.trained}
+        return {name: self._trainer.version(name) for name in self._run.policies.trained}
 
     def _versions_of_row(self) -> dict[str, float]:
         """Return n of the newest version of a policy that is trained; where there are several, of each as well."""
         versions = self._versions()
         own = {of_policy("version", name): float(version.n) for name, version in versions.items()}
         newest = {"version": float(max(version.n for version in versions.values()))}
-        return newest | (own if self._policies.roles.rivals else {})
+        return newest | (own if self._run.policies.roles.rivals else {})
 
     async def _publish(self, policies: Collection[str], first: bool = False) -> None:
         """Hand the present weights to the engine; episodes that are claimed afterwards start with their versions.
@@ -335,22 +350,23 @@ class Learner:
         """
         if not policies:
             return
-        with self._progress.inside(Part.WEIGHT_SYNC):
-            between = self._config.rollout.weight_sync == "between_episodes" and not first
-            async with self._store.episodes.sync_lock.acquire_weight_sync() if between else contextlib.nullcontext():
+        with self._run.progress.inside(Part.WEIGHT_SYNC):
+            between = self._run.config.rollout.weight_sync == "between_episodes" and not first
+            lock = self._run.store.episodes.sync_lock
+            async with lock.acquire_weight_sync() if between else contextlib.nullcontext():
                 fault_point("before_publish")
-                with self._progress.inside(Part.TRAINER):  # ranks bring their parts together
+                with self._run.progress.inside(Part.TRAINER):  # ranks bring their parts together
                     sources = [(policy, await self._trainer.weights(policy)) for policy in policies]
                 # All at the same time: an engine takes over what waits between two of its turns, and turns are long.
                 await together(*(self._hand_over(*each, number) for number, each in enumerate(sources)))
                 fault_point("after_publish")
-        self._progress.version = str(max(self._versions().values()))
+        self._run.progress.version = str(max(self._versions().values()))
 
     async def _hand_over(self, policy: str, source: WeightSource, number: int) -> None:
         """Give the engine the weights of one policy, which is the `number`-th of those that are published, from 0."""
         if number:
             fault_point("between_publications")
-        await self._engine.sync_weights(policy, self._trainer.version(policy), source)
+        await self._run.engine.sync_weights(policy, self._trainer.version(policy), source)
 
     # After a step
 
@@ -363,17 +379,17 @@ class Learner:
         if self._validation_tasks and self._budget.evaluation_is_due(step):
             if self._stopping.is_set():
                 return False
-            self._progress.enter(_evaluating(step), Phase("validation", step))
-            roles = self._policies.roles
-            algorithm = self._config.algorithm_of(roles.default)
-            evaluation = validate(self._store.groups, self._validation_tasks, step, roles, algorithm)
+            self._run.progress.enter(_evaluating(step), Phase("validation", step))
+            roles = self._run.policies.roles
+            algorithm = self._run.config.algorithm_of(roles.default)
+            evaluation = validate(self._run.store.groups, self._validation_tasks, step, roles, algorithm)
             found = await self._unless_stopped(evaluation)
             if found is None:
                 return False
             row |= self._versions_of_row() | found
-            await self._event("evaluated", {"step": step, **found})
-            self._progress.evaluation_seconds.append(found["time/validation_seconds"])
-            self._progress.evaluations_left = self._evaluations_left(step)
+            await self._run.event("evaluated", {"step": step, **found})
+            self._run.progress.evaluation_seconds.append(found["time/validation_seconds"])
+            self._run.progress.evaluations_left = self._evaluations_left(step)
             await self._checkpoints.keep_best(step, found)
         elif step == 0:
             return True
@@ -391,17 +407,13 @@ class Learner:
 
         Until then the engine has older weights than those with which the open episodes are played, so calls wait.
         """
-        if await self._store.log.manifest(self._progress.step + 1) is not None:
+        if await self._run.store.log.manifest(self._run.progress.step + 1) is not None:
             return
-        await self._engine.resume()
-        if self._pool is not None:
+        await self._run.engine.resume()
+        if self._run.workers is not None:
             for policy in self._unchecked:
-                await check_engine(self._pool, self._trainer, self._policies.runtime(policy))
+                await check_engine(self._run.workers, self._trainer, self._run.policies.runtime(policy))
         self._unchecked = ()
-
-    async def _event(self, kind: str, data: dict[str, Any]) -> None:
-        await self._store.log.add_event(kind, data)
-        self._report(kind, data)
 
     def _wall(self) -> float:
         return self._wall_before + time.monotonic() - self._started

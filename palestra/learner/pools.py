@@ -7,14 +7,11 @@ are follows from the number of the step alone, so a run that was killed has the 
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
-from palestra.config import JobConfig, PoolConfig, past_name, past_of
-from palestra.engine.base import Engine
+from palestra.config import PoolConfig, past_name, past_of
 from palestra.errors import CheckpointError
+from palestra.learner.open_run import OpenRun
 from palestra.models.saved_weights import SavedWeights
-from palestra.session import PolicySet
-from palestra.store import RunStore
 from palestra.store.casting import Casting
 from palestra.trainer import checkpoint
 from palestra.trainer.base import Trainer
@@ -24,37 +21,17 @@ from palestra.types.calls import PolicyVersion
 class Pools:
     """Keeps the versions that roles with a pool may be played by."""
 
-    def __init__(
-        self,
-        config: JobConfig,
-        trainer: Trainer,
-        engine: Engine,
-        policies: PolicySet,
-        store: RunStore,
-        folder: Path,
-    ) -> None:
-        """Have claims ask which version plays; nothing is loaded before `open`.
-
-        Args:
-            policies: of the job; past versions are added to it.
-            store: says how far the run is, and keeps who has played.
-            folder: where the versions are written, each in a folder of its name.
-        """
-        self._trainer, self._engine, self._policies, self._store, self._folder = (
-            trainer,
-            engine,
-            policies,
-            store,
-            folder,
-        )
-        self._ahead = config.rollout.max_staleness
-        roles = config.players
+    def __init__(self, run: OpenRun, trainer: Trainer) -> None:
+        """Have claims ask which version plays, and add past versions to the run's policies from `open` on."""
+        self._run, self._trainer = run, trainer
+        self._ahead = run.config.rollout.max_staleness
+        roles = run.config.players
         self._pools: dict[str, list[PoolConfig]] = {}
         for role, pool in roles.pools.items():
             self._pools.setdefault(roles.named[role], []).append(pool)
-        self._casting = Casting(roles, config.seed, self._ahead)
+        self._casting = Casting(roles, run.config.seed, self._ahead)
         if self._pools:
-            store.episodes.casting = self._casting
+            run.store.episodes.casting = self._casting
 
     async def open(self) -> None:
         """Give the engine the versions that episodes of the next step may meet, before one can be claimed.
@@ -67,9 +44,9 @@ class Pools:
         """
         if not self._pools:
             return
-        if await self._store.log.fact("config_digest") is None:  # what is there is of a run that was removed
+        if await self._run.store.log.fact("config_digest") is None:  # what is there is of a run that was removed
             for policy, step in self._on_disk():
-                shutil.rmtree(self._folder / past_name(policy, step), ignore_errors=True)
+                shutil.rmtree(self._run.folder.pools / past_name(policy, step), ignore_errors=True)
         bound = await self._bound()
         for policy in self._pools:
             if 0 in self._kept(policy, bound):
@@ -90,11 +67,11 @@ class Pools:
         bound = await self._bound()
         for policy in self._pools:
             for version in self._kept(policy, bound) | self._kept(policy, max(bound, step)):
-                if version <= step and past_name(policy, version) not in self._policies.past:
+                if version <= step and past_name(policy, version) not in self._run.policies.past:
                     name = past_name(policy, version)
                     raise CheckpointError(
-                        f"{self._folder / name} is missing or damaged, and episodes may be played against {name}; put "
-                        "it back from a copy, or start a new run"
+                        f"{self._run.folder.pools / name} is missing or damaged, and episodes may be played against "
+                        f"{name}; put it back from a copy, or start a new run"
                     )
 
     async def add(self, step: int) -> None:
@@ -115,13 +92,13 @@ class Pools:
         for policy, version in sorted(self._on_disk()):
             if version <= bound and version not in self._kept(policy, bound):
                 name = past_name(policy, version)
-                self._policies.remove_past(name)
-                await self._engine.remove_policy(name)
-                shutil.rmtree(self._folder / name, ignore_errors=True)
+                self._run.policies.remove_past(name)
+                await self._run.engine.remove_policy(name)
+                shutil.rmtree(self._run.folder.pools / name, ignore_errors=True)
 
     async def _bound(self) -> int:
         """Return the newest version that an episode of the step after the last manifest may meet."""
-        return max(await self._store.log.last_manifest() - self._ahead, 0)
+        return max(await self._run.store.log.last_manifest() - self._ahead, 0)
 
     def _kept(self, policy: str, bound: int) -> set[int]:
         """Return the versions of all pools of a policy at a step."""
@@ -129,22 +106,22 @@ class Pools:
 
     def _on_disk(self) -> list[tuple[str, int]]:
         """Return policy and step of each version that has a folder."""
-        found = [past_of(path.name) for path in self._folder.glob("*@*")]
+        found = [past_of(path.name) for path in self._run.folder.pools.glob("*@*")]
         return [one for one in found if one is not None and one[0] in self._pools]
 
     async def _write(self, policy: str, step: int) -> None:
         """Write the present weights of a policy as its version of a step, unless it is there, whole."""
         name = past_name(policy, step)
         # After a kill the step is repeated. What is there has played in recorded episodes, and stays what it is.
-        if checkpoint.read_weights(self._folder / name) is None:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            await self._trainer.save_weights(policy, self._folder / name, step, f"pool {name}")
+        if checkpoint.read_weights(self._run.folder.pools / name) is None:
+            self._run.folder.pools.mkdir(mode=0o700, exist_ok=True)
+            await self._trainer.save_weights(policy, self._run.folder.pools / name, step, f"pool {name}")
 
     async def _load(self, policy: str, step: int) -> None:
         """Give the engine a version from its folder; a damaged one is left out."""
         name = past_name(policy, step)
-        state = checkpoint.read_weights(self._folder / name)
-        if state is not None and name not in self._policies.past:
+        state = checkpoint.read_weights(self._run.folder.pools / name)
+        if state is not None and name not in self._run.policies.past:
             version = PolicyVersion(int(state["incarnation"]), int(state["n"]))
-            await self._engine.add_policy(name, policy, version, SavedWeights(self._folder / name))
-            self._policies.add_past(name, policy)
+            await self._run.engine.add_policy(name, policy, version, SavedWeights(self._run.folder.pools / name))
+            self._run.policies.add_past(name, policy)

@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import orjson
 from jinja2 import TemplateError
 
-from palestra.algorithms.base import RecordedEpisodes
+from palestra.algorithms.base import Algorithm, RecordedEpisodes
 from palestra.config import Roles
 from palestra.database import to_json
 from palestra.errors import ConfigError
 from palestra.learner.groups import Gathered
+from palestra.learner.open_run import OpenRun
 from palestra.learner.recorded_run import (
     check_tokens,
     chosen_episodes,
@@ -53,6 +54,25 @@ class Recordings:
         self._source, self._runtime, self._store = source, runtime, store
         self._policies: tuple[str, ...] = ()  # whose calls are learned, by their names in the run of the source
         self._roles = Roles(default=runtime.name)  # who plays which agent there
+
+    @classmethod
+    def of(cls, run: OpenRun, algorithms: Mapping[str, Algorithm]) -> Self | None:
+        """Return what a job trains in place of played episodes; None: they are played.
+
+        Raises:
+            ConfigError: several policies are trained, and the episodes do not say which of them has played what.
+        """
+        trained = run.policies.trained
+        sources = [(name, source) for name in trained if (source := algorithms[name].recorded) is not None]
+        if not sources:
+            return None
+        (policy, source), *_ = sources
+        if len(trained) > 1:
+            raise ConfigError(
+                f"the algorithm of policy {policy!r} trains recorded episodes, which do not say which of "
+                f"{' and '.join(map(repr, trained))} has played what; train one policy a job with it"
+            )
+        return cls(source, run.policies.runtime(policy), run.store)
 
     async def tasks(self) -> Sequence[Task]:
         """Return a task for each recorded episode, in canonical order; a resumed job has those of its first start.

@@ -22,10 +22,9 @@ from palestra.doctor.opponent_facts import opponent_facts
 from palestra.doctor.rule import KEPT, START, JobSize, RunHistory
 from palestra.doctor.rules import OF_A_JOB, OF_A_POLICY, health_of
 from palestra.errors import ConfigError
-from palestra.learner.update import AddEvent
-from palestra.store import RunStore
+from palestra.learner.open_run import OpenRun
 from palestra.types.metrics import of_policies, of_policy, row_of_policy
-from palestra.types.progress import HealthWarning, JobProgress
+from palestra.types.progress import HealthWarning
 
 Row = Mapping[str, float]
 REWARD, VALIDATION = "train/reward_mean", "validation/reward_mean"
@@ -171,18 +170,10 @@ def _line(row: Row) -> bytes:
 class StepLog:
     """Writes the rows of a run, oldest first."""
 
-    def __init__(
-        self, config: JobConfig, store: RunStore, folder: RunFolder, progress: JobProgress, add_event: AddEvent
-    ) -> None:
-        """Create the log without rows; `restore` adds those of a resumed run.
-
-        Args:
-            store: the job's run store, whose log is the source of truth of all rows.
-            progress: the state that `/status` shows.
-        """
-        self._config, self._store, self._log = config, store, store.log
-        self._folder, self._progress = folder, progress
-        self._add_event = add_event
+    def __init__(self, run: OpenRun) -> None:
+        """Create the log without rows; `restore` adds those of a resumed run, whose truth is the store's log."""
+        self._run = run
+        config = run.config
         size = JobSize.of(config)
         self._rivals = config.players.rivals
         sole = config.players.default if len(config.policies) > 1 else ""
@@ -193,7 +184,7 @@ class StepLog:
     async def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Write the file from the rows of the store, as after a restart."""
         rows = [_finite(row) for row in rows]  # a store of before has null where a number was infinite
-        self._folder.write_metrics(rows)
+        self._run.folder.write_metrics(rows)
         steps = [int(row["step"]) for row in rows if any(of_policies(row, "train/episodes").values())]
         facts = await self._opponents({*steps[:START], *steps[-KEPT:]})  # no rule looks at others
         for row in rows:
@@ -201,7 +192,7 @@ class StepLog:
 
     async def _opponents(self, steps: Collection[int]) -> dict[int, dict[str, float]]:
         """Return what the rules of opponents read of the episodes of steps, by the number of the step."""
-        return await self._store.db.read(lambda connection: opponent_facts(connection, steps))
+        return await self._run.store.db.read(lambda connection: opponent_facts(connection, steps))
 
     def _add(self, row: Row) -> list[str]:
         """Add a row to the histories of the policies and the job; return the names of those that it has trained."""
@@ -223,13 +214,13 @@ class StepLog:
         """
         row = _finite(row)
         await self._warn(row)
-        await self._log.put_metrics(step, row)
-        self._folder.append_metrics(row)
-        self._progress.last_metrics = row
-        await self._add_event("step", row)
+        await self._run.store.log.put_metrics(step, row)
+        self._run.folder.append_metrics(row)
+        self._run.progress.last_metrics = row
+        await self._run.event("step", row)
         if of_policies(row, "validation/reward_mean") or last:
-            rows = await self._log.metrics()
-            await asyncio.to_thread(self._folder.draw_curve, rows, self._config.name)
+            rows = await self._run.store.log.metrics()
+            await asyncio.to_thread(self._run.folder.draw_curve, rows, self._run.config.name)
 
     async def _warn(self, row: dict[str, float]) -> None:
         """Report each sign of a run that learns nothing, once, when it appears."""
@@ -237,7 +228,7 @@ class StepLog:
         trained = self._add({**row, **(await self._opponents([step]))[step]})
         if not trained:
             return
-        before = {(warning.policy, warning.code) for warning in self._progress.warnings}
+        before = {(warning.policy, warning.code) for warning in self._run.progress.warnings}
         if self._rivals:
             # One that is not updated in this step keeps the signs of the step in which it was.
             self._found |= {policy: health_of(self._histories[policy], policy, OF_A_POLICY) for policy in trained}
@@ -246,8 +237,8 @@ class StepLog:
             self._found = {policy: health_of(self._histories[policy], policy) for policy in trained}
         found = [warning for warnings in self._found.values() for warning in warnings]
         row["train/warnings"] = float(len(found))
-        self._progress.warnings = found
+        self._run.progress.warnings = found
         for warning in found:
             if (warning.policy, warning.code) not in before:
                 data = {name: value for name, value in asdict(warning).items() if name != "policy" or self._rivals}
-                await self._add_event("warning", data)
+                await self._run.event("warning", data)

@@ -8,9 +8,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -30,13 +29,14 @@ from palestra.learner.batch import (
     token_metrics,
 )
 from palestra.learner.budget import TrainingBudget
+from palestra.learner.checkpoints import Stateful
 from palestra.learner.choices import CallChoices
 from palestra.learner.metrics import loss_metrics
+from palestra.learner.open_run import OpenRun
 from palestra.learner.replay import ReplayBuffer
 from palestra.learner.shares import shares_of
 from palestra.learner.teacher import ServedTeacher
 from palestra.learner.trained_calls import Row, trained_calls
-from palestra.store import RunStore
 from palestra.trainer.base import (
     TRAINER_METRICS,
     CriticKind,
@@ -53,7 +53,6 @@ log = logging.getLogger("palestra.learner")
 COUNTS = ("train/rows", "train/trained_tokens", "train/updates_skipped")  # metrics that add up over a step's batches
 _BEFORE_UPDATES = frozenset(f"train/{metric.name}" for metric in TRAINER_METRICS if metric.epoch == "first")
 CRITIC_COUNTS = ("train/critic_updates_skipped",)  # these add up where there is a critic
-AddEvent = Callable[[str, dict[str, Any]], Awaitable[None]]
 
 
 def policy_spec(config: JobConfig, algorithm: Algorithm, policy: str, weights: Mapping[str, str]) -> PolicySpec:
@@ -130,41 +129,39 @@ class PolicyUpdate:
     """Trains one policy, one batch of episodes per step."""
 
     def __init__(
-        self,
-        config: JobConfig,
-        trainer: Trainer,
-        algorithm: Algorithm,
-        regularization: Regularization,
-        policy: str,
-        budget: TrainingBudget,
-        add_event: AddEvent,
-        store: RunStore,
-        teacher: ServedTeacher | None = None,
+        self, run: OpenRun, trainer: Trainer, budget: TrainingBudget, policy: str, algorithm: Algorithm
     ) -> None:
         """Assemble the update of a policy.
 
         Args:
-            algorithm: makes advantages of rewards, and names the loss.
-            regularization: adds penalty and bonus to the loss, or to the rewards.
+            run: its store gets the logprobs of trained tokens, and has the episodes of earlier steps, for an algorithm
+                that trains them again.
             budget: knows how far the training is, and so the learning rate of a step.
-            store: gets the logprobs of trained tokens; has the episodes of earlier steps, for an algorithm that trains
-                them again.
-            teacher: a server that teaches; None: there is none.
+            algorithm: makes advantages of rewards, and names the loss.
+
+        Raises:
+            ConfigError: a server that is to teach can't be asked, as it is configured.
         """
-        self._budget, self._teacher = budget, teacher
-        self._config, self._trainer, self._algorithm, self._policy = config, trainer, algorithm, policy
-        self._settings = config.algorithm_of(policy)
-        self._regularization = regularization
-        self._roles, self._add_event = config.players, add_event
+        self._run, self._config, self._trainer, self._budget = run, run.config, trainer, budget
+        self._policy, self._algorithm = policy, algorithm
+        self._settings = settings = run.config.algorithm_of(policy)
+        self._regularization = Regularization(settings)
+        self._roles = run.config.players
         self._loss = algorithm.loss()
         self._loss_metrics = build_loss(self._loss).metrics
-        self._store = store
-        self._choices = CallChoices(trainer, policy, self._settings.name) if algorithm.every_choice else None
+        served = settings.served_teacher
+        self.teacher = None if served is None else ServedTeacher(served, run.policies.runtime(policy))
+        self._choices = CallChoices(trainer, policy, settings.name) if algorithm.every_choice else None
         self._replay = (
             None
             if algorithm.replay is None
-            else ReplayBuffer(algorithm.replay, store, config.seed, policy, self._trainable)
+            else ReplayBuffer(algorithm.replay, run.store, run.config.seed, policy, self._trainable)
         )
+
+    @property
+    def remembered(self) -> dict[str, Stateful]:
+        """Return what has a state that is saved with the weights, by its key in the checkpoint."""
+        return {"algorithm": self._algorithm, "regularization": self._regularization}
 
     def learns_from(self, trajectories: Sequence[Trajectory]) -> bool:
         """Return whether the policy can learn anything from the completed episodes of a group."""
@@ -217,8 +214,8 @@ class PolicyUpdate:
         if self._choices is not None:
             left = [trajectory for trajectory in trajectories if trajectory.episode.episode_id not in problems]
             problems = problems | await self._choices.problems(left)
-        if self._teacher is not None:
-            problems = self._teacher.unanswerable(batch.samples) | problems
+        if self.teacher is not None:
+            problems = self.teacher.unanswerable(batch.samples) | problems
         return problems
 
     async def _trainable(self, name: str, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
@@ -285,10 +282,10 @@ class PolicyUpdate:
 
     async def _forward(self, batch: Batch, needs: frozenset[ForwardOutput]) -> ForwardOutputs:
         """Return outputs for the rows: of the trainer, and those of a teacher on another server."""
-        if self._teacher is None:
+        if self.teacher is None:
             return await self._trainer.forward(self._policy, batch.samples, needs)
         own = await self._trainer.forward(self._policy, batch.samples, needs - {"teacher_logprobs"})
-        return {**own, "teacher_logprobs": await self._teacher.logprobs(batch.samples)}
+        return {**own, "teacher_logprobs": await self.teacher.logprobs(batch.samples)}
 
     async def _without(self, step: int, batch: Batch, problems: Mapping[str, str]) -> Batch:
         """Leave out episodes that can't be trained, and report why."""
@@ -298,7 +295,7 @@ class PolicyUpdate:
             log.warning("step %d leaves out episode %s: %s", step, episode_id, reason)
             data = {"step": step, "episode_id": episode_id, "reason": reason}
             whose = {"policy": self._policy} if len(self._config.policies) > 1 else {}
-            await self._add_event("episode_untrainable", data | whose)
+            await self._run.event("episode_untrainable", data | whose)
         return batch.without(problems.keys(), self._trainer.version(self._policy))
 
     async def _update_critic(self, step: int, batch: Batch, critic: CriticUpdate, request: str) -> dict[str, float]:
@@ -324,7 +321,7 @@ class PolicyUpdate:
         made = await self._passes(step, batch, loss, params, self._settings.epochs, "policy", request)
         if made.trained:
             calls = await asyncio.to_thread(trained_calls, made.trained)
-            await self._store.trained.record(step, calls, self._config.store.trained_logprobs_steps)
+            await self._run.store.trained.record(step, calls, self._config.store.trained_logprobs_steps)
         row = loss_metrics(made.first, made.last[-1], self._loss_metrics) | made.counts
         row |= {
             "train/grad_norm": made.update.grad_norm,

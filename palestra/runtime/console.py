@@ -89,7 +89,8 @@ class Console:
     def ready(self, job: LocalJob) -> None:
         """Note that the data plane of `job` listens, and print its URL."""
         self._job = job
-        self._say(f"data plane at {job.url}, its key in {job.folder.path / 'api_key'}; the page is {job.url}/dashboard")
+        key = job.opened.folder.path / "api_key"
+        self._say(f"data plane at {job.url}, its key in {key}; the page is {job.url}/dashboard")
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
         """Print a line for an event of the job, if it is of interest."""

@@ -35,6 +35,7 @@ from palestra.runtime.job_thread import Interrupts, JobThread, run
 from palestra.runtime.scores import Evaluation, TaskOutcome
 from palestra.runtime.starting_points import config_of_run
 from palestra.runtime.tasks import task_of
+from palestra.runtime.terms import JobTerms
 from palestra.runtime.training import Rollouts, play_until_over
 from palestra.store.browsing import EpisodeSummary, browse, list_episodes, read_episode
 from palestra.terminal import say
@@ -170,7 +171,7 @@ def evaluate_until_stopped(
         console = _Console(job, quiet=quiet)
         spec = played if isinstance(played, RolloutSpec) else None
         function = None if isinstance(played, RolloutSpec) else played
-        thread = JobThread(job, console, spec, scored=scored)
+        thread = JobThread(job, console, spec, JobTerms(scored=scored))
         # After a signal, the outcomes so far are returned and marked as incomplete.
         with console, Interrupts(thread.stop) as interrupts:
             run(play_until_over(thread, Rollouts(function, (), (), concurrency)))

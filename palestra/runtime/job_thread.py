@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 from palestra.config import JobConfig
-from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError
 from palestra.models.device import tune_malloc
 from palestra.rollout import RolloutSpec
@@ -23,8 +22,7 @@ from palestra.runtime.console import Console
 from palestra.runtime.event_loop import run_on_uvloop
 from palestra.runtime.local import local_job
 from palestra.runtime.local_job import LocalJob
-from palestra.runtime.places import HERE, JobPlaces
-from palestra.types.records import Task
+from palestra.runtime.terms import USUAL, JobTerms
 from palestra.waiting import race
 
 T = TypeVar("T")
@@ -151,13 +149,7 @@ class JobThread:
         config: JobConfig,
         console: Console,
         play: RolloutSpec | None = None,
-        *,
-        weights: Mapping[str, str] | None = None,
-        scored: Sequence[Task] | None = None,
-        own_code: bool = False,
-        given: Collection[Split] = (),
-        places: JobPlaces = HERE,
-        most_replicas: int | None = None,
+        terms: JobTerms = USUAL,
     ) -> None:
         """Prepare the thread; `start` starts it.
 
@@ -165,18 +157,10 @@ class JobThread:
             config: the job.
             console: is notified of the job's events.
             play: what the process plays itself; see `local_job`.
-            weights: folder to load the model from; see `local_job`.
-            scored: tasks to score the model on; see `local_job`.
-            own_code: whether the user's own classes may be imported; see `local_job`.
-            given: splits whose tasks are pushed; see `local_job`.
-            places: where its processes run; see `local_job`.
-            most_replicas: inference workers that may be asked for; see `local_job`.
         """
         if config.engine.has_model:
             tune_malloc()  # here, because `start` is called in a thread that exists already, beside the console's
-        self._config, self._console, self._play = config, console, play
-        self._weights, self._scored, self._own_code, self._given = weights, scored, own_code, given
-        self._places, self._most_replicas = places, most_replicas
+        self._config, self._console, self._play, self._terms = config, console, play, terms
         self._job: LocalJob | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
@@ -249,17 +233,7 @@ class JobThread:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        async with local_job(
-            self._config,
-            self._console.report,
-            self._play,
-            weights=self._weights,
-            scored=self._scored,
-            own_code=self._own_code,
-            given=self._given,
-            places=self._places,
-            most_replicas=self._most_replicas,
-        ) as job:
+        async with local_job(self._config, self._console.report, self._play, self._terms) as job:
             await _give_back_of_before(job)
             self._job = job
             if self._stopping:
@@ -272,7 +246,7 @@ class JobThread:
                 await job.linger()
             self._result = TrainResult(
                 state=job.progress.state.value,
-                run_dir=job.folder.path,
+                run_dir=job.opened.folder.path,
                 metrics=await job.plane.store.log.metrics(),
                 # In a thread, because hashing takes long: a caller of `stop` checks that the event loop answers.
                 checkpoints=await asyncio.to_thread(newest_checkpoints, self._config),

@@ -8,17 +8,16 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
 from palestra.algorithms.base import Algorithm
 from palestra.config import JobConfig, past_name
 from palestra.engine.cards import gpus_of_job
-from palestra.envs.task_splits import Split
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
-from palestra.learner import Learner, Report, RunFolder, policy_spec
+from palestra.learner import Learner, OpenRun, Report, RunFolder, policy_spec
 from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.pictures.stored import StoredPictures
 from palestra.proxies import spare_own_addresses
@@ -33,15 +32,15 @@ from palestra.runtime.model_memory import check_memory
 from palestra.runtime.numerics import note_numerics, numerics_of, threads_of
 from palestra.runtime.page import create_job_app
 from palestra.runtime.parts import BaseConnection, Parts, base_connector, build_parts, pooled_parts
-from palestra.runtime.places import HERE, JobPlaces
 from palestra.runtime.playing import algorithms_of, check_played_roles, fleet_of, runners_of
 from palestra.runtime.renewal import Renewal
 from palestra.runtime.run_dir import starting_in
 from palestra.runtime.serving import Scoring, Serving
 from palestra.runtime.tasks import load_tasks, read_files
+from palestra.runtime.terms import USUAL, JobTerms
 from palestra.runtime.watchdog import Watchdog
 from palestra.server import DataPlane, KeyRing
-from palestra.session import PolicyRuntime, Sameness, SeatBook, SessionContext, Sessions
+from palestra.session import Sameness, SeatBook, SessionContext, Sessions
 from palestra.store import RunStore, open_run_store
 from palestra.store.casting import Casting
 from palestra.store.key_files import SecretFile, publish_key
@@ -57,182 +56,194 @@ log = logging.getLogger("palestra")
 
 @asynccontextmanager
 async def local_job(
-    config: JobConfig,
-    report: Report,
-    play: RolloutSpec | None = None,
-    *,
-    weights: Mapping[str, str] | None = None,
-    scored: Sequence[Task] | None = None,
-    own_code: bool = False,
-    given: Collection[Split] = (),
-    places: JobPlaces = HERE,
-    most_replicas: int | None = None,
+    config: JobConfig, report: Report, play: RolloutSpec | None = None, terms: JobTerms = USUAL
 ) -> AsyncIterator[LocalJob]:
     """Open a job and serve its data plane while the block is open. Nothing is trained until `run` is called.
 
     Args:
         report: is called with every event of the job, and its data.
         play: what this process plays itself; None: the environment that `config.environment` names, or nothing.
-        weights: folders to load models from, instead of the policies' `model`, by the policy's name. None: none.
-        scored: tasks to score the models on, once each, without training. None: the job does what its configuration
-            says.
-        own_code: whether `algorithm.name` may be a class of the user's own; never true in a server.
-        given: splits whose tasks are pushed to the job, so that its environment makes none; see `load_tasks`.
-        places: where its processes run beside this one.
-        most_replicas: inference workers that those who have the job's key may ask for; None: any number.
 
     Raises:
         ConfigError: the port is in use, the folder belongs to a running job, or the configuration can't be met.
         ModelError: weights are missing.
     """
     spare_own_addresses()
-    known = (config.folder / "run.db").exists()
-    resumed = known and config.kind == "training"
-    tasks = None if known or scored is not None else read_files(config)  # before the model, whose loading takes long
-    trains = config.kind == "training" and scored is None
-    algorithms = algorithms_of(config, play, own_code) if trains else {}
-    if trains and play is None:
-        environment_of(config)  # one that does not exist is refused before the model is loaded
-    if trains and not known:
-        check_played_roles(config, play)
+    known, scores = (config.folder / "run.db").exists(), terms.scored is not None
+    trains = config.kind == "training" and not scores
+    tasks = None if known or scores else read_files(config)  # before the model, whose loading takes long
+    algorithms = _algorithms(config, play, terms, known) if trains else {}
     trackers = config.tracking if trains else []
     check_trackers(trackers)
-    with contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
         start = stack.enter_context(starting_in(config.folder))
         folder = RunFolder(config.folder)
         by_default = "port" not in config.server.model_fields_set
         listener = stack.enter_context(listen(config.server.host, config.server.port, or_any=by_default))
-        trained = (
-            config if scored is None else config.model_copy(update={"kind": "inference"})
-        )  # scoring needs no trainer
-        parts, base = await _parts(trained, weights or {}, folder, places)
-        runtimes = parts.policies.runtimes
-        config = config.model_copy(update={"policies": {name: each.config for name, each in runtimes.items()}})
-        if resumed:
-            await parts.engine.pause()  # until the learner has published the run's weights
-        store = stack.enter_context(
-            open_run_store(folder.store, config.rollout, config.store, pictures=config.pictures)
-        )
-        try:
-            computes = await in_thread(lambda: _numerics(config)) if base is None else base.numerics
-            if computes:
-                report("numerics", await note_numerics(store.log, computes, config.deterministic and scored is None))
-            await _note_layouts(store, runtimes)
-            await _create_policies(config, parts.trainer, algorithms, weights or {})
-            if scored is None:
-                await load_tasks(store.tasks, config, tasks, given)
-            fault_point("during_start")
-            context = SessionContext(
-                store=store,
-                policies=parts.policies,
-                seed=config.seed,
-                strict_history=config.rollout.strict_history,
-                ignore_untrainable=config.rollout.untrainable_sampling == "ignore",
-                sameness=Sameness(
-                    reasoning=config.rollout.dropped_reasoning == "keep",
-                    whitespace=config.rollout.stripped_whitespace == "keep",
-                ),
-                seats=frozenset(config.seats.roles),
-            )
-            stack.callback(context.pool.close)
-            stack.callback(context.picture_pool.close)
-            progress = JobProgress(
-                job=config.name,
-                steps=config.steps,
-                token_budget=config.token_budget,
-                run_dir=str(folder.path),
-                numerics=computes,
-            )
-            keys = KeyRing(
-                SecretFile(folder.path).recent, config.name, os.environ.get("PALESTRA_API_KEY"), config.seats.roles
-            )
-            publish_key(folder.path, lambda: keys.job_key)
-            plane = DataPlane(
-                config=config,
-                store=store,
-                sessions=Sessions(
-                    context, config.server.max_waiting_calls, _seats(config, store) if scored is None else None
-                ),
-                keys=keys,
-                progress=progress,
-                started_at=time.time(),
-                gpus=await in_thread(lambda: gpus_of_job(config)),
-            )
-            apart = config.environment.runners is not None and play is None and scored is None
-            pool = None if apart else runners_of(config, plane.sessions, progress, play)
-
-            async def learner(algorithms: Mapping[str, Algorithm]) -> Learner:
-                assert parts.trainer is not None
-                made = Learner(
-                    config,
-                    store,
-                    parts.trainer,
-                    algorithms,
-                    parts.engine,
-                    parts.policies,
-                    folder,
-                    progress,
-                    report,
-                    parts.pool,
-                )
-                await made.prepare()
-                return made
-
-            async def again() -> Learner | None:
-                fresh = algorithms_of(config, play, own_code) if algorithms else {}
-                await _create_policies(config, parts.trainer, fresh, weights or {})
-                return await _begun_again(config, parts, store, scored is not None, lambda: learner(fresh))
-
-            work: Learner | Serving | Scoring
-            if scored is not None:
-                await _first_versions(config, parts, store)
-                work = Scoring(config, store, parts.engine, folder, progress, scored)
-            elif parts.trainer is None:
-                work = Serving(config, store.log, folder, progress, report, context.counts)
-            else:
-                work = await learner(algorithms)
-            async with (
-                served(create_job_app(plane, parts.pool, most_replicas), listener, plane.stop, plane.connections),
-                looked_after(store, progress, plane.sessions.seats, config.rollout.max_episode_seconds),
-                tracking(folder.path, trackers),
-            ):
-                start.succeeded = True
-                renewable = base or parts.renewable
-                renewal = None if renewable is None else Renewal(renewable, again)
-                fleet = fleet_of(config, plane, url_of(listener), places.runner) if apart else None
-                watchdog = _watchdog(plane, work, plays_itself=pool is not None or fleet is not None)
-                async with fleet or contextlib.nullcontext():
-                    yield LocalJob(
-                        work,
-                        plane,
-                        parts.engine,
-                        url_of(listener),
-                        folder,
-                        resumed,
-                        pool,
-                        renewal,
-                        fleet,
-                        watchdog,
-                        report,
-                        parts.pool,
-                    )
-        finally:
-            await _closed("engine", parts.engine.close())
-            for runtime in runtimes.values():
-                runtime.grammars.close()
-            if parts.trainer is not None:
-                await _closed("trainer", parts.trainer.close())
+        parts, base = await _parts(config, terms, folder)
+        run = await _open_run(config, report, parts, folder, stack)
+        context = _context(run)
+        stack.callback(context.pool.close)
+        stack.callback(context.picture_pool.close)
+        stack.push_async_callback(_close, parts)
+        await _note_models(run, base, scores)
+        await _create_policies(run, parts.trainer, algorithms, terms.weights)
+        if not scores:
+            await load_tasks(run.store.tasks, run.config, tasks, terms.given)
+        fault_point("during_start")
+        plane = await _data_plane(run, context, scores)
+        apart = run.config.environment.runners is not None and play is None and not scores
+        pool = None if apart else runners_of(run.config, plane.sessions, run.progress, play)
+        work = await _work(run, parts.trainer, algorithms, terms.scored, context.counts)
+        async with (
+            served(create_job_app(plane, run.workers, terms.most_replicas), listener, plane.stop, plane.connections),
+            looked_after(run.store, run.progress, plane.sessions.seats, run.config.rollout.max_episode_seconds),
+            tracking(folder.path, trackers),
+        ):
+            start.succeeded = True
+            url, renewable = url_of(listener), base or parts.renewable
+            again = partial(_begin_again, run, parts, play, terms)
+            renewal = None if renewable is None else Renewal(renewable, again)
+            fleet = fleet_of(run.config, plane, url, terms.places.runner) if apart else None
+            player = pool or fleet
+            async with fleet or contextlib.nullcontext():
+                yield LocalJob(run, work, plane, url, player, renewal, _watchdog(plane, work, player is not None))
 
 
-def _watchdog(plane: DataPlane, work: Learner | Serving | Scoring, *, plays_itself: bool) -> Watchdog | None:
+def _algorithms(config: JobConfig, play: RolloutSpec | None, terms: JobTerms, known: bool) -> dict[str, Algorithm]:
+    """Return the algorithms of a job that trains; what it can't play is refused, before its model is loaded."""
+    found = algorithms_of(config, play, terms.own_code)
+    if play is None:
+        environment_of(config)
+    if not known:
+        check_played_roles(config, play)
+    return found
+
+
+async def _open_run(
+    config: JobConfig, report: Report, parts: Parts, folder: RunFolder, stack: contextlib.AsyncExitStack
+) -> OpenRun:
+    """Open the store of a job's run; until the learner has published the weights of a resumed one, the engine waits."""
+    policies = {name: each.config for name, each in parts.policies.runtimes.items()}
+    config = config.model_copy(update={"policies": policies})
+    resumed = folder.store.exists() and config.kind == "training"
+    if resumed:
+        await parts.engine.pause()
+    progress = JobProgress(
+        job=config.name, steps=config.steps, token_budget=config.token_budget, run_dir=str(folder.path)
+    )
+    opening = open_run_store(folder.store, config.rollout, config.store, pictures=config.pictures)
+    return OpenRun(
+        config=config,
+        store=stack.enter_context(opening),
+        engine=parts.engine,
+        policies=parts.policies,
+        folder=folder,
+        progress=progress,
+        report=report,
+        workers=parts.pool,
+        resumed=resumed,
+    )
+
+
+def _context(run: OpenRun) -> SessionContext:
+    """Return what the sessions of a run have in common."""
+    rollout = run.config.rollout
+    return SessionContext(
+        store=run.store,
+        policies=run.policies,
+        seed=run.config.seed,
+        strict_history=rollout.strict_history,
+        ignore_untrainable=rollout.untrainable_sampling == "ignore",
+        sameness=Sameness(
+            reasoning=rollout.dropped_reasoning == "keep", whitespace=rollout.stripped_whitespace == "keep"
+        ),
+        seats=frozenset(run.config.seats.roles),
+    )
+
+
+async def _note_models(run: OpenRun, base: BaseConnection | None, scores: bool) -> None:
+    """Note what computes the job, and what its models get of pictures, so that the run's page can show it later."""
+    run.progress.numerics = await in_thread(lambda: _numerics(run.config)) if base is None else base.numerics
+    if computes := run.progress.numerics:
+        data = await note_numerics(run.store.log, computes, run.config.deterministic and not scores)
+        run.report("numerics", data)
+    for name, runtime in run.policies.runtimes.items():
+        if (layout := write_layout(runtime.renderer.picture_layout)) is not None:
+            await run.store.log.set_fact(layout_fact(name), layout)
+
+
+async def _data_plane(run: OpenRun, context: SessionContext, scores: bool) -> DataPlane:
+    """Return the data plane of a run, whose key is published in its folder."""
+    config, path = run.config, run.folder.path
+    keys = KeyRing(SecretFile(path).recent, config.name, os.environ.get("PALESTRA_API_KEY"), config.seats.roles)
+    publish_key(path, lambda: keys.job_key)
+    seats = None if scores else _seats(config, run.store)
+    return DataPlane(
+        config=config,
+        store=run.store,
+        sessions=Sessions(context, config.server.max_waiting_calls, seats),
+        keys=keys,
+        progress=run.progress,
+        started_at=time.time(),
+        gpus=await in_thread(lambda: gpus_of_job(config)),
+    )
+
+
+async def _work(
+    run: OpenRun,
+    trainer: Trainer | None,
+    algorithms: Mapping[str, Algorithm],
+    scored: Sequence[Task] | None,
+    counts: Mapping[str, int],
+) -> Learner | Serving | Scoring:
+    """Return what a job does: it scores tasks, trains, or serves."""
+    if scored is not None:
+        await _first_versions(run)
+        return Scoring(run, scored)
+    return Serving(run, counts) if trainer is None else await _learner(run, trainer, algorithms)
+
+
+async def _learner(run: OpenRun, trainer: Trainer, algorithms: Mapping[str, Algorithm]) -> Learner:
+    made = Learner(run, trainer, algorithms)
+    await made.prepare()
+    return made
+
+
+async def _begin_again(run: OpenRun, parts: Parts, play: RolloutSpec | None, terms: JobTerms) -> Learner | None:
+    """Return a learner that begins at the newest checkpoint; None: the job trains nothing, and calls may begin.
+
+    An engine of this process waits from here on, until the learner has published the checkpoint's weights.
+    """
+    fresh = {} if parts.trainer is None else algorithms_of(run.config, play, terms.own_code)
+    await _create_policies(run, parts.trainer, fresh, terms.weights)
+    if parts.renewable is not None:
+        await run.engine.pause()
+    if parts.trainer is not None:
+        return await _learner(run, parts.trainer, fresh)
+    if terms.scored is not None:
+        await _first_versions(run)
+    await run.engine.resume()
+    return None
+
+
+def _watchdog(plane: DataPlane, work: Learner | Serving | Scoring, plays_itself: bool) -> Watchdog | None:
     """Return what ends a job that is stuck; None: the job trains nothing."""
     if not isinstance(work, Learner):
         return None
     return Watchdog(plane.config.watchdog, plane, plays_itself, plane.store.clock)
 
 
+async def _close(parts: Parts) -> None:
+    """Close the engine and the trainer of a job; one that is stuck is left to the end of the process."""
+    await _closed("engine", parts.engine.close())
+    for runtime in parts.policies.runtimes.values():
+        runtime.grammars.close()
+    if parts.trainer is not None:
+        await _closed("trainer", parts.trainer.close())
+
+
 async def _closed(part: str, closing: Awaitable[None]) -> None:
-    """Close a part of a job; one that is stuck is left to the end of the process."""
     try:
         async with asyncio.timeout(CLOSE_SECONDS):
             await closing
@@ -241,12 +252,12 @@ async def _closed(part: str, closing: Awaitable[None]) -> None:
 
 
 async def _create_policies(
-    config: JobConfig, trainer: Trainer | None, algorithms: Mapping[str, Algorithm], weights: Mapping[str, str]
+    run: OpenRun, trainer: Trainer | None, algorithms: Mapping[str, Algorithm], weights: Mapping[str, str]
 ) -> None:
     """Give the trainer the policies that are trained."""
     if trainer is not None:
         for name, algorithm in algorithms.items():
-            await trainer.create(name, policy_spec(config, algorithm, name, weights))
+            await trainer.create(name, policy_spec(run.config, algorithm, name, weights))
 
 
 def _numerics(config: JobConfig) -> dict[str, str]:
@@ -255,17 +266,11 @@ def _numerics(config: JobConfig) -> dict[str, str]:
     return found and found | threads_of(config)
 
 
-async def _note_layouts(store: RunStore, runtimes: Mapping[str, PolicyRuntime]) -> None:
-    """Note what the models of the policies get of pictures, so that the run's page can show it later."""
-    for name, runtime in runtimes.items():
-        if (layout := write_layout(runtime.renderer.picture_layout)) is not None:
-            await store.log.set_fact(layout_fact(name), layout)
-
-
-async def _parts(
-    config: JobConfig, weights: Mapping[str, str], folder: RunFolder, places: JobPlaces
-) -> tuple[Parts, BaseConnection | None]:
+async def _parts(config: JobConfig, terms: JobTerms, folder: RunFolder) -> tuple[Parts, BaseConnection | None]:
     """Return the parts of a job, and the connection to its base server; None: it has a model of its own."""
+    if terms.scored is not None:
+        config = config.model_copy(update={"kind": "inference"})  # scoring needs no trainer
+    weights, places = terms.weights, terms.places
     if config.base is not None:
         return await base_connector()(config, weights)
     for check in (check_trainer, check_reproducible):  # before an engine takes minutes to start
@@ -279,23 +284,6 @@ async def _parts(
     return built, None
 
 
-async def _begun_again(
-    config: JobConfig, parts: Parts, store: RunStore, scores: bool, learner: Callable[[], Awaitable[Learner]]
-) -> Learner | None:
-    """Return a learner that begins at the newest checkpoint; None: the job trains nothing, and calls may begin.
-
-    An engine of this process waits from here on, until the learner has published the checkpoint's weights.
-    """
-    if parts.renewable is not None:
-        await parts.engine.pause()
-    if parts.trainer is not None:
-        return await learner()
-    if scores:
-        await _first_versions(config, parts, store)
-    await parts.engine.resume()
-    return None
-
-
 def _seats(config: JobConfig, store: RunStore) -> SeatBook | None:
     """Return the seats of a job's episodes; None: it has none."""
     if config.kind != "training" or not config.seats.roles:
@@ -303,21 +291,15 @@ def _seats(config: JobConfig, store: RunStore) -> SeatBook | None:
     return SeatBook(config.seats, config.rollout, store.episodes, store.clock, config.server.max_waiting_calls)
 
 
-async def _first_versions(config: JobConfig, parts: Parts, store: RunStore) -> None:
-    """Let roles with a pool be played by the models that are scored: where nothing is trained, a pool has step 0 only.
-
-    Args:
-        config: the job.
-        parts: its engine and policies.
-        store: whose claims ask who plays.
-    """
-    roles = config.players
+async def _first_versions(run: OpenRun) -> None:
+    """Let roles with a pool be played by the models that are scored; with nothing trained, a pool has step 0 only."""
+    roles = run.config.players
     for policy in sorted({roles.named[role] for role in roles.pools}):
         name = past_name(policy, 0)
-        await parts.engine.add_policy(name, policy, parts.engine.version(policy), None)
-        parts.policies.add_past(name, policy)
+        await run.engine.add_policy(name, policy, run.engine.version(policy), None)
+        run.policies.add_past(name, policy)
     if roles.pools:
-        store.episodes.casting = Casting(roles, config.seed, config.rollout.max_staleness)
+        run.store.episodes.casting = Casting(roles, run.config.seed, run.config.rollout.max_staleness)
 
 
 async def serve(config: JobConfig, report: Report, ready: Callable[[LocalJob], None]) -> JobProgress:

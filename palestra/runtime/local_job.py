@@ -9,9 +9,9 @@ from collections.abc import Coroutine
 from typing import Any, NoReturn
 
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
-from palestra.engine.base import Engine, WorkerPool
+from palestra.engine.base import WorkerPool
 from palestra.errors import EngineFailure, PalestraError, StoreError
-from palestra.learner import Learner, Report, RunFolder
+from palestra.learner import Learner, OpenRun
 from palestra.runners import RunnerPool
 from palestra.runtime.renewal import Renewal
 from palestra.runtime.runner_fleet import RunnerFleet
@@ -33,37 +33,26 @@ class LocalJob:
 
     def __init__(
         self,
+        run: OpenRun,
         work: Learner | Serving | Scoring,
         plane: DataPlane,
-        engine: Engine,
         url: str,
-        folder: RunFolder,
-        resumed: bool,
-        pool: RunnerPool | None,
-        renewal: Renewal | None = None,
-        fleet: RunnerFleet | None = None,
-        watchdog: Watchdog | None = None,
-        report: Report | None = None,
-        workers: WorkerPool | None = None,
+        player: RunnerPool | RunnerFleet | None,
+        renewal: Renewal | None,
+        watchdog: Watchdog | None,
     ) -> None:
         """Assemble a job; `run` runs it.
 
         Args:
             plane: the state of the job's data plane.
-            resumed: whether workers of an earlier process may come back.
-            pool: plays episodes in this process; None: no episodes are played here.
+            player: plays episodes, in this process or in some of its own; None: no episodes are played here.
             renewal: what is done when what trains the job is lost; None: that ends with this process.
-            fleet: processes that play the job's environment; None: it has none.
             watchdog: ends the job when it is stuck; None: nothing is trained.
-            report: is called with the events that are no part of the work, and their data; None: none is.
-            workers: the engine, if it is a pool of inference workers.
         """
-        self._report, self._workers = report, workers
-        self._fleet, self._watchdog = fleet, watchdog
-        self._renewal, self._stopping = renewal, False
-        self._work, self.plane, self.url, self.folder = work, plane, url, folder
-        self._engine, self._pool = engine, pool
-        self._all_back_at = time.monotonic() + (RETURN_SECONDS if resumed else 0.0)
+        self.opened, self.plane, self.url = run, plane, url
+        self._work, self._player, self._renewal, self._watchdog = work, player, renewal, watchdog
+        self._stopping = False
+        self._all_back_at = time.monotonic() + (RETURN_SECONDS if run.resumed else 0.0)
         self.over = asyncio.Event()  # set when `run` has ended
 
     @property
@@ -74,7 +63,7 @@ class LocalJob:
     @property
     def plays_itself(self) -> bool:
         """Return whether this process plays the episodes, or runners of its own do."""
-        return self._pool is not None or self._fleet is not None
+        return self._player is not None
 
     @property
     def api_key(self) -> str:
@@ -101,12 +90,10 @@ class LocalJob:
     async def _play_and_work(self) -> None:
         """Run the work, the runners if there are any, and the watches of engine and store; an error in one ends all."""
         parts: list[Coroutine[Any, Any, None]] = [self._work_on(), self._engine_failed(), self._store_lost()]
-        if self._workers is not None:
-            parts.append(self._tell_of_workers(self._workers))
-        if self._pool is not None:
-            parts.append(self._pool.run())
-        if self._fleet is not None:
-            parts.append(self._fleet.failure())
+        if self.opened.workers is not None:
+            parts.append(self._tell_of_workers(self.opened.workers))
+        if self._player is not None:
+            parts.append(self._player.run())
         await self._unless_stuck(asyncio.ensure_future(race(*parts)))
 
     async def _unless_stuck(self, work: asyncio.Future[Any]) -> None:
@@ -119,9 +106,9 @@ class LocalJob:
             await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and isinstance(stuck := watch.exception(), PalestraError):
                 await self._failed(stuck)  # first, because what is stuck may not let itself be cancelled
-                if self._report is not None:  # who waits learns it now, and not when all is closed
-                    ending = "the job is ended, which takes up to minutes where a part of it does not answer"
-                    self._report(STUCK, {"step": self.progress.step, "text": f"{stuck}; {ending}"})
+                ending = "the job is ended, which takes up to minutes where a part of it does not answer"
+                # Who waits learns it now, and not when all is closed.
+                self.opened.report(STUCK, {"step": self.progress.step, "text": f"{stuck}; {ending}"})
                 work.cancel()
                 await asyncio.wait((work,), timeout=CLOSE_SECONDS)
                 raise stuck
@@ -168,14 +155,11 @@ class LocalJob:
 
     async def _event(self, kind: str, text: str) -> None:
         """Record an event that is no part of the work, and say it."""
-        data = {"step": self.progress.step, "text": text}
-        await self.plane.store.log.add_event(kind, data)
-        if self._report is not None:
-            self._report(kind, data)
+        await self.opened.event(kind, {"step": self.progress.step, "text": text})
 
     async def _engine_failed(self) -> None:
         """Fail the job when the engine fails: every call would fail, and the job would wait for episodes for ever."""
-        raise EngineFailure(await self._engine.failure())
+        raise EngineFailure(await self.opened.engine.failure())
 
     async def _store_lost(self) -> None:
         """Fail the job when the store's file was deleted: results that are handed in would be lost."""

@@ -82,8 +82,8 @@ class RunnerFleet:
         finally:
             await self._give_back_orphans("cancelled: the job was stopped")
 
-    async def failure(self) -> None:
-        """Wait until a runner can't be kept running.
+    async def run(self) -> None:
+        """Play, until a runner can't be kept running.
 
         Raises:
             WorkerCrashLoop: it died again and again.

@@ -30,6 +30,7 @@ from palestra.runtime.console import Console
 from palestra.runtime.job_thread import OWN_WORKER, Interrupts, JobThread, TrainResult, run
 from palestra.runtime.run_dir import resolve_run_dir
 from palestra.runtime.tasks import read_files
+from palestra.runtime.terms import JobTerms
 from palestra.waiting import race
 
 SPLITS: tuple[Split, ...] = ("validation", "train")
@@ -162,7 +163,7 @@ def train_until_stopped(
     spec = played if isinstance(played, RolloutSpec) else None
     function = None if isinstance(played, RolloutSpec) else played
     given = tuple(split for split in SPLITS if splits[split])
-    server = JobThread(config, console, spec, own_code=True, given=given)  # this is the user's own process
+    server = JobThread(config, console, spec, JobTerms(own_code=True, given=given))  # this is the user's own process
     with console, Interrupts(server.stop) as interrupts:
         run(play_until_over(server, Rollouts(function, splits["train"], splits["validation"], playing)))
         result = server.result()

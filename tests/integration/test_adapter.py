@@ -116,7 +116,7 @@ async def test_it_is_served_and_shares_its_base_with_other_adapters(checkpoint):
     policies = {"one": model | {"model": str(checkpoint)}, "bare": model | {"model": TINY}}
     settings = config(checkpoint.parents[1].parent / "served", kind="inference", policies=policies)
     async with local_job(settings, lambda kind, data: None) as job:
-        runners = job._engine._core.policies
+        runners = job.opened.engine._core.policies
         weights = [
             {name: p.data_ptr() for name, p in runners[which].model.named_parameters() if ".lora_" not in name}
             for which in policies

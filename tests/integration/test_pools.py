@@ -42,7 +42,7 @@ async def trained(settings: JobConfig, report: Any = lambda kind, data: None) ->
         manifests = [await store.log.manifest(step) for step in range(1, settings.steps + 1)]
         played = [await store.calls.trajectories(one.episode_ids) for one in manifests]
         policies = job.plane.sessions.context.policies
-        digests = {name: digest_of(job._engine, name) for name in policies.names}
+        digests = {name: digest_of(job.opened.engine, name) for name in policies.names}
         versions = {name: str(version) for name, version in policies.versions.items()}
     return rows, played, digests, versions
 
@@ -279,7 +279,7 @@ async def test_past_versions_of_an_adapter_stand_on_the_same_weights(tmp_path):
         await job.plane.store.tasks.push("train", [Task(task_id=t["id"], data=t) for t in TASKS], "c")
         await job.plane.store.tasks.seal()
         await job.run()
-        models = {name: job._engine._core.policies[name].model for name in ("white", "white@3", "white@4")}
+        models = {name: job.opened.engine._core.policies[name].model for name in ("white", "white@3", "white@4")}
         bases = {name: dict(model.named_parameters())["model.norm.weight"].data_ptr() for name, model in models.items()}
         own = {name: dict(model.own_parameters()) for name, model in models.items()}
         assert len(set(bases.values())) == 1

@@ -110,9 +110,9 @@ async def test_one_learns_and_the_other_stays_as_it_is_bit_by_bit(tmp_path, othe
     async with local_job(settings, lambda kind, data: None, RolloutSpec(environment=Talk)) as job:
         await job.plane.store.tasks.push("train", [Task(task_id=t["id"], data=t) for t in TASKS], "c")
         await job.plane.store.tasks.seal()
-        before = {name: digest_of(job._engine, name) for name in TWO}
+        before = {name: digest_of(job.opened.engine, name) for name in TWO}
         await job.run()
-        after = {name: digest_of(job._engine, name) for name in TWO}
+        after = {name: digest_of(job.opened.engine, name) for name in TWO}
         assert after["black"] == before["black"]
         assert after["white"] != before["white"]
         versions = {name: str(version) for name, version in job.plane.sessions.context.policies.versions.items()}

@@ -31,12 +31,12 @@ async def played(settings, seen: list[tuple[str, str]] | None = None) -> dict[st
         trainer = job._work._trainer
         for name in ("untrainable", "forward", "forward_backward", "optim_step", "weights"):
             setattr(trainer, name, _watched(name, getattr(trainer, name), seen if seen is not None else []))
-        before = {name: digest_of(job._engine, name) for name in settings.policies}
+        before = {name: digest_of(job.opened.engine, name) for name in settings.policies}
         await job.run()
         manifests = [await job.plane.store.log.manifest(step) for step in range(1, settings.steps + 1)]
         return {
             "before": before,
-            "after": {name: digest_of(job._engine, name) for name in settings.policies},
+            "after": {name: digest_of(job.opened.engine, name) for name in settings.policies},
             "rows": await job.plane.store.log.metrics(),
             "versions": {n: str(v) for n, v in job.plane.sessions.context.policies.versions.items()},
             "manifests": manifests,

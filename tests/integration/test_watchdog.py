@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 import pytest
 from in_process import serving
@@ -152,7 +153,8 @@ async def test_a_part_that_can_not_be_cancelled_does_not_hold_up_the_end(tmp_pat
     async with watched(tmp_path, monkeypatch, break_it) as (job, running, clock):
         await until(lambda: job.progress.part is Part.TRAINER)
         said = []
-        job._report = lambda kind, data: said.append((kind, data["text"], running.done()))
+        report = lambda kind, data: said.append((kind, data["text"], running.done()))  # noqa: E731
+        job.opened = replace(job.opened, report=report)
         why = await reason(job, running, clock)
         assert "stuck: trainer" in why
         assert said == [

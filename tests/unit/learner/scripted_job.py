@@ -12,7 +12,7 @@ from palestra.algorithms.registry import create_algorithm
 from palestra.config import JobConfig
 from palestra.engine.fake.engine import FakeEngine, digits_script
 from palestra.grammars.pool import Grammars
-from palestra.learner import Learner, RunFolder, policy_spec
+from palestra.learner import Learner, OpenRun, RunFolder, policy_spec
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import PolicyRuntime, PolicySet, SessionContext, Sessions
 from palestra.store import open_run_store
@@ -101,17 +101,16 @@ class ScriptedJob:
             name: create_algorithm(settings.algorithm_of(name), settings.rollout.step_order)
             for name in settings.trained_policies
         }
-        self.learner = Learner(
-            settings,
-            self.store,
-            self.trainer,
-            self.algorithms,
-            self.engine,
-            self.policies,
-            self.folder,
-            self.progress,
-            self._report,
+        self.opened = OpenRun(
+            config=settings,
+            store=self.store,
+            engine=self.engine,
+            policies=self.policies,
+            folder=self.folder,
+            progress=self.progress,
+            report=self._report,
         )
+        self.learner = Learner(self.opened, self.trainer, self.algorithms)
         self.on_event = lambda kind, data: None
         self.silent = lambda group, agent: False  # whether an agent has no part in the episodes of a group
         context = SessionContext(

@@ -400,7 +400,7 @@ async def test_episodes_that_can_not_be_trained_are_left_out_counted_and_named_t
     def job_in(folder, **how) -> ScriptedJob:
         job = ScriptedJob(folder, config(), **how)
         job.engine = OddEngine(digits_script(6, 258))
-        job.learner._engine = job.engine
+        object.__setattr__(job.opened, "engine", job.engine)
         runtime = job.sessions.context.policies.runtime("policy")
         object.__setattr__(runtime, "engine", job.engine)
         return job

@@ -6,6 +6,7 @@ import tomllib
 import pytest
 
 from palestra.config import JobConfig, parse_config
+from palestra.learner.open_run import OpenRun
 from palestra.learner.reporting import RunFolder, StepLog
 from palestra.types.progress import JobProgress
 from unit.building import open_store
@@ -79,10 +80,20 @@ async def test_numbers_that_json_does_not_have_are_left_out_of_the_row_everywher
     with open_store(folder.path) as store:
         progress = JobProgress(job="x", steps=2, run_dir=folder.path)
 
-        async def event(kind, data):
+        def report(kind, data):
             assert None not in data.values()
 
-        log = StepLog(JobConfig(), store, folder, progress, event)
+        log = StepLog(
+            OpenRun(
+                config=JobConfig(),
+                store=store,
+                engine=None,
+                policies=None,
+                folder=folder,
+                progress=progress,
+                report=report,
+            )
+        )
         await log.restore([{"step": 1.0, "train/loss": None}])  # as a store of before has it
         await log.write(2, {"step": 2.0, "train/a": float("inf"), "train/b": float("nan"), "train/c": 1e308}, False)
         assert lines(folder) == ['{"step": 1}', '{"step": 2, "train/c": ' + str(int(1e308)) + "}"]

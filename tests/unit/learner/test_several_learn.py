@@ -313,17 +313,7 @@ async def test_recorded_episodes_of_a_users_algorithm_are_refused_for_several(tm
     with pytest.raises(
         ConfigError, match=r"policy 'black' trains recorded episodes, which do not say which of 'white'"
     ):
-        type(job.learner)(
-            job.config,
-            job.store,
-            job.trainer,
-            job.algorithms,
-            job.engine,
-            job.policies,
-            job.folder,
-            job.progress,
-            job._report,
-        )
+        type(job.learner)(job.opened, job.trainer, job.algorithms)
     job.store.close()
 
 

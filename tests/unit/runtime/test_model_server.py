@@ -57,8 +57,8 @@ async def test_a_folder_that_can_not_be_written_is_an_error_in_words(server, tmp
 async def test_models_of_references_are_where_the_service_says(kind, server, tmp_path, monkeypatch):
     found = {}
 
-    def look(config, console, *, weights, **_):
-        found.update(weights)
+    def look(config, console, terms):
+        found.update(terms.weights)
         raise ModelError("that is enough")
 
     monkeypatch.setattr(model_server, "JobThread", look)

@@ -1,0 +1,48 @@
+"""`OpenRun`: what all that works in the run of a job has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from palestra.config import JobConfig
+from palestra.engine.base import Engine, WorkerPool
+from palestra.session import PolicySet
+from palestra.store import RunStore
+from palestra.types.progress import JobProgress
+
+if TYPE_CHECKING:
+    from palestra.learner.reporting import RunFolder
+
+Report = Callable[[str, dict[str, Any]], None]
+AddEvent = Callable[[str, dict[str, Any]], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenRun:
+    """The run of a job, open in this process.
+
+    Attributes:
+        config: the job.
+        engine: samples the episodes, and receives new weights.
+        progress: the state that `/status` shows.
+        report: is called with every event, as it is recorded.
+        workers: the engine, if it is a pool of inference workers.
+        resumed: whether workers of an earlier process may come back.
+    """
+
+    config: JobConfig
+    store: RunStore
+    engine: Engine
+    policies: PolicySet
+    folder: RunFolder
+    progress: JobProgress
+    report: Report
+    workers: WorkerPool | None = None
+    resumed: bool = False
+
+    async def event(self, kind: str, data: dict[str, Any]) -> None:
+        """Record an event, and report it."""
+        await self.store.log.add_event(kind, data)
+        self.report(kind, data)
