@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from palestra.models.catalog import model_folder as model_folder
     from palestra.rollout import RolloutSpec as RolloutSpec
     from palestra.runtime.evaluating import evaluate as evaluate
+    from palestra.runtime.evaluating import play_episode as play_episode
     from palestra.runtime.job_thread import TrainResult as TrainResult
     from palestra.runtime.probabilities import ChoiceQuestion as ChoiceQuestion
     from palestra.runtime.probabilities import choice_probabilities as choice_probabilities
@@ -132,7 +133,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "palestra.client": ("AsyncClient", "Client", "Episode", "ModelEndpoint", "RolloutResult"),
     "palestra.client.control": ("ControlClient",),
     "palestra.client.verifiers": ("VerifiersRollout",),
-    "palestra.runtime.evaluating": ("evaluate",),
+    "palestra.runtime.evaluating": ("evaluate", "play_episode"),
     "palestra.runtime.scores": ("Evaluation", "TaskOutcome"),
     "palestra.runtime.job_thread": ("TrainResult",),
     "palestra.types.messages": ("text_message",),

@@ -18,7 +18,7 @@ from palestra.client.player import Rollout
 from palestra.config import JobConfig, Roles, TasksConfig
 from palestra.envs.adapters import adapted
 from palestra.envs.catalog import catalog_entry
-from palestra.errors import ConfigError
+from palestra.errors import ConfigError, RolloutFailed
 from palestra.rollout import RolloutSpec
 from palestra.runtime.arguments import (
     EnvironmentMaker,
@@ -111,6 +111,40 @@ def evaluate(
     )
     interrupts.raise_received(f"{found.scored} of {len(found.outcomes)} tasks were scored")
     return found
+
+
+def play_episode(
+    environment: EnvironmentMaker | RolloutSpec | str,
+    task: Mapping[str, Any] | None = None,
+    config: JobConfig | None = None,
+    *,
+    model: str | Mapping[str, str] | None = None,
+) -> Trajectory:
+    """Play one episode greedily, without training, and return its trajectory, with token ids and log-probabilities.
+
+    The model is loaded for this episode alone; for several, use `evaluate(trajectories=True)`.
+
+    Args:
+        environment: what `evaluate` takes as `environment`; or a `RolloutSpec`, for agents of your own.
+        task: JSON object, which the environment gets at its reset; None: `{}`.
+        config: see `evaluate`.
+        model: see `evaluate`.
+
+    Returns:
+        The episode with its rewards, its TimeSteps, and in each its model calls (`Trajectory.chats` has all).
+
+    Raises:
+        RolloutFailed: each attempt has failed, so that there is no reward.
+        ConfigError, NotFound, PalestraError, KeyboardInterrupt: see `evaluate`.
+    """
+    spec = environment if isinstance(environment, RolloutSpec) else None
+    made = None if isinstance(environment, RolloutSpec) else environment
+    found = evaluate(spec, [task or {}], config, model=model, environment=made, trajectories=True, quiet=True)
+    (outcome,) = found.outcomes
+    if outcome.reason is not None or outcome.trajectory is None:
+        reason = outcome.reason or "the episode was not played"
+        raise RolloutFailed(reason.partition(":")[0], reason)
+    return outcome.trajectory
 
 
 def config_to_score(

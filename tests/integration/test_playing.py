@@ -120,6 +120,18 @@ def test_a_tiny_model_that_has_to_call_a_tool_does_nothing_else(tmp_path):
         assert chat.reply.text == ""
 
 
+def test_one_episode_is_played_and_given_back_with_its_tokens(tmp_path):
+    played = palestra.play_episode(Echo, {"text": "a"}, job(tmp_path / "run"))
+    assert played.episode.task.data == {"text": "a"}
+    assert played.episode.rewards
+    for chat in played.chats:
+        assert len(chat.prompt_ids) > 0
+        assert len(chat.completion_ids) == len(chat.logprobs) > 0
+    with pytest.raises(RolloutFailed, match="no network") as error:
+        palestra.play_episode(RolloutSpec(environment=Echo), {"text": "broken"}, job(tmp_path / "broken"))
+    assert error.value.termination == "environment_failed"
+
+
 def test_an_evaluation_keeps_order_and_says_what_failed(tmp_path):
     tasks = [{"text": "a"}, {"text": "broken"}, {"text": "b"}, {"text": "a"}]
     found = palestra.evaluate(
