@@ -32,6 +32,7 @@ JOB = {
 }
 DRAWS = RolloutSpec(environment=Pair, agents={"left": RandomAgent(lambda seen: "abcdefg"), "": ModelAgent()})
 SYSTEM = {"environment": {"system": "Add."}}
+BETWEEN = {"rollout": JOB["rollout"] | {"weight_sync": "between_episodes"}}
 TWO = {
     "policies": {"white": {}, "black": {}},
     "roles": {"left": "white", "right": "black"},
@@ -81,6 +82,7 @@ async def play(folder, spec, *, outside: bool, **more) -> list[dict]:
         pytest.param(DRAWS, {}, id="draws", marks=pytest.mark.slow),
         pytest.param(RolloutSpec(environment=CalculatorEnvironment), {}, id="tools", marks=pytest.mark.slow),
         pytest.param(RolloutSpec(environment=Echo), SYSTEM, id="system", marks=pytest.mark.slow),
+        pytest.param(RolloutSpec(environment=Echo), BETWEEN, id="weights between episodes", marks=pytest.mark.slow),
     ],
 )
 async def test_what_is_recorded_and_trained_is_the_same(tmp_path, spec, more):
