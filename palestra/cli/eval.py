@@ -96,6 +96,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Score the model, print the outcome of each task, and return the exit code that the help names."""
     from palestra.client.arguments import checked_count
+    from palestra.runtime.arguments import Play
     from palestra.runtime.evaluating import evaluate_until_stopped
 
     config = _config(arguments)
@@ -103,12 +104,15 @@ def run(arguments: argparse.Namespace) -> int:
     environment = load_environment(arguments.environment)
     if arguments.tasks is None and config.tasks.validation is None and not isinstance(environment, str):
         raise ConfigError("name a file of tasks (TASKS); only with an environment that ships there need be none")
-    found, _ = evaluate_until_stopped(
-        None if arguments.rollout is None else load_function(arguments.rollout),
-        () if arguments.tasks is None else arguments.tasks,
-        config,
+    play = Play(
+        rollout=None if arguments.rollout is None else load_function(arguments.rollout),
         environment=environment,
         reward=None if arguments.reward is None else load_function(arguments.reward),
+    )
+    found, _ = evaluate_until_stopped(
+        play,
+        () if arguments.tasks is None else arguments.tasks,
+        config,
         random=arguments.random,
         concurrency=arguments.concurrency,
         quiet=arguments.quiet,

@@ -47,6 +47,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train in this process until the steps are done; return 130 where a signal stopped the run."""
     from palestra.config import load_config, parse_config
+    from palestra.runtime.arguments import Play
     from palestra.runtime.training import train_until_stopped
 
     settings = overrides(arguments.set)
@@ -55,11 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
         if path is not None:
             settings[f"tasks.{split}"] = str(path)
     config = load_config(arguments.config, settings) if arguments.config else parse_config({}, settings)
+    play = Play(
+        rollout=None if arguments.rollout is None else load_function(arguments.rollout),
+        reward=None if arguments.reward is None else load_function(arguments.reward, "palestra.rewards"),
+    )
     result, _ = train_until_stopped(
-        None if arguments.rollout is None else load_function(arguments.rollout),
+        play,
         (),
         config,
-        reward=None if arguments.reward is None else load_function(arguments.reward, "palestra.rewards"),
         concurrency=arguments.concurrency,
         resume=arguments.resume,
     )

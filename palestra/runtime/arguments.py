@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -63,19 +64,23 @@ def resolve_config(
     return config
 
 
-def resolve_rollout(
-    config: JobConfig,
-    rollout: Rollout | RolloutSpec | None,
-    environment: EnvironmentMaker | str | None,
-    reward: RewardFunction | None,
-) -> Rollout | RolloutSpec | None:
-    """Return what plays an episode: a rollout function of the user's, or agents in an environment.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Play:
+    """How a user says what is played; one of the three, or the configuration does.
 
-    Args:
-        config: the job, whose `environment.name` may name an environment.
+    Attributes:
         rollout: a function `(task, endpoint)`, or a `RolloutSpec`.
         environment: the class of an environment, or a function without arguments that makes one, or a name.
         reward: scores the answer to a task's `prompt`; several functions by name give several rewards.
+    """
+
+    rollout: Rollout | RolloutSpec | None = None
+    environment: EnvironmentMaker | str | None = None
+    reward: RewardFunction | None = None
+
+
+def resolve_rollout(config: JobConfig, play: Play) -> Rollout | RolloutSpec | None:
+    """Return what plays an episode: a rollout function of the user's, or agents in an environment.
 
     Returns:
         The function or spec, or None if `config.environment` names the environment.
@@ -83,6 +88,7 @@ def resolve_rollout(
     Raises:
         ConfigError: none of the arguments says what is played, or more than one does, or one has a wrong type.
     """
+    rollout, environment, reward = play.rollout, play.environment, play.reward
     named, served = config.environment.name, config.environment.url
     _check_rollout(rollout)
     given = {

@@ -22,6 +22,7 @@ from palestra.errors import ConfigError, RolloutFailed
 from palestra.rollout import RolloutSpec
 from palestra.runtime.arguments import (
     EnvironmentMaker,
+    Play,
     RewardFunction,
     Tasks,
     check_prompts,
@@ -99,11 +100,9 @@ def evaluate(
     """
     environment = adapted(environment)
     found, interrupts = evaluate_until_stopped(
-        rollout,
+        Play(rollout=rollout, environment=environment, reward=reward),
         tasks,
         config_to_score(config, model, environment),
-        environment=environment,
-        reward=reward,
         random=random,
         trajectories=trajectories,
         concurrency=concurrency,
@@ -157,12 +156,10 @@ def config_to_score(
 
 
 def evaluate_until_stopped(
-    rollout: Rollout | RolloutSpec | None,
+    play: Play,
     tasks: Tasks,
     config: JobConfig,
     *,
-    environment: EnvironmentMaker | str | None = None,
-    reward: RewardFunction | None = None,
     random: Collection[str] = (),
     trajectories: bool = False,
     concurrency: int = 64,
@@ -170,20 +167,19 @@ def evaluate_until_stopped(
 ) -> tuple[Evaluation, Interrupts]:
     """Evaluate as `evaluate` does, and also return the received signals, so that a caller may end as it likes.
 
-    `rollout`, `tasks`, `config`, `environment`, `reward`, `random`, `trajectories`, `concurrency` and `quiet` are those
-    of `evaluate`.
+    The arguments are those of `evaluate`.
     """
     concurrency = checked_count("concurrency", concurrency)
     if config.run_dir is not None and (config.run_dir / "run.db").exists():
         raise ConfigError(
             f"{config.run_dir} has a run already; choose another folder for the episodes of an evaluation"
         )
-    played = resolve_rollout(config, rollout, environment, reward) or _shipped(config)
+    played = resolve_rollout(config, play) or _shipped(config)
     if random:
         played = _with_random(played, random)
     given = _tasks(tasks, config)
-    if reward is not None:
-        check_prompts("tasks", given, reward)
+    if play.reward is not None:
+        check_prompts("tasks", given, play.reward)
     scored = [task_of(task) for task in given]
     if not scored:
         raise ConfigError(

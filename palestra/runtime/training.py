@@ -18,6 +18,7 @@ from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
 from palestra.runtime.arguments import (
     EnvironmentMaker,
+    Play,
     RewardFunction,
     TaskData,
     Tasks,
@@ -99,11 +100,9 @@ def train(
     """
     environment = adapted(environment)
     result, interrupts = train_until_stopped(
-        rollout,
+        Play(rollout=rollout, environment=environment, reward=reward),
         tasks,
         resolve_config(config, model, environment),
-        environment=environment,
-        reward=reward,
         validation_tasks=validation_tasks,
         concurrency=concurrency,
         resume=resume,
@@ -117,12 +116,10 @@ def train(
 
 
 def train_until_stopped(
-    rollout: Rollout | RolloutSpec | None,
+    play: Play,
     tasks: Tasks,
     config: JobConfig,
     *,
-    environment: EnvironmentMaker | str | None = None,
-    reward: RewardFunction | None = None,
     validation_tasks: Tasks = (),
     concurrency: int | None = None,
     resume: bool = False,
@@ -130,22 +127,21 @@ def train_until_stopped(
 ) -> tuple[TrainResult, Interrupts]:
     """Train as `train` does, and also return the received signals, so that a caller may end as it likes.
 
-    `rollout`, `tasks`, `config`, `environment`, `reward`, `validation_tasks`, `concurrency`, `resume` and `quiet` are
-    those of `train`.
+    The arguments are those of `train`.
     """
     if concurrency is not None:
         concurrency = checked_count("concurrency", concurrency)
-    played = resolve_rollout(config, rollout, environment, reward)
+    played = resolve_rollout(config, play)
     most = config.steps * config.rollout.groups_per_step
     splits = {
         "validation": resolve_tasks("validation_tasks", validation_tasks),
         "train": resolve_tasks("tasks", tasks, most),
     }
-    if reward is not None:
-        check_prompts("validation_tasks", splits["validation"], reward)
-        check_prompts("tasks", splits["train"], reward)
+    if play.reward is not None:
+        check_prompts("validation_tasks", splits["validation"], play.reward)
+        check_prompts("tasks", splits["train"], play.reward)
         for file in read_files(config).values():
-            check_prompts(str(file.path), file, reward)
+            check_prompts(str(file.path), file, play.reward)
     # An error in a task is raised before the model is loaded.
     for _ in push_calls(splits):
         pass

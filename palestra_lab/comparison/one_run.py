@@ -16,6 +16,7 @@ from palestra.config import JobConfig
 from palestra.disk import GO_ON, write_whole
 from palestra.errors import ConfigError, PalestraError, RunInUse, StoreError
 from palestra.learner.reporting import CHECKPOINTS
+from palestra.runtime.arguments import Play
 from palestra.runtime.training import train_until_stopped
 from palestra.trainer.checkpoint import BEST, found
 from palestra_lab.comparison.plan import Load, given_by
@@ -100,12 +101,13 @@ def _train(record: dict[str, Any], folder: Path, load: Load) -> str:
     config = JobConfig.model_validate(record["config"] | {"name": folder.parent.name, "run_dir": folder})
     given = {} if record["play"] is None else given_by(record["play"], record["arguments"], load)
     given.pop("config", None)
-    rollout, tasks = given.pop("rollout", None), given.pop("tasks", ())
+    play = Play(**{name: given.pop(name, None) for name in ("rollout", "environment", "reward")})
+    tasks = given.pop("tasks", ())
     until = time.monotonic() + IN_USE_SECONDS
     while True:
         known = (folder / "run.db").exists()
         try:
-            result, _ = train_until_stopped(rollout, tasks, config, resume=known, **given)
+            result, _ = train_until_stopped(play, tasks, config, resume=known, **given)
             return result.state
         except RunInUse:
             if time.monotonic() > until:

@@ -54,8 +54,8 @@ def scored(tmp_path, monkeypatch) -> Path:
 def test_a_reward_function_can_be_named_for_training(scored, monkeypatch):
     given = {}
 
-    def train(rollout, tasks, config, **others):
-        given.update(others, rollout=rollout, train=config.tasks.train)
+    def train(play, tasks, config, **others):
+        given.update(rollout=play.rollout, reward=play.reward, train=config.tasks.train)
         return TrainResult(state="completed", run_dir=scored, metrics=[], checkpoints={}), Interrupts(lambda: True)
 
     monkeypatch.setattr(training, "train_until_stopped", train)
@@ -68,8 +68,8 @@ def test_a_reward_function_can_be_named_for_training(scored, monkeypatch):
 def test_a_reward_function_can_be_named_for_an_evaluation(scored, monkeypatch):
     given = {}
 
-    def score(rollout, tasks, config, **others):
-        given.update(others, rollout=rollout)
+    def score(play, tasks, config, **others):
+        given.update(rollout=play.rollout, reward=play.reward)
         return evaluating.Evaluation(outcomes=(), complete=True), Interrupts(lambda: True)
 
     monkeypatch.setattr(evaluating, "evaluate_until_stopped", score)

@@ -9,7 +9,7 @@ from gymnasium.spaces import Discrete
 from palestra import JobConfig, RolloutSpec, check_environment, train
 from palestra.envs.adapters import adapted
 from palestra.errors import ConfigError
-from palestra.runtime.arguments import resolve_rollout
+from palestra.runtime.arguments import Play, resolve_rollout
 from palestra_worlds.gymnasium import GymnasiumEnvironment
 
 
@@ -39,7 +39,7 @@ def test_a_class_and_an_instance_make_worlds_of_their_own(given):
     assert isinstance(maker(), GymnasiumEnvironment)
     assert maker()._world is not maker()._world
     assert played(maker) == [0.0, 0.0, 1.0]
-    spec = resolve_rollout(JobConfig(), None, given, None)
+    spec = resolve_rollout(JobConfig(), Play(environment=given))
     assert played(spec.environment) == [0.0, 0.0, 1.0]
     check_environment(given, [{"seed": 1}], actions=["1"])
 

@@ -13,7 +13,7 @@ from palestra.envs import SerialEnvironment, TaskEnvironment, ToolEnvironment, r
 from palestra.errors import ConfigError, InvalidEnvironment, NotScored
 from palestra.rollout import RolloutSpec
 from palestra.runners import Runner
-from palestra.runtime.arguments import resolve_rollout
+from palestra.runtime.arguments import Play, resolve_rollout
 from palestra.session import Sessions
 from palestra.tools import Calculator
 from unit.building import TASK, FakeClock
@@ -104,7 +104,7 @@ def test_a_reward_function_that_needs_what_only_trl_has_is_refused_before_an_epi
     with pytest.raises(InvalidEnvironment, match="short needs trainer_state, which only TRL"):
         reward_function(short)
     with pytest.raises(ConfigError, match="`reward`: short needs trainer_state"):
-        resolve_rollout(JobConfig(), None, None, short)
+        resolve_rollout(JobConfig(), Play(reward=short))
     assert reward_function(lambda completions, completion_ids=None: [1.0])({}, "") == 1.0
     assert reward_function(lambda task, completion_ids: 1.0)({}, "") == 1.0  # an argument's name in Palestra's form
 
@@ -215,11 +215,11 @@ def test_functions_by_name_return_a_number_each_and_have_names_that_fit():
     with pytest.raises(InvalidEnvironment, match=r"'right' \(<lambda>\) returned {'a': 1.0}, which is no reward"):
         reward_function({"right": lambda task, answer: {"a": 1.0}})({}, "")
     with pytest.raises(ConfigError, match="`reward`: a reward's name has letters"):
-        resolve_rollout(JobConfig(), None, None, {"a/b": right})
+        resolve_rollout(JobConfig(), Play(reward={"a/b": right}))
     with pytest.raises(
         ConfigError, match=r"`reward` has the type dict; give a function .* or a dict of such functions"
     ):
-        resolve_rollout(JobConfig(), None, None, {"right": 1.0})
+        resolve_rollout(JobConfig(), Play(reward={"right": 1.0}))
 
 
 def test_a_text_and_what_was_not_awaited_are_no_rewards():
