@@ -39,6 +39,7 @@ from typing import NamedTuple
 from palestra.config import dump_config, parse_config
 from palestra.disk import RUN_LOCK
 from palestra.store import RunStore, open_run_store
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.records import Task
 
 PAGES, WITH_FINDINGS, STRETCH = 10, 2, 4
@@ -210,7 +211,7 @@ class Written:
         for number in range(EPISODES):
             claimed = await self._store.episodes.claim("worker", f"{step} {number}", None)
             assert claimed is not None
-            await self._store.episodes.end(claimed.episode_id, 1, {"agent": number % 2}, None, {})
+            await self._store.episodes.end(claimed.episode_id, 1, EpisodeEnd(rewards={"agent": number % 2}))
             await asyncio.sleep(max(started + (until - started) * 0.8 * number / EPISODES - time.monotonic(), 0.0))
         await asyncio.sleep(max(until - time.monotonic(), 0.0))
         row = {"step": float(step), "train/reward_mean": 0.5, "time/step_seconds": STEP_SECONDS}

@@ -22,6 +22,7 @@ from palestra.runners.seats import with_seats
 from palestra.runners.session_episode import AlgorithmOf, SessionEpisode
 from palestra.session import Sessions
 from palestra.session.seat_table import SeatTable
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.records import EpisodeRecord, Task, Trajectory
 
 _WEIGHTS_OF_ONE = GRPOConfig()
@@ -132,13 +133,14 @@ class Runner:
         await self._store.episodes.end(
             episode.episode_id,
             episode.fence,
-            collected.final_rewards,
-            collected.step_rewards,
-            {},
-            collected.step_times,
-            collected.named_rewards,
-            collected.agent_step_rewards,
-            collected.facts,
+            EpisodeEnd(
+                rewards=collected.final_rewards,
+                step_rewards=collected.step_rewards,
+                step_times=collected.step_times,
+                named_rewards=collected.named_rewards,
+                agent_step_rewards=collected.agent_step_rewards,
+                facts=collected.facts,
+            ),
         )
         return collected
 

@@ -17,6 +17,7 @@ from palestra.server.episode_routes import EpisodeRoutes
 from palestra.server.seat_api import claim_seat
 from palestra.server.state import DataPlane
 from palestra.session import SeatKey
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.conversations import read_conversation
 from palestra.types.records import MAX_STEPS, SOLE_AGENT, EpisodeRecord, Task
 from palestra.types.steps import AgentStepReward, StepTimes
@@ -113,13 +114,15 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         await episodes.end(
             key.episode_id,
             key.fence,
-            rewards,
-            body.step_rewards,
-            body.metadata,
-            None if body.step_times is None else [StepTimes(*one) for one in body.step_times],
-            body.named_rewards,
-            earned,
-            (body.facts or {}) | ({"termination": MAX_STEPS} if body.truncated else {}),
+            EpisodeEnd(
+                rewards=rewards,
+                step_rewards=body.step_rewards,
+                metadata=body.metadata,
+                step_times=None if body.step_times is None else [StepTimes(*one) for one in body.step_times],
+                named_rewards=body.named_rewards,
+                agent_step_rewards=earned,
+                facts=(body.facts or {}) | ({"termination": MAX_STEPS} if body.truncated else {}),
+            ),
         )
         return EpisodeAnswer(episode_id=key.episode_id, state="completed")
 

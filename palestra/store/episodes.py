@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from sqlalchemy import Connection, func, select
 
@@ -16,6 +15,7 @@ from palestra.errors import Conflict, InvalidRequest
 from palestra.store import lifecycle
 from palestra.store.casting import Casting
 from palestra.store.leases import LeaseBook
+from palestra.store.lifecycle import Claim, EpisodeEnd
 from palestra.store.run_log import insert_event
 from palestra.store.sync_lock import RolloutSyncLock
 from palestra.store.tables import episodes
@@ -23,7 +23,6 @@ from palestra.types.clock import Clock
 from palestra.types.progress import Counts
 from palestra.types.records import EpisodeRecord, Task
 from palestra.types.states import EpisodeState
-from palestra.types.steps import AgentStepReward, StepTimes
 
 LeaseOver = Callable[[str, int], None]
 
@@ -118,11 +117,16 @@ class Episodes:
                 f"allow_discard_timeout is {seconds:g} s and this job allows {self._rollout.max_lease_seconds:g} s",
                 "allow_discard_timeout",
             )
-        now, most = self._clock.now(), self._rollout.max_per_worker
+        claim = Claim(
+            worker_id=worker_id,
+            request_id=request_id,
+            lease_seconds=seconds,
+            now=self._clock.now(),
+            episode_id=episode_id,
+            most=self._rollout.max_per_worker,
+        )
         with self._claiming(1, episode_id) as limit:
-            found = await self._db.write(
-                lambda c: self._claim(c, worker_id, request_id, seconds, episode_id, now, most, limit), "claim_commit"
-            )
+            found = await self._db.write(lambda c: self._claim(c, claim, limit), "claim_commit")
             if found is not None:
                 self._grant(found)
         return found
@@ -141,7 +145,8 @@ class Episodes:
             found: list[EpisodeRecord] = []
             for number in range(count):
                 name = f"{request_id}-{number}"
-                episode = self._claim(connection, worker_id, name, seconds, None, now, None, limit)
+                one = Claim(worker_id=worker_id, request_id=name, lease_seconds=seconds, now=now)
+                episode = self._claim(connection, one, limit)
                 if episode is None:
                     break
                 found.append(episode)
@@ -158,29 +163,11 @@ class Episodes:
         return [episode for episode in await self._db.read(lifecycle.live) if episode.worker_id == worker_id]
 
     @shielded
-    async def end(
-        self,
-        episode_id: str,
-        fence: int,
-        rewards: Mapping[str, float],
-        step_rewards: Sequence[float] | None,
-        metadata: Mapping[str, Any],
-        step_times: Sequence[StepTimes] | None = None,
-        named_rewards: Mapping[str, float | None] | None = None,
-        agent_step_rewards: Sequence[AgentStepReward] | None = None,
-        facts: Mapping[str, Any] | None = None,
-    ) -> bool:
+    async def end(self, episode_id: str, fence: int, end: EpisodeEnd) -> bool:
         """Complete an episode with its rewards, in one transaction.
 
         Args:
             fence: of the lease under which it was played.
-            rewards: by agent.
-            step_rewards: one for each TimeStep; None: the reward is for the whole episode.
-            metadata: what the worker says about the episode, for people.
-            step_times: one for each TimeStep; None: not known.
-            named_rewards: of which `rewards` is the weighted sum; None: there are none.
-            agent_step_rewards: of which `step_rewards` are the sums; None: not known, or not needed.
-            facts: how it was played; see `EpisodeRecord`. None: nothing is known.
 
         Returns:
             True if the episode was completed now; False if it was before, with the same body.
@@ -191,25 +178,10 @@ class Episodes:
             InvalidRequest: there are fewer step rewards than TimeSteps with calls, or a reward is not finite.
         """
         now = self._clock.now()
-        completed = await self._db.write(
-            lambda c: lifecycle.complete(
-                c,
-                episode_id,
-                fence,
-                rewards,
-                step_rewards,
-                step_times,
-                metadata,
-                now,
-                named_rewards,
-                agent_step_rewards,
-                facts,
-            ),
-            "end_commit",
-        )
+        completed = await self._db.write(lambda c: lifecycle.complete(c, episode_id, fence, end, now), "end_commit")
         if completed is not None:
             if lifecycle.episode_kind(episode_id) == "train":
-                self.recent_rewards.append((rewards, completed.players))
+                self.recent_rewards.append((end.rewards, completed.players))
             self._lease_over(episode_id, fence)
             self.settled.notify()
         return completed is not None
@@ -298,19 +270,9 @@ class Episodes:
             self._being_claimed -= count
             self.sync_lock.released.notify()
 
-    def _claim(
-        self,
-        connection: Connection,
-        worker_id: str,
-        request_id: str,
-        seconds: float,
-        episode_id: str | None,
-        now: float,
-        most: int | None,
-        limit: int | None,
-    ) -> EpisodeRecord | None:
+    def _claim(self, connection: Connection, claim: Claim, limit: int | None) -> EpisodeRecord | None:
         """Claim an episode on the writing thread, and remember if the job's `max_claimed` (`limit`) prevented it."""
-        found = lifecycle.claim(connection, worker_id, request_id, seconds, episode_id, now, most, limit, self.casting)
+        found = lifecycle.take(connection, claim, limit, self.casting)
         if found is None and limit is not None and lifecycle.number_claimed(connection) >= limit:
             self._limit_reached = True  # the next end of a lease wakes the claims that wait
         return found

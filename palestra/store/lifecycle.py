@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -92,27 +92,33 @@ def _episode(row: Any, episode_id: str) -> EpisodeRecord:
     return episode_of(row)
 
 
-def claim(
-    connection: Connection,
-    worker_id: str,
-    request_id: str,
-    lease_seconds: float,
-    episode_id: str | None,
-    now: float,
-    most: int | None,
-    most_claimed: int | None,
-    casting: Casting | None = None,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """A worker's wish for an episode.
+
+    Attributes:
+        request_id: a repeated claim with the same id gets the same episode.
+        lease_seconds: the period of the lease, kept with the episode for a restart.
+        now: Unix seconds.
+        episode_id: of the episode to claim; None: the next one.
+        most: how many episodes of one group the worker may hold at the same time; None: any number.
+    """
+
+    worker_id: str
+    request_id: str
+    lease_seconds: float
+    now: float
+    episode_id: str | None = None
+    most: int | None = None
+
+
+def take(
+    connection: Connection, claim: Claim, most_claimed: int | None, casting: Casting | None = None
 ) -> EpisodeRecord | None:
     """Claim the next registered episode in canonical order, or a named one: REGISTERED → CLAIMED.
 
     Args:
         connection: in a transaction of the writing thread.
-        worker_id: of the worker that will hold the episode.
-        request_id: of the claim. A repeated claim with the same id gets the same episode.
-        lease_seconds: the period of the lease, kept with the episode for a restart.
-        episode_id: of the episode to claim; None: the next one.
-        now: Unix seconds.
-        most: how many episodes of one group the worker may hold at the same time; None: any number.
         most_claimed: how many episodes all workers together may hold; None: any number.
         casting: says who plays the roles that have a pool; None: no role has one.
 
@@ -123,14 +129,17 @@ def claim(
         ClaimOver: the claim of this `request_id` is over.
         NotFound, IllegalTransition: the named episode does not exist, or is not registered.
     """
-    known = _BY_REQUEST.row(connection, {"request_id": request_id})
+    known = _BY_REQUEST.row(connection, {"request_id": claim.request_id})
     if known is not None:
         if known.state != EpisodeState.CLAIMED:
             raise ClaimOver(
-                f"the claim {request_id!r} is over: episode {known.episode_id} is {known.state}; claim again"
+                f"the claim {claim.request_id!r} is over: episode {known.episode_id} is {known.state}; claim again"
             )
         return episode_of(known)
-    found = read_episode(connection, episode_id) if episode_id is not None else _next(connection, worker_id, most)
+    if claim.episode_id is not None:
+        found: EpisodeRecord | None = read_episode(connection, claim.episode_id)
+    else:
+        found = _next(connection, claim.worker_id, claim.most)
     if found is None:
         return None
     check_transition(f"episode {found.episode_id}", found.state, EpisodeState.CLAIMED)
@@ -141,17 +150,17 @@ def claim(
         state=EpisodeState.CLAIMED,
         fence=found.fence + 1,
         attempts=found.attempts + 1,
-        worker_id=worker_id,
-        lease_seconds=lease_seconds,
+        worker_id=claim.worker_id,
+        lease_seconds=claim.lease_seconds,
         players={} if casting is None else casting.players(connection, found),
     )
     changed: dict[str, Any] = {
         "fence": claimed.fence,
         "attempts": claimed.attempts,
-        "worker_id": worker_id,
-        "claim_request_id": request_id,
-        "lease_seconds": lease_seconds,
-        "claimed_at": now,
+        "worker_id": claim.worker_id,
+        "claim_request_id": claim.request_id,
+        "lease_seconds": claim.lease_seconds,
+        "claimed_at": claim.now,
     }
     if claimed.players:
         changed["players"] = to_json(claimed.players)
@@ -182,32 +191,36 @@ def _held(episode: EpisodeRecord, fence: int) -> EpisodeRecord:
     return episode
 
 
-def complete(
-    connection: Connection,
-    episode_id: str,
-    fence: int,
-    rewards: Mapping[str, float],
-    step_rewards: Sequence[float] | None,
-    step_times: Sequence[StepTimes] | None,
-    extra: Mapping[str, Any],
-    now: float,
-    named_rewards: Mapping[str, float | None] | None = None,
-    agent_step_rewards: Sequence[AgentStepReward] | None = None,
-    facts: Mapping[str, Any] | None = None,
-) -> EpisodeRecord | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeEnd:
+    """What a worker hands in at the end of an episode.
+
+    Attributes:
+        rewards: by agent.
+        step_rewards: one for each TimeStep; None: the reward is for the whole episode.
+        metadata: what the worker says about the episode, for people.
+        step_times: one for each TimeStep; None: not known.
+        named_rewards: of which `rewards` is the weighted sum; None: there are none.
+        agent_step_rewards: of which `step_rewards` are the sums; None: not known, or not needed.
+        facts: how it was played; see `EpisodeRecord`. None: nothing is known.
+    """
+
+    rewards: Mapping[str, float]
+    step_rewards: Sequence[float] | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    step_times: Sequence[StepTimes] | None = None
+    named_rewards: Mapping[str, float | None] | None = None
+    agent_step_rewards: Sequence[AgentStepReward] | None = None
+    facts: Mapping[str, Any] | None = None
+
+
+def complete(connection: Connection, episode_id: str, fence: int, end: EpisodeEnd, now: float) -> EpisodeRecord | None:
     """Complete an episode: CLAIMED → COMPLETED. One statement writes its rewards and its state.
 
     Args:
         connection: in a transaction of the writing thread.
         fence: of the lease under which it was played.
-        rewards: by agent.
-        step_rewards: one for each TimeStep; None: the reward is for the whole episode.
-        step_times: one for each TimeStep; None: not known.
-        extra: what the worker says about the episode, for people.
         now: Unix seconds.
-        named_rewards: of which `rewards` is the weighted sum; None: there are none.
-        agent_step_rewards: of which `step_rewards` are the sums; None: not known, or not needed.
-        facts: how it was played; see `EpisodeRecord`. None: nothing is known.
 
     Returns:
         The episode as it was before, if it was completed now; None if it was completed before, with the same body.
@@ -218,26 +231,26 @@ def complete(
         InvalidRequest: there are fewer step rewards than TimeSteps with calls, or a reward is not finite.
     """
     body: dict[str, str | None] = {
-        "rewards": rewards_to_json(rewards),
-        "step_rewards": None if step_rewards is None else rewards_to_json(step_rewards),
-        "metadata": to_json(dict(extra)),
+        "rewards": rewards_to_json(end.rewards),
+        "step_rewards": None if end.step_rewards is None else rewards_to_json(end.step_rewards),
+        "metadata": to_json(dict(end.metadata)),
     }
-    if named_rewards is not None:  # else the digest is that of a version without named rewards
-        body["named_rewards"] = rewards_to_json(named_rewards)
-    if facts:
-        body["facts"] = to_json(dict(facts))
+    if end.named_rewards is not None:  # else the digest is that of a version without named rewards
+        body["named_rewards"] = rewards_to_json(end.named_rewards)
+    if end.facts:
+        body["facts"] = to_json(dict(end.facts))
     digest = hashlib.sha256(to_json(sorted(body.items())).encode()).hexdigest()
-    body["step_times"] = None if step_times is None else to_json([list(times) for times in step_times])
-    if agent_step_rewards is not None:
-        body["agent_step_rewards"] = to_json([list(one) for one in agent_step_rewards])
+    body["step_times"] = None if end.step_times is None else to_json([list(times) for times in end.step_times])
+    if end.agent_step_rewards is not None:
+        body["agent_step_rewards"] = to_json([list(one) for one in end.agent_step_rewards])
     row = _BY_ID.row(connection, {"episode_id": episode_id})
     if row is not None and row.fence == fence and row.state == EpisodeState.COMPLETED:
         if row.end_digest == digest:
             return None
         raise Conflict(f"episode {episode_id} was ended before with another body; the first one stands")
     episode = _held(_episode(row, episode_id), fence)
-    if step_rewards is not None:
-        _one_for_each_step(connection, episode, len(step_rewards))
+    if end.step_rewards is not None:
+        _one_for_each_step(connection, episode, len(end.step_rewards))
     _change(connection, episode, EpisodeState.COMPLETED, {**body, "end_digest": digest, "ended_at": now})
     return episode
 

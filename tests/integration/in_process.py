@@ -21,6 +21,7 @@ from palestra.runtime.local import local_job
 from palestra.runtime.local_job import LocalJob
 from palestra.runtime.parts import Parts
 from palestra.session import PolicyRuntime, PolicySet
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.records import Task, Trajectory
 
@@ -77,7 +78,7 @@ async def episode_of(job: LocalJob) -> AsyncIterator[tuple[openai.AsyncOpenAI, s
     key = job.plane.keys.episode_key(episode_id, claim.fence)
     async with openai.AsyncOpenAI(base_url=f"{job.url}/v1", api_key=key, max_retries=0) as client:
         yield client, episode_id
-        await store.episodes.end(episode_id, claim.fence, {"agent": 1.0}, None, {})
+        await store.episodes.end(episode_id, claim.fence, EpisodeEnd(rewards={"agent": 1.0}))
 
 
 async def trajectory_of(job: LocalJob, episode_id: str) -> Trajectory:

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from unit.building import TASK, FakeClock, make_chat, open_store
 
 from palestra.errors import Conflict, EpisodeEnded, EpisodeLeaseExpired, IllegalTransition
+from palestra.store.lifecycle import EpisodeEnd
 
 LEASE, LONGEST, ATTEMPTS = 60.0, 200.0, 2
 rewards = st.sampled_from([0.0, 0.5, 1.0])
@@ -161,7 +162,7 @@ class EpisodeLifecycle(RuleBasedStateMachine):
     def end(self, data, reward: float) -> None:
         name, fence = self.anyone(data)
         model = self.episodes[name]
-        work = self.store.episodes.end(name, fence, {"agent": reward}, None, {})
+        work = self.store.episodes.end(name, fence, EpisodeEnd(rewards={"agent": reward}))
         if self.holds(name, fence):
             assert self.run(work) is True
             model.state, model.reward = "completed", reward

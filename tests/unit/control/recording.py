@@ -6,6 +6,7 @@ from pathlib import Path
 
 from palestra.config import SAVED_CONFIG, JobConfig, dump_config
 from palestra.store import open_run_store
+from palestra.store.lifecycle import EpisodeEnd
 from unit.building import TASK, FakeClock, make_chat
 
 
@@ -18,13 +19,13 @@ async def play(run: Path, clock: FakeClock, *rewards: float, config: JobConfig |
     try:
         await store.groups.register("validation", 0, 0, TASK, 1)
         episode = await store.episodes.claim("w", "validation", None)
-        await store.episodes.end(episode.episode_id, episode.fence, {"agent": 9.0}, None, {})
+        await store.episodes.end(episode.episode_id, episode.fence, EpisodeEnd(rewards={"agent": 9.0}))
         if rewards:
             await store.groups.register("train", 0, 1, TASK, len(rewards))
         for number, reward in enumerate(rewards):
             clock.advance(1)
             episode = await store.episodes.claim("w", str(number), None)
             await store.calls.append(make_chat(episode_id=episode.episode_id, completion=(1, 2, 3)))
-            await store.episodes.end(episode.episode_id, episode.fence, {"agent": reward}, None, {})
+            await store.episodes.end(episode.episode_id, episode.fence, EpisodeEnd(rewards={"agent": reward}))
     finally:
         store.close()

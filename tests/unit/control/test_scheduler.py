@@ -11,6 +11,7 @@ import pytest
 from palestra.config import SAVED_CONFIG, JobConfig, load_config
 from palestra.errors import ConfigError, ServerFailed
 from palestra.store.browsing import browse, list_episodes
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.trainer import checkpoint
 from palestra.types.jobs import SHARES, Resources
 from palestra.types.states import JobState
@@ -175,7 +176,7 @@ async def test_a_job_that_learns_from_another_has_the_episodes_of_its_submission
     with open_store(run, store.clock) as runs:  # the other job goes on
         await runs.groups.register("train", 1, 2, TASK, 1)
         late = await runs.episodes.claim("w", "late", None)
-        await runs.episodes.end(late.episode_id, late.fence, {"agent": 5.0}, None, {})
+        await runs.episodes.end(late.episode_id, late.fence, EpisodeEnd(rewards={"agent": 5.0}))
     own = tmp_path / "jobs" / job.job_id / f"{source}-episodes"
     (own.parent / f".{own.name}").mkdir(parents=True)  # of a start that was killed
     async with scheduling(store, tmp_path, launcher, rules=Rules(models={"house": "/srv/house"})):

@@ -15,6 +15,7 @@ from palestra.renderers.patch_layout import PatchLayout
 from palestra.renderers.picture_layout import TiledLayout
 from palestra.renderers.seen_pictures import layout_fact, write_layout
 from palestra.store import RunStore
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.calls import Chat, PolicyVersion, VersionSpan
 from palestra.types.forks import Fork, ForkReason
 from palestra.types.messages import text_message
@@ -95,7 +96,7 @@ async def _record(store: RunStore) -> None:
             for chat in calls_of(group, sample):
                 await store.calls.append(chat)
             facts = {"termination": "max_steps" if sample == 2 else "done"}
-            await store.episodes.end(name, 1, {"agent": reward}, None, {}, facts=facts)
+            await store.episodes.end(name, 1, EpisodeEnd(rewards={"agent": reward}, facts=facts))
     await store.groups.register("validation", 0, 5, Task(task_id="held-out", data={}), 1)
     await store.log.commit_manifest(
         BatchManifest(

@@ -23,6 +23,7 @@ from palestra.renderers import ByteTokenizer
 from palestra.store import calls as store_calls
 from palestra.store.browsing import browse
 from palestra.store.calls import read_trajectory
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.store.search import EpisodeFilter
 from palestra.store.trained_tokens import TrainedCall
 from palestra.types.forks import MEANINGS, ForkReason
@@ -195,7 +196,7 @@ async def test_what_no_batch_will_ever_have_is_not_said_to_wait_for_one(tmp_path
     with open_store(tmp_path, FakeClock()) as store:
         await store.groups.register("train", 3, 6, Task(task_id="more", data={}), 2)
         first = await store.episodes.claim("w", "more0", None, "train-000003-00")
-        await store.episodes.end(first.episode_id, first.fence, {"agent": 1.0}, None, {})
+        await store.episodes.end(first.episode_id, first.fence, EpisodeEnd(rewards={"agent": 1.0}))
         second = await store.episodes.claim("w", "more1", None, "train-000003-01")
         await store.episodes.abort(second.episode_id, second.fence, "not_scored: None", True)
         if state is not None:

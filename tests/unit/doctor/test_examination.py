@@ -15,6 +15,7 @@ from palestra.doctor.opponent_facts import opponent_facts
 from palestra.doctor.store_facts import disk_facts, store_facts
 from palestra.errors import NotFound, StoreError
 from palestra.store.browsing import browse
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import BatchManifest, Task
 from palestra.types.states import GroupState
@@ -39,7 +40,7 @@ async def record(folder, change=lambda step: {}, rewards=None) -> None:
                 completion = range(4, 20 if sample == 2 else 6)
                 await store.calls.append(make_chat(name, completion=completion))
                 given = {"agent": float(sample)} if rewards is None else rewards(step, sample)
-                await store.episodes.end(name, 1, given, None, {})
+                await store.episodes.end(name, 1, EpisodeEnd(rewards=given))
             await store.log.commit_manifest(manifest_of(step))
             await store.log.put_metrics(step, {k: v for k, v in row.items() if k[:4] not in ("stor", "disk")})
 
@@ -67,7 +68,7 @@ async def test_a_run_whose_episodes_all_failed_before_the_first_step_exits_with_
         for place, reason in enumerate(reasons):
             name = (await store.episodes.claim("w", f"r{place}", None)).episode_id
             if reason is None:
-                await store.episodes.end(name, 1, {"agent": 1.0}, None, {})
+                await store.episodes.end(name, 1, EpisodeEnd(rewards={"agent": 1.0}))
             else:
                 await store.episodes.abort(name, 1, reason, discard=True)
     assert main(["doctor", str(tmp_path)]) == code
@@ -169,7 +170,7 @@ async def test_attempts_that_fail_where_episodes_end_are_found(tmp_path, calls, 
                     if voided:
                         await store.episodes.abort(name, fence, "environment_failed: the screen has ended", False)
                     else:
-                        await store.episodes.end(name, fence, {"agent": 1.0}, None, {})
+                        await store.episodes.end(name, fence, EpisodeEnd(rewards={"agent": 1.0}))
             await store.log.commit_manifest(manifest_of(step))
             await store.log.put_metrics(step, {k: v for k, v in row.items() if k[:4] not in ("stor", "disk")})
     codes = {finding.code for finding in examine(tmp_path).findings}
@@ -216,7 +217,9 @@ async def test_a_group_that_was_dropped_says_nothing_of_opponents_as_in_the_runn
         await store.groups.register("train", 9, 3, Task(task_id="t9", data={}), 8)
         for sample in range(8):
             claimed = await store.episodes.claim("w", f"d{sample}", None, f"train-000009-0{sample}")
-            await store.episodes.end(claimed.episode_id, claimed.fence, {"a": sample % 2, "b": sample % 2}, None, {})
+            await store.episodes.end(
+                claimed.episode_id, claimed.fence, EpisodeEnd(rewards={"a": sample % 2, "b": sample % 2})
+            )
         await store.groups.settle("train", 9, GroupState.DROPPED)
     with browse(tmp_path / "run.db") as connection:
         facts = store_facts(connection)

@@ -13,6 +13,7 @@ from palestra.doctor.opponent_rules import TOGETHER
 from palestra.doctor.rule import JobSize
 from palestra.doctor.store_facts import store_facts
 from palestra.store.browsing import browse
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.metrics import by_policy
 from palestra.types.records import BatchManifest
 from unit.building import TASK, open_store
@@ -236,7 +237,7 @@ async def test_the_correlation_is_that_of_the_episodes_rewards(tmp_path):
             for number, (agent, opponent) in enumerate(pairs):
                 episode = await store.episodes.claim("w", f"{step}-{number}", None)
                 rewards = {"agent": float(agent), "opponent": float(opponent)}
-                await store.episodes.end(episode.episode_id, episode.fence, rewards, None, {})
+                await store.episodes.end(episode.episode_id, episode.fence, EpisodeEnd(rewards=rewards))
             names = tuple(f"train-{step:06d}-{number:02d}" for number in range(len(pairs)))
             await store.log.commit_manifest(
                 BatchManifest(step=step, versions={}, episode_ids=names, seed=0, config_digest="d")

@@ -16,6 +16,7 @@ from palestra.learner import Learner, OpenRun, RunFolder, policy_spec
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import PolicyRuntime, PolicySet, SessionContext, Sessions
 from palestra.store import open_run_store
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.generation import GenerationRequest
 from palestra.types.messages import text_message
@@ -200,4 +201,4 @@ class ScriptedJob:
                     continue
                 other = await session.generate_one(GenerationRequest(policy=policy, messages=messages, agent=agent))
                 rewards[agent] = float(int("0" + other.reply.text) % 2)
-            await self.store.episodes.end(episode.episode_id, episode.fence, rewards, None, {})
+            await self.store.episodes.end(episode.episode_id, episode.fence, EpisodeEnd(rewards=rewards))

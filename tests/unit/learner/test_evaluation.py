@@ -8,6 +8,7 @@ import pytest
 from palestra.config import GRPOConfig, JobConfig, Roles
 from palestra.learner.evaluation import validate
 from palestra.runtime.console import console_of
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.records import Task
 from unit.building import SOLE, make_chat
 
@@ -28,7 +29,7 @@ async def play(store, count: int, *, discard=()) -> list[str]:
             await store.episodes.abort(episode.episode_id, episode.fence, "", discard=True)
         else:
             await store.episodes.end(
-                episode.episode_id, episode.fence, {"agent": float(episode.task.data["i"])}, None, {}
+                episode.episode_id, episode.fence, EpisodeEnd(rewards={"agent": float(episode.task.data["i"])})
             )
     return played
 
@@ -47,7 +48,7 @@ async def test_the_replies_that_were_cut_are_counted(store):
         await store.groups.register("validation", index, 5, task, 1)
         one = await store.episodes.claim("w", f"r{index}", None)
         await store.calls.append(make_chat(one.episode_id, fence=one.fence, finish_reason=reason))
-        await store.episodes.end(one.episode_id, one.fence, {"agent": 1.0}, None, {})
+        await store.episodes.end(one.episode_id, one.fence, EpisodeEnd(rewards={"agent": 1.0}))
     found = await validate(store.groups, TASKS, 5, SOLE, PLAIN)
     assert (found["validation/replies"], found["validation/replies_cut"]) == (4, 2)
     config = JobConfig(name="a")
@@ -100,7 +101,9 @@ async def test_what_a_frozen_policy_earned_is_in_no_mean(store):
         for number, _ in enumerate(TASKS):
             while (episode := await store.episodes.claim("w", f"l{number}", None)) is None:
                 await asyncio.sleep(0)
-            await store.episodes.end(episode.episode_id, episode.fence, {"agent": -0.5, "opponent": 0.5}, None, {})
+            await store.episodes.end(
+                episode.episode_id, episode.fence, EpisodeEnd(rewards={"agent": -0.5, "opponent": 0.5})
+            )
 
     found, _ = await asyncio.wait_for(asyncio.gather(validate(store.groups, TASKS, 5, roles, PLAIN), lose()), 10)
     assert (found["validation/reward_mean"], found["validation/scored"]) == (-0.5, 4)
@@ -115,7 +118,9 @@ async def test_rewards_by_name_have_means_of_their_own_over_the_tasks_in_which_t
             while (episode := await store.episodes.claim("w", f"l{number}", None)) is None:
                 await asyncio.sleep(0)
             total = {"agent": weighed.weighted_sum(rewards)}
-            await store.episodes.end(episode.episode_id, episode.fence, total, None, {}, named_rewards=rewards)
+            await store.episodes.end(
+                episode.episode_id, episode.fence, EpisodeEnd(rewards=total, named_rewards=rewards)
+            )
 
     found, _ = await asyncio.wait_for(asyncio.gather(validate(store.groups, TASKS, 5, SOLE, weighed), score()), 10)
     assert (found["validation/rewards/right"], found["validation/rewards/style"]) == (0.75, 6.0)
@@ -135,7 +140,7 @@ async def test_what_agents_earn_that_draw_their_moves_is_of_no_policy(store, riv
             while (episode := await store.episodes.claim("w", f"l{number}", None)) is None:
                 await asyncio.sleep(0)
             await store.episodes.end(
-                episode.episode_id, episode.fence, {"agent": 0.5, "other": 7.0}, None, {}, facts=drawn
+                episode.episode_id, episode.fence, EpisodeEnd(rewards={"agent": 0.5, "other": 7.0}, facts=drawn)
             )
 
     found, _ = await asyncio.wait_for(asyncio.gather(validate(store.groups, TASKS, 5, roles, PLAIN), win()), 10)

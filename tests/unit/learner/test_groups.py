@@ -8,6 +8,7 @@ from palestra.config import RolloutConfig
 from palestra.errors import EngineFailure, EpisodesLost
 from palestra.learner.groups import DynamicSampling, gather_groups
 from palestra.learner.schedule import TaskOrder
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.calls import PolicyVersion, VersionSpan
 from palestra.types.records import Task
 from unit.building import make_chat
@@ -41,7 +42,7 @@ class Players:
             if self.fails(name):
                 await self.store.episodes.abort(name, claim.fence, "broken", discard=True)
             else:
-                await self.store.episodes.end(name, claim.fence, {"agent": 1.0}, None, {})
+                await self.store.episodes.end(name, claim.fence, EpisodeEnd(rewards={"agent": 1.0}))
 
 
 async def gathered(store, fails=lambda _: False, step: int = 1):
@@ -116,7 +117,7 @@ async def test_what_was_handed_in_before_a_restart_is_used(store):
     while await store.groups.next_index("train") < 2:
         await asyncio.sleep(0)
     claim = await store.episodes.claim("w", "early", None)
-    await store.episodes.end(claim.episode_id, 1, {"agent": 0.5}, None, {})
+    await store.episodes.end(claim.episode_id, 1, EpisodeEnd(rewards={"agent": 0.5}))
     first.cancel()
     found, players = await gathered(store)
     assert len(found.episode_ids) == 6
@@ -131,7 +132,7 @@ async def test_groups_of_later_steps_are_registered_and_do_not_hold_up_this_one(
         await asyncio.sleep(0)
     for number in range(6):  # those of step 1, and of no other
         claim = await store.episodes.claim("w", f"c{number}", None)
-        await store.episodes.end(claim.episode_id, 1, {"agent": 1.0}, None, {})
+        await store.episodes.end(claim.episode_id, 1, EpisodeEnd(rewards={"agent": 1.0}))
     found = await asyncio.wait_for(gathering, 1)
     assert len(found.episode_ids) == 6
     assert (await store.episodes.counts()).registered == 12
@@ -173,7 +174,7 @@ async def test_an_episode_with_too_old_a_token_is_left_out_and_registered_anew(s
                 for index, n in enumerate((3, versions.get(name, 3))):
                     spans = (VersionSpan(PolicyVersion(0, 3), 1), VersionSpan(PolicyVersion(0, n), 1))
                     await self.store.calls.append(make_chat(name, index=index, versions=spans))
-                await self.store.episodes.end(name, 1, {"agent": 1.0}, None, {})
+                await self.store.episodes.end(name, 1, EpisodeEnd(rewards={"agent": 1.0}))
 
     paced = CONFIG.model_copy(update={"max_staleness": 1})
     playing = asyncio.ensure_future(Sampling(store).play())
@@ -199,7 +200,7 @@ async def test_tokens_of_a_frozen_policy_are_never_stale_and_each_trained_one_ha
         await store.calls.append(make_chat(claim.episode_id, versions=fresh))
         spans = (VersionSpan(PolicyVersion(0, n), 2),)
         await store.calls.append(make_chat(claim.episode_id, index=1, policy=policy, versions=spans))
-        await store.episodes.end(claim.episode_id, 1, {"agent": 1.0}, None, {})
+        await store.episodes.end(claim.episode_id, 1, EpisodeEnd(rewards={"agent": 1.0}))
     one = CONFIG.model_copy(update={"groups_per_step": 1, "max_staleness": 1, "group_size": 3})
     found = await asyncio.wait_for(gather_groups(store, one, ORDER.group, 1, 1, {"policy": 5, "other": 2}), 10)
     assert (found.stale, len(found.episode_ids)) == (0, 3)
@@ -256,11 +257,11 @@ async def test_which_groups_are_replaced_does_not_depend_on_who_was_played_first
     gathering = asyncio.ensure_future(gather_groups(store, CONFIG, ORDER.group, 1, 1, {"policy": 0}, dynamic))
     claims = [await claim_when_there(store, f"c{number}") for number in range(6)]
     for claim in [*claims[3:], *claims[:3]]:
-        await store.episodes.end(claim.episode_id, 1, {"agent": 1.0}, None, {})
+        await store.episodes.end(claim.episode_id, 1, EpisodeEnd(rewards={"agent": 1.0}))
         await asyncio.sleep(0.01)
     for number in range(6, 9):
         claim = await claim_when_there(store, f"c{number}")
-        await store.episodes.end(claim.episode_id, 1, {"agent": 1.0}, None, {})
+        await store.episodes.end(claim.episode_id, 1, EpisodeEnd(rewards={"agent": 1.0}))
     assert groups_in(await asyncio.wait_for(gathering, 10)) == [1, 2]
 
 
@@ -284,7 +285,7 @@ async def test_the_episodes_of_a_group_play_its_tasks_in_turn_and_a_stale_one_is
         old = number == 1
         spans = (VersionSpan(PolicyVersion(0, 0 if old else 1), 2),)
         await store.calls.append(make_chat(claim.episode_id, versions=spans))
-        await store.episodes.end(claim.episode_id, 1, {"agent": 1.0}, None, {})
+        await store.episodes.end(claim.episode_id, 1, EpisodeEnd(rewards={"agent": 1.0}))
     await asyncio.wait_for(playing, 10)
     played = {
         record.group_index: [e.task.task_id for e in members]

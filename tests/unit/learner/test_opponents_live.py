@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -46,11 +47,11 @@ def job_of(folder, game: Game, steps: int, **changes) -> ScriptedJob:
     job = ScriptedJob(folder, config(**given | changes))
     really_end = job.store.episodes.end
 
-    async def end(episode_id, fence, rewards, *rest):
+    async def end(episode_id, fence, handed_in):
         _, group, sample = episode_id.split("-")
         step, number = int(group) // GROUPS + 1, int(group) * 2 + int(sample)
         agent, opponent = game(step, number)
-        return await really_end(episode_id, fence, {"agent": agent, "opponent": opponent}, *rest)
+        return await really_end(episode_id, fence, replace(handed_in, rewards={"agent": agent, "opponent": opponent}))
 
     job.store.episodes.end = end
     return job

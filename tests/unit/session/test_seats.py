@@ -20,6 +20,7 @@ from palestra.errors import (
     TooManyRequests,
 )
 from palestra.session import SeatBook
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.messages import Observation, text_message
 from unit.building import TASK, FakeClock, open_store
 
@@ -175,7 +176,7 @@ async def test_the_end_is_told_when_the_rewards_are_on_disk_and_also_by_another_
     waiting = asyncio.ensure_future(book.observe(white.key, 1, 60.0))
     await asyncio.sleep(0)
     episode = table.episode
-    await store.episodes.end(episode.episode_id, episode.fence, {"white": 0.25, "black": 0.75}, None, {})
+    await store.episodes.end(episode.episode_id, episode.fence, EpisodeEnd(rewards={"white": 0.25, "black": 0.75}))
     over = await waiting
     assert (over.status, over.reward) == ("over", 0.25)
     assert (await make_book(store, clock).observe(white.key, 0, 0.0)).reward == 0.25
@@ -270,7 +271,9 @@ async def test_an_action_that_comes_after_the_end_hears_of_the_end_and_one_sent_
     action = text_message("assistant", "a")
     await book.act(white.key, "o0", action)
     assert await asked == action
-    await store.episodes.end(table.episode.episode_id, table.episode.fence, {"white": 1.0, "black": 0.0}, None, {})
+    await store.episodes.end(
+        table.episode.episode_id, table.episode.fence, EpisodeEnd(rewards={"white": 1.0, "black": 0.0})
+    )
     await book.act(white.key, "o0", action)
     with pytest.raises(EpisodeEnded, match="is completed; observe the seat for its reward"):
         await book.act(black.key, "o1", action)
@@ -282,7 +285,9 @@ async def test_the_end_is_told_to_those_who_held_their_seats_and_not_to_former_w
     former = await take(book, "white", "former")
     book.leave(former.key)
     heir = await take(book, "white", "heir")
-    await store.episodes.end(table.episode.episode_id, table.episode.fence, {"white": 1.0, "black": 0.0}, None, {})
+    await store.episodes.end(
+        table.episode.episode_id, table.episode.fence, EpisodeEnd(rewards={"white": 1.0, "black": 0.0})
+    )
     assert (await book.observe(heir.key, 0, 0.0)).reward == 1.0
     with pytest.raises(EpisodeLeaseExpired, match="claim a seat again"):
         await book.observe(former.key, 0, 0.0)
@@ -312,7 +317,7 @@ async def test_an_episode_that_is_over_keeps_no_session_in_memory(store, book):
     (table,) = await begin(store, book)
     white = await take(book, "white")
     table.calls.note("white", white.key.seat_fence, 0, 0, session.free_seed)
-    await store.episodes.end(table.episode.episode_id, table.episode.fence, {"white": 1.0}, None, {})
+    await store.episodes.end(table.episode.episode_id, table.episode.fence, EpisodeEnd(rewards={"white": 1.0}))
     del session
     assert kept() is None
     assert book.was_held(table.episode)

@@ -6,6 +6,7 @@ import pytest
 
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, NotFound, ServerStopping, TooManyRequests
 from palestra.session import Sessions
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.states import TurnState
 from unit.building import TASK
 from unit.session.conftest import call
@@ -40,7 +41,7 @@ async def test_only_the_holder_of_the_lease_may_open(sessions, bench):
         await sessions.open(EPISODE, 2)
     with pytest.raises(EpisodeLeaseExpired):
         await sessions.open("train-000000-01", 0)
-    await bench.store.episodes.end(EPISODE, 1, {"agent": 1.0}, None, {})
+    await bench.store.episodes.end(EPISODE, 1, EpisodeEnd(rewards={"agent": 1.0}))
     with pytest.raises(EpisodeEnded):
         await sessions.open(EPISODE, 1)
 
@@ -62,7 +63,7 @@ async def test_when_the_lease_is_over_the_session_is_and_its_calls_are(sessions,
     while session.state is not TurnState.GENERATING:
         await asyncio.sleep(0)
     if how == "end":
-        await bench.store.episodes.end(EPISODE, 1, {"agent": 1.0}, None, {})
+        await bench.store.episodes.end(EPISODE, 1, EpisodeEnd(rewards={"agent": 1.0}))
     elif how == "expire":
         clock.advance(4000)  # longer than an attempt may take in all
         assert await bench.store.episodes.expire_leases() == 1
@@ -119,7 +120,7 @@ async def test_a_lease_that_ends_while_its_session_is_opened_has_none(sessions, 
     async def lease(episode_id, fence):
         found = await real(episode_id, fence)
         if how == "end":
-            await bench.store.episodes.end(EPISODE, 1, {"agent": 1.0}, None, {})
+            await bench.store.episodes.end(EPISODE, 1, EpisodeEnd(rewards={"agent": 1.0}))
         else:
             await bench.store.episodes.abort(EPISODE, 1, "", discard=False)
         return found

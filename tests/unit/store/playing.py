@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from palestra.store import RunStore
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.states import EpisodeState
 from unit.building import TASK
 
@@ -22,7 +23,9 @@ async def end(store: RunStore, episode, reward: float = 1.0, **kw) -> bool:
     fence = kw.pop("fence", episode.fence)
     body = {"step_rewards": None, "metadata": {}} | kw
     return await store.episodes.end(
-        episode.episode_id, fence, {"agent": reward}, body["step_rewards"], body["metadata"]
+        episode.episode_id,
+        fence,
+        EpisodeEnd(rewards={"agent": reward}, step_rewards=body["step_rewards"], metadata=body["metadata"]),
     )
 
 

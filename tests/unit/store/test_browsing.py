@@ -5,6 +5,7 @@ import sqlalchemy as sa
 
 from palestra.errors import NotFound, StoreError
 from palestra.store.browsing import browse, list_episodes, read_episode
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import BatchManifest
 from palestra.types.states import EpisodeState
@@ -19,8 +20,8 @@ async def played(store, clock) -> None:
         await store.episodes.claim("w", request, None)
     await store.calls.append(make_chat(completion=(1, 2, 3)))
     await store.calls.append(make_chat(index=1, completion=(4,)))
-    await store.episodes.end("train-000000-00", 1, {"x": 1.0, "y": 0.5}, None, {"answer": "2"})
-    await store.episodes.end("train-000000-01", 1, {"agent": -1.0}, None, {})
+    await store.episodes.end("train-000000-00", 1, EpisodeEnd(rewards={"x": 1.0, "y": 0.5}, metadata={"answer": "2"}))
+    await store.episodes.end("train-000000-01", 1, EpisodeEnd(rewards={"agent": -1.0}))
     await store.episodes.abort("train-000000-02", 1, "no network", discard=True)
     await store.groups.register("validation", 0, 0, TASK, 1)
     await store.episodes.claim("w", "d", None)

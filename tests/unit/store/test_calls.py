@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, NotFound
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.calls import PolicyVersion, VersionSpan
 from palestra.types.messages import text_message
 from unit.building import TASK, make_chat
@@ -35,7 +36,7 @@ async def test_a_call_is_recorded_only_under_a_lease_that_stands(store):
         await store.calls.append(make_chat(fence=2))
     with pytest.raises(NotFound):
         await store.calls.append(make_chat(episode_id="nope"))
-    await store.episodes.end(EPISODE, claim.fence, {"agent": 1.0}, None, {})
+    await store.episodes.end(EPISODE, claim.fence, EpisodeEnd(rewards={"agent": 1.0}))
     with pytest.raises(EpisodeEnded):
         await store.calls.append(make_chat())
     assert (await store.calls.of_lease(EPISODE, 1))[1] == ()
@@ -108,8 +109,10 @@ async def test_calls_of_one_time_step_are_one_step_and_rewards_are_put_beside_th
     (running,) = await store.calls.trajectories([EPISODE])
     assert not any(step.terminated for step in running.steps)
     with pytest.raises(InvalidRequest, match=r"3 rewards.*TimeSteps 0 to 3"):
-        await store.episodes.end(EPISODE, claim.fence, {"agent": 1.0}, [0.1, 0.2, 0.3], {})
-    await store.episodes.end(EPISODE, claim.fence, {"agent": 1.0}, [0.1, 0.2, 0.3, 0.4, 0.5], {})
+        await store.episodes.end(EPISODE, claim.fence, EpisodeEnd(rewards={"agent": 1.0}, step_rewards=[0.1, 0.2, 0.3]))
+    await store.episodes.end(
+        EPISODE, claim.fence, EpisodeEnd(rewards={"agent": 1.0}, step_rewards=[0.1, 0.2, 0.3, 0.4, 0.5])
+    )
     (done,) = await store.calls.trajectories([EPISODE])
     assert [(s.index, len(s.chats), s.reward) for s in done.steps] == [(0, 2, 0.1), (1, 1, 0.2), (3, 1, 0.4)]
     assert [s.terminated for s in done.steps] == [False, False, True]

@@ -7,6 +7,7 @@ import pytest
 from palestra.config import PoolConfig, Roles, RolloutConfig, StoreConfig
 from palestra.store import open_run_store
 from palestra.store.casting import Casting, results
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.states import GroupState
 from unit.building import TASK
 
@@ -31,7 +32,7 @@ async def played(store, step: int, rewards, groups: int = 12, ready: bool = True
             episode = await store.episodes.claim("w", f"{step}-{index}-{_}", None)
             found[episode.episode_id] = episode.players
             given = rewards(episode.players["opponent"])
-            await store.episodes.end(episode.episode_id, episode.fence, given, None, {})
+            await store.episodes.end(episode.episode_id, episode.fence, EpisodeEnd(rewards=given))
         if ready:
             await store.groups.settle("train", index, GroupState.READY)
     return found

@@ -13,6 +13,7 @@ from palestra.errors import (
     InvalidRequest,
     NotFound,
 )
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.records import RecordedEpisode, Task
 from palestra.types.states import EpisodeState, GroupState
 from unit.building import TASK, FakeClock, open_store
@@ -135,7 +136,9 @@ async def test_one_request_sent_many_times_at_once_takes_one_episode(store):
 async def test_an_end_is_kept_as_it_was_handed_in(store):
     await register(store)
     one = await claim(store)
-    assert await store.episodes.end(FIRST, 1, {"a": 0.1, "b": -3.0}, [0.5, 1 / 3], {"why": ["x", None]})
+    assert await store.episodes.end(
+        FIRST, 1, EpisodeEnd(rewards={"a": 0.1, "b": -3.0}, step_rewards=[0.5, 1 / 3], metadata={"why": ["x", None]})
+    )
     episode = await store.episodes.get(FIRST)
     assert episode.state is EpisodeState.COMPLETED
     assert (episode.rewards, episode.step_rewards) == ({"a": 0.1, "b": -3.0}, (0.5, 1 / 3))
@@ -173,9 +176,9 @@ async def test_many_different_ends_at_once_leave_one(store):
 async def test_what_is_not_claimed_can_not_be_ended(store):
     await register(store)
     with pytest.raises(EpisodeLeaseExpired):
-        await store.episodes.end(FIRST, 0, {"agent": 1.0}, None, {})
+        await store.episodes.end(FIRST, 0, EpisodeEnd(rewards={"agent": 1.0}))
     with pytest.raises(NotFound):
-        await store.episodes.end("nope", 1, {"agent": 1.0}, None, {})
+        await store.episodes.end("nope", 1, EpisodeEnd(rewards={"agent": 1.0}))
 
 
 # Giving back
@@ -310,7 +313,7 @@ async def test_a_worker_holds_no_more_of_a_group_than_allowed_and_others_get_the
         assert (await store.episodes.claim("fast", "f0", None)).episode_id == FIRST  # a retry gets what it has
         waiting = asyncio.ensure_future(store.episodes.available.wait(5, store.episodes.available.count))
         await asyncio.sleep(0)
-        await store.episodes.end(FIRST, 1, {"agent": 1.0}, None, {})
+        await store.episodes.end(FIRST, 1, EpisodeEnd(rewards={"agent": 1.0}))
         await asyncio.wait_for(waiting, 1)
         assert (await store.episodes.claim("fast", "f5", None)).episode_id == "train-000000-03"
         assert len(await store.episodes.claim_many("palestra-runner", "all", 9)) == 2
@@ -327,7 +330,7 @@ async def test_all_workers_together_hold_no_more_than_allowed_and_the_next_end_w
         assert await store.episodes.claim_many("palestra-runner", "more", 9) == []
         assert (await store.episodes.claim("a", "a0", None)) == first  # a retry gets what it has
         for leave, wanted in (
-            (lambda: store.episodes.end(FIRST, 1, {"agent": 1.0}, None, {}), adhoc),
+            (lambda: store.episodes.end(FIRST, 1, EpisodeEnd(rewards={"agent": 1.0})), adhoc),
             (lambda: store.episodes.abort(SECOND, 1, "no", discard=True), None),
             (lambda: store.episodes.abort(adhoc, 1, "no", discard=True), None),
         ):
@@ -372,7 +375,7 @@ async def test_a_reward_that_is_not_finite_is_never_stored(store, odd, place):
         "named_rewards": {"right": None, "short": odd} if place == "named_rewards" else None,
     }
     with pytest.raises(InvalidRequest, match=f"is {odd}; a reward is a finite number"):
-        await store.episodes.end(episode.episode_id, episode.fence, metadata={}, **given)
+        await store.episodes.end(episode.episode_id, episode.fence, EpisodeEnd(**given))
     assert (await store.episodes.get(episode.episode_id)).state is EpisodeState.CLAIMED
     recorded = RecordedEpisode(task=TASK, metadata={}, calls=(), **given)
     with pytest.raises(InvalidRequest, match=f"is {odd}; a reward is a finite number"):

@@ -8,6 +8,7 @@ import pytest
 
 from palestra.database import Notifier
 from palestra.errors import EpisodeLeaseExpired, StoreError
+from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.states import EpisodeState
 from unit.building import TASK, make_chat, open_store
 
@@ -45,7 +46,7 @@ async def test_ending_and_discarding_ring_that_something_is_settled(store, how):
     task = waiting(store.episodes.settled)
     await settle()
     if how == "end":
-        await store.episodes.end(EPISODE, 1, {"agent": 1.0}, None, {})
+        await store.episodes.end(EPISODE, 1, EpisodeEnd(rewards={"agent": 1.0}))
     else:
         await store.episodes.abort(EPISODE, 1, "", discard=True)
     await asyncio.wait_for(task, 1)
@@ -60,7 +61,7 @@ async def test_whoever_watches_leases_is_told_once_when_one_is_over(store, clock
     assert told == []
     if how == "end":
         for _ in range(2):
-            await store.episodes.end(EPISODE, 1, {"agent": 1.0}, None, {})
+            await store.episodes.end(EPISODE, 1, EpisodeEnd(rewards={"agent": 1.0}))
     elif how == "expire":
         clock.advance(60)
         await store.episodes.expire_leases()
@@ -122,7 +123,7 @@ async def test_an_end_whose_caller_went_away_meanwhile_is_an_end_like_any_other(
         await store.episodes.claim("w", request, None)
     settled, available = waiting(store.episodes.settled), waiting(store.episodes.available)
     if how == "end":
-        await gone_in_the_middle_of(store, store.episodes.end(EPISODE, 1, {"agent": 1.0}, None, {}))
+        await gone_in_the_middle_of(store, store.episodes.end(EPISODE, 1, EpisodeEnd(rewards={"agent": 1.0})))
         await asyncio.wait_for(settled, 1)
         available.cancel()
     else:
@@ -142,7 +143,7 @@ async def test_one_lease_that_can_not_be_given_back_does_not_keep_the_others(sto
         await store.episodes.claim("w", request, None)
     clock.advance(60)
     async with Busy(store):
-        ending = asyncio.ensure_future(store.episodes.end(EPISODE, 1, {"agent": 1.0}, None, {}))
+        ending = asyncio.ensure_future(store.episodes.end(EPISODE, 1, EpisodeEnd(rewards={"agent": 1.0})))
         await settle()
         expiring = asyncio.ensure_future(store.episodes.expire_leases())
         await settle()
