@@ -112,6 +112,12 @@ class Kit:
         return torch.cat([p.detach().flatten() for _, p in named]).numpy().tobytes()
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """A job's own, in that of its tenant."""
+    return tmp_path / "job"
+
+
 @pytest.fixture(params=["fake", "torch", "fake over a socket", "torch over a socket"])
 async def kit(request, tmp_path):
     kit = Kit(request.param, tmp_path)
@@ -183,17 +189,17 @@ async def test_a_repeated_request_gets_the_first_answer_and_does_nothing(kit):
     assert kit.weights(often) == kit.weights(once)
 
 
-async def test_save_and_load_go_on_as_if_nothing_had_happened(kit, tmp_path):
+async def test_save_and_load_go_on_as_if_nothing_had_happened(kit, folder):
     whole = await kit.trainer()
     for number in range(3):
         await step(whole, number)
     first = await kit.trainer()
     await step(first, 0)
     await step(first, 1)
-    path = await first.save("policy", tmp_path, {"step": 2, "wall_seconds": 1.5}, "s")
-    assert path.parent == tmp_path
+    path = await first.save("policy", folder, {"step": 2, "wall_seconds": 1.5}, "s")
+    assert path.parent == folder
     second = await kit.trainer()
-    state = await second.load("policy", tmp_path)
+    state = await second.load("policy", folder)
     assert (state["step"], state["wall_seconds"]) == (2, 1.5)
     assert second.version("policy") == PolicyVersion(0, 2)
     assert kit.weights(second) == kit.weights(first)
@@ -208,12 +214,12 @@ async def test_without_a_checkpoint_there_is_nothing_to_load(kit, tmp_path):
     assert kit.weights(trainer) == before
 
 
-async def test_a_damaged_checkpoint_gives_way_and_where_all_are_damaged_it_is_an_error(kit, tmp_path):
+async def test_a_damaged_checkpoint_gives_way_and_where_all_are_damaged_it_is_an_error(kit, folder):
     trainer = await kit.trainer()
     paths = []
     for number in range(2):
         await step(trainer, number)
-        paths.append(await trainer.save("policy", tmp_path, {"step": number + 1}, f"s{number}"))
+        paths.append(await trainer.save("policy", folder, {"step": number + 1}, f"s{number}"))
     for expected, path in ((1, paths[1]), (None, paths[0])):
         victim = max((p for p in path.iterdir() if p.name != "checkpoint.json"), key=lambda p: p.stat().st_size)
         content = bytearray(victim.read_bytes())
@@ -222,29 +228,29 @@ async def test_a_damaged_checkpoint_gives_way_and_where_all_are_damaged_it_is_an
         other = await kit.trainer()
         if expected is None:
             with pytest.raises(CheckpointError):
-                await other.load("policy", tmp_path)
+                await other.load("policy", folder)
         else:
-            assert (await other.load("policy", tmp_path))["step"] == expected
+            assert (await other.load("policy", folder))["step"] == expected
 
 
-async def test_the_checkpoint_of_one_step_is_loaded_or_that_it_is_damaged_is_said(kit, tmp_path):
+async def test_the_checkpoint_of_one_step_is_loaded_or_that_it_is_damaged_is_said(kit, folder):
     trainer = await kit.trainer()
     await step(trainer, 0)
     wanted = kit.weights(trainer)
-    await trainer.save("policy", tmp_path, {"step": 1}, "s1")
+    await trainer.save("policy", folder, {"step": 1}, "s1")
     await step(trainer, 1)
-    newest = await trainer.save("policy", tmp_path, {"step": 2}, "s2")
+    newest = await trainer.save("policy", folder, {"step": 2}, "s2")
     other = await kit.trainer()
-    assert (await other.load("policy", tmp_path, 2))["step"] == 2
-    assert (await other.load("policy", tmp_path, 1))["step"] == 1
+    assert (await other.load("policy", folder, 2))["step"] == 2
+    assert (await other.load("policy", folder, 1))["step"] == 1
     assert kit.weights(other) == wanted
     assert other.version("policy") == PolicyVersion(0, 1)
-    assert await other.load("policy", tmp_path, 3) is None
+    assert await other.load("policy", folder, 3) is None
     assert kit.weights(other) == wanted
     victim = next(path for path in newest.iterdir() if path.name != "checkpoint.json")
     victim.write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="step-000002 is damaged"):
-        await other.load("policy", tmp_path, 2)
+        await other.load("policy", folder, 2)
     assert kit.weights(other) == wanted
 
 
@@ -260,15 +266,15 @@ async def test_weights_are_those_of_the_present_version_for_an_engine_to_read(ki
         assert torch.cat([p.detach().flatten() for p in kit.sampled().values()]).numpy().tobytes() == own
 
 
-async def test_a_new_incarnation_is_said_by_all_later_versions(kit, tmp_path):
+async def test_a_new_incarnation_is_said_by_all_later_versions(kit, folder):
     trainer = await kit.trainer()
     await step(trainer, 0)
     trainer.begin_incarnation("policy", 2)
     assert trainer.version("policy") == PolicyVersion(2, 1)
     await step(trainer, 1)
-    await trainer.save("policy", tmp_path, {"step": 2}, "s")
+    await trainer.save("policy", folder, {"step": 2}, "s")
     other = await kit.trainer()
-    await other.load("policy", tmp_path)
+    await other.load("policy", folder)
     assert other.version("policy") == PolicyVersion(2, 2)
 
 
