@@ -29,7 +29,7 @@ OTHERS := faults or frameworks or libraries or partners or engines
 THIRD_TIER := (long or more_examples) and not (service or browser or $(OTHERS))
 THIRD_TIER_ALONE := long and (service or browser) and not ($(OTHERS))
 
-.PHONY: machine help demo test test-rest test-all test-long test-python test-faults lint format types contracts unit docs docs-site wheel release container conformance frameworks libraries partners vllm engines figures bench card clean
+.PHONY: machine help demo test core test-rest test-all test-long test-python test-faults lint format types contracts unit docs docs-site wheel release container conformance frameworks libraries partners vllm engines figures bench card clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -75,6 +75,9 @@ test-python:  ## the core's tests with Python 3.12 and the oldest torch and tran
 	@for one in $(PYTHONS); do $(MAKE) --no-print-directory .venv-peers/python$$one/installed.txt \
 	&& .venv-peers/python$$one/bin/pytest -n 2 --dist worksteal -m "$(FIRST_TIER)" $(CORE) || exit 1; done
 	@echo 'All tests of the first tier: .venv-peers/python3.12/bin/pytest -n 2 --dist worksteal -m "$(FIRST_TIER)"'
+
+core: $(DEV)  ## the first tier of the core alone, as if none of the packages beside it were installed
+	$(BIN)/pytest --core -n 2 --dist worksteal -m "$(FIRST_TIER)" tests/unit tests/integration tests/property tests/contract
 
 test-faults: $(DEV)  ## hurt every part of the service at every moment of a job (half an hour); writes docs/faults.md
 	$(BIN)/pytest tests/faults --junitxml=$(VENV)/faults.xml -o junit_duration_report=call; code=$$?; \

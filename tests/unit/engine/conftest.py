@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 
-from unit.engine.engine_servers import ScriptedSglang, ScriptedVllm
+
+def scripted(name: str):
+    """Imported only here, for tests of the core alone, which have neither vLLM's nor SGLang's driver."""
+    return getattr(import_module("unit.engine.engine_servers"), name)()
 
 
 @pytest.fixture
 def vllm():
-    return ScriptedVllm()
+    return scripted("ScriptedVllm")
 
 
-@pytest.fixture(params=[ScriptedVllm, ScriptedSglang])
+@pytest.fixture(params=["ScriptedVllm", "ScriptedSglang"])
 def server(request):
-    return request.param()
+    return scripted(request.param)
