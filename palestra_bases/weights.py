@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteWeights:
+class RemoteWeights(WeightSource):
     """The weights that a base server's trainer has of a policy, as a job names them.
 
     Attributes:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from palestra.models.weights import WeightSource
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class SavedWeights:
+class SavedWeights(WeightSource):
     """Weights in the files of a folder, in Hugging Face's layout or, of an adapter, in PEFT's.
 
     Attributes:

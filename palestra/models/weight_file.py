@@ -17,6 +17,7 @@ import safetensors
 from safetensors import SafetensorError
 
 from palestra.errors import ModelError
+from palestra.models.weights import WeightSource
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,7 @@ def weight_folder() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class FileWeights:
+class FileWeights(WeightSource):
     """Weights in a file that `write_weights` made (`palestra.models.tensor_file`).
 
     Attributes:

@@ -7,32 +7,34 @@ run without it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@runtime_checkable
-class WeightSource(Protocol):
+class WeightSource(ABC):
     """The weights of one version of a policy, for an engine to read.
 
     A source is valid until the trainer takes its next optimizer step: an engine copies what it needs before
     `sync_weights` returns.
     """
 
+    __slots__ = ()
+
+    @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight once, as (name, tensor), under the names of `CausalLM.own_parameters`.
 
         Tensors have the shapes of the parameters: matrices [n, d], norms and biases [d].
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
-class LocalWeights:
+class LocalWeights(WeightSource):
     """Weights that are tensors of this process; they are not copied until an engine reads them.
 
     Attributes:

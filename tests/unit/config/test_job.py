@@ -95,6 +95,7 @@ OTHER: dict[str, Any] = {
     "evaluation.max_tasks": 3,
     "checkpoint.every_steps": 3,
     "checkpoint.keep": 3,
+    "checkpoint.optimizer": False,
     "engine.kind": "fake",
     "engine.dtype": "float32",
     "engine.device": "cuda",

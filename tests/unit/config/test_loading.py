@@ -35,7 +35,7 @@ def refused(data, **overrides) -> str:
         ),
         (
             {"checkpoint": {"zzz": 1}},
-            "config: unknown key 'checkpoint.zzz'; known keys here: every_steps, keep",
+            "config: unknown key 'checkpoint.zzz'; known keys here: every_steps, keep, optimizer",
         ),
     ],
 )
