@@ -11,6 +11,7 @@ import re
 import sys
 from functools import cache
 from importlib.abc import MetaPathFinder
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,10 @@ def pytest_collection_finish() -> None:
 
 
 # `pytest --core`: the core alone, as if nothing beside it were installed. Tests of what is beside it are left out: all
-# that name one of its packages, or that import a helper which does; and those of `bench`, which measures all of it.
-_BESIDE = re.compile(r"\bpalestra_(?:bases|cpu|engines|lab|screens|service|worlds)\b")
+# that name one of its packages or what these bring, or import a helper which does; and `bench`, which measures all.
+_PACKAGE = re.compile(r"\bpalestra_(?:bases|cpu|engines|lab|screens|service|worlds)\b")
+_POINTS = [point for point in distribution("palestra").entry_points if _PACKAGE.match(point.value)]
+_NAMED = re.compile(_PACKAGE.pattern + rf"""|["'`/](?:{"|".join(point.name for point in _POINTS)})["'`/]""")
 _HELPERS = re.compile(r"^(?:from|import) ((?:unit|integration)\.[\w.]+|[a-z_]+)", re.MULTILINE)
 _TESTS = Path(__file__).parent
 _PLACES = (_TESTS, _TESTS / "integration", _TESTS.parent / "scripts")
@@ -65,7 +68,7 @@ class _NotInstalled(MetaPathFinder):
     """Hides the packages beside the core."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
-        if _BESIDE.fullmatch(name.partition(".")[0]):
+        if _PACKAGE.fullmatch(name.partition(".")[0]):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
@@ -74,7 +77,7 @@ def _is_beside(path: Path) -> bool:
     text = path.read_text()
     names = [name.replace(".", "/") + ".py" for name in _HELPERS.findall(text)]
     helpers = [place for name in names for above in _PLACES if (place := above / name).is_file() and place != path]
-    return bool(_BESIDE.search(text)) or any(map(_is_beside, helpers))
+    return bool(_NAMED.search(text)) or any(map(_is_beside, helpers))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -85,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--core"):
         whole = extensions.entry_points
         for module in (extensions, kernels):
-            module.entry_points = lambda **chosen: [one for one in whole(**chosen) if not _BESIDE.match(one.module)]
+            module.entry_points = lambda **chosen: [one for one in whole(**chosen) if not _PACKAGE.match(one.module)]
         sys.meta_path.insert(0, _NotInstalled())
 
 
