@@ -56,7 +56,7 @@ class Samples:
         self._bases, self._limits = bases, limits
         self._journal, self._sessions, self._saved = parts
         self._settled, self._spawn = settled, spawn
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # by request
+        self._tasks: dict[str, tuple[FutureRequest, asyncio.Task[None]]] = {}  # by id of the request
 
     async def create(self, tenant: str, body: bytes) -> Sampler:
         """Make a sampling session of a base model or of a checkpoint, and return it.
@@ -131,7 +131,7 @@ class Samples:
 
     def start(self, request: FutureRequest) -> None:
         """Execute a request that was accepted."""
-        self._tasks[request.request_id] = self._spawn(request.request_id, self._sample(request))
+        self._tasks[request.request_id] = request, self._spawn(request.request_id, self._sample(request))
 
     async def _sample(self, request: FutureRequest) -> None:
         """Execute a request for samples, and record its result."""
@@ -171,14 +171,15 @@ class Samples:
         Raises:
             NotFound: the tenant has no such request.
         """
-        request = await self._journal.request(tenant, request_id)
-        task = self._tasks.get(request_id)
-        if request.kind != "sample" or task is None:
-            return
+        await self._journal.request(tenant, request_id)
+        if (found := self._tasks.get(request_id)) is not None:
+            await self._stop(*found, "the request was cancelled")
+
+    async def _stop(self, request: FutureRequest, task: asyncio.Task[None], why: str) -> None:
         task.cancel()
         await asyncio.wait((task,))
-        if (await self._journal.request(tenant, request_id)).state == PENDING:
-            await self._journal.fail(request, "the request was cancelled", "user")
+        if (await self._journal.request(request.tenant, request.request_id)).state == PENDING:
+            await self._journal.fail(request, why, "user")
             self._settle(request)
 
     def _settle(self, request: FutureRequest) -> None:
@@ -192,8 +193,12 @@ class Samples:
         await in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
 
     async def end_session(self, session_id: str) -> None:
-        """Remove the samplers of a session, with the weights that are theirs alone."""
-        for sampler in await self._saved.samplers(session_id):
+        """Remove the samplers of a session, with the weights that are theirs alone, and stop what they still sample."""
+        samplers = await self._saved.samplers(session_id)
+        ended = {sampler.sampler_id for sampler in samplers}
+        for request, task in [found for found in self._tasks.values() if found[0].target in ended]:
+            await self._stop(request, task, "the session has ended")
+        for sampler in samplers:
             await self._saved.remove_sampler(sampler.sampler_id)
             if sampler.is_private and sampler.folder is not None:
                 await self.remove(sampler.folder)

@@ -188,6 +188,22 @@ def test_a_request_can_be_cancelled(ada):
         ada.result(request_id)
 
 
+def test_what_a_session_still_samples_is_dropped_when_it_ends(ada):
+    ada.session()
+    body = {
+        "sampling_session_id": ada.sampler(base_model=TINY),
+        "seq_id": 0,
+        "num_samples": 50,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
+        "sampling_params": {"max_tokens": 2000, "stop": []},
+    }
+    request_id = ada.good("asample", body)["request_id"]
+    ada.good(f"sessions/{ada.session_id}/finish", {"reason": {}})
+    with pytest.raises(Failed, match="the session has ended"):
+        ada.result(request_id)
+    ada.session()
+
+
 @pytest.mark.parametrize(
     ("change", "status", "said"),
     [
