@@ -18,7 +18,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from palestra import extensions
-from palestra.models import kernels
 from palestra.models.device import reproducible_products
 
 # Helpers of several folders, whose assertions are to say what differs; it has to be said before one imports them.
@@ -87,8 +86,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--core"):
         whole = extensions.entry_points
-        for module in (extensions, kernels):
-            module.entry_points = lambda **chosen: [one for one in whole(**chosen) if not _PACKAGE.match(one.module)]
+        extensions.entry_points = lambda **chosen: [one for one in whole(**chosen) if not _PACKAGE.match(one.module)]
         sys.meta_path.insert(0, _NotInstalled())
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from palestra.errors import ConfigError
+from palestra.extensions import extensions, load_extension
 
 if TYPE_CHECKING:
     from palestra.models.causal_lm import CausalLM
@@ -123,10 +125,10 @@ class Kernels:
 @functools.cache
 def kernels() -> Kernels:
     """Return the kernels of the installed package, the first by name if there are several."""
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+    for point in extensions(GROUP).values():
         try:
-            found: Kernels = point.load()()
-        except ImportError as error:  # a package that is half removed, or made for other libraries
+            found: Kernels = load_extension(point)()
+        except (ConfigError, ImportError) as error:  # a package that is half removed, or made for other libraries
             return Kernels(f"{point.value} can't be loaded: {error}")
         return found
     return Kernels()

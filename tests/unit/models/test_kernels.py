@@ -20,7 +20,9 @@ def installed(monkeypatch):
 
     def install(**values: str) -> Kernels:
         points = [EntryPoint(name, value, GROUP) for name, value in values.items()]
-        monkeypatch.setattr(module, "entry_points", lambda group: [one for one in points if one.group == group])
+        monkeypatch.setattr(
+            "palestra.extensions.entry_points", lambda group: [one for one in points if one.group == group]
+        )
         kernels.cache_clear()
         return kernels()
 
