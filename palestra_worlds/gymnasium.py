@@ -193,10 +193,15 @@ def _made(world: Any, name: str, settings: Mapping[str, Any]) -> Any:
             return gymnasium.make(world, **settings)
         if not isinstance(world, gymnasium.Env):
             return world(**settings)
-        if world.spec is not None:
+        # A wrapper that does not record its arguments can't be made again.
+        if world.spec is not None and all(one.kwargs is not None for one in world.spec.additional_wrappers):
             return gymnasium.make(world.spec, **settings)
     except gymnasium.error.Error as error:
         raise ConfigError(f"Gymnasium can't make {name!r}: {error}") from error
+    if settings:
+        raise ConfigError(
+            f"{', '.join(settings)}: this {name} is copied, and takes no settings; give its class or name"
+        )
     try:
         return copy.deepcopy(world)
     except Exception as error:

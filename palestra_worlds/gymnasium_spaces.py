@@ -119,7 +119,10 @@ def _of_json(space: Any, given: Any) -> Any:
     flat = given if isinstance(given, list) else [given]
     if any(isinstance(number, bool) or not isinstance(number, int | float) for number in flat):
         return None
-    return _of_numbers(space, [float(number) for number in flat])
+    try:
+        return _of_numbers(space, [float(number) for number in flat])
+    except OverflowError:
+        return None
 
 
 def _marked(value: Any) -> Any:
@@ -139,7 +142,10 @@ def _of_numbers(space: Any, numbers: list[float]) -> Any:
         least, most = numpy.iinfo(space.dtype).min, numpy.iinfo(space.dtype).max
         if not all(number.is_integer() and least <= number <= most for number in numbers):
             return None
-    action = numpy.array(numbers).astype(space.dtype).reshape(space.shape)
+    with numpy.errstate(over="ignore"):
+        action = numpy.array(numbers).astype(space.dtype).reshape(space.shape)
+    if not numpy.isfinite(action).all():  # too large for the type
+        return None
     return action if space.contains(action) else None
 
 

@@ -28,7 +28,8 @@ def add(commands: Any) -> None:
         "say what goes wrong in a run, what it means, and what to try",
         "  palestra doctor runs/addition          # the run may be running\n"
         "  palestra doctor runs/addition --json   # for programs\n\n"
-        "exit code: 0 nothing was found, 1 something was, or the job or all episodes failed, 2 an error",
+        "exit code: 0 nothing was found, 1 something was, or the job or all episodes failed before the first step, "
+        "2 an error",
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")

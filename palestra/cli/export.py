@@ -96,9 +96,8 @@ def _chosen_of(run_dir: Path, policy: str | None, paths: Iterable[str], step: in
 
     below = f"{checkpoints_of_run(run_dir, policy, OPTION).relative_to(run_dir)}/"
     names = {path.removeprefix(below).split("/")[0] for path in paths if path.startswith(below)}
-    if step is not None:
-        names &= {f"step-{step:06d}"}
-    chosen = BEST if BEST in names else newest_name(names)
+    wanted = [BEST] if step is None else [f"step-{step:06d}", BEST]  # `best` may be of this step
+    chosen = next((name for name in wanted if name in names), newest_name(names) if step is None else None)
     return None if chosen is None else below + chosen
 
 

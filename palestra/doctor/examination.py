@@ -144,9 +144,12 @@ def _failed(connection: Connection) -> tuple[int, str]:
     if any(row.state == "completed" for row in rows):
         failed = []
     reason = f"{failed[-1].episode_id}: {failed[-1].reason}" if failed else ""
-    of_job = select(events.c.data).where(events.c.kind == "failed").order_by(events.c.event_id.desc()).limit(1)
-    with suppress(ValueError, TypeError, KeyError):  # the job has not failed, or its event is damaged
-        reason = str(orjson.loads(connection.execute(of_job).scalar_one_or_none())["reason"])  # type: ignore[arg-type]
+    states = events.c.kind.in_(("running", "completed", "failed"))
+    newest = select(events.c.kind, events.c.data).where(states).order_by(events.c.event_id.desc()).limit(1)
+    last = connection.execute(newest).first()
+    if last is not None and last.kind == "failed":
+        with suppress(ValueError, TypeError, KeyError):  # its event is damaged
+            reason = str(orjson.loads(last.data)["reason"])
     return len(failed), reason
 
 

@@ -146,13 +146,15 @@ class CheckpointSchedule:
                 self._best = next(found, -math.inf)
 
     async def keep_best(self, step: int, row: Mapping[str, float]) -> None:
-        """Write the weights beside the checkpoints if no earlier ones validated better; of several policies, none.
+        """Write the weights beside the checkpoints if no earlier ones validated better; none in self-play.
 
         Args:
             row: metrics of the step, which has just been validated; step 0 has the weights that the job began with.
         """
         reward = row.get(VALIDATION)
-        if len(self._folders) > 1 or step == 0 or reward is None or reward < self._best:
+        # Where opponents get better, too, validations of different steps can't be compared.
+        rivals = len(self._folders) > 1 or bool(self._config.players.pools)
+        if rivals or step == 0 or reward is None or reward < self._best:
             return
         started = time.monotonic()
         ((policy, folder),) = self._folders.items()

@@ -70,6 +70,7 @@ class Learner:
         self._playing = PlayingTime(config.rollout.max_staleness > 0)
         self._started = time.monotonic()
         self._stopping = asyncio.Event()
+        self._sampling = False  # whether the engine is open: until then episodes wait for it, and can't end
         self._unchecked = trained if config.engine.urls else ()  # a server that runs already has any model
         self._train_tasks: Sequence[Task] = []
         self._validation_tasks: list[Task] = []
@@ -198,12 +199,12 @@ class Learner:
             await self._run.store.log.set_fact("incarnation", str(incarnation))
             for policy in self._run.policies.trained:
                 self._trainer.begin_incarnation(policy, incarnation)
-        await self._publish(self._run.policies.trained, first=True)
+        await self._publish(self._run.policies.trained)
         unfinished = await self._run.store.log.restore_metrics(self._run.progress.step)
         rows = await self._run.store.log.metrics()
         if rows:  # a step is evaluated after its checkpoint, so its row may be of a later time
             self._wall_before = max(self._wall_before, rows[-1].get("wall_seconds", 0.0))
-        self._checkpoints.know_best(rows)
+        await in_thread(lambda: self._checkpoints.know_best(rows))  # hashes all weights
         await self._log.restore(rows)
         if self._run.progress.step == 0 and not rows:
             return {"step": 0.0}  # the row of the evaluation before the first step
@@ -342,16 +343,12 @@ class Learner:
         newest = {"version": float(max(version.n for version in versions.values()))}
         return newest | (own if self._run.policies.roles.rivals else {})
 
-    async def _publish(self, policies: Collection[str], first: bool = False) -> None:
-        """Hand the present weights to the engine; episodes that are claimed afterwards start with their versions.
-
-        Args:
-            first: whether the engine has no weights of this job yet, for which episodes may wait already.
-        """
+    async def _publish(self, policies: Collection[str]) -> None:
+        """Hand the present weights to the engine; episodes that are claimed afterwards start with their versions."""
         if not policies:
             return
         with self._run.progress.inside(Part.WEIGHT_SYNC):
-            between = self._run.config.rollout.weight_sync == "between_episodes" and not first
+            between = self._run.config.rollout.weight_sync == "between_episodes" and self._sampling
             lock = self._run.store.episodes.sync_lock
             async with lock.acquire_weight_sync() if between else contextlib.nullcontext():
                 fault_point("before_publish")
@@ -410,6 +407,7 @@ class Learner:
         if await self._run.store.log.manifest(self._run.progress.step + 1) is not None:
             return
         await self._run.engine.resume()
+        self._sampling = True
         if self._run.workers is not None:
             for policy in self._unchecked:
                 await check_engine(self._run.workers, self._trainer, self._run.policies.runtime(policy))

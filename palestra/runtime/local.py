@@ -81,7 +81,11 @@ async def local_job(
         by_default = "port" not in config.server.model_fields_set
         listener = stack.enter_context(listen(config.server.host, config.server.port, or_any=by_default))
         parts, base = await _parts(config, terms, folder)
-        run = await _open_run(config, report, parts, folder, stack)
+        try:
+            run = await _open_run(config, report, parts, folder, stack)
+        except BaseException:
+            await _close(parts)
+            raise
         context = _context(run)
         stack.callback(context.pool.close)
         stack.callback(context.picture_pool.close)

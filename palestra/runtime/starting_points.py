@@ -95,12 +95,14 @@ def config_of_run(
     saved = load_saved_config(run)
     left_out = ["run_dir", "tracking", "seats", "server", "environment.url", "environment.runners"]
     left_out += [f'policies."{name}".base' for name in saved.policies]
+    if saved.engine.urls:  # of servers that may work for the run, and would get another owner
+        left_out.append("engine")
     (name, *_) = Path(model).relative_to(run).parts[1:] or ("",)
     if name in saved.policies and len(saved.trained_policies) > 1:
         left_out += ["roles", *(f'policies."{other}"' for other in saved.policies if other != name)]
     changes: dict[str, Any] = dict.fromkeys(left_out, UNSET) | {"environment.name": environment}
     if environment != saved.environment.name:
-        changes["environment.settings"] = {}
+        changes |= {"environment.settings": {}, "tasks": UNSET}
     return load_config(run / SAVED_CONFIG, changes | dict(overrides or {}))
 
 

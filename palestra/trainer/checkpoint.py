@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -98,7 +99,8 @@ def without_optimizer(path: Path) -> None:
     index["files"] = {name: digest for name, digest in index["files"].items() if not OF_OPTIMIZER.match(name)}
     write_whole(path / INDEX, json.dumps(index | {"digest": _fingerprint(index)}, indent=1).encode())
     for entry in [entry for entry in path.iterdir() if OF_OPTIMIZER.match(entry.name)]:
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        with contextlib.suppress(OSError):  # the index does not name it any more
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def _write_whole(

@@ -200,7 +200,7 @@ def test_a_checkpoint_is_there_until_another_has_its_name(tmp_path, monkeypatch,
         return run
 
     really = type(tmp_path).rename
-    monkeypatch.setattr(disk, "exchange", kept(disk.exchange_folders if at_once else lambda *_: False))
+    monkeypatch.setattr(disk, "exchange_folders", kept(disk.exchange_folders if at_once else lambda *_: False))
     monkeypatch.setattr(type(tmp_path), "rename", kept(really))
     write(folder, 3, fill=fill(b"new"))
     monkeypatch.undo()
