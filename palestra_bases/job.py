@@ -71,13 +71,13 @@ class HostedJob:
         return self._answers[number]
 
     def forget_answers(self, oldest: int) -> None:
-        """Forget the answers to calls before `oldest`, which have arrived."""
-        for done in [known for known in self._answers if known < oldest]:
+        """Forget the answers to calls before `oldest`, which have arrived; `close` waits for those that are made."""
+        for done in [known for known, task in self._answers.items() if known < oldest and task.done()]:
             del self._answers[done]
 
     def keep_answers(self, waiting: Sequence[int]) -> None:
-        """Forget all answers but those to some calls."""
-        self._answers = {number: task for number, task in self._answers.items() if number in waiting}
+        """Forget all answers but those to some calls, and those that are still made."""
+        self._answers = {number: task for number, task in self._answers.items() if number in waiting or not task.done()}
 
     async def _answer(self, number: int, frame: Frame) -> bytes:
         try:

@@ -241,6 +241,9 @@ class Link:
                 why = error
                 if isinstance(error, ConnectionClosed) and error.rcvd is not None and error.rcvd.code == TAKEN_OVER:
                     self._give_up(Conflict(f"the base server at {self.address}: {error.rcvd.reason}"))
+            except Exception as error:  # noqa: BLE001 - a mistyped address, say: else all calls would wait for ever
+                said = f"{type(error).__name__}: {error}"
+                self._give_up(EngineFailure(f"the base server at {self.address} can't be used: {said}"))
             if self._is_over():
                 return
             self._is_connected.clear()

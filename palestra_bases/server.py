@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from http import HTTPStatus
@@ -57,7 +58,7 @@ class BackendServer:
         self._connections: dict[HostedJob, ServerConnection] = {}
         self._leases: dict[HostedJob, asyncio.TimerHandle] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._opening = asyncio.Lock()
+        self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of each tenant
 
     @property
     def jobs(self) -> list[tuple[str, str, int]]:
@@ -70,7 +71,9 @@ class BackendServer:
         Args:
             tenant: its key is not known any more.
         """
-        async with self._opening:  # a connection that was let in before the key was forgotten is there, or refused
+        async with self._opening[
+            tenant
+        ]:  # a connection that was let in before the key was forgotten is there, or refused
             jobs = [job for (owner, _), job in self._jobs.items() if owner == tenant]
             for job in jobs:
                 if (connection := self._connections.get(job)) is not None:
@@ -139,7 +142,8 @@ class BackendServer:
             try:
                 async with asyncio.timeout(HELLO_SECONDS):
                     hello = _read(await connection.recv())
-                async with self._opening:
+                tenant = self._tenant(connection.request)
+                async with self._opening[tenant]:
                     job = await self._open(self._tenant(connection.request), hello, connection)
             except PalestraError as error:
                 await connection.send(write_frame({"error": SentError.of(error)}))
@@ -161,6 +165,7 @@ class BackendServer:
                 "version of Palestra for both"
             )
         name, process = typed(str, given.get("job"), (), "job"), typed(str, given.get("process"), (), "process")
+        waiting = typed(list[int], given.get("waiting", []), (), "waiting")
         check_plain_name(name, "a job")
         job = self._jobs.get((tenant, name))
         known = job is not None and job.process == process
@@ -173,11 +178,15 @@ class BackendServer:
         if job is None or not known:
             job = self._jobs[tenant, name] = HostedJob(self._base, tenant, name, process, self._most)
         else:
-            job.keep_answers(typed(list[int], given.get("waiting"), (), "waiting"))
+            job.keep_answers(waiting)
         if (lease := self._leases.pop(job, None)) is not None:
             lease.cancel()
         self._connections[job] = connection
-        await connection.send(write_frame({"protocol": PROTOCOL, "known": known, "most_bytes": MOST_BYTES}))
+        try:
+            await connection.send(write_frame({"protocol": PROTOCOL, "known": known, "most_bytes": MOST_BYTES}))
+        except BaseException:  # the client has gone: its lease begins
+            self._left(job)
+            raise
         return job
 
     async def _serve(self, job: HostedJob, connection: ServerConnection) -> None:
@@ -188,7 +197,7 @@ class BackendServer:
             async for data in connection:
                 frame = _read(data)
                 if frame.header.get("goodbye"):
-                    await self._end(job)
+                    await self._end_alone(job, connection)
                     return
                 if (cancel := frame.header.get("cancel")) is not None:
                     if (task := replies.get(typed(int, cancel, (), "cancel"))) is not None:
@@ -200,6 +209,8 @@ class BackendServer:
                     busy = TooManyRequests(f"{MOST_CALLS} calls of this job are being executed; send fewer")
                     await connection.send(write_frame({"id": number, "error": SentError.of(busy)}))
                 elif frame.header.get("do") == "generate":
+                    if number in replies:
+                        raise InvalidRequest(f"a reply with the id {number} is being sampled already", "id")
                     task = replies[number] = asyncio.create_task(self._generate(job, connection, number, frame))
                     task.add_done_callback(partial(_dropped, replies, number))
                 else:
@@ -244,9 +255,15 @@ class BackendServer:
     def _expire(self, job: HostedJob) -> None:
         if job.policies:
             log.warning("job %s of %s did not come back; its policies are freed", job.name, job.tenant)
-        task = asyncio.create_task(self._end(job))
+        task = asyncio.create_task(self._end_alone(job, None))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+    async def _end_alone(self, job: HostedJob, connection: ServerConnection | None) -> None:
+        """Free what a job has, unless it has another connection by now; no connection is let in meanwhile."""
+        async with self._opening[job.tenant]:
+            if self._connections.get(job) is connection:
+                await self._end(job)
 
     async def _end(self, job: HostedJob) -> None:
         """Free what a job has."""

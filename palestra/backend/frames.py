@@ -24,6 +24,7 @@ from palestra.process.codec import plain
 PROTOCOL = 1  # grows with every change of the messages
 MOST_BYTES = 256 * 2**20  # of a message
 # Of a header. Each row of a batch has some 500 bytes, 25 objects and lists, and 25 keys.
+MOST_DIMENSIONS = 8  # of an array; the time for the product of its sizes grows with the square of their number
 MOST_HEADER, MOST_CONTAINERS, MOST_KEYS, MOST_VALUES = 32 * 2**20, 500_000, 600_000, 4_000_000
 TAKEN_OVER = 4001  # the code with which a connection is closed when another process of the job has connected
 REFUSED = 4002  # and when its message could not be used, after an answer with the reason
@@ -93,8 +94,8 @@ def read_frame(data: bytes) -> Frame:
         header = json.loads(data[_LENGTH.size : start])
         arrays = []
         for kind, *shape in header.pop("arrays"):
-            if not all(type(size) is int and 0 <= size <= len(data) for size in shape):
-                raise ValueError(shape)
+            if len(shape) > MOST_DIMENSIONS or not all(type(size) is int and 0 <= size <= len(data) for size in shape):
+                raise ValueError("shape")
             count = math.prod(shape)
             # A copy, because the bytes of a message are read-only, and its numbers may lie between two words.
             array = np.frombuffer(data, dtype=np.dtype(_KINDS[kind]).newbyteorder("<"), count=count, offset=start)

@@ -44,7 +44,8 @@ def one_line(what: str) -> Iterator[None]:
     except (PalestraError, MemoryError):
         raise
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, which need not be loaded here
+        # That of torch, which need not be loaded here, and that of its allocator for CPUs.
+        if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
             raise
         lines = str(error).splitlines() or [""]
         said = lines[0] if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {lines[0]}"

@@ -278,8 +278,14 @@ class Remote:
                     self._take(message)
         except InvalidRequest as error:
             problem = error
+        except Exception as error:  # noqa: BLE001 - else no call would ever end
+            problem = InvalidRequest(f"{type(error).__name__}: {error}")
         self.closed.set_result(None)
-        self.lose(await self._cause(problem))
+        try:
+            found = await self._cause(problem)
+        except Exception as error:  # noqa: BLE001
+            found = error
+        self.lose(found)
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Piece | Result | Failed):
@@ -307,9 +313,10 @@ class Remote:
         self._channel.close()
 
     async def close(self) -> None:
-        """Close the channel. Calls in flight fail only if `lose` was called before."""
+        """Close the channel; calls in flight fail."""
         self._channel.close()
         await cancelled(self._receiving)
+        self.lose(ConnectionAbortedError("the connection to the other process was closed"))
 
 
 def _error(message: Failed) -> Exception:

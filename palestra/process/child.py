@@ -194,7 +194,10 @@ def popen(
 
 def ending(code: int) -> str:
     """Return how a process ended, in words, by its exit code."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    if code >= 0:
+        return f"ended with code {code}"
+    names = {one.value: one.name for one in signal.Signals}  # those of real time have none
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
 def last_line(log: Path) -> str:

@@ -27,7 +27,7 @@ _KNOWN: dict[str, type[Exception]] = {
     name: kind
     for module in (builtins, errors)
     for name, kind in vars(module).items()
-    if isinstance(kind, type) and issubclass(kind, Exception)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, BaseExceptionGroup)
 }
 _protocols: dict[Any, Callable[[Any], Any]] = {}
 
@@ -155,7 +155,7 @@ class SentError(msgspec.Struct, array_like=True):
         fields = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float | None)}
         if isinstance(error, OSError):
             fields["errno"] = error.errno
-        return cls(type(error).__name__, str(error), fields)
+        return cls(type(error).__name__, str(error).encode(errors="backslashreplace").decode(), fields)
 
     def error(self) -> Exception:
         """Return the error again; a RuntimeError, if its class is not one of Palestra's or Python's own."""

@@ -94,7 +94,11 @@ class EngineProcesses:
                     return await process.how_ended()
             return "has closed its connection"
 
-        worker = WorkerEngine(await Channel.over(process.connection), cause)
+        try:
+            worker = WorkerEngine(await Channel.over(process.connection), cause)
+        except BaseException:
+            process.kill()
+            raise
         try:
             found = await worker.begin(replace(self._order, number=number, numerics=await self._expected()))
         except BaseException as error:

@@ -171,7 +171,10 @@ class Journal:
                 values["completed"] = (
                     1 + connection.execute(select(newest).where(table.c.target == request.target)).scalar_one()
                 )
-            connection.execute(sa.update(table).where(table.c.request_id == request.request_id).values(values))
+            this = sa.update(table).where(table.c.request_id == request.request_id)
+            if request.kind == "sample":  # the first end counts: a write whose caller was cancelled is done, too
+                this = this.where(table.c.state == tables.PENDING)
+            connection.execute(this.values(values))
             if request.kind != "sample":
                 here = sa.update(models).where(models.c.model_id == request.target)
                 connection.execute(here.values(executed=request.seq_id, used_at=self.clock.now()))

@@ -131,7 +131,9 @@ class Samples:
 
     def start(self, request: FutureRequest) -> None:
         """Execute a request that was accepted."""
-        self._tasks[request.request_id] = request, self._spawn(request.request_id, self._sample(request))
+        task = self._spawn(request.request_id, self._sample(request))
+        self._tasks[request.request_id] = request, task
+        task.add_done_callback(lambda _: self._tasks.pop(request.request_id, None))
 
     async def _sample(self, request: FutureRequest) -> None:
         """Execute a request for samples, and record its result."""
@@ -150,8 +152,6 @@ class Samples:
             await self._journal.fail(request, INTERNAL, "server")
         else:
             await self._journal.finish(request, result)
-        finally:
-            self._tasks.pop(request.request_id, None)
         self._settle(request)
 
     @contextlib.asynccontextmanager

@@ -91,7 +91,11 @@ class RankProcesses:
 
         async def begin(number: int) -> None:
             process = await self._places.start(PROGRAM, variables)
-            found[number] = _RankProcess(process, await Channel.over(process.connection), self._cause)
+            try:
+                found[number] = _RankProcess(process, await Channel.over(process.connection), self._cause)
+            except BaseException:
+                process.kill()
+                raise
 
         try:
             await together(*(begin(number) for number in range(count)))
