@@ -27,11 +27,11 @@ def test_rows_of_a_file_and_those_that_are_given_stay_as_they_are(files):
 async def test_both_clients_push_the_tasks_of_files(files, monkeypatch):
     pushed = []
 
-    async def send(self, call, retry_seconds=None):
+    def sent(settings, call):
         pushed.append(call.body)
+        yield from ()
 
-    monkeypatch.setattr(AsyncClient, "_send", send)
-    monkeypatch.setattr(Client, "_send", lambda self, call, retry_seconds=None: pushed.append(call.body))
+    monkeypatch.setattr("palestra.client.leases.send_call", sent)
     async with AsyncClient("http://127.0.0.1:9", "key") as client:
         await client.push_tasks(str(files / "train.jsonl"), files / "held_out.jsonl")
     with Client("http://127.0.0.1:9", "key") as client:
