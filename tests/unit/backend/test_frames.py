@@ -94,6 +94,7 @@ def test_bytes_that_are_no_message_are_refused(data):
         b'{"arrays":[["i4",0,1000000000000000000000000000000]]}',
         b'{"arrays":[["i4",1000000000000000000000000000000]]}',
         b'{"arrays":[["i4",1.0]]}',
+        b'{"arrays":[["i4"' + b",1" * 9 + b"]]}",
         b'{"arrays":[["i4",true]]}',
         b'{"arrays":[[[],1]]}',
         b'{"arrays":{"i4":1}}',

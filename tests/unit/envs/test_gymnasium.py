@@ -217,3 +217,25 @@ async def test_replies_in_copies_of_a_world_are_no_better_when_impossible():
         )
         totals[said] = sum(step.reward or 0.0 for step in episode)
     assert totals["hm"] < totals["0"]
+
+
+class Doubled(gymnasium.RewardWrapper):
+    """Like most users' wrappers, it does not record its arguments."""
+
+    def reward(self, reward):
+        return 2 * reward
+
+
+def test_a_wrapped_instance_is_copied():
+    made = GymnasiumEnvironment(Doubled(gymnasium.make("Losing-v0")))
+    made.reset({})
+    assert made.step("0")[1] == -2
+    with pytest.raises(ConfigError, match="render_mode: this Doubled is copied"):
+        GymnasiumEnvironment(Doubled(gymnasium.make("Losing-v0")), observation="render")
+
+
+@pytest.mark.parametrize("number", ["1" * 400, "1e300"])
+def test_a_number_that_its_type_does_not_have_is_no_action(number):
+    endless = Dict({"push": Box(-numpy.inf, numpy.inf, (1,), dtype=numpy.float32)})
+    assert action_of(endless, f'{{"push": [{number}]}}') is None
+    assert action_of(endless["push"], "1e300") is None

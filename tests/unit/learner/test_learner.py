@@ -492,3 +492,25 @@ async def test_seconds_of_a_job_never_go_back_where_a_long_evaluation_came_after
     seconds = [row["wall_seconds"] for row in rows(tmp_path)]
     assert seconds == sorted(seconds)
     assert seconds[2] > 3600.0
+
+
+@pytest.mark.parametrize("crash_at", range(20, 60, 8))
+async def test_a_job_that_syncs_between_episodes_goes_on_after_a_kill(tmp_path, crash_at):
+    """The first weights do not wait for episodes, which wait for them."""
+    rollout = {"group_size": 2, "groups_per_step": 2, "max_staleness": 2, "weight_sync": "between_episodes"}
+    settings = config(steps=4, deterministic=False, rollout=rollout, checkpoint={"every_steps": 10})
+    with pytest.raises(Crash):
+        await ScriptedJob(tmp_path, settings, crash_at=crash_at).run()
+    job = ScriptedJob(tmp_path, settings)
+
+    async def time_passes() -> None:  # so that leases of the dead process run out
+        while True:
+            await asyncio.sleep(0.02)
+            job.clock.advance(5)
+            await job.store.episodes.expire_leases()
+
+    passing = asyncio.create_task(time_passes())
+    async with asyncio.timeout(20):
+        await job.run()
+    passing.cancel()
+    assert rows(tmp_path)[-1]["step"] == 4

@@ -25,6 +25,7 @@ from palestra.process.channel import (
     TakenBack,
     raw,
 )
+from palestra.process.child import ending
 from palestra.process.codec import SentError, decode
 from palestra.process.stub import method_of, proxy
 
@@ -167,3 +168,35 @@ async def test_a_message_arrives_whole_however_its_bytes_are_cut(ends):
     while len(events) < 2:
         await asyncio.sleep(0.01)
     assert decode(list[int], events[0].value) == list(range(100))
+
+
+async def test_odd_errors_end_their_call_and_not_the_channel(ends):
+    remote, channel, _, _ = ends
+    answering(
+        channel,
+        lambda call: [Failed(call.id, SentError("ExceptionGroup", "several"))],
+        lambda call: [Failed(call.id, SentError.of(NotFound("half a pair: \ud800")))],
+        lambda call: [Result(call.id, raw(3))],
+    )
+    adder = proxy(Adder, remote, Local())
+    with pytest.raises(RuntimeError, match="ExceptionGroup: several"):
+        await adder.add(1)
+    with pytest.raises(NotFound, match="half a pair"):
+        await adder.add(1)
+    assert await adder.add(1) == 3
+
+
+async def test_a_call_of_a_closed_channel_fails(ends):
+    remote, *_ = ends
+    adder = proxy(Adder, remote, Local())
+    waiting = asyncio.ensure_future(adder.add(1))
+    await asyncio.sleep(0)
+    await remote.close()
+    for call in (waiting, adder.add(1)):
+        with pytest.raises(ConnectionAbortedError):
+            await call
+
+
+@pytest.mark.parametrize(("code", "said"), [(3, "code 3"), (-9, "SIGKILL"), (-40, "signal 40")])
+def test_how_a_process_ended_is_said_in_words(code, said):
+    assert said in ending(code)

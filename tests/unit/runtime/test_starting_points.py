@@ -68,3 +68,14 @@ def test_what_is_of_no_run_brings_no_settings(run, tmp_path):
     for other in ("tiny-random", str(tmp_path / "other"), str(folder.parent)):
         assert config_of_run(other) is None
     assert name_settings(JobConfig()) == ""
+
+
+def test_servers_that_may_work_for_the_run_are_left_alone(run):
+    folder = run(engine={"kind": "vllm", "url": "http://127.0.0.1:8000"}, environment={"name": "gomoku"})
+    assert config_of_run(str(folder), "gomoku").engine.urls == ()
+
+
+def test_the_tasks_of_a_run_are_for_what_it_has_played(run, tmp_path):
+    folder = run(tasks={"validation": str(tmp_path / "v.jsonl")}, environment={"name": "gomoku"})
+    assert config_of_run(str(folder), "gomoku").tasks.validation == tmp_path / "v.jsonl"
+    assert config_of_run(str(folder), "gomoku-duel").tasks.validation is None
