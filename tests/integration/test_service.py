@@ -73,7 +73,7 @@ def test_the_commands_do_the_same(service, tmp_path):
     assert any(line.startswith(job_id) and "typed" in line and "completed" in line for line in table.splitlines())
     assert "step 2/2" in service.command("logs", job_id).stdout
     exported = service.command("export", job_id, tmp_path / "model")
-    assert exported.stdout.endswith("model: the model after step 2\n"), exported.stderr
+    assert exported.stdout.endswith("model: the model after step 2, which validated best\n"), exported.stderr
     assert (tmp_path / "model" / "weights.txt").exists()
     assert service.command("cancel", job_id).stdout == f"{job_id}: completed\n"
     for words, said in (
