@@ -151,7 +151,7 @@ def _replaced(folder: Path) -> Path:
 
 
 def exchange_folders(one: Path, other: Path) -> bool:
-    """Exchange two folders at once. False: this system or its file system can't do that, and they are as before."""
+    """Exchange two folders in one step. Returns False, and changes nothing, where the file system can't do that."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:  # another system than Linux

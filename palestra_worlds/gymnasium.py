@@ -32,9 +32,9 @@ class GymnasiumEnvironment(Environment):
     of an action, or number, in its reply; of a space of several numbers it is as many numbers, of a Dict or a Tuple it
     is JSON, and of a text space it is the reply itself.
 
-    After a reply without a valid action, such as a number out of range, a move is made that the task's seed draws: its
-    loss is paid, its gain is not, and 1 less, so that no such reply is better than that move. With `impossible_reward`
-    the episode ends instead, and the reply never reaches the world.
+    If a reply has no valid action, such as a number out of range, a random action is taken, drawn by the task's seed;
+    the agent is paid min(reward, 0) - 1, which is always less than that action earns. With `impossible_reward` the
+    episode ends instead, and the reply never reaches the world.
     """
 
     reusable = True

@@ -16,12 +16,12 @@ from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, sho
 
 
 class GymnasiumVector(MultiAgentEnvironment):
-    """A vector environment of Gymnasium, each copy of its world the one of an agent; the roles are `world-0`, …
+    """A vector environment of Gymnasium. Each copy of its world is played by one agent; the roles are `world-0`, …
 
-    It suits a world that computes many copies at once, on a GPU for instance. An episode is over when all copies have
-    ended; copies make their steps together, so that it waits for the slowest agent. A task may have the keys `seed`,
-    of which each copy gets its own, and `options`. After a reply without a valid action a move is made that the task's
-    seed draws: its loss is paid, its gain is not, and 1 less. With `impossible_reward` its copy ends instead.
+    Use it for worlds that compute many copies at once, on a GPU for instance. All copies step together, so a step waits
+    for the slowest agent; the episode is over when all copies have ended. A task may have the keys `seed`, of which
+    each copy gets its own, and `options`. If a reply has no valid action, a random action is taken, drawn by the task's
+    seed; the agent is paid min(reward, 0) - 1. With `impossible_reward` its copy ends instead.
     """
 
     reusable = True

@@ -27,9 +27,9 @@ class OpenEnvEnvironment(Environment):
     calls of MCP tools, the agent has these tools.
 
     A task's keys are the arguments of `reset`, such as `seed`. An action that the server's schema
-    refuses is shown to the agent as an error, and has the reward 0. An action that the environment does not survive is
-    a forfeit: it raises, does not answer in time, or ends the session while the server goes on. A server that is gone
-    fails the attempt at the episode, which has no reward.
+    refuses is shown to the agent as an error, and has the reward 0. The agent forfeits the episode if the environment
+    raises on its action, does not answer in time, or ends the session while the server goes on. If the server is gone,
+    the attempt fails without a reward.
     """
 
     reusable = True

@@ -9,8 +9,9 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import TextIOWrapper
+from typing import Any
 
 from palestra import __version__
 from palestra.cli import (
@@ -35,7 +36,7 @@ from palestra.cli import (
 )
 from palestra.cli.ending import own_process
 from palestra.cli.options import CommandParser, HelpFormatter, commands_of, nearest
-from palestra.errors import PalestraError
+from palestra.errors import ConfigError, PalestraError
 from palestra.extensions import extensions, load_extension
 from palestra.extras import missing_extra
 from palestra.terminal import LogFormatter, say, show_error
@@ -77,9 +78,18 @@ def parser() -> CommandParser:
     top.add_argument("--version", action="version", version=f"palestra {__version__}", help="show the version")
     top.set_defaults(parser=top)  # `completion` describes all of it
     commands = top.add_subparsers(metavar="COMMAND")
-    for module in (*COMMANDS, *(load_extension(point) for point in extensions(GROUP).values()), completion):
+    for module in (*COMMANDS, *_of_packages(), completion):
         module.add(commands)
     return top
+
+
+def _of_packages() -> Iterator[Any]:
+    """Yield the commands of other packages; one that can't be loaded is named, and the others work."""
+    for point in extensions(GROUP).values():
+        try:
+            yield load_extension(point)
+        except (ConfigError, ModuleNotFoundError) as error:
+            say(f"palestra: there is no command {point.name!r}: {error}", file=sys.stderr)
 
 
 def command() -> int:

@@ -1,4 +1,4 @@
-"""Signs of what the policy replies: cut, the same whatever is asked, or without a call of the tools that it has."""
+"""Rules about replies: they are cut, they are all the same, or they never call the tools that are offered."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _one_reply(history: RunHistory) -> str | None:
     if first is None or first > DIVERSE_SHARE or not in_each(recent, lambda row: row.get(SAME, 0.0) >= SAME_SHARE):
         return None
     return (
-        f"{steps_of(recent)} the same replies were given in {mean(recent, SAME):.0%} of the episodes, whatever the "
-        f"task, and in {first:.0%} at the start"
+        f"{steps_of(recent)} {mean(recent, SAME):.0%} of the episodes have the same replies, although their tasks "
+        f"differ; {first:.0%} had at the start"
     )
 
 

@@ -39,7 +39,7 @@ class TerminalEnvironment(ActingEnvironment):
         Args:
             actions: `tools`, tool calls; `text`, one line such as `run ls`, which small models write more easily.
             max_steps: replies that the agent may make in an episode.
-            command_seconds: how long the agent waits for a command; the command goes on afterwards.
+            command_seconds: how long the agent waits for a command, which then goes on in the background.
             memory_mib: memory of all processes together, in MiB.
             disk_mib: size of the home folder in MiB; it is in memory.
             processes: number of processes at the same time.

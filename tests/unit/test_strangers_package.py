@@ -131,7 +131,7 @@ def site(tmp_path) -> Path:
     return tmp_path / "site"
 
 
-def palestra(site: Path, *words: str) -> str:
+def palestra(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(site), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-m", "palestra.cli.main", *words],
@@ -143,12 +143,20 @@ def palestra(site: Path, *words: str) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done
 
 
 def test_its_command_and_its_environment_are_listed(site):
-    assert palestra(site, "greet") == "hello\n"
-    assert "echo" in palestra(site, "environments")
+    assert palestra(site, "greet").stdout == "hello\n"
+    assert "echo" in palestra(site, "environments").stdout
+
+
+def test_a_command_that_can_not_be_loaded_is_named_and_the_others_work(site):
+    entries = site / "stranger-1.0.dist-info" / "entry_points.txt"
+    entries.write_text("[palestra.commands]\nbroken = stranger_that_is_not_there\ngreet = stranger\n")
+    done = palestra(site, "greet")
+    assert done.stdout == "hello\n"
+    assert "there is no command 'broken': 'broken' of palestra.commands can't be loaded" in done.stderr
 
 
 def test_its_engine_environment_algorithm_and_tracker_make_a_job(site):
