@@ -19,6 +19,8 @@ An entry point's name is what users write, and it leads to one object:
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -52,3 +54,14 @@ def load_extension(point: EntryPoint) -> Any:
         if isinstance(error, ModuleNotFoundError) and missing_extra(error) is not None:
             raise
         raise ConfigError(f"{point.name!r} of {point.group} can't be loaded from {point.value}: {error}") from error
+
+
+def nearest(name: str, known: Collection[str], form: str = "{}", cutoff: float = 0.6) -> str:
+    """Return `; did you mean X?` for the known name that is most like a wrong one; empty where none is like it.
+
+    Args:
+        form: how the known name is written, with `{}` in its place.
+        cutoff: how like it has to be, from 0 to 1.
+    """
+    found = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"; did you mean {form.format(found[0])}?" if found else ""

@@ -11,7 +11,7 @@ from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.backend.typed import typed
 from palestra.errors import NotFound
 from palestra.models.weights import WeightSource
-from palestra.process.stub import Method, method_of
+from palestra.process.stub import method_of
 from palestra.trainer import checkpoint
 from palestra.trainer.base import Trainer
 from palestra.types.calls import PolicyVersion
@@ -24,10 +24,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _forwarded(method: F) -> F:
     """Return a method that calls the same one of the base server's trainer."""
-    signature = Method.of(method).signature
 
     async def call(self: RemoteTrainer, *given: Any, **named: Any) -> Any:
-        return await self._call(method.__name__, **signature.bind(*given, **named).arguments)
+        return await self._call(
+            method.__name__, **method_of(Trainer, method.__name__).signature.bind(*given, **named).arguments
+        )
 
     return cast(F, wraps(method)(call))
 

@@ -17,7 +17,7 @@ from palestra_worlds.open_spiel import OpenSpielEnvironment
 from palestra_worlds.pettingzoo import PettingZooEnvironment
 from palestra_worlds.prisoners_dilemma import PrisonersDilemma
 from palestra_worlds.reasoning_gym import ReasoningEnvironment, reasoning_tasks
-from palestra_worlds.retrieval.embedder import embedder_folder as embedding_model
+from palestra_worlds.retrieval.embedder import embedder_folder
 from palestra_worlds.retrieval.environment import RetrievalEnvironment, retrieval_tasks
 from palestra_worlds.split_sum import SplitSum, split_sum_tasks
 from palestra_worlds.textarena import TextArenaEnvironment
@@ -119,5 +119,5 @@ RETRIEVAL = CatalogEntry(
     summary="questions answered by searching passages, with an embedding model as the tool",
     make=settings_checked("retrieval", RetrievalEnvironment, "clock"),
     generate=retrieval_tasks,
-    check_installed=embedding_model,
+    check_installed=embedder_folder,
 )

@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 
 from palestra.errors import InvalidRequest
 from palestra.http.bodies import check_size
-from palestra.process.codec import plain
+from palestra.process.codec import MOST_DIMENSIONS, plain
 
 PROTOCOL = 1  # grows with every change of the messages
 MOST_BYTES = 256 * 2**20  # of a message
 # Of a header. Each row of a batch has some 500 bytes, 25 objects and lists, and 25 keys.
-MOST_DIMENSIONS = 8  # of an array; the time for the product of its sizes grows with the square of their number
 MOST_HEADER, MOST_CONTAINERS, MOST_KEYS, MOST_VALUES = 32 * 2**20, 500_000, 600_000, 4_000_000
 TAKEN_OVER = 4001  # the code with which a connection is closed when another process of the job has connected
 REFUSED = 4002  # and when its message could not be used, after an answer with the reason

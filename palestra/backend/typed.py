@@ -34,8 +34,10 @@ def typed(hint: Any, value: Any, arrays: Arrays, where: str) -> Any:
         _check_plain(value, where)
     try:
         return msgspec.convert(value, hint, dec_hook=of)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise InvalidRequest(str(error).replace("`$", f"`{where}") or f"{where} is nested too deep", where) from error
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error).replace("`$", f"`{where}"), where) from error
+    except RecursionError as error:
+        raise InvalidRequest(f"{where} is nested too deep", where) from error
 
 
 def arguments_of(method: Method, given: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:

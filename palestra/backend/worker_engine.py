@@ -49,6 +49,11 @@ class WorkerEngine:
         await remote_method(WorkerMethods, "sync_weights", self._remote)(policy, version, _anywhere(source))
         self._versions[policy] = version
 
+    async def remove_policy(self, name: str) -> None:
+        """Free the memory of a policy; see `Engine.remove_policy`."""
+        await remote_method(WorkerMethods, "remove_policy", self._remote)(name)
+        self._versions.pop(name, None)
+
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
         """Let requests be sampled from one more policy; see `Engine.add_policy`."""
         await remote_method(WorkerMethods, "add_policy", self._remote)(name, like, version, _anywhere(source))

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from rich.text import Text
 from rich.tree import Tree
 
+from palestra.cli.episode_list import shortened
 from palestra.dashboard.fate import continued_calls
 from palestra.tokens import TokenTrie
 from palestra.types.calls import Chat
@@ -53,7 +54,7 @@ def _label(chat: Chat, before: Chat | None, abandoned: bool, policy: str) -> Tex
     if chat.fork is not None:
         text.append("\n" + _fork(chat.fork), style="not bold yellow")
     said = " ".join([repr(chat.reply.text)[1:-1], *(f"{c.function.name}(…)" for c in chat.reply.tool_calls)]).strip()
-    text.append("\n" + (said if len(said) <= _REPLY else said[: _REPLY - 1] + "…"), style="not bold dim")
+    text.append("\n" + shortened(said, _REPLY), style="not bold dim")
     return text
 
 

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import ENVIRONMENT, FUNCTION, add_command, add_set, load_environment, load_function, overrides
+from palestra.cli.options import (
+    ENVIRONMENT,
+    FUNCTION,
+    REWARDS,
+    add_command,
+    add_set,
+    load_environment,
+    load_function,
+    overrides,
+)
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
@@ -107,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     play = Play(
         rollout=None if arguments.rollout is None else load_function(arguments.rollout),
         environment=environment,
-        reward=None if arguments.reward is None else load_function(arguments.reward),
+        reward=None if arguments.reward is None else load_function(arguments.reward, REWARDS),
     )
     found, _ = evaluate_until_stopped(
         play,

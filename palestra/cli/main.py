@@ -35,9 +35,9 @@ from palestra.cli import (
     worker,
 )
 from palestra.cli.ending import own_process
-from palestra.cli.options import CommandParser, HelpFormatter, commands_of, nearest
+from palestra.cli.options import CommandParser, HelpFormatter, commands_of
 from palestra.errors import ConfigError, PalestraError
-from palestra.extensions import extensions, load_extension
+from palestra.extensions import extensions, load_extension, nearest
 from palestra.extras import missing_extra
 from palestra.terminal import LogFormatter, say, show_error
 

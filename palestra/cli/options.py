@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import importlib.util
 import json
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from palestra.errors import ConfigError, NotFound
-from palestra.extensions import extensions, load_extension
+from palestra.extensions import extensions, load_extension, nearest
 from palestra.terminal import printable
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 TIME_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}  # in seconds
 FUNCTION = "module:function, or path/to/file.py:function"
 ENVIRONMENT = "one that ships (palestra environments), or your own: module:Class, or path/to/file.py:Class"
+
+REWARDS = "palestra.rewards"  # entry points
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -84,16 +85,6 @@ class CommandParser(argparse.ArgumentParser):
             known = [str(choice) for choice in action.choices]
             hint = nearest(str(value), known) or f"; there are {', '.join(known)}"
             raise argparse.ArgumentError(action, f"{value!r} can't be chosen{hint}")
-
-
-def nearest(name: str, known: Mapping[str, Any] | Sequence[str], form: str = "{}") -> str:
-    """Return `; did you mean X?` for the known name that is most like a wrong one; empty where none is like it.
-
-    Args:
-        form: how the known name is written, with `{}` in its place.
-    """
-    found = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {form.format(found[0])}?" if found else ""
 
 
 def commands_of(top: argparse.ArgumentParser) -> dict[str, CommandParser]:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import FUNCTION, add_command, add_set, load_function, overrides
+from palestra.cli.options import FUNCTION, REWARDS, add_command, add_set, load_function, overrides
 
 
 def add(commands: Any) -> None:
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, settings) if arguments.config else parse_config({}, settings)
     play = Play(
         rollout=None if arguments.rollout is None else load_function(arguments.rollout),
-        reward=None if arguments.reward is None else load_function(arguments.reward, "palestra.rewards"),
+        reward=None if arguments.reward is None else load_function(arguments.reward, REWARDS),
     )
     result, _ = train_until_stopped(
         play,

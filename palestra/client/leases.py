@@ -16,7 +16,7 @@ from palestra.types.wire import ClaimAnswer
 
 log = logging.getLogger("palestra.client")
 GIVE_BACK_SECONDS = 5.0  # limit for giving an episode back after an error; later, its lease runs out
-TaskRows = Iterable[Mapping[str, Any]] | str | Path
+TaskSource = Iterable[Mapping[str, Any]] | str | Path
 
 
 def claim(
@@ -61,7 +61,7 @@ def give_back(settings: Settings, episode: Episode, error: BaseException) -> Exc
     return False
 
 
-def push(settings: Settings, train: TaskRows, validation: TaskRows) -> Exchange[None]:
+def push(settings: Settings, train: TaskSource, validation: TaskSource) -> Exchange[None]:
     """Push all tasks of a job; see `Client.push_tasks`."""
     for call in push_calls({"validation": task_source(validation), "train": task_source(train)}):
         yield from send_call(settings, call)

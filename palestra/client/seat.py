@@ -181,13 +181,6 @@ class Seat(ClaimedSeat):
         """Give the seat back, for another worker or its policy. Does nothing if the episode is over or lost."""
         self._run(self.leaving())
 
-    def ends_with(self, error: BaseException) -> bool:
-        """Return whether an error of the seat's block says no more than that the seat is lost, or its episode over.
-
-        The error may be of another episode that the block plays beside, so the server is asked about this one.
-        """
-        return bool(self._run(self._ended_by(error)))
-
 
 class AsyncSeat(ClaimedSeat):
     """A claimed seat of an event loop: `async for observation in seat: await seat.act(reply)`. See `Seat`."""
@@ -212,7 +205,3 @@ class AsyncSeat(ClaimedSeat):
     async def leave(self) -> None:
         """Give the seat back; see `Seat.leave`."""
         await self._run(self.leaving())
-
-    async def ends_with(self, error: BaseException) -> bool:
-        """Return whether an error of the seat's block says that the seat is lost; see `Seat.ends_with`."""
-        return bool(await self._run(self._ended_by(error)))

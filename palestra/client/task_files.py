@@ -61,16 +61,16 @@ class TaskFile:
     """The tasks of a JSONL file, which are read each time that they are iterated over."""
 
     def __init__(self, path: Path) -> None:
-        """Check all lines.
+        """Read nothing yet."""
+        self.path = path
+
+    def count(self) -> int:
+        """Check all lines, and return how many tasks there are.
 
         Raises:
             ConfigError: see `read_task_file`.
         """
-        self.path = path
-        self._length = sum(1 for _ in _sized(path))
-
-    def __len__(self) -> int:
-        return self._length
+        return sum(1 for _ in _sized(self.path))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (task for task, _ in _sized(self.path))

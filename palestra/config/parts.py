@@ -97,3 +97,8 @@ class ServerConfig(Section):
     max_body_bytes: Positive = Field(4 * 2**20, description="A larger body is refused with 413.")
     max_waiting_calls: Positive = Field(1024, description="More model calls at the same time are refused with 429.")
     max_wait_seconds: Seconds = Field(60.0, description="Longest time that a claim may wait for an episode.")
+
+    @property
+    def port_is_given(self) -> bool:
+        """Return whether the port was chosen, and must not give way to a free one."""
+        return "port" in self.model_fields_set

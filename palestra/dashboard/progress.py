@@ -18,6 +18,7 @@ from palestra.dashboard.runs import DAMAGED, Run
 from palestra.dashboard.steps import object_of
 from palestra.errors import PalestraError
 from palestra.learner.metrics import metric_tables
+from palestra.store.browsing import last_state
 from palestra.store.run_log import readable_metrics
 from palestra.store.tables import episodes, events
 from palestra.types.metrics import Metric, of_policy
@@ -160,8 +161,7 @@ def _seconds_left(rows: Sequence[Mapping[str, float]], config: JobConfig) -> flo
 
 def _state(run: Run, connection: Connection) -> tuple[str, str | None]:
     """Return the state of a run that another process plays, or none, with the reason of a failure."""
-    wanted = select(events.c.kind, events.c.data).where(events.c.kind.in_(("running", "completed", "failed")))
-    last = connection.execute(wanted.order_by(events.c.event_id.desc()).limit(1)).first()
+    last = last_state(connection)
     if run.in_use() and (last is None or last.kind != "completed"):
         return "running", None
     if last is None or last.kind == "running":

@@ -73,7 +73,7 @@ def as_sqlalchemys(error: sqlite3.Error, statement: str) -> sa.exc.DBAPIError:
     """Return SQLAlchemy's error of the same name as SQLite's, so that callers handle one kind of errors.
 
     Args:
-        error: what `driver_of` raised.
+        error: what a statement on SQLite's own connection raised.
     """
     kind: type[sa.exc.DBAPIError] = getattr(sa.exc, type(error).__name__, sa.exc.DatabaseError)
     return kind(statement, None, error)

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import orjson
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select
 
 from palestra.config import JobConfig, load_saved_config
 from palestra.doctor.rule import JobSize, Row, Rule, RunHistory
 from palestra.doctor.rules import OF_A_JOB, OF_A_POLICY, RULES
 from palestra.doctor.store_facts import disk_facts, store_facts
 from palestra.errors import NotFound
-from palestra.store.browsing import EpisodeSummary, browse
+from palestra.store.browsing import EpisodeSummary, browse, last_state
 from palestra.store.run_log import NUMERICS, read_fact, readable_metrics
 from palestra.store.search import readable_summaries
-from palestra.store.tables import episodes, events, groups
+from palestra.store.tables import episodes, groups
 from palestra.types.metrics import row_of_policy
 from palestra.types.records import ON_PURPOSE
 
@@ -139,14 +139,13 @@ def _failed(connection: Connection) -> tuple[int, str]:
     """Return how many episodes of training have failed, 0 if one was completed, and why they or their job did."""
     columns = (episodes.c.episode_id, episodes.c.state, episodes.c.reason)
     begun = episodes.c.state.in_(("completed", "discarded")) | episodes.c.reason.is_not(None)
-    rows = connection.execute(select(*columns).where(episodes.c.kind == "train", begun)).all()
+    order = (func.coalesce(episodes.c.claimed_at, 0), episodes.c.group_index, episodes.c.sample_index)
+    rows = connection.execute(select(*columns).where(episodes.c.kind == "train", begun).order_by(*order)).all()
     failed = [row for row in rows if not str(row.reason).startswith(ON_PURPOSE)]
     if any(row.state == "completed" for row in rows):
         failed = []
     reason = f"{failed[-1].episode_id}: {failed[-1].reason}" if failed else ""
-    states = events.c.kind.in_(("running", "completed", "failed"))
-    newest = select(events.c.kind, events.c.data).where(states).order_by(events.c.event_id.desc()).limit(1)
-    last = connection.execute(newest).first()
+    last = last_state(connection)
     if last is not None and last.kind == "failed":
         with suppress(ValueError, TypeError, KeyError):  # its event is damaged
             reason = str(orjson.loads(last.data)["reason"])

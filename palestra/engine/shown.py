@@ -14,5 +14,5 @@ def one_line_of(said: object) -> str:
 
 
 def problem(error: Exception) -> str:
-    """Return an error's kind and message as `shown` does."""
+    """Return an error's kind and message as `one_line_of` does."""
     return f"{type(error).__name__}: {one_line_of(error)}"

@@ -5,7 +5,6 @@ Those of other packages are entry points of the group `palestra.environments`, e
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.environment import Environment
 from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError
-from palestra.extensions import extensions, load_extension
+from palestra.extensions import extensions, load_extension, nearest
 
 GROUP = "palestra.environments"
 
@@ -65,8 +64,7 @@ def catalog_entry(name: str) -> CatalogEntry:
     if part and whole in CATALOG and (of_part := CATALOG[whole].part) is not None:
         return of_part(part)
     if name not in CATALOG:
-        near = difflib.get_close_matches(name.lower(), CATALOG, n=1, cutoff=0.5)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
+        meant = nearest(name.lower(), CATALOG, "{!r}", 0.5)
         raise ConfigError(f"there is no environment {name!r}{meant} (known are {', '.join(CATALOG)})")
     return CATALOG[name]
 

@@ -44,7 +44,7 @@ class GrammarCompiler:
             connection: anything that arrives there while a grammar is compiled ends that.
         """
         self._connection = connection
-        self._tokenizer = make_tokenizer(None)
+        self._tokenizer: LLTokenizer  # made by `load`, the first call
 
     def load(self, vocabulary: GrammarVocabulary | None) -> None:
         """Make the tokenizer of a vocabulary; None: every byte is a token."""

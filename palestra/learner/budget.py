@@ -59,7 +59,7 @@ class TrainingBudget:
         return learning_rate(optimizer, step, self._config.steps, None if budget is None else self._before / budget)
 
     def evaluations_after(self, step: int) -> int:
-        """Return about how many evaluations there are after later steps than this one, which is done."""
+        """Return about how many evaluations are made after later steps than this one, the newest that is done."""
         config, budget, steps = self._config.evaluation, self._config.token_budget, self._config.steps
         if self.is_over(step) or not (config.every_steps or config.every_tokens):
             return 0

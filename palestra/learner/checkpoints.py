@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from palestra.config import JobConfig
+from palestra.doctor.rule import VALIDATION
 from palestra.errors import CheckpointError
 from palestra.learner.open_run import AddEvent
 from palestra.trainer.base import Trainer
@@ -22,7 +23,6 @@ from palestra.trainer.checkpoint import BEST, best_weights, common_steps, remove
 from palestra.trainer.checkpoint import found as found_in
 
 log = logging.getLogger("palestra.learner")
-VALIDATION = "validation/reward_mean"
 
 
 class Stateful(Protocol):

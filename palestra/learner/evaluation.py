@@ -50,7 +50,7 @@ async def validate(
 
 
 def _means(episodes: Sequence[EpisodeRecord], roles: Roles, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Return the means of rewards where one policy at most is trained; the arguments are those of `evaluate`."""
+    """Return the means of rewards where one policy at most is trained; the arguments are those of `validate`."""
     scored = [(e, own) for e in episodes if (own := e.rewards_by_policies) is not None and (own or not e.rewards)]
     named = [e.named_rewards for e, _ in scored]
     rewards = [float(sum(roles.of_episode(e.players).trained_rewards(own).values())) for e, own in scored]

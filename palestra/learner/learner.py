@@ -146,7 +146,8 @@ class Learner:
                 await self._checkpoints.save_if_due(step, last=self._budget.is_over(step))
             self._run.progress.step_seconds.append(time.monotonic() - started)
             self._run.progress.step_began = None
-            self._run.progress.evaluations_left = self._evaluations_left(step - 1)
+            due = bool(self._validation_tasks) and self._budget.evaluation_is_due(step)
+            self._run.progress.evaluations_left = self._evaluations_left(step) + due
             finished = await self._finish_step(row)
         if self._stopping.is_set():
             fault_point("during_stop")
@@ -396,7 +397,7 @@ class Learner:
         return True
 
     def _evaluations_left(self, step: int) -> int:
-        """Return how many evaluations are made after the one that a step may have."""
+        """Return about how many evaluations are made after later steps than this one."""
         return self._budget.evaluations_after(step) if self._validation_tasks else 0
 
     async def _open_engine(self) -> None:

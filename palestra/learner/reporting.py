@@ -19,7 +19,7 @@ from typing import Any
 from palestra.config import SAVED_CONFIG, JobConfig, dump_saved_config, load_config, name_differences
 from palestra.disk import write_whole, writing
 from palestra.doctor.opponent_facts import opponent_facts
-from palestra.doctor.rule import KEPT, START, JobSize, RunHistory
+from palestra.doctor.rule import KEPT, START, VALIDATION, JobSize, RunHistory
 from palestra.doctor.rules import OF_A_JOB, OF_A_POLICY, health_of
 from palestra.errors import ConfigError
 from palestra.learner.open_run import OpenRun
@@ -27,7 +27,7 @@ from palestra.types.metrics import of_policies, of_policy, row_of_policy
 from palestra.types.progress import HealthWarning
 
 Row = Mapping[str, float]
-REWARD, VALIDATION = "train/reward_mean", "validation/reward_mean"
+REWARD = "train/reward_mean"
 CHECKPOINTS = "checkpoints"  # in the folder of a run
 
 
@@ -218,7 +218,7 @@ class StepLog:
         self._run.folder.append_metrics(row)
         self._run.progress.last_metrics = row
         await self._run.event("step", row)
-        if of_policies(row, "validation/reward_mean") or last:
+        if of_policies(row, VALIDATION) or last:
             rows = await self._run.store.log.metrics()
             await asyncio.to_thread(self._run.folder.draw_curve, rows, self._run.config.name)
 

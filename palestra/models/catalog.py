@@ -94,20 +94,20 @@ def model_folder(name: str, ask: bool = True) -> Path | str:
         return _made_once(f"{TINY_QWEN_VL}-1", make_tiny_qwen)
     if Path(name).is_dir():
         return Path(name)
-    beside = Path(name).parent
-    if name.count("/") == 1 and beside.is_dir() and not name.startswith((".", "/", "~")):
-        there = sorted(path.name for path in beside.iterdir() if path.is_dir())
-        names = ", ".join(there[:_NAMED]) + (", …" if len(there) > _NAMED else "")
-        try:
-            return hub_model(name, ask=False)  # one that was fetched, of an organisation of the folder's name
-        except ModelError:
-            raise ModelError(f"model {name!r}: there is no such folder; {beside} has {names or 'no folders'}") from None
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
             f"model {name!r}: no such folder; known names are {', '.join(map(repr, BUILT_IN))}, "
             "anything else is a folder or a Hugging Face name such as 'org/model'"
         )
-    return hub_model(name, ask)
+    beside = Path(name).parent
+    if not beside.is_dir():
+        return hub_model(name, ask)
+    try:
+        return hub_model(name, ask=False)  # one that was fetched, of an organisation of the folder's name
+    except ModelError:
+        there = sorted(path.name for path in beside.iterdir() if path.is_dir())
+        names = ", ".join(there[:_NAMED]) + (", …" if len(there) > _NAMED else "")
+        raise ModelError(f"model {name!r}: there is no such folder; {beside} has {names or 'no folders'}") from None
 
 
 def exact_model(name: str) -> Path:

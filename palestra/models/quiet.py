@@ -23,8 +23,9 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-# What is given to every `from_pretrained` and `from_config` of transformers. A model's folder may be anybody's: no code
-# of it is run, and weights are read from safetensors, which can't have any (a pickle can).
+# What is given to every `from_pretrained` and `from_config` of transformers' Auto classes. A model's folder may be
+# anybody's: no code of it is run, and weights, but for GGUF, are read from safetensors, which can't have any (a pickle
+# can).
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 NO_PICKLE: dict[str, Any] = NO_CODE | {"use_safetensors": True}
 

@@ -87,7 +87,7 @@ def lay_out(shaped: Sequence[Shaped]) -> tuple[bytes, list[int]]:
     A file begins with the length of a description, and the description, padded to a multiple of 8 bytes.
 
     Args:
-        shaped: the tensors, in the order of the file; see `in_order`.
+        shaped: the tensors, in the order of the file; see `in_aligned_order`.
     """
     entries: dict[str, Any] = {}
     ends = [0]

@@ -38,10 +38,10 @@ class _TimedFile(io.BytesIO):
 
 
 def upright_size(data: bytes, limits: PictureLimits) -> tuple[int, int]:
-    """Return width and height of what `decode` returns, from the file's header where that has the orientation.
+    """Return width and height of what `decode_picture` returns, from the file's header where that has the orientation.
 
     Raises:
-        InvalidPicture, ModuleNotFoundError: see `decode`.
+        InvalidPicture, ModuleNotFoundError: see `decode_picture`.
     """
     found = read_container(data, limits)
     if found.media_type == GIF or (found.media_type == PNG and b"eXIf" not in data):

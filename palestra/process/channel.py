@@ -149,7 +149,12 @@ class Channel:
     def _flush(self) -> None:
         due, self._due = self._due, []
         if due and not self._writer.is_closing():
-            self._writer.write(packed(due))
+            try:
+                content = packed(due)
+            except InvalidRequest:
+                self._writer.close()  # the calls in it would wait for ever
+                raise
+            self._writer.write(content)
 
     async def frames(self) -> AsyncIterator[list[Message]]:
         """Yield what arrives, a frame of messages at a time, until the other side has gone.

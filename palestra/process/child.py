@@ -137,7 +137,12 @@ class LocalProcess:
 
 
 async def start_process(
-    module: str, variables: Mapping[str, str], *words: str, log: Path | None = None, prints: bool = False
+    module: str,
+    variables: Mapping[str, str],
+    *words: str,
+    log: Path | None = None,
+    prints: bool = False,
+    computes: bool = True,
 ) -> LocalProcess:
     """Start a program on this machine; see `ProcessStarter`.
 
@@ -147,6 +152,7 @@ async def start_process(
         words: of its command line, after the number of its socket.
         log: gets all that it writes; the program then leads a group of its own, which Ctrl-C does not reach.
         prints: whether its standard output, where there is no log, is that of this process; gloo and vLLM write there.
+        computes: see `popen`.
 
     Raises:
         OSError: it can't be started.
@@ -154,7 +160,8 @@ async def start_process(
     ours, theirs = socket.socketpair()
     with theirs:
         try:
-            return LocalProcess(popen(module, theirs, {**os.environ, **variables}, words, log, prints), ours, log)
+            environment = {**os.environ, **variables}
+            return LocalProcess(popen(module, theirs, environment, words, log, prints, computes=computes), ours, log)
         except OSError:
             ours.close()
             raise
@@ -169,16 +176,18 @@ def popen(
     prints: bool = False,
     apart: bool = False,
     flags: Sequence[str] = (),
+    computes: bool = True,
 ) -> subprocess.Popen[bytes]:
     """Start a program; see `start_process`.
 
     Args:
         connection: its end of the socket, which the caller closes.
-        environment: all of its variables, to which settings of malloc are added.
+        environment: all of its variables.
         apart: whether the program leads a group of its own without a log, too.
         flags: of Python.
+        computes: whether it trains or samples, for which settings of malloc are added to its environment.
     """
-    settings = malloc_without_caches(environment.get(MALLOC_VARIABLE, ""))
+    settings = malloc_without_caches(environment.get(MALLOC_VARIABLE, "")) if computes else ""
     with contextlib.ExitStack() as stack:
         out = None if log is None else stack.enter_context(log.open("wb"))
         return subprocess.Popen(

@@ -22,7 +22,7 @@ from palestra import errors
 from palestra.errors import InvalidRequest, PalestraError
 
 _DTYPES = {np.dtype(name).str: np.dtype(name) for name in ("bool", "u1", "<i4", "<i8", "<f4", "<f8")}
-_MOST_DIMENSIONS = 8
+MOST_DIMENSIONS = 8  # of an array; the time for the product of its sizes grows with the square of their number
 _KNOWN: dict[str, type[Exception]] = {
     name: kind
     for module in (builtins, errors)
@@ -118,7 +118,7 @@ def _array(kind: Any, value: Any) -> NDArray[Any]:
     try:
         name, shape, data = value
         dtype = _DTYPES[name]
-        whole = all(type(size) is int and size >= 0 for size in shape) and len(shape) <= _MOST_DIMENSIONS
+        whole = all(type(size) is int and size >= 0 for size in shape) and len(shape) <= MOST_DIMENSIONS
     except (TypeError, ValueError, KeyError):
         raise ValueError("no array") from None
     if not whole or not isinstance(data, bytes) or math.prod(shape) * dtype.itemsize != len(data):

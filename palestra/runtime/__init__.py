@@ -1,1 +1,1 @@
-"""Wiring: a job in one process, `train` and `evaluate`, the console, and many jobs on a Ray cluster."""
+"""Wiring: a job in one process, `train` and `evaluate`, and the console."""

@@ -79,8 +79,7 @@ def existing_parent(folder: Path) -> Path:
 
 def _port(config: JobConfig) -> Iterator[CheckFinding]:
     try:
-        by_default = "port" not in config.server.model_fields_set
-        listen(config.server.host, config.server.port, or_any=by_default).close()
+        listen(config.server.host, config.server.port, or_any=not config.server.port_is_given).close()
     except ConfigError as error:
         yield CheckFinding(key="server.port", text=str(error))
 

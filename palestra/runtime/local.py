@@ -78,8 +78,8 @@ async def local_job(
     async with contextlib.AsyncExitStack() as stack:
         start = stack.enter_context(starting_in(config.folder))
         folder = RunFolder(config.folder)
-        by_default = "port" not in config.server.model_fields_set
-        listener = stack.enter_context(listen(config.server.host, config.server.port, or_any=by_default))
+        server = config.server
+        listener = stack.enter_context(listen(server.host, server.port, or_any=not server.port_is_given))
         parts, base = await _parts(config, terms, folder)
         try:
             run = await _open_run(config, report, parts, folder, stack)

@@ -55,12 +55,12 @@ def base_connector() -> Callable[[JobConfig, Mapping[str, str]], Awaitable[tuple
     Raises:
         ConfigError: no package that connects to base servers is installed.
     """
-    for point in extensions(BASES).values():
-        connect: Callable[[JobConfig, Mapping[str, str]], Awaitable[tuple[Parts, BaseConnection]]] = load_extension(
-            point
-        )
-        return connect
-    raise ConfigError("a policy has `base`, and no package that connects to base servers is installed")
+    point = next(iter(extensions(BASES).values()), None)
+    if point is None:
+        raise ConfigError("a policy has `base`, and no package that connects to base servers is installed")
+    connect: Callable[[JobConfig, Mapping[str, str]], Awaitable[tuple[Parts, BaseConnection]]]
+    connect = load_extension(point)
+    return connect
 
 
 def build_parts(

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from palestra.config import SAVED_CONFIG, JobConfig, load_config, load_saved_config
+from palestra.config import SAVED_CONFIG, JobConfig, load_config
+from palestra.config.toml_file import read_toml
 from palestra.disk import RUN_LOCK, is_locked, open_own, private_folder
 from palestra.errors import ConfigError, NotFound, RunInUse
 from palestra.learner.reporting import CHECKPOINTS, checkpoints_of
@@ -57,7 +58,7 @@ def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] 
 
 def _has_served(folder: Path) -> bool:
     """Return whether the run in a folder has served a model and trained nothing."""
-    return (folder / SAVED_CONFIG).is_file() and load_saved_config(folder).kind == "inference"
+    return (folder / SAVED_CONFIG).is_file() and read_toml(folder / SAVED_CONFIG).get("kind") == "inference"
 
 
 def _can_be_served_from(folder: Path) -> bool:

@@ -28,11 +28,10 @@ async def start_runner(order: RunnerOrder, worker_id: str) -> None:
     """
     words = (order.url, worker_id, str(order.concurrency))
     variables = {KEY_VARIABLE: order.key()}
-    process = await start_process("palestra.runtime.runner_process", variables, *words, prints=True)
+    process = await start_process("palestra.runtime.runner_process", variables, *words, prints=True, computes=False)
     try:
         code = await process.code()
     finally:
-        process.kill()
         await process.end(0.0)
     if code:
         raise RunnerDied(await process.how_ended())

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
-from palestra.client.task_files import TaskFile, read_task_file
+from palestra.client.task_files import TaskFile
 from palestra.config import JobConfig
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.task_splits import Split
@@ -63,7 +62,8 @@ def read_files(config: JobConfig) -> Files:
     validation, train = config.tasks.validation, config.tasks.train
     found: Files = {} if validation is None else {"validation": TaskFile(validation)}
     found["train"] = TaskFile(train)
-    if not len(found["train"]):
+    counts = {split: file.count() for split, file in found.items()}
+    if not counts["train"]:
         raise ConfigError(f"tasks file {train} is empty: the job has no training tasks")
     return found
 
@@ -86,15 +86,6 @@ def check_sizes(files: Files, max_body_bytes: int) -> None:
                     f"tasks file {file.path}: task {_named(data).task_id!r} has {size:,} bytes, and "
                     f"server.max_body_bytes is {max_body_bytes:,}; raise that, or make it smaller"
                 )
-
-
-def read_tasks(path: Path) -> list[Task]:
-    """Read a JSONL file of tasks; see `read_task_file`.
-
-    Raises:
-        ConfigError: there is no such file, or a line is not a task.
-    """
-    return [task_of(row) for row in read_task_file(path)]
 
 
 def _named(data: dict[str, Any]) -> Task:

@@ -192,7 +192,7 @@ def _listening(config: JobConfig) -> ServerConfig:
 
     Workers of seats run in other processes and have to know the port; a rollout function learns it from its endpoint.
     """
-    if config.seats.roles and "port" in config.server.model_fields_set:
+    if config.seats.roles and config.server.port_is_given:
         return config.server
     return config.server.model_copy(update={"port": 0})
 

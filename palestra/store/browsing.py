@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, Engine, NullPool, func, select, tuple_
+from sqlalchemy import Connection, Engine, NullPool, Select, func, select, tuple_
 
 from palestra.database.sqlite import MOST_VALUES, open_engine, sqlite_connection
 from palestra.errors import NotFound, PalestraError, StoreError
@@ -198,29 +198,37 @@ def trained_steps(connection: Connection, episode_ids: Collection[str]) -> dict[
     return found
 
 
-def newest_rows(connection: Connection, kind: str | None, state: str | None, limit: int) -> list[Any]:
-    """Return the rows of `episodes` that `list_episodes` makes summaries of; see there."""
+def last_state(connection: Connection) -> Any | None:
+    """Return kind and data of the newest event that says whether a run runs; None: there is none."""
+    wanted = select(events.c.kind, events.c.data).where(events.c.kind.in_(("running", "completed", "failed")))
+    return connection.execute(wanted.order_by(events.c.event_id.desc()).limit(1)).first()
+
+
+def _rows_of(kind: str | None, state: str | None) -> Select[Any]:
     wanted = select(episodes)
     if kind is not None:
         wanted = wanted.where(episodes.c.kind == kind)
-    if state is not None:
-        wanted = wanted.where(episodes.c.state == state)
-    newest = wanted.order_by(
-        func.coalesce(episodes.c.claimed_at, 0).desc(),
-        episodes.c.group_index.desc(),
-        episodes.c.sample_index.desc(),
-    ).limit(limit)
+    return wanted if state is None else wanted.where(episodes.c.state == state)
+
+
+def newest_rows(connection: Connection, kind: str | None, state: str | None, limit: int) -> list[Any]:
+    """Return the rows of `episodes` that `list_episodes` makes summaries of; see there."""
+    newest = (
+        _rows_of(kind, state)
+        .order_by(
+            func.coalesce(episodes.c.claimed_at, 0).desc(),
+            episodes.c.group_index.desc(),
+            episodes.c.sample_index.desc(),
+        )
+        .limit(limit)
+    )
     return sorted(connection.execute(newest), key=lambda r: (r.kind, r.group_index, r.sample_index))
 
 
 def pieces_of_rows(connection: Connection, kind: str | None, state: str | None) -> Iterator[list[Any]]:
     """Yield all rows of `episodes` in canonical order, a piece at a time; see `list_episodes`."""
     place = (episodes.c.kind, episodes.c.group_index, episodes.c.sample_index)
-    wanted = select(episodes).order_by(*place).limit(PIECE)
-    if kind is not None:
-        wanted = wanted.where(episodes.c.kind == kind)
-    if state is not None:
-        wanted = wanted.where(episodes.c.state == state)
+    wanted = _rows_of(kind, state).order_by(*place).limit(PIECE)
     rows = list(connection.execute(wanted))
     while rows:
         yield rows

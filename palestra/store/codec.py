@@ -49,11 +49,11 @@ def _stored(data: bytes) -> bytes:
 
 
 def unpack(blob: bytes, kind: str) -> NDArray[Any]:
-    """Return the array [n] that `pack` was given, bit by bit.
+    """Return the array [n] that `pack_array` was given, bit by bit.
 
     Args:
-        blob: what `pack` returned.
-        kind: `i4` or `f4`, as for `pack`.
+        blob: what `pack_array` returned.
+        kind: `i4` or `f4`, as for `pack_array`.
 
     Raises:
         zlib.error: the stream is damaged.

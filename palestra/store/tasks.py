@@ -43,16 +43,12 @@ class StoredTasks(Sequence[Task]):
 
     def __getitem__(self, place: int | slice) -> Task | list[Task]:
         if isinstance(place, slice):
-            start, stop, step = place.indices(self._length)
-            return list(islice(self._from(start), max(stop - start, 0)))[::step]
+            return [self._read(position, 1)[0] for position in range(self._length)[place]]
         position = range(self._length)[place]
         return self._read(position, 1)[0]
 
     def __iter__(self) -> Iterator[Task]:
-        return self._from(0)
-
-    def _from(self, start: int) -> Iterator[Task]:
-        for first in range(start, self._length, READ_ROWS):
+        for first in range(0, self._length, READ_ROWS):
             yield from self._read(first, READ_ROWS)
 
     def values_of(self, key: str) -> dict[int, Any]:
@@ -142,7 +138,7 @@ class Tasks:
     async def of_split(self, split: str, most: int | None = None) -> list[Task]:
         """Return the tasks of a split, at most so many, in the order in which they were pushed."""
         found = await self.stored(split)
-        return await in_thread(lambda: found[:most])
+        return await in_thread(lambda: list(islice(found, most)))
 
     async def stored(self, split: str) -> StoredTasks:
         """Return all tasks of a split, which stay in the store."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 
 from palestra.errors import ConfigError
-from palestra.extensions import extensions, load_extension
+from palestra.extensions import extensions, load_extension, nearest
 from palestra.tools.calculator import Calculator
 from palestra.tools.source import ToolSource
 from palestra.tools.tool import Tool
@@ -36,8 +35,7 @@ def load_tool(name: str) -> Tool | ToolSource:
         return _SHIPPED[name]()
     point = extensions(GROUP).get(name)
     if point is None:
-        near = difflib.get_close_matches(name, installed_tools(), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = nearest(name, installed_tools(), "{!r}")
         raise ConfigError(f"there is no tool {name!r}{hint} (known are {', '.join(installed_tools())})")
     found = load_extension(point)
     if inspect.isclass(found) or inspect.isfunction(found):

@@ -43,7 +43,7 @@ async def _keep(folder: Path, name: str, over: asyncio.Event) -> None:
     said = folder / FOLDER / f"{name}.log"
     try:
         said.parent.mkdir(mode=0o700, exist_ok=True)
-        process = await start_process("palestra.tracking.process", {}, str(folder), name, log=said)
+        process = await start_process("palestra.tracking.process", {}, str(folder), name, log=said, computes=False)
     except OSError as error:
         log.error("the tracker %s could not be started: %s", name, error)
         return

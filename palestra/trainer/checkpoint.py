@@ -74,7 +74,7 @@ def write_weights_folder(folder: Path, step: int, fill: Callable[[Path], object]
 
 
 def read_weights(folder: Path) -> dict[str, Any] | None:
-    """Return the state of a folder that `write_weights` has written; None: it is not there, or is damaged."""
+    """Return the state of a folder that `write_weights_folder` has written; None: it is not there, or is damaged."""
     put_back(folder)
     if (problem := _problem(folder)) is not None:
         if folder.exists():

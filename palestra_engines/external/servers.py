@@ -15,7 +15,7 @@ import torch
 
 from palestra.errors import ConfigError, EngineFailure, PalestraError
 from palestra.models.weight_file import weight_folder
-from palestra.types.calls import PolicyVersion
+from palestra.types.calls import FIRST_VERSION
 from palestra_engines.external.config import ServerEngineConfig
 from palestra_engines.external.connection import Address
 from palestra_engines.external.engine import ExternalEngine
@@ -120,7 +120,7 @@ class EngineServers:
             "process": server.process,
             "kv_bytes": server.kv_bytes,
             "most_calls": 2 * settings.max_batch,  # so that the server has the next request when one is over
-            "version": PolicyVersion(0, 0),
+            "version": FIRST_VERSION,
         }
         if adapter is not None:
             return ServedAdapter(**known, adapter=adapter, base=str(model.files.folder), first=model.first_adapter)

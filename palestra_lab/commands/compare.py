@@ -164,7 +164,7 @@ def _resources(arguments: argparse.Namespace) -> ResourcesBody:
 
 def _chosen(only: Sequence[str], runs: Sequence[PlannedRun]) -> list[PlannedRun]:
     """Return the runs that `--only` names, all of them if it was not given."""
-    from palestra.cli.options import nearest
+    from palestra.extensions import nearest
 
     known = dict.fromkeys(name for each in runs for name in (each.scenario, f"{each.scenario}/{each.algorithm}"))
     for name in only:

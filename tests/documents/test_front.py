@@ -29,7 +29,7 @@ def test_the_hooks_are_the_linters_of_make_test():
     recipes = re.findall(
         r"^\t\$\(BIN\)/((?:ruff|mypy|lint-imports)(?: check| format)?)", (ROOT / "Makefile").read_text(), re.MULTILINE
     )
-    assert set(hooks) == set(recipes)
+    assert set(hooks) == set(recipes) == {"ruff format", "ruff check", "mypy", "lint-imports"}
 
 
 def test_the_version_is_one():

@@ -1,4 +1,7 @@
-"""A package of a stranger adds one of each, and no file of Palestra changes: found by real metadata on the path."""
+"""A stranger's package adds an algorithm, a command, an engine, an environment, a reward and a tracker.
+
+No file of Palestra changes: they are found by real metadata of a package on the path.
+"""
 
 from __future__ import annotations
 
@@ -175,3 +178,5 @@ def test_its_reward_scores_answers(site):
         "[rollout]\ngroup_size = 2\ngroups_per_step = 1\n[evaluation]\nevery_steps = 0\n"
     )
     palestra(site, "train", "--reward", "short", "--tasks", "tasks.jsonl", "--config", "job.toml")
+    (row,) = map(json.loads, (site.parent / "run" / "metrics.jsonl").read_text().splitlines())
+    assert row["train/reward_mean"] == 1.0  # "lora" has fewer than 5 characters

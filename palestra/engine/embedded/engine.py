@@ -28,7 +28,7 @@ from palestra.models.openmp import release_threads
 from palestra.models.shared_cores import SharedCores, set_threads
 from palestra.models.weights import LocalWeights, WeightSource
 from palestra.threads import in_thread
-from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
+from palestra.types.calls import FIRST_VERSION, PolicyVersion, SampledTokens, TokenSequence
 
 log = logging.getLogger("palestra.engine")
 LOOK_SECONDS = 0.5  # between two looks at what other processes use
@@ -42,7 +42,7 @@ class EmbeddedEngine:
         policies: Mapping[str, PolicyModel],
         config: EmbeddedEngineConfig,
         deterministic: bool = False,
-        version: PolicyVersion = PolicyVersion(0, 0),  # noqa: B008 - immutable
+        version: PolicyVersion = FIRST_VERSION,
     ) -> None:
         """Start the engine's thread.
 

@@ -10,7 +10,7 @@ from palestra.engine.rng import uniform
 from palestra.errors import EngineFailure
 from palestra.faults import fault_point
 from palestra.models.weights import WeightSource
-from palestra.types.calls import Ids, PolicyVersion, SampledTokens, SamplingParams, TokenSequence
+from palestra.types.calls import FIRST_VERSION, Ids, PolicyVersion, SampledTokens, SamplingParams, TokenSequence
 
 Script = Callable[[Ids, SamplingParams], Sequence[int]]
 
@@ -125,7 +125,7 @@ class FakeEngine:
 
     def version(self, policy: str) -> PolicyVersion:
         """Return the version of the weights that a policy is sampled from now."""
-        return self._versions.get(policy, PolicyVersion(0, 0))
+        return self._versions.get(policy, FIRST_VERSION)
 
     def load(self) -> EngineLoad:
         """Return how many requests wait and run, and the counters that `/metrics` shows."""

@@ -63,7 +63,7 @@ def test_kernels_for_another_torch_are_not_used_and_say_why(installed, monkeypat
     assert "\n" not in problem
 
 
-def test_a_model_without_kernels_keeps_transformers_layers_and_plain_matrices(installed):
+def test_a_model_without_kernels_keeps_transformers_layers(installed):
     installed()
     _, model = two_of("llama")
     kernels().shorten_layers(model)

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from palestra.client.task_files import TaskFile
 from palestra.config import JobConfig, dump_saved_config
 from palestra.errors import ConfigError, RunInUse, StoreError
 from palestra.runtime import run_dir
 from palestra.runtime.local import local_job
 from palestra.runtime.run_dir import resolve_run_dir, starting_in
-from palestra.runtime.tasks import read_tasks
+from palestra.runtime.tasks import task_of
 from palestra.store import Episodes
 from palestra.types.states import EpisodeState
 from unit.building import TASK
@@ -123,7 +124,7 @@ def test_a_folder_below_one_that_was_deleted_is_refused(tmp_path, monkeypatch):
 def test_tasks_are_read_one_a_line(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"id": 7, "q": "é"}\n\n  \n{"q": 2}\n{"id": null, "q": 3}', encoding="utf-8")
-    tasks = read_tasks(path)
+    tasks = [task_of(row) for row in TaskFile(path)]
     assert [t.data for t in tasks] == [{"id": 7, "q": "é"}, {"q": 2}, {"id": None, "q": 3}]
     assert tasks[0].task_id == "7"
     assert len({t.task_id for t in tasks}) == 3
@@ -146,13 +147,13 @@ def test_a_bad_line_is_named_with_its_number(tmp_path, line):
     path = tmp_path / "tasks.jsonl"
     path.write_bytes(b'{"q": 1}\n' + line + b"\n")
     with pytest.raises(ConfigError, match=r"tasks\.jsonl:2: ") as caught:
-        read_tasks(path)
+        TaskFile(path).count()
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.jsonl"):
-        read_tasks(tmp_path / "none.jsonl")
+        TaskFile(tmp_path / "none.jsonl").count()
 
 
 @pytest.mark.slow
