@@ -101,3 +101,31 @@ async def test_tokens_of_replaced_groups_are_counted_and_those_of_other_policies
             lambda connection: connection.exec_driver_sql("UPDATE groups SET state = 'skipped' WHERE group_index = 0")
         )
         assert await count(range(1, 3), ("policy",)) == sampled[2]
+
+
+@pytest.mark.parametrize(("every", "left"), [(2, [3, 3, 2, 2, 1, 1]), (4, [2, 2, 2, 2, 1, 1]), (0, [0] * STEPS)])
+async def test_what_is_left_to_evaluate_counts_that_of_the_newest_step(tmp_path, every, left):
+    job = ScriptedJob(tmp_path / "run", config(steps=STEPS, evaluation={"every_steps": every}))
+    seen, finish = [], job.learner._finish_step
+
+    async def seen_before(row):
+        if row["step"]:
+            seen.append(job.progress.evaluations_left)
+        return await finish(row)
+
+    job.learner._finish_step = seen_before
+    await job.run()
+    assert seen == left
+
+
+async def test_the_last_evaluation_of_a_budget_of_tokens_is_still_to_come(tmp_path, sampled):
+    job = ScriptedJob(tmp_path / "run", config(steps=1000, token_budget=sampled[3], evaluation={"every_steps": 50}))
+    seen, finish = [], job.learner._finish_step
+
+    async def seen_before(row):
+        seen.append(job.progress.evaluations_left)
+        return await finish(row)
+
+    job.learner._finish_step = seen_before
+    await job.run()
+    assert seen[-1] == 1

@@ -13,7 +13,7 @@ from palestra.process.child import MALLOC_VARIABLE, malloc_without_caches, popen
 PROGRAM = """
 import os, socket, sys
 with socket.socket(fileno=int(sys.argv[1])) as connection:
-    connection.sendall(os.environ["GLIBC_TUNABLES"].encode() + b"|" + os.environ["MARK"].encode())
+    connection.sendall(os.environ.get("GLIBC_TUNABLES", "").encode() + b"|" + os.environ["MARK"].encode())
 """
 
 
@@ -36,14 +36,16 @@ def test_where_there_is_a_gpu_the_caches_stay(monkeypatch):
     assert malloc_without_caches("glibc.malloc.mxfast=64") == "glibc.malloc.mxfast=64"
 
 
-def test_a_program_gets_its_variables_and_the_settings(tmp_path):
+@pytest.mark.parametrize(("computes", "settings"), [(True, "glibc.malloc.tcache_count=0"), (False, "")])
+def test_a_program_gets_its_variables_and_the_settings_if_it_computes(tmp_path, computes, settings):
     (tmp_path / "says_its_variables.py").write_text(PROGRAM)
     kept = {name: value for name, value in os.environ.items() if name != MALLOC_VARIABLE}
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            process = popen("says_its_variables", theirs, kept | {"PYTHONPATH": str(tmp_path), "MARK": "ä b"})
+            variables = kept | {"PYTHONPATH": str(tmp_path), "MARK": "ä b"}
+            process = popen("says_its_variables", theirs, variables, computes=computes)
         ours.settimeout(60)
         said = ours.makefile("rb").read().decode()
     assert process.wait(60) == 0
-    assert said == "glibc.malloc.tcache_count=0|ä b"
+    assert said == f"{settings}|ä b"
