@@ -5,6 +5,12 @@ import { number } from "./format.js";
 const HEIGHT = 200;
 const WHOLE = [...Array(13).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));  // between ticks of x
 
+// The numbers at an axis, with as many digits as it takes to tell them apart.
+function apart(values) {
+  const texts = [4, 5, 6, 7].map((digits) => values.map((v) => number(v, digits)));
+  return texts.find((found) => new Set(found).size === found.length) ?? texts.at(-1);
+}
+
 // The range of y: numbers that are all equal stand in the middle, and zeros at the bottom.
 function rangeOf(least, most) {
   if (least === null || least === undefined) return [0, 1];
@@ -98,7 +104,7 @@ export class Chart {
       scales: { x: { time: false }, y: { range: (_, least, most) => rangeOf(least, most) } },
       axes: [
         { ...axis, size: 26, space: 60, incrs: WHOLE, values: (_, values) => values.map((v) => (v === null ? "" : number(v, 3))) },
-        { ...axis, size: 52, values: (_, values) => values.map((v) => number(v, 4)) },
+        { ...axis, size: (_, texts) => Math.max(52, ...(texts ?? []).map((text) => 7 * text.length + 10)), values: (_, values) => apart(values) },
       ],
       series, legend: { show: false },
       cursor: { focus: { prox: 24 }, drag: { x: true, y: false, setScale: true }, points: { size: 8 } },
