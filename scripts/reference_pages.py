@@ -27,7 +27,7 @@ _HEADER = "<!-- made by `make docs` from the code; do not edit -->\n\n"
 
 
 def metrics_page() -> str:
-    """docs/metrics.md."""
+    """docs/reference/metrics.md."""
     lines = [
         "# Metrics",
         "",
@@ -55,7 +55,7 @@ def metrics_page() -> str:
 
 
 def doctor_page() -> str:
-    """docs/doctor.md."""
+    """docs/reference/doctor.md."""
     lines = [
         "# What goes wrong in a run",
         "",
@@ -72,8 +72,8 @@ def doctor_page() -> str:
         "episodes failed before the first step (`reason` says why, `failed` is the number of episodes); 2 an error.",
         "",
         "A running job looks for the same signs after each step, except for the last three of the table, which need "
-        "more than its metrics. What appears is a `warning` on the console, among the events and "
-        "on the [page](dashboard.md); `/status` has in `warnings` what holds now, and `train/warnings` counts them.",
+        "more than its metrics. What appears is a `warning` on the console, among the events and on the "
+        "[page](../how-to/dashboard.md); `/status` has in `warnings` what holds now, and `train/warnings` counts them.",
         "",
         "## Signs",
         "",
@@ -90,7 +90,7 @@ def doctor_page() -> str:
 
 
 def configuration_page() -> str:
-    """docs/configuration.md."""
+    """docs/reference/configuration.md."""
     lines = [
         "# Configuration",
         "",
@@ -114,9 +114,9 @@ def configuration_page() -> str:
         "",
         "## Caps of a service",
         "",
-        "`palestra serve` refuses a job with a larger number than these; its operator may change each of them "
-        "([operations.md](operations.md)). `palestra run` and `palestra train` have no caps but the bounds of the keys "
-        "themselves.",
+        "`palestra serve` refuses a job with a larger number than these; its operator may "
+        "[change each of them](../how-to/operations.md). `palestra run` and `palestra train` have no caps but the "
+        "bounds of the keys themselves.",
         "",
         "| key | at most |",
         "|---|---|",
@@ -141,7 +141,7 @@ def _free_keys() -> list[str]:
 
 
 def api_page(document: Mapping[str, Any]) -> str:
-    """docs/api.md, from the data plane's OpenAPI document."""
+    """docs/reference/api.md, from the data plane's OpenAPI document."""
     schemas = document["components"]["schemas"]
     lines = [
         "# HTTP API of the data plane",
@@ -149,8 +149,8 @@ def api_page(document: Mapping[str, Any]) -> str:
         "Every request carries `Authorization: Bearer KEY`. The job's key (`RUN/api_key`) opens the job; a claim gives "
         'a key that opens one episode, under one lease. Where the job serves a model (`kind = "inference"`), its key '
         "opens `/v1/…`, and the routes for episodes answer 409. The viewer's key opens the page, `/dashboard/…`, and "
-        "nothing else ([dashboard.md](dashboard.md#who-may-look)). The key of a talk, which the page gets for the "
-        "job's key, opens `/v1/…` outside of episodes, and nothing else. The server has the machine-readable form at "
+        "[nothing else](../how-to/dashboard.md#who-may-look). The key of a talk, which the page gets for the job's key, "
+        "opens `/v1/…` outside of episodes, and nothing else. The server has the machine-readable form at "
         "`/openapi.json`.",
         "",
         'Errors have OpenAI\'s shape, `{"error": {message, type, code, param}}`: 400 not supported or too long, '
@@ -336,8 +336,8 @@ def _json_type(field: Mapping[str, Any]) -> str:
 def main() -> int:
     """Write the pages."""
     parser = argparse.ArgumentParser(description="Write the reference pages from the code.")
-    parser.add_argument("folder", type=Path)
-    folder: Path = parser.parse_args().folder
+    parser.add_argument("docs", type=Path, help="the folder with the folder `reference`")
+    folder: Path = parser.parse_args().docs / "reference"
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (folder / name).write_text(text, encoding="utf-8")

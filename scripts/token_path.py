@@ -1,4 +1,4 @@
-"""Check the stops of a token's way in docs/architecture.md against a job that trains, and count its functions.
+"""Check the stops of a token's way in docs/explanation/architecture.md, and count its functions.
 
 `python scripts/token_path.py` starts a job with a random tiny model, has two episodes make one unstreamed call each,
 and trains one step on them. Each function that the table "The stops" names has to run. The script prints how many
@@ -21,7 +21,7 @@ from types import CodeType, FrameType
 import palestra
 
 ROOT = Path(palestra.__file__).parent
-PAGE = ROOT.parent / "docs" / "architecture.md"
+PAGE = ROOT.parent / "docs" / "explanation" / "architecture.md"
 # Functions at which the watched ways begin; the first three also serve other requests, and count during a call only.
 DURING_A_CALL = ("RequestGuard.__call__", "EngineCore.step", "Writer._commit")
 ENTRIES = (
@@ -39,7 +39,7 @@ ENTRIES = (
     "TorchPolicy.optim_step",
     "Learner._publish",
 )
-GOAL_FUNCTIONS, GOAL_FILES = 120, 49  # docs/architecture.md says why it is not 35 files
+GOAL_FUNCTIONS, GOAL_FILES = 120, 49  # docs/explanation/architecture.md says why it is not 35 files
 seen: dict[CodeType, None] = {}
 calling = threading.Event()
 
@@ -96,7 +96,7 @@ rewards: list[int] = []  # each episode gets another one, so that the group has 
 
 
 def stops() -> dict[str, list[str]]:
-    """Return the functions of each stop, by qualified name, as the table of docs/architecture.md has them."""
+    """Return the functions of each stop, by qualified name, as docs/explanation/architecture.md has them."""
     table = PAGE.read_text().split("### The stops", 1)[1].split("\n#", 1)[0]
     rows = re.findall(r"^\| (\d+ [^|]+) \|(.*)\|$", table, flags=re.MULTILINE)
     return {stop: re.findall(r"`([\w.<>]+)`", functions) for stop, functions in rows}

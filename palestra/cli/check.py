@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
         "  palestra check job.toml --no-trial --set rollout.group_size=16   # without loading the model\n\n"
         "exit code: 0 it should work, 1 something will not, 2 an error of usage or of the configuration",
     )
-    parser.add_argument("config", metavar="JOB.TOML", type=Path, help="the job, in TOML (docs/configuration.md)")
+    parser.add_argument("config", metavar="JOB.TOML", type=Path, help="the job (docs/reference/configuration.md)")
     parser.add_argument("--no-trial", action="store_true", help="look at configuration and machine only; run no steps")
     parser.add_argument(
         "--trial-seconds", metavar="SECONDS", type=float, default=300.0, help="end the trial after so long"

@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
         "then, in another terminal, any script with palestra.Client; the key is in RUN/api_key",
     )
     parser.set_defaults(trains=True)
-    parser.add_argument("config", metavar="JOB.TOML", type=Path, help="the job, in TOML (docs/configuration.md)")
+    parser.add_argument("config", metavar="JOB.TOML", type=Path, help="the job (docs/reference/configuration.md)")
     parser.add_argument("--resume", action="store_true", help="continue the run in the job's folder")
     add_set(parser)
 

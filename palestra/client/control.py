@@ -98,11 +98,11 @@ class ControlClient:
             cpus: cores that the job holds while it runs. None: 1, or 0.25 on a shared base, which computes for it.
             gpus: GPUs that the job holds while it runs: a part of one below 1, whole ones above.
             memory_gib: memory that the job holds while it runs, in GiB; a job that uses more is ended. 0: a share of
-                its machine (docs/operations.md).
+                its machine (docs/how-to/operations.md).
             gpu_kind: the kind of GPU that its node has to have, such as `H100`. None: any.
             labels: that its node has to have, by name. None: none.
             bundles: of processes that may be on other nodes, each with `role` (`engine`, `trainer` or `runner`) and
-                what each of them holds: `cpus`, `gpus`, `memory_gib`, `gpu_kind`, `labels` (docs/nodes.md).
+                what each of them holds: `cpus`, `gpus`, `memory_gib`, `gpu_kind`, `labels` (docs/how-to/nodes.md).
             placement: `PACK`: on few nodes; `STRICT_PACK`: on one node; `SPREAD`: on many nodes.
             priority: `low`, `normal` or `high`.
             private: whether only you and the tenant's admins see the job. None: as the tenant's admins have decided.

@@ -40,7 +40,7 @@ class EnvironmentConfig(Section):
         "palestra",
         description="What the server at `url` speaks: `palestra` (`palestra env serve`), `openenv` (a server of "
         "OpenEnv), or `nemo-gym` (a resources server of NeMo Gym). With the last two, `settings` may set their limits "
-        "(docs/partners.md), and the key is optional.",
+        "(docs/how-to/partners.md), and the key is optional.",
     )
     key_variable: str = Field(
         "PALESTRA_ENVIRONMENT_KEY",

@@ -1,6 +1,6 @@
 """The server of the environment protocol: plays environments for clients on other machines.
 
-It loads neither torch nor ray. `docs/environment-protocol.md` describes the protocol; the client is
+It loads neither torch nor ray. `docs/reference/environment-protocol.md` describes the protocol; the client is
 `palestra.envs.remote`.
 """
 

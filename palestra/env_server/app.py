@@ -42,8 +42,8 @@ def create_env_app(table: SessionTable, key: str) -> FastAPI:
         return table.limits.max_message_bytes
 
     app = build_app(
-        TITLE, "Plays environments; see docs/environment-protocol.md.", authenticate, table.limits.max_message_bytes,
-        {*PUBLIC, "/"},
+        TITLE, "Plays environments; see docs/reference/environment-protocol.md.", authenticate,
+        table.limits.max_message_bytes, {*PUBLIC, "/"},
     )  # fmt: skip
 
     @app.get("/", include_in_schema=False)

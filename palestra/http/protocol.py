@@ -1,7 +1,7 @@
 """uvicorn's HTTP/1.1, with limits on what arrives before a request is authenticated.
 
 uvicorn has no limit for the time until a request's headers are complete, for their size, for requests that are sent
-before answers are read, or for answers that are not read (docs/architecture.md, "HTTP and dialects").
+before answers are read, or for answers that are not read (docs/explanation/architecture.md, "HTTP and dialects").
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class RunFolder:
         differs = f": {found}" if found else f", which {self.path / SAVED_CONFIG} does not have any more"
         return (
             f"the run in {self.path} was started with another configuration of what is trained{differs}; use its "
-            "config.toml or the values of its start, or choose another run_dir (docs/configuration.md has the keys "
-            "that may change)"
+            "config.toml or the values of its start, or choose another run_dir (docs/reference/configuration.md has "
+            "the keys that may change)"
         )
 
     def write_metrics(self, rows: Sequence[Row]) -> None:

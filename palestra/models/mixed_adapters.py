@@ -23,7 +23,7 @@ from palestra.models.row_groups import RowGroups, Runs, separately
 
 MIN_ROWS = 4  # products of fewer rows take another way through the processor, and round differently
 
-# A product of few rows with the matrices of all adapters costs less than a call for each of them (docs/adapters.md).
+# A product of few rows with the matrices of all adapters costs less than a call for each of them.
 _FEW_ROWS = 128
 _PADDED = 2  # a product of equally many rows of each adapter may have so many times as many as there are
 

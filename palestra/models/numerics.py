@@ -1,6 +1,6 @@
 """What computes a job's numbers: everything that two starts of one run may choose differently on their machines.
 
-A deterministic run keeps it with its steps, and goes on only with the same (docs/architecture.md, "Determinism").
+A deterministic run keeps it with its steps, and goes on only with the same (docs/explanation/architecture.md).
 """
 
 from __future__ import annotations

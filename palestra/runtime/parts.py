@@ -163,7 +163,7 @@ def _check_cards(tables: Sequence[PooledEngineConfig]) -> None:
         if len(on_cards := [table.kind for table in started if driver_of(table).uses_cards(table)]) > 1:
             raise ConfigError(
                 f"engine.workers start {' and '.join(on_cards)} workers, which would use the same GPUs of this "
-                "machine; set device = 'cpu' for the embedded ones, or let a service place them (docs/nodes.md)"
+                "machine; set device = 'cpu' for the embedded ones, or let a service place them (docs/how-to/nodes.md)"
             )
 
 

@@ -54,7 +54,7 @@ class LoadedRun:
         return load_saved_config(self.path)
 
     def metrics(self) -> list[Row]:
-        """Return a row for each finished step: `step`, and each metric that the step has (docs/metrics.md)."""
+        """Return a row for each finished step: `step`, and each metric that it has (docs/reference/metrics.md)."""
         with browse(self.path / "run.db") as connection:
             return [dict(row) for row in readable_metrics(connection).rows]
 

@@ -35,7 +35,7 @@ class ProcessBody(Body):
         ge=0,
         allow_inf_nan=False,
         description="Its processes are ended together when they use more. 0: not counted, and a share of the "
-        "node is what they may use (docs/operations.md).",
+        "node is what they may use (docs/how-to/operations.md).",
     )
     gpu_kind: Name | None = Field(
         None, description="The kind of GPU that its node has to have, as `GET /cluster` shows it. None: any."
@@ -81,7 +81,7 @@ class BundleBody(ProcessBody):
 
 
 class ResourcesBody(ProcessBody):
-    """The resources that a job holds while it runs: those of its own process, and its bundles (docs/nodes.md)."""
+    """What a job holds while it runs: resources of its own process, and its bundles (docs/how-to/nodes.md)."""
 
     bundles: list[BundleBody] = Field(
         [],
@@ -107,8 +107,8 @@ class SubmitJob(Body):
     priority: Literal["low", "normal", "high"] = "normal"
     config: JsonObject | None = Field(
         None,
-        description="A JobConfig (docs/configuration.md). None: that of `from_job`, to be served unless `kind` is "
-        "`training`.",
+        description="A JobConfig (docs/reference/configuration.md). None: that of `from_job`, to be served unless `kind` "
+        "is `training`.",
     )
     config_toml: str | None = Field(
         None, max_length=2**18, description="The same as TOML, as a job's file has it, in place of `config`."

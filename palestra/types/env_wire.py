@@ -1,7 +1,7 @@
 """Messages of the environment protocol, by which an environment is played over a network.
 
-`docs/environment-protocol.md` describes what they mean. A server refuses keys that it does not know, and a client
-ignores them, so that a server may say more than a client of the same version understands.
+`docs/reference/environment-protocol.md` describes what they mean. A server refuses keys that it does not know, and a
+client ignores them, so that a server may say more than a client of the same version understands.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
         "the same command continues a comparison that was stopped or killed\n"
         "exit code: 0 all runs are finished, 1 some failed, 2 an error, 130 stopped",
     )
-    parser.add_argument("config", metavar="COMPARE.TOML", type=Path, help="the grid (docs/compare.md)")
+    parser.add_argument("config", metavar="COMPARE.TOML", type=Path, help="the grid (docs/how-to/compare.md)")
     parser.add_argument(
         "--page",
         metavar="FILE",

@@ -48,16 +48,16 @@ def add(commands: Any) -> None:
         "--rules",
         type=Path,
         metavar="FILE",
-        help="TOML: the largest numbers that a job's configuration may have, and the models (docs/operations.md); "
-        "without it, the caps of docs/configuration.md",
+        help="TOML: the largest numbers that a job's configuration may have, and the models (docs/how-to/operations.md); without "
+        "it, the caps of docs/reference/configuration.md",
     )
     parser.add_argument(
         "--pass-env",
         metavar="NAME",
         action="append",
         default=[],
-        help="a variable of this process that jobs get, such as HF_TOKEN or HTTPS_PROXY (docs/operations.md has those "
-        "that they get in any case); may be given several times",
+        help="a variable of this process that jobs get, such as HF_TOKEN or HTTPS_PROXY (docs/how-to/operations.md has "
+        "those that they get in any case); may be given several times",
     )
     parser.add_argument(
         "--new-admin-key", action="store_true", help="print one more key of the first admin, for when all are lost"

@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
         metavar="JOB.TOML",
         type=Path,
         nargs="?",
-        help="the job, in TOML (docs/configuration.md); without it, that of --from-job",
+        help="the job, in TOML (docs/reference/configuration.md); without it, that of --from-job",
     )
     parser.add_argument(
         "--kind", choices=("training", "inference"), help="train the model, or serve it; without it, what JOB.TOML says"
@@ -78,8 +78,8 @@ def add(commands: Any) -> None:
         type=_bundle,
         action="append",
         default=[],
-        help="what each process of a role holds, perhaps on another node: engine:cpus=4,gpus=1 (docs/nodes.md); may be "
-        "given several times: for engine, trainer and runner",
+        help="what each process of a role holds, perhaps on another node: engine:cpus=4,gpus=1 (docs/how-to/nodes.md); may "
+        "be given several times: for engine, trainer and runner",
     )
     parser.add_argument(
         "--placement",

@@ -1,4 +1,4 @@
-"""The pictures of docs/dashboard.md: the main views of a run, in a real browser, light and dark.
+"""The pictures of docs/how-to/dashboard.md: the main views of a run, in a real browser, light and dark.
 
 Without more, of the run of the other tests, to see that all can be made. For the docs, of a run that has learned:
 

@@ -1,6 +1,6 @@
 """The page of a service in a real browser: a real control plane, a real cluster, real jobs, and what the API says.
 
-The picture of docs/dashboard.md is made by
+The picture of docs/how-to/dashboard.md is made by
 
     PALESTRA_PICTURES=docs pytest tests/browser/test_service_page.py -m browser -k picture
 """

@@ -1,4 +1,4 @@
-"""Writes docs/renderers.md from a run of the suite (`make conformance`)."""
+"""Writes docs/reference/renderers.md from a run of the suite (`make conformance`)."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ the format.
 
 
 def page(seed: int = SEED, count: int = COUNT) -> str:
-    """docs/renderers.md."""
+    """docs/reference/renderers.md."""
     runs = list(conversations(seed, count))
     rows, tallies = [], []
     for family in [*ours(), *of_the_package()]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "recipes/README.md")
-PAGES = sorted((*ROOT.glob("docs/*.md"), *(ROOT / name for name in NAMES)))
+PAGES = sorted((*ROOT.glob("docs/**/*.md"), *(ROOT / name for name in NAMES)))
 FENCE = re.compile(r"^```(\S*)\s*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"<!-- test: (.+?) -->\n\Z")
 GENERATED = "<!-- made by `make docs`"

@@ -58,11 +58,11 @@ def palestra_trouble(arguments: list[str]) -> str | None:
 
 
 def curl_trouble(arguments: list[str]) -> str | None:
-    """Return the request, if docs/api.md, which is made from the code, has no such route."""
+    """Return the request, if docs/reference/api.md, which is made from the code, has no such route."""
     method = arguments[arguments.index("-X") + 1] if "-X" in arguments else "GET"
     url = next(one for one in arguments if one.startswith(("http", "$JOB_URL")))
     path = urlsplit(url.replace("$JOB_URL", "http://job").partition("$(")[0]).path
-    listed = re.findall(r"`([A-Z]+) (/[^`?]*)`", (ROOT / "docs/api.md").read_text())
+    listed = re.findall(r"`([A-Z]+) (/[^`?]*)`", (ROOT / "docs/reference/api.md").read_text())
     known = any(method == verb and path == route.partition("{")[0] for verb, route in listed)
     return None if known else f"there is no route {method} {path}"
 

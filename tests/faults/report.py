@@ -1,7 +1,7 @@
-"""Writes what `make test-faults` found into the measured part of docs/faults.md.
+"""Writes what `make test-faults` found into the measured part of docs/reference/faults.md.
 
-python -m faults.report docs/faults.md RESULTS.xml...    (pytest's --junitxml; several, where it was run in parts)
-python -m faults.report --keep docs/faults.md RESULTS.xml...
+python -m faults.report docs/reference/faults.md RESULTS.xml...    (pytest's --junitxml; several, if run in parts)
+python -m faults.report --keep docs/reference/faults.md RESULTS.xml...
 
 With `--keep`, tests that these runs do not have keep what the page says of them, and the runs that it tells of stay.
 """

@@ -1,6 +1,6 @@
 """What is played with a scripted model, and why each call leaves the exact tokens, if it does.
 
-What is expected stands here; `report.py` writes what was measured into docs/frameworks.md.
+What is expected stands here; `report.py` writes what was measured into docs/reference/frameworks.md.
 """
 
 from __future__ import annotations

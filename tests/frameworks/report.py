@@ -1,4 +1,4 @@
-"""Plays all cases and writes what they gave into the measured part of docs/frameworks.md (`make frameworks`)."""
+"""Plays all cases and writes what they gave into docs/reference/frameworks.md (`make frameworks`)."""
 
 from __future__ import annotations
 

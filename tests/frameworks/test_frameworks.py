@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=f"{missing()}; `make frameworks` makes it"),
 ]
 ANSWERS = ("It  is 150.\n", "It  is 130.\n", "You  are welcome – é! 👩‍💻 ")
-PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "frameworks.md"
 EXAMPLES = re.compile(r"```python\n(.*?)```", re.S)
 RUN_EXAMPLE = """
 import argparse, asyncio, json

@@ -232,9 +232,9 @@ def test_the_command_shows_every_environment():
 
 
 def test_the_environment_of_the_documentation_passes_its_check():
-    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "environments.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     checked, train, _ = code.partition("palestra.train(")
     assert train
     assert "check_environment(Guess" in checked
-    exec(compile(checked, "docs/environments.md", "exec"), {})
+    exec(compile(checked, "docs/how-to/environments.md", "exec"), {})

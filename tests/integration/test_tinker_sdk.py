@@ -269,7 +269,7 @@ def test_errors_are_those_of_the_sdk(service, server):
 
 
 def test_the_script_of_the_documentation_runs(server, monkeypatch, capsys):
-    text = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "tinker.md").read_text()
     (script,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for found, instead in (("SmolLM2-135M-Instruct", TINY), ("range(20)", "range(2)"), (" if r != mean]", "]")):
         assert found in script

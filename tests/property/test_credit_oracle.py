@@ -1,4 +1,4 @@
-"""Batches against a naive oracle: docs/tokens.md and docs/configuration.md in numpy, with none of the project's code.
+"""Batches against a naive oracle: the pages on exactness and configuration in numpy, with none of the project's code.
 
 Episodes are trees of agents that go on, try again and start others. The oracle takes each call as its own sequence;
 it knows no trie and no rows. Rewards are quarters and discounts halves, so that equal values are equal in floats, too.

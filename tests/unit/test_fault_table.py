@@ -8,7 +8,7 @@ import pytest
 from faults import report
 from faults.cells import CELLS, KILL, NODE, WORKER, cell, impossible
 
-PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "faults.md"
 SUITE = """<testsuites><testsuite timestamp="{date}T10:00:00">{cases}</testsuite></testsuites>"""
 FAILURE = '<failure message="no"/>'
 AT_CLAIM, MID_STEP = (cell(WORKER, KILL, moment) for moment in ("at claim", "mid-step"))

@@ -74,7 +74,7 @@ print([name for name in ("torch", "transformers") if name in sys.modules])
 
 def test_what_the_package_exports_is_what_its_reference_has():
     """So that a name which comes or goes is seen in the pages for users."""
-    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "python.md").read_text()
     assert sorted(re.findall(r"^### `palestra\.(\w+)`", page, re.MULTILINE)) == palestra.__all__
     assert dir(palestra) == palestra.__all__
 
@@ -125,7 +125,7 @@ def test_no_property_waits_for_anything():
 
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*(ROOT / "recipes").glob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+PAGES = [*(ROOT / "recipes").glob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -13,7 +13,7 @@ from reference_pages import pages
 import palestra
 from palestra import errors
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "reference"
 
 
 @pytest.fixture(scope="module")

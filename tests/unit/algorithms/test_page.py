@@ -1,4 +1,4 @@
-"""docs/algorithms.md has every algorithm and loss, with the formula and the paper that the code states."""
+"""docs/explanation/algorithms.md has every algorithm and loss, with the formula and the paper that the code states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from palestra.algorithms.loss import LOSSES
 from palestra.algorithms.registry import ALGORITHMS
 
-PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "explanation" / "algorithms.md").read_text()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

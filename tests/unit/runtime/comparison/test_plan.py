@@ -145,7 +145,7 @@ def test_runs_that_were_made_with_other_settings_are_not_taken_for_these(tmp_pat
 
 
 def test_every_key_is_in_the_page_about_it():
-    text = (Path(__file__).parents[4] / "docs" / "compare.md").read_text()
+    text = (Path(__file__).parents[4] / "docs" / "how-to" / "compare.md").read_text()
     for section in (ComparisonConfig, *(ComparisonConfig.model_fields[name].annotation.__args__[1] for name in
                                         ("scenarios", "algorithms"))):  # fmt: skip
         for key in section.model_fields:
