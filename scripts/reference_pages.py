@@ -149,8 +149,8 @@ def api_page(document: Mapping[str, Any]) -> str:
         "Every request carries `Authorization: Bearer KEY`. The job's key (`RUN/api_key`) opens the job; a claim gives "
         'a key that opens one episode, under one lease. Where the job serves a model (`kind = "inference"`), its key '
         "opens `/v1/…`, and the routes for episodes answer 409. The viewer's key opens the page, `/dashboard/…`, and "
-        "[nothing else](../how-to/dashboard.md#who-may-look). The key of a talk, which the page gets for the job's key, "
-        "opens `/v1/…` outside of episodes, and nothing else. The server has the machine-readable form at "
+        "[nothing else](../how-to/dashboard.md#who-may-look). The key of a talk, which the page gets for the job's "
+        "key, opens `/v1/…` outside of episodes, and nothing else. The server has the machine-readable form at "
         "`/openapi.json`.",
         "",
         'Errors have OpenAI\'s shape, `{"error": {message, type, code, param}}`: 400 not supported or too long, '

@@ -107,8 +107,8 @@ class SubmitJob(Body):
     priority: Literal["low", "normal", "high"] = "normal"
     config: JsonObject | None = Field(
         None,
-        description="A JobConfig (docs/reference/configuration.md). None: that of `from_job`, to be served unless `kind` "
-        "is `training`.",
+        description="A JobConfig (docs/reference/configuration.md). None: that of `from_job`, to be served unless "
+        "`kind` is `training`.",
     )
     config_toml: str | None = Field(
         None, max_length=2**18, description="The same as TOML, as a job's file has it, in place of `config`."

@@ -48,8 +48,8 @@ def add(commands: Any) -> None:
         "--rules",
         type=Path,
         metavar="FILE",
-        help="TOML: the largest numbers that a job's configuration may have, and the models (docs/how-to/operations.md); without "
-        "it, the caps of docs/reference/configuration.md",
+        help="TOML: the largest numbers of a job's configuration, and the models (docs/how-to/operations.md); "
+        "without it, the caps of docs/reference/configuration.md",
     )
     parser.add_argument(
         "--pass-env",

@@ -78,8 +78,8 @@ def add(commands: Any) -> None:
         type=_bundle,
         action="append",
         default=[],
-        help="what each process of a role holds, perhaps on another node: engine:cpus=4,gpus=1 (docs/how-to/nodes.md); may "
-        "be given several times: for engine, trainer and runner",
+        help="what each process of a role holds, perhaps on another node: engine:cpus=4,gpus=1 (docs/how-to/nodes.md); "
+        "may be given several times: for engine, trainer and runner",
     )
     parser.add_argument(
         "--placement",
