@@ -61,21 +61,17 @@ NETWORKS: tuple[Network, ...] = ("policy", "critic")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySpec:
-    """The beginning of a policy: which weights it starts with, and which networks stand beside it.
+    """The initial state of a policy: its weights, and the networks used with it.
 
     Attributes:
-        model: a name as `PolicyConfig.model` has it, or a folder with weights.
-        reference: the model of the reference policy, named like `model`, of which a second copy of weights is kept that
-            is never trained; None: there is no reference.
-        teacher: the model of the policy that teaches, named like `model`, which is kept like the reference; None: there
-            is no teacher.
-        critic: a copy of `model` with an optimizer of its own: with one head that values `states`, or with twin heads
-            that value `actions` and another copy, which follows it; None: there is no critic. With an adapter, the
-            copies are adapters of their own on the same base.
-        adapter: what is trained in place of the model's weights, which are then shared with every other network of the
-            same model; None: all weights are trained.
-        seed: of the initial weights of an adapter.
-        vision: what is trained of a model that sees, see `PolicyConfig.vision`.
+        model: a name as in `PolicyConfig.model`, or a folder with weights.
+        reference: model of the reference policy, named like `model`. A second, frozen copy of its weights is kept.
+            None: no reference.
+        teacher: model of the teacher, named like `model`, and frozen like the reference; None: no teacher.
+        critic: None: no critic. For `states`, a copy of `model` with one value head. For `actions`, a copy with twin
+            heads, and a target copy that follows it. With an adapter, the copies are adapters on the same base.
+        adapter: trained in place of the model's weights, which all networks of that model then share; None: all weights
+            are trained.
     """
 
     model: str
@@ -92,12 +88,8 @@ class OptimParams:
     """The numbers of one AdamW update (Loshchilov and Hutter 2019); weights of norms and biases do not decay.
 
     Attributes:
-        learning_rate: of this update.
-        betas: decay rates of the two moments.
         epsilon: added to the root of the second moment, so that the update is finite.
-        weight_decay: decoupled weight decay of parameters with two dimensions or more.
-        max_grad_norm: global L2 norm to which the gradient is scaled down before the update.
-        target_rate: share by which the copy of a critic of actions moves to the critic after the update.
+        target_rate: fraction by which the target copy of a critic of actions moves to the critic after the update.
     """
 
     learning_rate: float
@@ -109,12 +101,10 @@ class OptimParams:
 
     @classmethod
     def of(cls, config: OptimizerConfig, learning_rate: float, target_rate: float | None = None) -> OptimParams:
-        """Return the numbers of one update of a job's optimizer.
+        """Return the numbers of one update from a job's optimizer section.
 
         Args:
-            config: the policy's `[optimizer]`, or the critic's.
-            learning_rate: what the schedule says for this step.
-            target_rate: of a critic of actions; None: the network has no copy.
+            target_rate: None: the network has no target copy.
         """
         return cls(
             learning_rate=learning_rate,
@@ -131,12 +121,11 @@ class StepReport:
     """The counts and metrics of one `forward_backward`.
 
     Attributes:
-        rows: how many rows the batch had.
         trained_tokens: tokens that entered the loss.
-        forward_tokens: tokens that went through the model, after shared prefixes were merged.
-        flat_tokens: tokens that would have gone through the model without merging.
+        forward_tokens: tokens computed by the model, after shared prefixes were merged.
+        flat_tokens: tokens that the model would have computed without merging.
         metrics: `TRAINER_METRICS` and the loss's own, by name; NaN where no token counts.
-        logprobs: float32 [N] of each row, of its trained tokens, else NaN; None: they were not asked for.
+        logprobs: float32 [N] for each row, NaN at tokens that are not trained; None: not requested.
     """
 
     rows: int
@@ -152,9 +141,7 @@ class OptimReport:
     """The result of one `optim_step`.
 
     Attributes:
-        learning_rate: of the update.
-        grad_norm: global L2 norm before clipping.
-        applied: False: the gradient was not finite, and the weights are as before.
+        applied: False if the gradient was not finite; the weights are then unchanged.
     """
 
     learning_rate: float
@@ -165,13 +152,13 @@ class OptimReport:
 class Trainer(Protocol):
     """Master weights and optimizers of policies, by name.
 
-    A request about one policy leaves every other policy as it is, bit by bit. Requests are handled one after another. A
-    repeated `request_id` of a policy gets the first answer and changes nothing, so that a request whose answer was lost
-    may be sent again. Every method raises NotFound for a policy that was not created.
+    A request changes only the policy that it names. Requests are handled one after another. Repeating a `request_id`
+    returns the first answer and changes nothing, so a caller may resend a request whose answer was lost. Every method
+    raises NotFound for a policy that was not created.
     """
 
     async def create(self, policy: str, spec: PolicySpec) -> None:
-        """Load a policy's weights, and give it an optimizer without moments and version 0.0.
+        """Load a policy's weights, and create an optimizer for it. The version is 0.0.
 
         Raises:
             ConfigError: there is a policy of this name, the reference or the teacher has another tokenizer, or the
@@ -186,8 +173,8 @@ class Trainer(Protocol):
         """Compute numbers of the trained tokens of rows, without a gradient.
 
         Args:
-            outputs: the numbers that are wanted; `old_logprobs` are those of the policy's present weights, `values` and
-                `next_values` those of a critic of states, `action_values` and `target_action_values` of one of actions.
+            outputs: what to compute. `old_logprobs` come from the policy's present weights, `values` and `next_values`
+                from a critic of states, `action_values` and `target_action_values` from a critic of actions.
 
         Returns:
             For each output one float32 [N] a row, NaN where the token is not trained.
@@ -203,13 +190,13 @@ class Trainer(Protocol):
         """Add the gradient of a batch to the gradient that the next `optim_step` applies.
 
         Args:
-            batch: S rows, with advantages and loss weights; for a critic's loss with `values` and `returns`.
-            loss: the loss of a token, by its name; a critic's loss adds to the gradient of the critic.
-            logprobs: whether the report has those of the trained tokens under the weights that the gradient is of.
+            batch: S rows, with advantages and loss weights. The loss of a critic also needs `values` and `returns`.
+            loss: a loss of tokens, or a critic's loss, whose gradient is the critic's.
+            logprobs: whether to report the logprobs of the trained tokens under the present weights.
 
         Raises:
-            ConfigError: there is no such loss; it is of a critic, and there is none; or it punishes the divergence from
-                a reference, and the rows have no `reference_logprobs`.
+            ConfigError: the loss is unknown, needs a critic that does not exist, or needs `reference_logprobs` that the
+                rows do not have.
         """
         ...
 
@@ -219,7 +206,7 @@ class Trainer(Protocol):
         """Apply the gradient and clear it. The first update after `weights` makes the version's `n` grow by one.
 
         Args:
-            network: whose gradient; an update of the critic changes no version.
+            network: whose gradient to apply; updating the critic does not change the version.
 
         Raises:
             ConfigError: there is no critic.
@@ -227,10 +214,10 @@ class Trainer(Protocol):
         ...
 
     async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
-        """Find episodes that can't be trained, because the parts of their record contradict each other.
+        """Find episodes that can't be trained because their record contradicts itself.
 
-        The answer depends on the rows alone, so that a repeated step leaves out the same episodes. Faults of the
-        trainer itself are raised, here or later. Advantages and loss weights of the rows are not read.
+        The answer depends only on the rows, so a repeated step leaves out the same episodes. Advantages and loss
+        weights are not read.
 
         Returns:
             For each such episode its id and the reason.
@@ -238,28 +225,24 @@ class Trainer(Protocol):
         ...
 
     async def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
-        """Return every reply that could be sampled under a grammar, token by token, in order of their ids.
+        """Return every reply that can be sampled under a grammar, in order of its token ids.
 
         Args:
-            grammar: what replies have to match, as in `SamplingParams.grammar`.
-            max_tokens: longest reply; a longer one is cut there.
+            max_tokens: longer replies are cut.
             most: how many replies there may be.
 
         Raises:
-            ConfigError: there are more.
+            ConfigError: there are more replies than `most`.
             InvalidRequest, GrammarRefused, EngineFailure: see `Grammars.walk`.
         """
         ...
 
     async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
-        """Write a checkpoint of a policy and its critic that `load` restores bit by bit; it is whole or not at all.
+        """Write a checkpoint of a policy and its critic atomically; `load` restores it bit by bit.
 
         Args:
-            folder: where the policy's checkpoints are; this one becomes `step-NNNNNN` in it.
-            state: JSON to keep beside the weights; `step` (int) numbers the checkpoint.
-
-        Returns:
-            The checkpoint's folder.
+            folder: holds the policy's checkpoints; this one becomes `step-NNNNNN` in it.
+            state: JSON stored with the weights; `step` (int) numbers the checkpoint.
 
         Raises:
             CheckpointError: the disk is full, or can't be written to.
@@ -267,11 +250,10 @@ class Trainer(Protocol):
         ...
 
     async def save_weights(self, policy: str, folder: Path, step: int, request_id: str) -> None:
-        """Write a policy's weights alone, whole or not at all, in a folder that a job can have as a `model`.
+        """Write a policy's weights atomically into a folder that a job can use as its `model`.
 
         Args:
-            folder: to write; one that is there is replaced.
-            step: after which the policy has these weights.
+            folder: replaced if it exists.
 
         Raises:
             CheckpointError: the disk is full, or can't be written to.
@@ -279,16 +261,17 @@ class Trainer(Protocol):
         ...
 
     async def load(self, policy: str, folder: Path, step: int | None = None) -> dict[str, Any] | None:
-        """Restore a policy's newest checkpoint whose files are undamaged, or that of one step.
+        """Restore a policy's newest undamaged checkpoint, or the one of a step.
 
         Args:
-            step: number of the checkpoint; None: the newest that is undamaged.
+            step: None: the newest undamaged one.
 
         Returns:
             The `state` that was saved with it; None: there is no checkpoint, and nothing was changed.
 
         Raises:
-            CheckpointError: all are damaged, or that of the step is; or it is of another model.
+            CheckpointError: all checkpoints, or the one of the step, are damaged; or it is a checkpoint of another
+                model.
         """
         ...
 
@@ -297,9 +280,9 @@ class Trainer(Protocol):
         ...
 
     async def weights(self, policy: str) -> WeightSource:
-        """Return the present weights for an engine to read; the next update begins a new version.
+        """Return the present weights for an engine to read.
 
-        The weights are valid until the policy's next `optim_step`.
+        They are valid until the policy's next `optim_step`, which begins a new version.
         """
         ...
 
@@ -310,7 +293,7 @@ class Trainer(Protocol):
     def begin_incarnation(self, policy: str, incarnation: int) -> None:
         """Set the incarnation of all later versions of a policy.
 
-        It says that history before the restart may not have been repeated bit by bit.
+        A new incarnation means that history before the restart may not have been repeated bit by bit.
         """
         ...
 

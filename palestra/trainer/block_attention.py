@@ -1,9 +1,8 @@
-"""Attention within the trees of a micro-batch on a CUDA device: FlexAttention, without a mask of all nodes squared.
+"""Attention within the trees of a micro-batch on a CUDA device, by FlexAttention, without an [N, N] mask.
 
-A node sees another if that is the node itself or an ancestor: if its entry, in a walk through the tree, lies between
-the other's entry and the end of the subtree behind the other. So the mask is two numbers a node, and memory grows
-linearly with the nodes. Pairs of blocks in which no node sees another are skipped; pairs in which every node sees all
-of the other block are computed without a comparison.
+A node attends to itself and its ancestors. In a depth-first walk, node `j` is an ancestor of `i` if `i` is entered
+after `j` and before the walk leaves the subtree of `j`. So the mask is two numbers per node, and memory grows linearly.
+Pairs of blocks without attention are skipped; pairs with full attention need no comparison.
 """
 
 from __future__ import annotations
@@ -39,14 +38,10 @@ def _kernel(device: str) -> Callable[..., Any]:
 
 
 class BlockAttention:
-    """Attention within each tree of a micro-batch; nodes of different trees do not see each other."""
+    """Attention within each tree of a micro-batch; nodes of different trees never attend to each other."""
 
     def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
-        """Number the nodes.
-
-        Args:
-            trees: their nodes lie one after another in the flat batch.
-        """
+        """Number the nodes."""
         self._trees, self._device = trees, device
         self._count = sum(map(len, trees))
         self._blocks = -(-self._count // BLOCK)
@@ -72,7 +67,7 @@ class BlockAttention:
             query: [1, H, N, D].
             key: [1, K, N, D].
             value: [1, K, N, D].
-            window: how many tokens a token sees, itself included; None: all ancestors.
+            window: how many tokens a token attends to, including itself; None: all ancestors.
         """
         if window not in self._masks:
             self._masks[window] = self.mask(window)
@@ -82,10 +77,10 @@ class BlockAttention:
         return out[0, :, : self._count].transpose(0, 1)
 
     def mask(self, window: int | None) -> BlockMask:
-        """Return which blocks of nodes see which, and what decides within a block.
+        """Return the block mask.
 
         Args:
-            window: how many tokens a token sees, itself included; None: all ancestors.
+            window: how many tokens a token attends to, including itself; None: all ancestors.
         """
         entry, leave, place = (
             torch.from_numpy(numbers).to(self._device) for numbers in (self._entry, self._leave, self._positions)
@@ -127,7 +122,7 @@ class BlockAttention:
 
 
 def walk(tree: Tree) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return for each node when a walk through the tree, parents first, enters it and leaves what is behind it, [n]."""
+    """Return when a depth-first walk enters each node and when it leaves the node's subtree, [n] each."""
     behind = np.zeros(len(tree), np.int64)  # nodes that are behind a node in chains which begin there
     for first, last, parent in reversed(tree.runs):
         if parent >= 0:

@@ -35,17 +35,11 @@ _BLOCK = 1 << 22
 def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mapping[str, Any], keep: int) -> Path:
     """Write the checkpoint `folder/step-NNNNNN`, and delete the oldest ones.
 
-    A temporary folder is filled, its files are hashed and synced to disk, and the folder is renamed, so that a crash at
-    any moment leaves either a whole checkpoint or none.
-
-    Args:
-        fill: writes the files into the folder that it gets.
-
-    Returns:
-        The checkpoint's folder.
+    Files are written to a temporary folder, hashed and synced; then the folder is renamed. A crash leaves a whole
+    checkpoint or no checkpoint.
 
     Raises:
-        CheckpointError: the disk is full, or can't be written to; earlier checkpoints are untouched.
+        CheckpointError: the disk is full or not writable; earlier checkpoints are unchanged.
     """
     final = folder / f"step-{step:06d}"
     _write_whole(final, folder / f".writing-{step:06d}", step, fill, state, "checkpoint_rename")
@@ -60,12 +54,7 @@ def keep_newest(folder: Path, keep: int) -> None:
 
 
 def write_weights_folder(folder: Path, step: int, fill: Callable[[Path], object], state: Mapping[str, Any]) -> None:
-    """Write one folder of weights alone, whole or not at all; one of this name that is there is replaced.
-
-    Args:
-        folder: to write, such as `pool/white@5`.
-        step: after which the policy had these weights.
-        fill: writes the files into the folder that it gets.
+    """Write one folder of weights atomically, replacing a folder of this name.
 
     Raises:
         CheckpointError: the disk is full, or can't be written to.
@@ -74,7 +63,7 @@ def write_weights_folder(folder: Path, step: int, fill: Callable[[Path], object]
 
 
 def read_weights(folder: Path) -> dict[str, Any] | None:
-    """Return the state of a folder that `write_weights_folder` has written; None: it is not there, or is damaged."""
+    """Return the state stored by `write_weights_folder`; None: the folder is missing or damaged."""
     put_back(folder)
     if (problem := _problem(folder)) is not None:
         if folder.exists():
@@ -85,7 +74,7 @@ def read_weights(folder: Path) -> dict[str, Any] | None:
 
 
 def best_weights(folder: Path) -> tuple[Path, int] | None:
-    """Return the weights that validated best, kept beside the checkpoints, and their step; None: there are none."""
+    """Return the folder of the weights that validated best, and their step; None: no such weights."""
     path = folder / BEST
     if read_weights(path) is None:
         return None
@@ -93,7 +82,7 @@ def best_weights(folder: Path) -> tuple[Path, int] | None:
 
 
 def without_optimizer(path: Path) -> None:
-    """Remove an optimizer's state from a checkpoint, which is whole at each moment."""
+    """Remove the optimizer's state from a checkpoint atomically."""
     index = json.loads((path / INDEX).read_bytes())
     del index["digest"]
     index["files"] = {name: digest for name, digest in index["files"].items() if not OF_OPTIMIZER.match(name)}
@@ -131,7 +120,7 @@ def _write_whole(
 
 
 def _filled(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Fill a folder, and turn a disk error that safetensors (which is written in Rust) reports into an OSError."""
+    """Fill a folder; turn disk errors that safetensors (written in Rust) reports into OSError."""
     try:
         fill(folder)
     except SafetensorError as error:
@@ -141,12 +130,12 @@ def _filled(folder: Path, fill: Callable[[Path], object]) -> None:
 
 
 def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest undamaged checkpoint's folder and its state; None: there is no checkpoint at all.
+    """Return the folder and state of the newest undamaged checkpoint; None: no checkpoint.
 
-    A checkpoint is undamaged if every file has the recorded hash; damaged ones are skipped with a warning in the log.
+    Every file must have the recorded hash. Damaged checkpoints are skipped with a warning in the log.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
+        CheckpointError: all checkpoints are damaged.
     """
     there = found(folder)
     for path in reversed(there):
@@ -163,13 +152,13 @@ def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def good(folder: Path, step: int | None) -> tuple[Path, dict[str, Any]] | None:
-    """Return the folder of an undamaged checkpoint and its state; None: there is none.
+    """Return the folder and state of an undamaged checkpoint; None: no checkpoint.
 
     Args:
-        step: number of the checkpoint; None: the newest that is undamaged.
+        step: None: the newest undamaged one.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged; or that of the step is.
+        CheckpointError: all checkpoints, or the one of the step, are damaged.
     """
     for replaced in folder.glob(".replaced-step-*"):
         put_back(folder / replaced.name.removeprefix(".replaced-"))
@@ -185,13 +174,12 @@ def good(folder: Path, step: int | None) -> tuple[Path, dict[str, Any]] | None:
 
 
 def common_steps(folders: Iterable[Path]) -> list[int]:
-    """Return the steps of which there is a finished checkpoint in each folder, newest first; files are not checked.
+    """Return the steps that have a finished checkpoint in every folder, newest first.
 
-    Args:
-        folders: of the policies of one job, whose checkpoints are written one after another.
+    Files are not checked. A job writes the checkpoints of its policies one after another, so folders may differ.
 
     Raises:
-        CheckpointError: a folder has several checkpoints, and no step of theirs is in all folders.
+        CheckpointError: the folders have checkpoints, but no step in common.
     """
     by_folder = {folder: {step_of(path) for path in found(folder)} for folder in folders}
     common = set.intersection(*by_folder.values())
@@ -206,10 +194,10 @@ def common_steps(folders: Iterable[Path]) -> list[int]:
 
 
 def remove_after(folder: Path, step: int) -> None:
-    """Remove the checkpoints of later steps, from which the job does not go on.
+    """Remove the checkpoints of later steps.
 
     Args:
-        step: number of the newest checkpoint that stays; 0: none does.
+        step: the newest step to keep; 0: remove all.
     """
     for path in found(folder):
         if step_of(path) > step:
@@ -247,10 +235,9 @@ def _number(name: str) -> int:
 
 
 def link_model(folder: Path, step: int, target: Path) -> None:
-    """Copy the model of a checkpoint to the folder `target`, whole or not at all.
+    """Copy the model of a checkpoint to the folder `target`, atomically.
 
-    Files are hard links if the file system allows it, so that they take no space and stay when the checkpoint is
-    deleted.
+    Files are hard links where the file system allows it: they take no space and survive the deletion of the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is gone or damaged, or can't be copied.

@@ -1,4 +1,4 @@
-"""Find out again which tokens a constrained reply could have had at each place, by walking its grammar."""
+"""Recomputes which tokens a constrained reply could have had at each position, by walking its grammar."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _MOST_BYTES = 64 * 2**20  # of masks that are kept
 
 
 class GrammarMasks:
-    """The masks of walked replies, of which the newest are kept: each epoch, and each network, needs the same ones."""
+    """A cache of token masks of walked replies: every epoch and every network needs the same ones."""
 
     def __init__(self, grammars: Grammars) -> None:
-        """Keep what walks the grammars; no mask is known yet."""
+        """Start with an empty cache."""
         self._grammars = grammars
         self._kept: OrderedDict[tuple[str, tuple[int, ...], tuple[int, ...]], NDArray[np.int32]] = OrderedDict()
         self._bytes = 0
 
     def of(self, grammar: str, tokens: Sequence[int], wanted: Sequence[int]) -> NDArray[np.int32]:
-        """Return the masks with which tokens of a reply could have been sampled, int32 [W, B]; see `Grammars.walk`."""
+        """Return the token masks at the positions `wanted` of a reply, int32 [W, B]; see `Grammars.walk`."""
         key = (grammar, tuple(tokens), tuple(wanted))
         found = self._kept.get(key)
         if found is not None:
@@ -46,18 +46,12 @@ class GrammarMasks:
 def allowed_tokens(samples: Sequence[tuple[TrainSample, Any, Any]], masks: GrammarMasks, vocab: int) -> Tensor | None:
     """Return a mask of the tokens that could have been sampled at each trained token; None: all tokens, everywhere.
 
-    Without the mask the loss would compare the policy's unconstrained probability with the constrained one with which
-    the token was sampled.
+    Without the mask, the loss would compare the policy's unconstrained probability with the constrained probability
+    under which the token was sampled.
 
     Args:
         samples: rows of a micro-batch, each with its offset and path (see `MicroBatch`).
         vocab: number of the model's tokens, V.
-
-    Returns:
-        int32 [T, B], B = ceil(V / 32), a bit for each token; T counts the trained tokens of the rows, in order.
-
-    Raises:
-        InvalidRequest, GrammarRefused, EngineFailure: see `Grammars.walk`.
     """
     if not any(sample.grammars for sample, _, _ in samples):
         return None
@@ -77,13 +71,12 @@ def allowed_tokens(samples: Sequence[tuple[TrainSample, Any, Any]], masks: Gramm
 
 
 def choices_of(grammar: str, max_tokens: int, most: int, grammars: Grammars, eos: int) -> tuple[tuple[int, ...], ...]:
-    """Return every reply that could be sampled under a grammar, in order of the token ids.
+    """Return every reply that can be sampled under a grammar, in order of the token ids.
 
-    One text may be sampled as different tokens, which are different replies.
+    One text may have several tokenizations, which are different replies.
 
     Args:
-        max_tokens: longest reply; a longer one is cut there.
-        most: how many replies there may be.
+        max_tokens: longer replies are cut.
 
     Raises:
         ConfigError: there are more than `most`.
@@ -108,11 +101,7 @@ def choices_of(grammar: str, max_tokens: int, most: int, grammars: Grammars, eos
 
 
 def grammar_problem(sample: TrainSample, grammars: Grammars) -> str | None:
-    """Return why a row can't be walked through its grammars; None: it can.
-
-    Raises:
-        EngineFailure: the process that compiles grammars does not work.
-    """
+    """Return why a row can't be walked through its grammars; None: it can."""
     for span in sample.grammars:
         tokens, wanted = _walk_of(sample, span)
         try:

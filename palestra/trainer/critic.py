@@ -1,7 +1,7 @@
-"""A critic: a copy of the policy's model with value heads in place of the head that predicts tokens.
+"""A critic: a copy of the policy's model with value heads in place of the language-model head.
 
-A critic of states has one head. One of actions has two, whose smaller value counts, so that errors upwards do not feed
-themselves, and a copy that follows slowly, of which the critic's own targets are made (Haarnoja et al. 2018).
+A critic of states has one head. A critic of actions has two heads, and the smaller value counts, so that overestimation
+does not feed itself. A target copy follows slowly and computes the critic's own targets (Haarnoja et al. 2018).
 """
 
 from __future__ import annotations
@@ -28,19 +28,14 @@ _HEAD_DEVIATION = 1e-2  # of the initial weights of twin heads: equal ones would
 
 
 class Critic:
-    """The weights and the optimizer of a critic; its methods run in the trainer's thread.
-
-    Attributes:
-        optimizer: AdamW over the weights of the body and of the value heads.
-        outputs: what `values` can compute.
-    """
+    """The weights and the optimizer of a critic; its methods run in the trainer's thread."""
 
     def __init__(self, model: CausalLM, config: TrainerConfig, target: CausalLM | None = None) -> None:
-        """Take over a model's weights, float32, and give it value heads: every value is 0 at first, or nearly.
+        """Take over a model's float32 weights, and add value heads whose values begin at or near 0.
 
         Args:
-            model: a model of the critic's own, or one whose adapter is; what only predicts tokens of it is never used.
-            target: another copy of the model, of a critic of actions; None: it is one of states.
+            model: used by the critic alone, apart from a shared base; its language-model head is unused.
+            target: the target copy of a critic of actions; None: a critic of states.
         """
         self._net = _ValueNet(model, config, heads=1 if target is None else 2)
         self._target: _ValueNet | None = None
@@ -51,11 +46,7 @@ class Critic:
         self.optimizer = Optimizer(self._net.named_parameters())
 
     def values(self, micro: MicroBatch, outputs: Collection[ForwardOutput]) -> dict[ForwardOutput, Tensor]:
-        """Return numbers of each trained token, float32 [T] for each output, without gradient.
-
-        Args:
-            outputs: some of the `outputs` of this critic.
-        """
+        """Return numbers of each trained token, float32 [T] for each output, without gradient."""
         columns = columns_of(micro, self._net.device)
         found: dict[ForwardOutput, Tensor] = {}
         with torch.no_grad():
@@ -71,11 +62,7 @@ class Critic:
         return found
 
     def add_gradient(self, micro: MicroBatch, loss: ValueLoss) -> dict[str, Reduction]:
-        """Add the gradient of one micro-batch, and return its metrics.
-
-        Args:
-            micro: rows with `returns` and, for a loss that reads them, `values`.
-        """
+        """Add the gradient of one micro-batch, and return its metrics."""
         columns = columns_of(micro, self._net.device)
         with torch.enable_grad():
             values = self._net(micro, columns["source" if self._target is None else "node"])
@@ -92,7 +79,7 @@ class Critic:
         return {**output.metrics, **found}
 
     def optim_step(self, params: OptimParams) -> OptimReport:
-        """Apply the gradient unless it is not finite, clear it, and let the copy of a critic of actions follow."""
+        """Apply the gradient unless it is not finite, clear it, and update the target copy."""
         report = self.optimizer.step(params)
         if self._target is not None and report.applied:
             with torch.no_grad():
@@ -108,7 +95,7 @@ class Critic:
             write_named(folder, _TARGET, [(name, p.detach()) for name, p in self._target.named_parameters()])
 
     def read(self, folder: Path) -> None:
-        """Take over weights and optimizer from a checkpoint's folder.
+        """Load weights and optimizer from a checkpoint's folder.
 
         Raises:
             CheckpointError: the checkpoint has no critic, or that of another model.
@@ -160,7 +147,7 @@ def copy_weights(parameters: Sequence[tuple[str, nn.Parameter]], weights: dict[s
         weights: by name, on the CPU; matrices are [n, d], norms and biases [d].
 
     Raises:
-        CheckpointError: one is not there, or has another shape.
+        CheckpointError: a weight is missing or has another shape.
     """
     for name, parameter in parameters:
         if name not in weights or weights[name].shape != parameter.shape:

@@ -1,10 +1,10 @@
-"""Which tenant is served next: deficit round robin by tokens (Shreedhar and Varghese 1995), with weights.
+"""Chooses the next tenant: deficit round robin by tokens (Shreedhar and Varghese 1995), with weights.
 
-In each round a tenant of weight w may use w times the quantum. A piece of work is not cut to fit, so a tenant may use
-more by less than one piece, which the next round takes off. A round ends when no tenant that waits has tokens left.
-Within a round a tenant is served until it has used its tokens, or has no work left, because adapters that take turns
-more often may have to be written to disk and read again. One that comes with work goes before those that are there
-already (MacGregor and Shi 2000; RFC 8290): what it may use in the round is the same, but little work is done soon.
+In each round a tenant of weight w may use w times the quantum. Work is not split, so a tenant may overdraw by less than
+one piece; the next round subtracts it. A round ends when no waiting tenant has tokens left. Within a round, a tenant is
+served until its tokens or its work are used up: switching adapters more often would write more of them to disk. A
+tenant that arrives with work is served first (MacGregor and Shi 2000; RFC 8290): its share is the same, but short work
+finishes soon.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Account:
-    """What one tenant may use in a round, and what is left of it, in tokens."""
+    """A tenant's allowance and remaining tokens in a round."""
 
     whole: float
     left: float
@@ -29,17 +29,17 @@ class FairShares:
         """Begin without tenants.
 
         Args:
-            quantum: tokens of a tenant of weight 1 in a round; positive.
+            quantum: tokens per round of a tenant of weight 1; positive.
         """
         self.quantum = quantum
         self._accounts: dict[str, _Account] = {}
         self._order: list[str] = []  # tenants that had work when one was chosen last
 
     def add(self, tenant: str, weight: float) -> None:
-        """Add a tenant, or change the weight of one from the next round on.
+        """Add a tenant, or change its weight from the next round on.
 
         Args:
-            weight: its share beside those of others; positive.
+            weight: positive.
         """
         whole = weight * self.quantum
         self._accounts.setdefault(tenant, _Account(whole, whole)).whole = whole
@@ -49,10 +49,10 @@ class FairShares:
         self._accounts.pop(tenant, None)
 
     def choose(self, waiting: Sequence[str]) -> str:
-        """Return which tenant is served next. A new round begins if none of them has tokens left.
+        """Return the tenant to serve next; begin a new round if no waiting tenant has tokens left.
 
         Args:
-            waiting: tenants with work, at least one; of those that have come since the last call the first goes first.
+            waiting: tenants with work, at least one. Among new ones the first is served first.
         """
         come = [tenant for tenant in waiting if tenant not in self._order]
         self._order = come + [tenant for tenant in self._order if tenant in waiting]
@@ -65,7 +65,7 @@ class FairShares:
         return self._accounts[tenant].left > 0
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """Take tokens that are used for a tenant off what it has left."""
+        """Subtract used tokens from a tenant's allowance."""
         self._accounts[tenant].left -= tokens
 
     def _begin_rounds(self, waiting: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
-"""A trainer without a model, for the fake engine: its "weights" are a hash of everything it was trained on.
+"""A trainer without a model, for the fake engine: its "weights" are a hash of all its training data.
 
-Two runs end with the same weights exactly if they were given the same samples, in the same order, in the same steps.
-Tests of faults and of the data plane check exactly that.
+Two runs end with equal weights exactly if they got the same samples in the same order and steps. Tests of faults and of
+the data plane rely on it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _UNTRAINED = hashlib.sha256(b"untrained").hexdigest()
 
 @dataclass(slots=True)
 class _Policy:
-    """The hashes that stand for the weights and gradients of a policy's networks, and its version."""
+    """Hashes in place of a policy's weights and gradients, and its version."""
 
     spec: PolicySpec
     weights: dict[Network, str] = field(default_factory=lambda: dict.fromkeys(NETWORKS, _UNTRAINED))
@@ -59,20 +59,16 @@ class _Policy:
 
 
 class FakeTrainer:
-    """A `Trainer` for tests and demonstrations that need no model: it hashes its inputs in place of computing."""
+    """A `Trainer` for tests and demonstrations without a model: it hashes its inputs instead of computing."""
 
     def __init__(self, keep: int) -> None:
-        """Create a trainer without policies.
-
-        Args:
-            keep: how many checkpoints of a policy are kept.
-        """
+        """Create a trainer without policies."""
         self._policies: dict[str, _Policy] = {}
         self._keep = keep
         self._serial = Serial()
 
     def digest(self, policy: str) -> str:
-        """Return the hash that stands for a policy's weights: of everything the policy was trained on."""
+        """Return the hash of everything that the policy was trained on."""
         return self._policy(policy).weights["policy"]
 
     def version(self, policy: str) -> PolicyVersion:
@@ -103,15 +99,9 @@ class FakeTrainer:
     async def forward(
         self, policy: str, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
     ) -> ForwardOutputs:
-        """Return the engine's logprobs of the rows of `batch`, because `policy` has no model to compute others.
+        """Return the engine's logprobs of the rows: there is no model to compute others.
 
-        The critic's values are all the same, and made of its hash.
-
-        Returns:
-            For each of `outputs` one float32 [N] a row; see `Trainer.forward`.
-
-        Raises:
-            ConfigError: the policy has no reference or no critic for an output.
+        All values of the critic are equal, and derived from its hash.
         """
         mine = self._policy(policy)
         known = {"old_logprobs"} | ({"reference_logprobs"} if mine.spec.reference is not None else set())
@@ -130,14 +120,9 @@ class FakeTrainer:
     async def forward_backward(
         self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str, logprobs: bool = False
     ) -> StepReport:
-        """Add the rows of `batch` to the hash that stands for a gradient of `policy`; see `Trainer.forward_backward`.
+        """Add the rows of `batch` to the hash that represents the gradient; see `Trainer.forward_backward`.
 
-        Args:
-            loss: declares the metrics, which are all 0, and decides whether the gradient is the critic's.
-            logprobs: whether the report has those of the trained tokens, which are the engine's.
-
-        Raises:
-            ConfigError: the loss is of a critic, and there is none.
+        All metrics are 0; the reported logprobs are the engine's.
         """
         mine, built = self._policy(policy), build_loss(loss)
         network: Network = "critic" if isinstance(built, ValueLoss) else "policy"
@@ -181,9 +166,7 @@ class FakeTrainer:
         return record_problems(batch)
 
     async def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
-        """Refuse: without a model there are no tokens of which `grammar` would allow some.
-
-        `policy`, `max_tokens` and `most` are not used.
+        """Raise ConfigError: without a model there are no tokens.
 
         Raises:
             ConfigError: always.
@@ -193,14 +176,7 @@ class FakeTrainer:
     async def optim_step(
         self, policy: str, params: OptimParams, request_id: str, network: Network = "policy"
     ) -> OptimReport:
-        """Hash a gradient of `policy` into its weights, with the learning rate; see `Trainer.optim_step`.
-
-        Args:
-            params: the numbers of this update, of which only the learning rate counts.
-
-        Raises:
-            ConfigError: there is no critic.
-        """
+        """Hash the gradient and the learning rate into the policy's weights; see `Trainer.optim_step`."""
         mine = self._policy(policy)
         _check(mine, network)
 

@@ -23,13 +23,7 @@ from palestra.types.records import TrainSample
 
 
 class Gradient:
-    """The losses of a batch, micro-batch by micro-batch.
-
-    Attributes:
-        model: the policy's.
-        micro_batches: all rows of the batch, in order.
-        sums: of the metrics so far.
-    """
+    """The loss and the metrics of a batch, computed micro-batch by micro-batch."""
 
     def __init__(
         self,
@@ -42,13 +36,13 @@ class Gradient:
         micro_batches: Sequence[MicroBatch],
         logprobs: bool = False,
     ) -> None:
-        """Prepare a batch; nothing is computed yet.
+        """Prepare a batch without computing anything.
 
         Args:
-            logprobs: whether the report has those of the trained tokens.
+            logprobs: whether to report the logprobs of the trained tokens.
 
         Raises:
-            ConfigError: a penalty needs logprobs of a reference that the rows do not have.
+            ConfigError: the loss needs logprobs of a reference that the rows do not have.
         """
         self.model, self.micro_batches = model, micro_batches
         self._forward, self._version, self._spec, self._loss = forward, version, spec, loss
@@ -58,17 +52,17 @@ class Gradient:
 
     @property
     def unmeasured(self) -> Sequence[MicroBatch]:
-        """Return the micro-batches that `measure` has to be called with before any `loss_of`.
+        """Return the micro-batches that need `measure` before any call of `loss_of`.
 
-        They have episodes that lie in several micro-batches, and the loss is one over sequences.
+        A loss over sequences needs it for episodes that are split over several micro-batches.
         """
         return () if self._means is None else self._means.split
 
     def measure(self, micro: MicroBatch, hidden: Tensor | None = None) -> None:
-        """Add what one micro-batch of `unmeasured` says of its episodes, by a pass without gradient.
+        """Add a micro-batch of `unmeasured` to the sequence means, by a forward pass without a gradient.
 
         Args:
-            hidden: the last hidden states of all its nodes, [N, hidden]; None: they are computed.
+            hidden: last hidden states of all nodes, [N, hidden]; None: computed here.
         """
         assert self._means is not None
         targets = columns_of(micro, self.model.device)
@@ -77,11 +71,10 @@ class Gradient:
             self._means.add(micro, self._loss.of_sequence(self._inputs(logprobs, targets)))
 
     def loss_of(self, micro: MicroBatch, hidden: Tensor | None = None) -> Tensor:
-        """Return the loss of one micro-batch, a scalar with a gradient; its metrics are added up.
+        """Return the loss of one micro-batch, a scalar with a gradient, and add up its metrics.
 
         Args:
-            micro: one of `micro_batches`.
-            hidden: the last hidden states of all its nodes, [N, hidden]; None: they are computed.
+            hidden: last hidden states of all nodes, [N, hidden]; None: computed here.
 
         Raises:
             InvalidAlgorithm: the loss is not a number for each token.
@@ -113,7 +106,7 @@ class Gradient:
         return total
 
     def report(self) -> StepReport:
-        """Return metrics and counts, after `loss_of` each micro-batch."""
+        """Return metrics and counts, after `loss_of` was called for each micro-batch."""
         report = report_of(self.micro_batches, self.sums)
         if self._trained is None:
             return report
@@ -179,7 +172,7 @@ def report_of(micro_batches: Collection[MicroBatch], sums: MetricSums) -> StepRe
 
 
 def numbers_by_row(micro: MicroBatch, numbers: Tensor) -> list[Floats]:
-    """Return numbers [T] of a micro-batch's trained tokens as a float32 [N] for each of its rows, else NaN."""
+    """Spread numbers [T] of a micro-batch's trained tokens over its rows: float32 [N] each, NaN elsewhere."""
     found, start, flat = list[Floats](), 0, numbers.cpu().numpy()
     for sample, _, _ in micro.samples:
         row = np.full(len(sample.ids), np.nan, np.float32)
@@ -190,7 +183,7 @@ def numbers_by_row(micro: MicroBatch, numbers: Tensor) -> list[Floats]:
 
 
 def _check_numbers(loss: Loss, micro: MicroBatch, values: Tensor) -> None:
-    """Check what a loss has returned for the trained tokens of a micro-batch, which should be [T]."""
+    """Raise InvalidAlgorithm unless a loss is [T] finite numbers for the trained tokens of a micro-batch."""
     tokens = int(sum(sample.loss_mask.sum() for sample, _, _ in micro.samples))
     if values.shape != (tokens,):
         raise InvalidAlgorithm(
@@ -202,7 +195,7 @@ def _check_numbers(loss: Loss, micro: MicroBatch, values: Tensor) -> None:
 
 
 def _not_a_number(loss: Loss, micro: MicroBatch, values: Tensor) -> str:
-    """Return which tokens of which episodes a loss [T] is not a number for, in words."""
+    """Describe the tokens and episodes for which a loss [T] is not a number."""
     wrong = values.detach().isnan().cpu().numpy()
     places, start = list[str](), 0
     for sample, _, _ in micro.samples:

@@ -1,4 +1,4 @@
-"""Loads the networks of a policy: what is trained, and what stands beside it and never changes."""
+"""Loads the networks of a policy: the trained ones, and the frozen reference and teacher."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ class NetworkLoading:
     """Loads networks for one trainer.
 
     Attributes:
-        models: of this process.
         dtype: precision of products, and of weights that never change.
-        device: where the weights are put.
     """
 
     models: LoadedModels
@@ -29,15 +27,7 @@ class NetworkLoading:
     device: torch.device
 
     def trained(self, spec: PolicySpec, seed: int) -> tuple[CausalLM, Any]:
-        """Load a model of which all weights or an adapter are trained, float32, and its tokenizer.
-
-        Args:
-            seed: of the weights of a new adapter.
-
-        Raises:
-            ModelError: missing weights, or an unsupported architecture.
-            ConfigError: the adapter does not fit the model.
-        """
+        """Load a model in float32, all of whose weights or an adapter are trained, and its tokenizer."""
         if spec.adapter is None:
             model, tokenizer = self.models.own(spec.model, torch.float32, self.device, spec.vision)
             if model.vision is not None and model.vision.trained:
@@ -46,11 +36,10 @@ class NetworkLoading:
         return self.models.adapted(spec.model, spec.adapter, seed, self.dtype, self.device)
 
     def frozen(self, spec: PolicySpec, policy: CausalLM, tokenizer: Any) -> dict[ForwardOutput, CausalLM]:
-        """Load the models that are never trained, by what they compute, rounded to the precision of products.
+        """Load the frozen models in the precision of products, by the output that each computes.
 
         Raises:
-            ConfigError: one has another tokenizer, so that its ids are other texts, or more or fewer tokens.
-            ModelError: missing weights, or an unsupported architecture.
+            ConfigError: a model has another tokenizer than the policy.
         """
         found: dict[ForwardOutput, CausalLM] = {}
         if spec.reference is not None:

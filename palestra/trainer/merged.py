@@ -25,10 +25,10 @@ class UpdateRequest:
 
 
 def add_gradients(parts: Sequence[GradientPieces], mixed: MixedModel) -> list[Exception | None]:
-    """Compute the next piece of several policies in one pass, and add the gradient of each to its policy's.
+    """Compute the next piece of several policies in one pass, and add each gradient to its policy's.
 
     Args:
-        parts: requests of different policies with adapters on the base of `mixed`, with a piece left.
+        parts: requests of different policies with adapters on the base of `mixed`, each with a piece left.
 
     Returns:
         For each what has failed, or None; the gradient of a policy that fails is as before its request. If the pass

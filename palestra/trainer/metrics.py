@@ -26,14 +26,10 @@ class SentSums:
 
 
 class MetricSums:
-    """Adds up what micro-batches report, in their order, on the device where it was computed."""
+    """Adds up the metrics of micro-batches, in their order, on the device that computes them."""
 
     def __init__(self, declared: Collection[str]) -> None:
-        """Start with empty sums.
-
-        Args:
-            declared: the names that may be reported.
-        """
+        """Start with empty sums."""
         self._declared = frozenset(declared)
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor] = {}  # divisors of means over some of the trained tokens
@@ -45,9 +41,6 @@ class MetricSums:
 
         Args:
             reported: for each metric its values, [T] or scalar tensors, and how they are reduced.
-
-        Raises:
-            ValueError: a name is not declared.
         """
         if unknown := reported.keys() - self._declared:
             raise ValueError(f"the loss reports {sorted(unknown)}, which its `metrics` do not declare")
@@ -64,7 +57,7 @@ class MetricSums:
                     self._means.add(name)
 
     def merge(self, other: SentSums) -> None:
-        """Add what another process has added up, of other rows of the same batch."""
+        """Add the sums of another process, from other rows of the same batch."""
         for mine, theirs in ((self._sums, other.sums), (self._counts, other.counts)):
             for name, value in theirs.items():
                 _add(mine, name, torch.from_numpy(value))
@@ -82,10 +75,10 @@ class MetricSums:
         return SentSums(sums=sums, counts=counts, largest=largest, means=frozenset(self._means))
 
     def result(self, trained: int) -> dict[str, float]:
-        """Return one number for each metric: NaN for a mean over no tokens.
+        """Return one number for each metric; a mean over no tokens is NaN.
 
         Args:
-            trained: how many tokens were trained in all micro-batches together.
+            trained: trained tokens of all micro-batches together.
         """
         found = {name: float(value) for name, value in self._largest.items()}
         for name, total in self._sums.items():

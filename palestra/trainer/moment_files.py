@@ -1,6 +1,6 @@
-"""The moments of an optimizer on disk, each rank of a sharded trainer writing its own part.
+"""An optimizer's moments on disk, written by each rank of a sharded trainer for its own part.
 
-The format is that of `torch.distributed.checkpoint`, from which any number of ranks can read its parts, and one process
+The format is that of `torch.distributed.checkpoint`: any number of ranks can read their parts, and one process can read
 all of them.
 """
 
@@ -24,13 +24,10 @@ KINDS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def write_moments(folder: Path, moments: Mapping[str, Tensor]) -> None:
-    """Write the parts of this rank; every rank calls this with tensors of the same names.
+    """Write the parts of this rank. Collective: every rank passes tensors of the same names.
 
     Args:
-        moments: by kind and name; DTensors [n, d] or [d], and scalars that are the same on all ranks.
-
-    Raises:
-        OSError: the parts of one of the ranks can't be written.
+        moments: by kind and name; DTensors [n, d] or [d], or scalars that are equal on all ranks.
     """
     try:
         save(dict(moments), storage_writer=FileSystemWriter(folder))
@@ -39,11 +36,8 @@ def write_moments(folder: Path, moments: Mapping[str, Tensor]) -> None:
 
 
 def read_moments(folder: Path, parameters: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-    """Return the moments of weights by kind and name, [n, d] or [d] as the weight is, and sharded like it.
-
-    Args:
-        folder: where `write_moments` has written.
-        parameters: weights by name; those of which nothing was written are left out.
+    """Return the moments of weights by kind and name, [n, d] or [d], sharded like the weight; weights without moments
+    are left out.
 
     Raises:
         CheckpointError: the files can't be read, or are of other weights.
@@ -68,7 +62,7 @@ def read_moments(folder: Path, parameters: Sequence[tuple[str, nn.Parameter]]) -
 
 
 def _first(error: CheckpointException) -> str:
-    """Return what has failed on the first of the ranks that have failed."""
+    """Return the error of the first rank that failed."""
     failures = error.failures
     rank = min(failures)
     return f"rank {rank}: {failures[rank][0]}"

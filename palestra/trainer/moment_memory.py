@@ -1,8 +1,7 @@
 """Memory for the moments of an optimizer, outside of malloc's heap.
 
-Moments are twice as large as the weights, are made behind the first gradient, and stay. In a heap that keeps freed
-memory, as `tune_malloc` wants, they would lie scattered where activations were, and the next pass would have to find
-room between them: in `make demo` that took another 200 MB.
+Moments are twice as large as the weights, are created after the first gradient, and stay. `tune_malloc` makes the heap
+keep freed memory, where moments would fragment the space that activations reuse (+200 MB in `make demo`).
 """
 
 from __future__ import annotations
@@ -19,12 +18,9 @@ _LINE = 64  # bytes, between which tensors begin: what torch's own allocator pro
 
 
 def zeros_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return zeros of the shapes and types of tensors, [n, d] or [d], in one mapping of memory, on Linux.
+    """Return zeros with the shapes and types of tensors, [n, d] or [d], in one memory mapping, on Linux.
 
-    All of them are parts of one storage, which is freed when the last of them is.
-
-    Raises:
-        MemoryError: there is no room.
+    They share one storage, which is freed with the last of them.
     """
     starts, end = list[int](), 0
     for tensor in tensors:

@@ -28,12 +28,7 @@ _APART_BYTES = 2**26  # of weights on a CPU, from which on their moments lie out
 
 
 class Optimizer:
-    """AdamW over these weights.
-
-    Attributes:
-        parameters: each weight once, with its name.
-        adamw: the optimizer of torch.
-    """
+    """AdamW over the given weights, each once, by name."""
 
     def __init__(self, parameters: Named) -> None:
         """Create the optimizer without moments."""
@@ -48,20 +43,20 @@ class Optimizer:
         self._apart: dict[nn.Parameter, tuple[Tensor, Tensor]] | None = None  # memory for the moments of each weight
 
     def gradient(self) -> list[Tensor | None]:
-        """Return a copy of each weight's gradient, [n, d] or [d]; None: it has none."""
+        """Return a copy of each weight's gradient, [n, d] or [d]; None for a weight without a gradient."""
         return [None if p.grad is None else p.grad.clone() for _, p in self.parameters]
 
     def put_gradient(self, gradient: Sequence[Tensor | None]) -> None:
-        """Set each weight's gradient, as `gradient` has returned them."""
+        """Set each weight's gradient to what `gradient` returned."""
         for (_, parameter), own in zip(self.parameters, gradient, strict=True):
             parameter.grad = own
 
     def clip(self, max_norm: float) -> float:
-        """Scale the gradient down to a global L2 norm of at most `max_norm`, and return its norm before that."""
+        """Scale the gradient down to a global L2 norm of at most `max_norm`, and return the norm before clipping."""
         return float(torch.nn.utils.clip_grad_norm_([p for _, p in self.parameters], max_norm))
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """Return the part of a weight, a gradient or a moment, [n, d] or [d], that is in this process: all of it."""
+        """Return this process's part of a weight, gradient or moment, [n, d] or [d]: here, all of it."""
         return tensor
 
     def step(self, params: OptimParams) -> OptimReport:
@@ -72,18 +67,14 @@ class Optimizer:
         return report
 
     def park(self, folder: Path, prefix: str) -> None:
-        """Write weights, gradient and moments into files of a folder; `free` may then drop them.
-
-        Args:
-            folder: where to write; it has to exist.
-        """
+        """Write weights, gradient and moments into files of an existing folder; `free` may then drop them."""
         tensors = [(f"{_WEIGHT}.{name}", p.detach()) for name, p in self.parameters]
         tensors += [(f"{_GRADIENT}.{name}", p.grad) for name, p in self.parameters if p.grad is not None]
         write_named(folder, f"{prefix}-{_WEIGHT}", tensors)
         self.write(folder, f"{prefix}-moments")
 
     def free(self) -> None:
-        """Drop weights, gradient and moments, which `park` has written; `unpark` has to come before all else."""
+        """Drop weights, gradient and moments after `park`; only `unpark` may be called next."""
         for _, parameter in self.parameters:
             parameter.grad = None
             parameter.data = parameter.data.new_empty(0)
@@ -91,7 +82,7 @@ class Optimizer:
         self._apart = None
 
     def unpark(self, folder: Path, prefix: str) -> None:
-        """Take over what `park` has written, bit by bit."""
+        """Restore what `park` wrote, bit by bit."""
         found = read_named(folder, f"{prefix}-{_WEIGHT}")
         for name, parameter in self.parameters:
             # Copies: what is read lies at any address, and products of numbers that are not aligned round differently.
@@ -101,11 +92,7 @@ class Optimizer:
         self.read(folder, f"{prefix}-moments")
 
     def write(self, folder: Path, prefix: str) -> None:
-        """Write the moments into files of a folder, `PREFIX-N.safetensors`.
-
-        Args:
-            folder: where to write; it has to exist.
-        """
+        """Write the moments into files `PREFIX-N.safetensors` of an existing folder."""
         state = self.adamw.state
         write_named(
             folder,
@@ -114,7 +101,7 @@ class Optimizer:
         )
 
     def read(self, folder: Path, prefix: str) -> None:
-        """Take over the moments that `write` has written, here or over ranks; a weight without any starts without.
+        """Load moments written by `write`, here or by ranks; weights without stored moments start without.
 
         Raises:
             CheckpointError: they can't be read.
@@ -134,11 +121,7 @@ class Optimizer:
         return read_moments(moments_folder(folder, prefix), self.parameters)
 
     def _restore(self, moments: Mapping[str, dict[str, Tensor]]) -> None:
-        """Give the optimizer the state of each parameter, by name, as read from a checkpoint on the CPU.
-
-        The optimizer itself moves the tensors to the parameters' devices, and `step` to where a fused update reads it;
-        those that lie apart are copied there.
-        """
+        """Load the state of each parameter, by name, as read from a checkpoint on the CPU."""
         for name, parameter in self.parameters:
             own = moments.get(name)
             if own is not None and (
@@ -159,7 +142,7 @@ class Optimizer:
                     own[key] = place.copy_(own[key])
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the moments of a weight, [n, d] or [d], which are zero at first, and how often it was updated."""
+        """Return the moments of a weight, [n, d] or [d], and its update count; all are zero at first."""
         state: dict[str, Tensor] = self.adamw.state[parameter]
         if not state:
             places = self._moments_apart(parameter) or [torch.zeros_like(parameter) for _ in _MOMENTS]
@@ -168,7 +151,7 @@ class Optimizer:
         return state
 
     def _moments_apart(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor] | None:
-        """Return memory for both moments of a weight, [n, d] or [d]; None: they lie where all else does."""
+        """Return memory for both moments of a weight, [n, d] or [d]; None: use ordinary memory."""
         if self._apart is None:
             weights = [p for _, p in self.parameters if type(p.data) is Tensor and p.device.type == "cpu"]
             if sys.platform != "linux" or sum(p.nbytes for p in weights) < _APART_BYTES:
@@ -179,12 +162,9 @@ class Optimizer:
 
 
 def step_together(steps: Sequence[tuple[Optimizer, OptimParams]]) -> list[OptimReport | Exception]:
-    """Apply the gradients of several optimizers in one pass, each as if it were alone.
+    """Apply the gradients of several optimizers in one pass, with the same results as alone.
 
-    Updates with the same numbers are one call over the weights of all their optimizers.
-
-    Args:
-        steps: optimizers, each once, with the numbers of their updates.
+    Updates with equal numbers are one call over the weights of all their optimizers.
 
     Returns:
         For each its report, or what failed; one whose gradient is not finite is not applied, and its weights are as
@@ -253,27 +233,23 @@ def _apply(updates: Sequence[list[_Update]], params: OptimParams) -> None:
 
 
 def moments_folder(folder: Path, prefix: str) -> Path:
-    """Return the folder in a checkpoint of the moments that several ranks have written, each its own part."""
+    """Return the folder, within a checkpoint, of moments written by ranks."""
     return folder / f"{prefix}-shards"
 
 
 def write_named(folder: Path, prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write named tensors into a file of a folder, `PREFIX-0.safetensors`; nothing is written where there are none.
+    """Write named tensors into `PREFIX-0.safetensors` of an existing folder, or no file if there are none.
 
     Args:
-        folder: where to write; it has to exist.
-        tensors: matrices [n, d], norms and biases [d], or scalar, with names that are unique.
+        tensors: matrices [n, d], norms and biases [d], or scalars, with unique names.
     """
     if named := list(tensors):
         write_tensors(named, folder / f"{prefix}-0.safetensors")
 
 
 def read_named(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Return the tensors, [n, d], [d] or scalar, of all files `PREFIX-*.safetensors` of a folder, on the CPU, by name.
-
-    Args:
-        folder: where they are.
-        prefix: of the files' names.
+    """Return the tensors of all files `PREFIX-*.safetensors` of a folder, [n, d], [d] or scalar, on
+    the CPU, by name.
     """
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob(f"{prefix}-*.safetensors")):

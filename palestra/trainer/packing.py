@@ -1,8 +1,8 @@
-"""Merge rows into trees, so that tokens which several rows have in common are computed once.
+"""Merges rows into trees, so that tokens shared by several rows are computed once.
 
-The episodes of a group share their prompt, so most of a flat batch is repetition. Rows that begin alike are merged into
-a tree of tokens, in which each token sees only its ancestors. The gradient of a shared token is then the sum of the
-gradients that its copies would have had. Placeholders of two images are not alike, although their ids are.
+The episodes of a group share their prompt, so most of a flat batch is repetition. Rows with a common prefix become a
+tree in which each token attends only to its ancestors. The gradient of a shared token is the sum of the gradients of
+its copies. Placeholders of different images are different tokens, although their ids are equal.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _NONE = np.empty(0, np.int64)  # no nodes
 
 
 class Tree:
-    """Rows merged on their common beginnings. Nodes are tokens, in the order in which they were added.
+    """Rows merged on their common prefixes. Nodes are tokens, in the order in which they were added.
 
     Attributes:
         ids: token id of each node.
         positions: position of each node in its row, from 0.
         runs: chains of nodes: (first node, one past the last, parent node or -1).
-        paths: int64 [N] for each row, its nodes.
+        paths: for each row its nodes, int64 [N].
     """
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class Tree:
         return len(self.ids)
 
     def shared(self, row: TokenRun) -> NDArray[np.int64]:
-        """Return the nodes of the leading tokens that the row has in common with a row of the tree, as many as can be.
+        """Return the nodes of the longest prefix that the row shares with the tree.
 
-        The number of rows does not matter: from the root on, at most one run continues as the row does.
+        The number of rows does not matter: at each node at most one run continues as the row does.
         """
         parts, parent, start = [_NONE], -1, 0
         while start < len(row):
@@ -61,11 +61,10 @@ class Tree:
         return np.concatenate(parts)
 
     def add(self, row: TokenRun, shared: NDArray[np.int64]) -> None:
-        """Add a row; only the tokens that no earlier row has become nodes.
+        """Add a row of N tokens; only tokens that no earlier row has become nodes.
 
         Args:
-            row: N tokens.
-            shared: nodes of its leading tokens, as `shared` returns them.
+            shared: nodes of its shared prefix, as returned by `shared`.
         """
         common = len(shared)
         first, last = len(self.ids), len(self.ids) + len(row) - common
@@ -78,10 +77,7 @@ class Tree:
         self.paths.append(np.concatenate((shared, np.arange(first, last))))
 
     def mask(self) -> Tensor | None:
-        """Return which nodes each node sees, bool [n, n]: itself and its ancestors.
-
-        None: the tree is a single chain.
-        """
+        """Return which nodes each node attends to, bool [n, n]; None: the tree is a single chain."""
         if len(self.runs) == 1:
             return None
         seen = torch.zeros((len(self), len(self)), dtype=torch.bool)
@@ -94,10 +90,9 @@ class Tree:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Trees that go through the model together, and the rows in them.
+    """Trees that the model computes together, and their rows.
 
     Attributes:
-        trees: their nodes lie one after another in the flat batch.
         samples: each row with the offset of its tree in the flat batch and its path [N] in the tree.
     """
 
@@ -106,14 +101,14 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens go through the model."""
+        """Return how many tokens the model computes."""
         return sum(map(len, self.trees))
 
     def targets(self) -> dict[str, Tensor]:
         """Return columns [T] of the trained tokens of all rows, in order of the rows.
 
-        `source` is the node that predicts the token, `node` the token's own and `target` its id; `version` is [T, 2];
-        the others have the names of `LossInputs` and `TrainSample`.
+        `source` is the node that predicts the token, `node` the token's own node and `target` its id; `version` is [T,
+        2]. The other columns have the names of `LossInputs` and `TrainSample`.
         """
         columns: defaultdict[str, list[NDArray[np.generic]]] = defaultdict(list)
         for sample, offset, path in self.samples:
@@ -135,14 +130,14 @@ class MicroBatch:
 
 
 def pack(samples: Sequence[TrainSample], max_tokens: int) -> list[MicroBatch]:
-    """Pack rows into micro-batches of at most `max_tokens` computed tokens, in the order of the rows.
+    """Pack rows, in order, into micro-batches of at most `max_tokens` computed tokens.
 
-    A micro-batch has more tokens if one row has more, or if a row shares half of its tokens with earlier ones: then up
-    to twice the row's length, because the long prompt of a group should not be computed for each of its answers. The
-    same rows in the same order always give the same arithmetic.
+    A micro-batch is larger if one row is, or if a row shares half of its tokens with earlier rows: then it may have up
+    to twice the row's length, so that a long prompt is not computed for each answer. Equal rows in equal order give the
+    same arithmetic.
 
     Raises:
-        ValueError: the first token of a row is trained, which nothing predicts.
+        ValueError: the first token of a row is trained, but no token predicts it.
     """
     batches: list[MicroBatch] = []
     tree: Tree | None = None

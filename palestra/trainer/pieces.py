@@ -1,7 +1,7 @@
-"""Requests that are computed piece by piece, between which a trainer can compute requests of other policies.
+"""Requests computed piece by piece, so that a trainer can interleave requests of several policies.
 
-A piece is one micro-batch. A policy's rows are packed as if they were alone, and pieces are computed in order, so that
-neither the pieces nor their sums depend on what is computed between them.
+A piece is one micro-batch. Each policy's rows are packed separately and computed in order, so neither the pieces nor
+their sums depend on other policies.
 """
 
 from __future__ import annotations
@@ -28,28 +28,24 @@ T = TypeVar("T")
 
 
 class Pieces(ABC, Generic[T]):
-    """A request about one policy, as micro-batches that are computed one after another."""
+    """A request about one policy, split into micro-batches that are computed one after another."""
 
     def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Begin with all micro-batches left.
-
-        Args:
-            micro_batches: in the order in which they are computed.
-        """
+        """Begin with all micro-batches left."""
         self._left = deque(micro_batches)
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens the next piece has; 0: none is left."""
+        """Return how many tokens the next piece has; 0: all pieces are computed."""
         return self._left[0].tokens if self._left else 0
 
     @property
     def base(self) -> CausalLM | None:
-        """Return the model that can compute the next piece in one pass with others'; None: it is computed alone."""
+        """Return the model that can compute the next piece together with others; None: it must be computed alone."""
         return None
 
     def compute(self) -> None:
-        """Compute the next piece alone; if an error is raised, `take_back` has to be called."""
+        """Compute the next piece alone. After an error the caller must call `take_back`."""
         self._compute(self._left.popleft())
 
     @abstractmethod
@@ -57,13 +53,13 @@ class Pieces(ABC, Generic[T]):
 
     @abstractmethod
     def result(self) -> T:
-        """Return the answer to the request, after the last piece."""
+        """Return the answer to the request. All pieces must be computed."""
 
     def take_back(self) -> None:
-        """Undo what the pieces have changed, so that the request may be sent again."""
+        """Undo the changes of all pieces, so that the request may be sent again."""
 
     def run(self) -> T:
-        """Compute all pieces; if one fails, nothing is changed."""
+        """Compute all pieces; a failure changes nothing."""
         try:
             while self.tokens:
                 self.compute()
@@ -82,7 +78,7 @@ class ForwardPieces(Pieces[ForwardOutputs]):
         outputs: Collection[ForwardOutput],
         forward: Callable[[MicroBatch, Collection[ForwardOutput]], Mapping[ForwardOutput, Tensor]],
     ) -> None:
-        """Begin with no row.
+        """Begin without rows.
 
         Args:
             forward: returns the numbers of one micro-batch, [T] each.
@@ -97,7 +93,7 @@ class ForwardPieces(Pieces[ForwardOutputs]):
             rows += numbers_by_row(micro, computed[name])
 
     def result(self) -> ForwardOutputs:
-        """Return for each output and row the numbers of its trained tokens, float32 [N], else NaN."""
+        """Return for each output and row the numbers of its trained tokens, float32 [N], NaN elsewhere."""
         return self._found
 
 
@@ -110,7 +106,7 @@ class _GradientOf(Pieces[StepReport]):
         self._before: list[Tensor | None] | None = None  # the gradient before the first piece; None: there was none
 
     def keep_gradient(self) -> None:
-        """Keep the gradient as it was before this request, unless it is kept already."""
+        """Save the gradient from before this request, once."""
         # Without the copy, a request that fails halfway and is sent again would add a part of its gradient twice.
         if self._before is None:
             self._before = self._optimizer.gradient()
@@ -123,7 +119,7 @@ class _GradientOf(Pieces[StepReport]):
 
 
 class CriticPieces(_GradientOf):
-    """A request that adds the gradient of a batch to a critic's."""
+    """A request that adds the gradient of a batch to a critic's gradient."""
 
     def __init__(self, micro_batches: Sequence[MicroBatch], critic: Critic, loss: ValueLoss) -> None:
         """Begin without a gradient."""
@@ -143,19 +139,16 @@ class CriticPieces(_GradientOf):
 class GradientPieces(_GradientOf):
     """The gradient of a policy.
 
-    The first pieces of a loss over sequences measure, without a gradient, the episodes that lie in several
-    micro-batches.
-
-    Attributes:
-        gradient: the losses of the batch.
+    For a loss over sequences, the first pieces measure episodes that are split over several micro-batches, without a
+    gradient.
     """
 
     def __init__(self, optimizer: Optimizer, make: Callable[[], Gradient], base: CausalLM | None) -> None:
-        """Prepare the losses.
+        """Prepare the request.
 
         Args:
-            make: returns the losses of the batch, none of which is computed yet.
-            base: computes it in common passes with other policies; None: the policy is computed alone.
+            make: returns the batch's `Gradient`, on which nothing was computed yet.
+            base: computes it in common passes with other policies; None: it is computed alone.
         """
         self.gradient = make()
         super().__init__(self.gradient.micro_batches, optimizer)
@@ -164,12 +157,12 @@ class GradientPieces(_GradientOf):
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens the next piece has; 0: none is left."""
+        """Return how many tokens the next piece has; 0: all pieces are computed."""
         return self._unmeasured[0].tokens if self._unmeasured else super().tokens
 
     @property
     def base(self) -> CausalLM | None:
-        """Return the model that can compute the next piece in one pass with others'; None: it is computed alone."""
+        """Return the model that can compute the next piece together with others; None: it must be computed alone."""
         return None if self._unmeasured else self._base
 
     def compute(self) -> None:
@@ -186,12 +179,12 @@ class GradientPieces(_GradientOf):
             loss.backward()  # type: ignore[no-untyped-call]
 
     def take_next(self) -> MicroBatch:
-        """Return the next micro-batch, whose gradient the caller adds."""
+        """Return the next micro-batch; the caller adds its gradient."""
         self.keep_gradient()
         return self._left.popleft()
 
     def start_again(self) -> None:
-        """Begin again, from here on alone: a common pass has failed, and any of its policies may be the reason."""
+        """Begin again, from now on alone: a common pass failed, and any of its policies may be the reason."""
         self.take_back()
         self.gradient, self._base = self._make(), None
         self._left, self._unmeasured = deque(self.gradient.micro_batches), deque(self.gradient.unmeasured)

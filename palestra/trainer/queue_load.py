@@ -1,4 +1,4 @@
-"""What waits in a queue of training requests, and what was computed for whom."""
+"""Load of a training queue: waiting requests, and tokens computed per tenant."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ class TenantLoad:
     """One tenant of a queue.
 
     Attributes:
-        tenant: its name.
-        weight: its share beside those of others.
+        weight: its relative share.
         waiting: requests without an answer.
-        longest_wait: seconds since the oldest of them came; 0.0: there is none.
-        tokens: computed for it since it came, counting each other request as some.
+        longest_wait: seconds since its oldest waiting request arrived; 0.0: no request waits.
+        tokens: computed for it since it joined; each request without tokens counts a fixed number.
     """
 
     tenant: str
@@ -29,22 +28,21 @@ class TenantLoad:
         return replace(self, weight=weight)
 
     def with_tokens(self, tokens: int) -> TenantLoad:
-        """Return the record with so many tokens more."""
+        """Return the record with `tokens` added."""
         return replace(self, tokens=self.tokens + tokens)
 
     def with_waiting(self, waits: Sequence[float]) -> TenantLoad:
-        """Return the record with the seconds for which its requests have been waiting."""
+        """Return the record with the waiting times of its requests, in seconds."""
         return replace(self, waiting=len(waits), longest_wait=max(waits, default=0.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueLoad:
-    """A queue, as its tenants see it.
+    """The load of a queue, as its tenants see it.
 
     Attributes:
-        tenants: one record each.
-        passes: through a model, so far.
-        merged_passes: of these, with rows of several policies.
+        passes: forward and backward passes so far.
+        merged_passes: passes with rows of several policies.
     """
 
     tenants: tuple[TenantLoad, ...]

@@ -1,8 +1,8 @@
-"""Means over whole sequences, for losses that need them: an episode's tokens may lie in several micro-batches.
+"""Means over whole sequences, for losses that need them: an episode may be split over several micro-batches.
 
-The means are numbers without a gradient, so that micro-batches stay independent of one another. A micro-batch whose
-episodes are all whole in it gives its means itself. The others go through the model once more beforehand, without a
-gradient, so that the result depends neither on packing nor on the size of micro-batches.
+Means have no gradient, so micro-batches stay independent. A micro-batch with only whole episodes computes its own
+means. The others are computed once more beforehand, without a gradient, so that the result does not depend on packing
+or on the size of micro-batches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SequenceMeans:
     """The mean of a number over the trained tokens of each episode of a batch."""
 
     def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Find out which micro-batches have a part of an episode only."""
+        """Find the micro-batches that have a part of an episode only."""
         episodes = [{sample.episode_id for sample, _, _ in micro.samples} for micro in micro_batches]
         parts = Counter(name for names in episodes for name in names)
         self.split = [
@@ -32,7 +32,7 @@ class SequenceMeans:
         self._sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def add(self, micro: MicroBatch, values: Tensor) -> None:
-        """Add the numbers of one of the micro-batches of `split`.
+        """Add the numbers [T] of the trained tokens of a micro-batch of `split`.
 
         Args:
             values: [T], of its trained tokens.
@@ -42,8 +42,9 @@ class SequenceMeans:
     def of(self, micro: MicroBatch, values: Tensor) -> Tensor:
         """Return for each trained token of a micro-batch the mean over its episode, float32 [T], without a gradient.
 
+        All micro-batches of `split` must have been added before.
+
         Args:
-            micro: any micro-batch; all of `split` have been added.
             values: [T], of its trained tokens.
         """
         sums = self._sums
@@ -58,9 +59,9 @@ class SequenceMeans:
 
 
 def _add(sums: defaultdict[str, list[float]], micro: MicroBatch, values: Tensor) -> None:
-    """Add the numbers [T] of a micro-batch to the sum and the count of each of its episodes.
+    """Add the numbers [T] of a micro-batch to the sum and count of each of its episodes.
 
-    A token without a number does not count: it has no logprob of sampling, because it was not sampled.
+    A token without a number does not count: it was not sampled, so it has no sampling logprob.
     """
     column = values.detach().double().cpu().numpy()
     start = 0

@@ -19,28 +19,25 @@ REMEMBERED_BYTES = 64 * 2**20
 class KnownRequests:
     """The newest 64 requests of each policy, by their ids.
 
-    Results that are long, because they have the logprobs of a batch, are kept up to 64 MiB of all policies together.
-    Of older requests only the ids are kept, so that one which is sent again is refused and not executed again.
+    Long results (logprobs of a batch) are kept up to 64 MiB over all policies. For older requests only the id is kept:
+    sending one again raises an error instead of executing it twice.
     """
 
     def __init__(self, most_bytes: int = REMEMBERED_BYTES) -> None:
-        """Know no request yet.
+        """Start empty.
 
         Args:
-            most_bytes: of results, of all policies together; the newest result is kept in any case.
+            most_bytes: of results, over all policies; the newest result is always kept.
         """
         self._known: OrderedDict[tuple[str, str], asyncio.Future[Any] | None] = OrderedDict()  # None: without result
         self._bytes: OrderedDict[tuple[str, str], int] = OrderedDict()  # of long results that are kept, oldest first
         self._most_bytes = most_bytes
 
     def find(self, policy: str, request_id: str) -> asyncio.Future[Any] | None:
-        """Return the result of a request; None: it has not been seen, or has failed, so that it may be repeated.
-
-        Args:
-            policy: the policy of the request; each policy has request ids of its own.
+        """Return the result of a request; None: unknown or failed, so it may be executed.
 
         Raises:
-            Expired: the request was executed, and its result is not kept any more.
+            Expired: the request was executed, but its result was dropped.
         """
         key = (policy, request_id)
         if key not in self._known:
@@ -89,27 +86,23 @@ def _size(result: Any) -> int:
 
 
 class Serial:
-    """Runs pieces of work one at a time, in the order in which they were requested."""
+    """Runs one piece of work at a time, in the order of the requests."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._known = KnownRequests()
 
     async def run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Run `work` after all work that was requested earlier, and return its result.
+        """Run `work` after all earlier work, and return its result.
 
         Cancelling the caller does not stop the work.
         """
         return await asyncio.shield(asyncio.ensure_future(self._locked(work)))
 
     async def run_idempotent(self, policy: str, request_id: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Run `work` unless this request has been seen; then wait for the first run and return its result.
+        """Run `work` unless this request is known; then return the result of its first run.
 
-        A run that failed may be repeated under its id. Cancelling the caller does not stop the work.
-
-        Args:
-            policy: the policy of the request; each policy has request ids of its own.
-            request_id: names the request; the newest 64 of each policy are remembered.
+        A failed run may be repeated under its id. Cancelling the caller does not stop the work.
         """
         known = self._known.find(policy, request_id)
         if known is None:
@@ -121,11 +114,10 @@ class Serial:
     async def run_together(
         self, requests: Sequence[tuple[str, str]], work: Callable[[list[int]], Awaitable[list[T | Exception]]]
     ) -> list[T | Exception]:
-        """Run several requests as one piece of work, but for those that have been seen.
+        """Run several requests, named by policy and id, as one piece of work, except those already known.
 
         Args:
-            requests: for each its policy and its id.
-            work: is given the places of the requests that are new, and returns the result of each, or its error.
+            work: gets the indices of the new requests, and returns the result or the error of each.
 
         Returns:
             The result of each request, or its error; one that failed may be repeated under its id.

@@ -15,13 +15,13 @@ from palestra.trainer.torch_policy import TorchPolicy
 class Slots:
     """The policies with adapters that are in memory, the least recently used first.
 
-    A policy that waits keeps its place in the trainer: its version, its requests, its tokenizer. Its weights, gradients
-    and moments are in files with checksums, from which they come back bit by bit. The files are part of the process:
-    after its death a job continues from its checkpoint.
+    For an evicted policy the trainer keeps its version, its requests and its tokenizer. Its weights, gradients and
+    moments are in files with checksums, and return bit by bit. The files belong to the process: after its death a job
+    continues from its checkpoint.
     """
 
     def __init__(self, count: int | None) -> None:
-        """Make free slots.
+        """Begin with free slots.
 
         Args:
             count: how many policies are in memory at a time; None: all.
@@ -38,10 +38,9 @@ class Slots:
         return self._count
 
     def use(self, policies: dict[str, TorchPolicy]) -> None:
-        """Bring policies into memory, in the place of those that were not used for longest.
+        """Load policies into memory, evicting the least recently used.
 
-        Args:
-            policies: by name, at most as many as there are slots; policies without adapters are always in memory.
+        Policies without adapters are always in memory. There may be at most as many policies as slots.
 
         Raises:
             CheckpointError: the disk is full, or files of a policy are damaged.
@@ -74,7 +73,7 @@ class Slots:
             return_freed_memory()
 
     def forget(self, name: str) -> None:
-        """Free the slot of a policy that is removed, or its files."""
+        """Free a removed policy's slot, or delete its files."""
         self._inside.pop(name, None)
         if (folder := self._outside.pop(name, None)) is not None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 
 class TenantTrainer:
-    """A `Trainer` whose requests wait for their turn among those of other tenants.
+    """A `Trainer` for one tenant of a training queue.
 
-    In the trainer its policies are called `TENANT/POLICY`, so that no tenant can name those of another.
+    The trainer knows its policies as `TENANT/POLICY`, so that no tenant can name another's.
     """
 
     def __init__(self, queue: TrainingQueue, tenant: str) -> None:
-        """Speak for a tenant."""
+        """Send requests as `tenant`."""
         self._queue, self._tenant, self._trainer = queue, tenant, queue.trainer
 
     def version(self, policy: str) -> PolicyVersion:
@@ -57,13 +57,7 @@ class TenantTrainer:
     async def forward_backward(
         self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str, logprobs: bool = False
     ) -> StepReport:
-        """Add the gradient of a batch to a policy, piece by piece; see `Trainer.forward_backward`.
-
-        Args:
-            batch: S rows, with advantages and loss weights.
-            loss: the loss of a token or of a value, by its name.
-            logprobs: whether the report has those of the trained tokens.
-        """
+        """Add the gradient of a batch to a policy, piece by piece; see `Trainer.forward_backward`."""
         build_loss(loss)  # a loss that is not known is no request
         name = self._name(policy)
         pieces = partial(self._trainer.gradient_pieces, name, batch, loss, logprobs)
@@ -75,11 +69,7 @@ class TenantTrainer:
     async def optim_step(
         self, policy: str, params: OptimParams, request_id: str, network: Network = "policy"
     ) -> OptimReport:
-        """Apply the gradient of `policy` or of its critic; see `Trainer.optim_step`.
-
-        Args:
-            network: whose gradient; updates of policies are applied together with those of others.
-        """
+        """Apply the gradient of `policy` or of its critic; see `Trainer.optim_step`."""
         name = self._name(policy)
         call = partial(self._trainer.optim_step, name, params, request_id, network)
         request = Queued(self._tenant, name, call)
@@ -98,12 +88,7 @@ class TenantTrainer:
         return await self._do(policy, lambda: self._trainer.untrainable(name, batch, request_id), request_id)
 
     async def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
-        """Return every reply that could be sampled under a grammar; see `Trainer.choices`.
-
-        Args:
-            max_tokens: longest reply.
-            most: how many replies there may be.
-        """
+        """Return every reply that could be sampled under a grammar; see `Trainer.choices`."""
         name = self._name(policy)
         return await self._do(policy, lambda: self._trainer.choices(name, grammar, max_tokens, most))
 

@@ -1,4 +1,4 @@
-"""What a model says of the trained tokens of a micro-batch, from one flat forward pass over its trees."""
+"""Logprobs and entropies of a micro-batch's trained tokens, from one flat forward pass over its trees."""
 
 from __future__ import annotations
 
@@ -39,51 +39,42 @@ def columns_of(micro: MicroBatch, device: torch.device) -> dict[str, Tensor]:
 
 
 def flat_hidden(model: CausalLM, micro: MicroBatch, weights: HeadWeights | None = None) -> Tensor:
-    """Return the model's last hidden states of all nodes of a micro-batch, float32 [N, hidden].
-
-    Args:
-        weights: of the output layer; see `CausalLM.hidden`.
-    """
+    """Return the model's last hidden states of all nodes of a micro-batch, float32 [N, hidden]."""
     return hidden_with(model, micro, flat_picture_rows(model, micro), weights)
 
 
 def hidden_with(
     model: CausalLM, micro: MicroBatch, pictures: PictureRows | None, weights: HeadWeights | None = None
 ) -> Tensor:
-    """Return what `flat_hidden` returns, [N, hidden], where the pictures of the micro-batch are computed already.
-
-    Args:
-        pictures: of `flat_picture_rows`.
-        weights: of the output layer; see `CausalLM.hidden`.
-    """
+    """Return what `flat_hidden` returns, [N, hidden], for pictures that `flat_picture_rows` has embedded."""
     ids, positions, attention = flat_inputs(micro.trees, model.device)
     return model.hidden(ids, flat_positions(model, micro, positions), attention, pictures, weights)
 
 
 def flat_picture_rows(model: CausalLM, micro: MicroBatch) -> PictureRows | None:
-    """Return the embeddings of a micro-batch's pictures, at its nodes; None: it has none.
+    """Return the embeddings of a micro-batch's pictures, by node; None: no pictures.
 
     Raises:
         ModelError: the model reads text only, or a picture does not fit its placeholders.
-        PalestraError: a picture is not there.
+        PalestraError: a picture is missing.
     """
     return model.picture_rows(flat_pictures(model, micro))
 
 
 def flat_inputs(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, Tensor, TreeAttention]:
-    """Return ids [N] and positions [N] of the nodes of trees, one tree after another, and their attention."""
+    """Return the ids [N], positions [N] and attention of the nodes of trees, one tree after another."""
     ids = torch.tensor([i for tree in trees for i in tree.ids], device=device)
     positions = torch.tensor([p for tree in trees for p in tree.positions], device=device)
     return ids, positions, TreeAttention(trees, device)
 
 
 def flat_positions(model: CausalLM, micro: MicroBatch, positions: Tensor) -> Tensor:
-    """Return the positions of the nodes of a micro-batch: [N], or [3, N] where pictures of the model lie in a plane.
+    """Return the positions of the nodes of a micro-batch: [N], or [3, N] if the model has 2D positions for images.
 
-    A position depends on the tokens before it alone, so rows that share a node agree on it.
+    A position depends only on earlier tokens, so rows that share a node agree on it.
 
     Args:
-        positions: [N], places of the nodes in their rows; what is returned for all others.
+        positions: [N], positions of the nodes in their rows.
     """
     found = positions
     for sample, offset, path in micro.samples:
@@ -98,7 +89,8 @@ def flat_positions(model: CausalLM, micro: MicroBatch, positions: Tensor) -> Ten
 
 
 def flat_pictures(model: CausalLM, micro: MicroBatch) -> list[tuple[PlacedPicture, NDArray[np.int64]]]:
-    """Return the pictures of a micro-batch, each with the nodes [F] of its placeholders; rows name shared ones again.
+    """Return the pictures of a micro-batch, each with the nodes [F] of its placeholders; shared ones occur several
+    times.
 
     Raises:
         ModelError: there is a picture, and the model reads text only.
@@ -135,13 +127,12 @@ class TokenForward:
     ) -> tuple[Tensor, Tensor]:
         """Return the targets' log-probabilities and the entropies at their positions, float32 [T] each.
 
-        Logits of at most `logit_chunk` positions exist at a time, because T x V floats would not fit into memory; with
-        more positions the logits are computed again in the backward pass.
+        Logits of at most `logit_chunk` positions exist at a time, because [T, V] floats would not fit into memory. With
+        more positions the backward pass computes the logits again.
 
         Args:
-            columns: its columns on the model's device (`columns_of`).
-            entropy_gradient: whether the entropies have a gradient, as the log-probabilities have.
-            hidden: the last hidden states of all nodes, [N, hidden]; None: they are computed.
+            entropy_gradient: whether the entropies have a gradient.
+            hidden: last hidden states of all nodes, [N, hidden]; None: computed here.
         """
         states, chunks = self._chunks(micro, columns, hidden)
         if not chunks:
@@ -152,10 +143,10 @@ class TokenForward:
         return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
 
     def logprobs(self, micro: MicroBatch, columns: dict[str, Tensor], hidden: Tensor | None = None) -> Tensor:
-        """Return the targets' log-probabilities alone, float32 [T]: for a pass that needs no entropies.
+        """Return the targets' log-probabilities alone, float32 [T].
 
         Args:
-            hidden: the last hidden states of all nodes, [N, hidden]; None: they are computed.
+            hidden: last hidden states of all nodes, [N, hidden]; None: computed here.
         """
         states, chunks = self._chunks(micro, columns, hidden)
         pieces = [self._alone(chunk) for chunk in chunks]
@@ -210,16 +201,14 @@ class TokenForward:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chunk:
-    """Positions whose scores exist at the same time.
+    """Positions whose logits exist at the same time.
 
     Attributes:
         hidden: [T, hidden], at the positions that predict the targets.
         head: the output layer, for all chunks of the micro-batch; None: the model's module.
-        target: [T].
         temperature: [T], at which the tokens were sampled; None: all at 1.
         allowed: [T, B] bits of the tokens that could have been sampled; None: all.
-        again: whether the scores are dropped and computed again in the backward pass, to save memory.
-        corrections: of the logits, which are not computed again.
+        corrections: of the logits; they are not recomputed.
     """
 
     hidden: Tensor

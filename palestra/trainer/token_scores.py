@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies from the scores of the whole vocabulary, with few passes over them.
+"""Log-probabilities and entropies from the logits of the whole vocabulary, with few passes over them.
 
-Scores are the largest tensors of a step, [T, V], and reading and writing them takes longer than the arithmetic.
-Autograd would make a tensor of their size for each operation, forward and backward; here each direction makes one.
+Logits are the largest tensors of a step, [T, V], and memory traffic takes longer than the arithmetic. Autograd would
+make a tensor of their size for each operation, forward and backward; here each direction makes one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.autograd.function import FunctionCtx
 
 @dataclass(slots=True)
 class Measured:
-    """What was found of distributions when their scores were computed first, for where they are computed again.
+    """Results of the first pass over logits, reused when they are recomputed.
 
     Attributes:
-        totals: [T, 1], the logarithms of the sums of the scores' exponents; None: not found yet.
-        entropies: [T], without gradient; None: not found yet.
+        totals: [T, 1], logsumexp of the logits; None: not computed yet.
+        entropies: [T], without gradient; None: not computed yet.
     """
 
     totals: Tensor | None = None
@@ -31,9 +31,7 @@ def token_logprobs(scores: Tensor, target: Tensor, measured: Measured | None = N
 
     Args:
         scores: float32 [T, V], finite.
-        target: int64 [T].
-        measured: gets what is found of the distributions, their entropies included, or has it already, of the same
-            scores; None: it is not kept.
+        measured: results for the same logits, entropies included; filled if empty. None: not kept.
     """
     found: Tensor = _Logprobs.apply(scores, target, measured)  # type: ignore[no-untyped-call]
     return found
@@ -44,7 +42,6 @@ def token_logprobs_and_entropies(scores: Tensor, target: Tensor) -> tuple[Tensor
 
     Args:
         scores: float32 [T, V], finite.
-        target: int64 [T].
     """
     found: tuple[Tensor, Tensor] = _LogprobsAndEntropies.apply(scores, target)  # type: ignore[no-untyped-call]
     return found
@@ -97,10 +94,7 @@ class _LogprobsAndEntropies(Function):
 
 
 def _parts(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return exponents [T, V] of scores less their largest, their sums [T, 1], and the logarithms of the sums [T, 1].
-
-    The logarithms are those of the exponents of the scores themselves.
-    """
+    """Return exp(scores - max) [T, V], its sums [T, 1], and the logsumexp of the scores [T, 1]."""
     top = scores.amax(dim=1, keepdim=True)
     parts = (scores - top).exp_()
     mass = parts.sum(dim=1, keepdim=True)

@@ -39,14 +39,10 @@ OPTIMIZER = "optimizer"  # prefix of its files in a checkpoint
 
 
 class TorchPolicy:
-    """The weights, the optimizer and the version of one policy; its methods run in the trainer's thread.
+    """The weights, the optimizer and the version of one policy; the trainer's thread runs its methods.
 
     Attributes:
-        model: the policy's.
-        optimizer: AdamW over the policy's weights.
-        micro_batch_tokens: most tokens in one pass.
-        version: of the weights.
-        changed: whether there was an update since the weights were handed to an engine.
+        changed: whether the weights were updated since an engine last got them.
     """
 
     def __init__(
@@ -63,13 +59,12 @@ class TorchPolicy:
         """Take over a model's weights as they are, at version 0.0.
 
         Args:
-            model: what is trained of it is float32; it computes in the precision of `config` from here on.
-            tokenizer: the model's, which is written beside its weights.
-            frozen: models in the precision of `config` that are never trained, by the output that each computes:
-                `reference_logprobs`, `teacher_logprobs`; None: there are none.
-            critic: a copy of the policy's model for a critic, float32; None: there is no critic.
-            critic_target: another copy for a critic of actions; None: the critic is one of states.
-            device: that computes; None: the one that has the weights.
+            model: its trained weights are float32; from now on it computes in the precision of `config`.
+            frozen: models in the precision of `config` that are never trained, by output: `reference_logprobs`,
+                `teacher_logprobs`.
+            critic: a float32 copy of the policy's model; None: no critic.
+            critic_target: target copy of a critic of actions; None: a critic of states.
+            device: None: the device of the weights.
         """
         device = device or model.device
         model.compute_in(precision_of(config.dtype, device))
@@ -90,14 +85,13 @@ class TorchPolicy:
         return self.optimizer.parameters
 
     def close(self) -> None:
-        """End the process that compiles the policy's grammars."""
+        """Stop the process that compiles the policy's grammars."""
         self._grammars.close()
 
     def untrainable(self, batch: Sequence[TrainSample]) -> dict[str, str]:
-        """Find episodes with numbers that are not finite, unknown tokens, or replies that miss their grammar.
+        """Find episodes with numbers that are not finite, unknown tokens, or replies outside their grammar.
 
-        Returns:
-            For each such episode its id and the reason; see `Trainer.untrainable`.
+        See `Trainer.untrainable`.
         """
         found = record_problems(batch)
         for sample in batch:
@@ -125,11 +119,7 @@ class TorchPolicy:
     def forward_pieces(
         self, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
     ) -> Pieces[ForwardOutputs]:
-        """Return a request for numbers of the trained tokens of rows.
-
-        Args:
-            outputs: what `check_outputs` has let pass.
-        """
+        """Return a request for numbers of the trained tokens of rows."""
         return ForwardPieces(pack(batch, self.micro_batch_tokens), outputs, self._forward_of)
 
     def _forward_of(self, micro: MicroBatch, outputs: Collection[ForwardOutput]) -> dict[ForwardOutput, Tensor]:
@@ -149,9 +139,9 @@ class TorchPolicy:
         """Return a request that adds the gradient of a batch.
 
         Args:
-            spec: the loss of a token, or of a value: then the gradient is the critic's, and there are no logprobs.
-            logprobs: whether the report has those of the trained tokens.
-            merged: whether other policies' pieces may be computed in the same passes, if all have adapters on one base.
+            spec: a loss of tokens, or of values: then the gradient is the critic's, and no logprobs are reported.
+            logprobs: whether to report the logprobs of the trained tokens.
+            merged: whether pieces of other policies on the same base may be computed in the same passes.
 
         Raises:
             ConfigError: it is a loss of values, and there is no critic; or a penalty needs logprobs of a reference that
@@ -179,14 +169,7 @@ class TorchPolicy:
         return self._critic
 
     def optim_step(self, params: OptimParams, network: Network) -> OptimReport:
-        """Apply the gradient unless it is not finite, clear it, and count the version; see `Trainer.optim_step`.
-
-        Args:
-            network: whose gradient; the critic has no version.
-
-        Raises:
-            ConfigError: there is no critic.
-        """
+        """Apply the gradient unless it is not finite, clear it, and count the version; see `Trainer.optim_step`."""
         if network == "critic":
             if self._critic is None:
                 raise ConfigError("this policy has no critic")
@@ -198,35 +181,28 @@ class TorchPolicy:
         return report
 
     def count(self, report: OptimReport) -> None:
-        """Count the version that an update has made: all updates between two publications together make one."""
+        """Increment the version after an update; all updates between two publications count once."""
         if report.applied and not self.changed:
             self.version, self.changed = self.version.following, True
 
     def save(self, folder: Path, state: Mapping[str, Any], keep: int) -> Path:
-        """Write a checkpoint that transformers can load without conversion; see `Trainer.save`."""
+        """Write a checkpoint that transformers can load; see `Trainer.save`."""
         full = {**state, "incarnation": self.version.incarnation, "n": self.version.n}
         written = checkpoint.write(folder, int(state["step"]), self._fill, full, keep)
         return_freed_memory()  # here, because a checkpoint takes long in any case and is written every few steps
         return written
 
     def save_weights(self, folder: Path, step: int) -> None:
-        """Write weights and tokenizer alone; see `Trainer.save_weights`.
-
-        Args:
-            step: after which the policy has these weights.
-        """
+        """Write weights and tokenizer alone; see `Trainer.save_weights`."""
         state = {"incarnation": self.version.incarnation, "n": self.version.n}
         checkpoint.write_weights_folder(folder, step, lambda path: self.model.save(path, self._tokenizer), state)
         return_freed_memory()
 
     def park(self, folder: Path) -> None:
-        """Write all that training has made into a folder, whole or not at all, and free its memory.
-
-        Args:
-            folder: to write; one that is there is replaced.
+        """Write the trained state atomically into a folder, replacing it, and free its memory.
 
         Raises:
-            CheckpointError: the disk is full, or can't be written to; everything is still in memory.
+            CheckpointError: the disk is full or not writable; everything is still in memory.
         """
 
         def fill(path: Path) -> None:
@@ -238,10 +214,10 @@ class TorchPolicy:
             optimizer.free()
 
     def unpark(self, folder: Path) -> None:
-        """Take back, bit by bit, what `park` has written.
+        """Restore, bit by bit, what `park` wrote.
 
         Raises:
-            CheckpointError: the folder is gone or damaged.
+            CheckpointError: the folder is missing or damaged.
         """
         if checkpoint.read_weights(folder) is None:
             raise CheckpointError(f"{folder}, where an adapter was put while others were trained, is gone or damaged")

@@ -45,10 +45,8 @@ class TorchTrainer:
         """Create a trainer without policies.
 
         Args:
-            config: how gradients are computed, and on which device.
-            keep: how many checkpoints of a policy are kept.
-            models: of this process, which an engine may share; None: the trainer's own.
-            deterministic: whether numbers of a policy must be the same bit for bit whatever is computed beside them.
+            models: may be shared with an engine; None: the trainer's own.
+            deterministic: whether a policy's numbers must be the same bit for bit whatever else is computed.
         """
         self._config, self._keep, self._models = config, keep, models or LoadedModels()
         self._deterministic = deterministic
@@ -60,7 +58,7 @@ class TorchTrainer:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Return how many tokens go through a model in one pass."""
+        """Return how many tokens one pass may compute."""
         device = device_of(self._config.device, "trainer.device")
         return self._config.micro_batch_tokens or MICRO_BATCH_TOKENS[device.type]
 
@@ -129,13 +127,7 @@ class TorchTrainer:
     async def forward(
         self, policy: str, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
     ) -> ForwardOutputs:
-        """Compute `outputs` of the rows of `batch` under the present weights of `policy`, float32 [N] a row.
-
-        See `Trainer.forward`; logprobs of a reference or a teacher need one, and values a critic.
-
-        Raises:
-            ConfigError: another output is wanted.
-        """
+        """Compute `outputs` of rows under the present weights of `policy`, float32 [N] a row; see `Trainer.forward`."""
         mine = self._policy(policy)
         mine.check_outputs(outputs)
         if not outputs:
@@ -145,13 +137,7 @@ class TorchTrainer:
     async def forward_backward(
         self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str, logprobs: bool = False
     ) -> StepReport:
-        """Add the gradient of a batch to a policy; see `Trainer.forward_backward`.
-
-        Args:
-            batch: S rows, with advantages and loss weights; for a critic's loss with values and returns.
-            loss: the loss of a token or of a value, by its name.
-            logprobs: whether the report has those of the trained tokens.
-        """
+        """Add the gradient of a batch to a policy; see `Trainer.forward_backward`."""
         mine = self._policy(policy)
         build_loss(loss)  # a loss that is not known is no request
         return await self._once(policy, request_id, lambda: mine.gradient_pieces(batch, loss, logprobs).run())
@@ -159,11 +145,7 @@ class TorchTrainer:
     async def forward_pieces(
         self, policy: str, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
     ) -> Pieces[ForwardOutputs]:
-        """Prepare a `forward`, which `compute` then does piece by piece.
-
-        Raises:
-            ConfigError: see `forward`.
-        """
+        """Prepare a `forward`, which `compute` then executes piece by piece."""
         mine = self._policy(policy)
         mine.check_outputs(outputs)
         rows = batch if outputs else ()
@@ -172,15 +154,13 @@ class TorchTrainer:
     async def gradient_pieces(
         self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, logprobs: bool = False
     ) -> Pieces[StepReport]:
-        """Prepare a `forward_backward`, which `compute` then does piece by piece.
+        """Prepare a `forward_backward`, which `compute` then executes piece by piece.
+
+        No other gradient or update of the policy may be computed until the last piece.
 
         Args:
-            policy: its name, of which no other gradient and no update may be computed until the last piece.
             loss: the loss of a token or of a value, by its name.
             logprobs: whether the report has those of the trained tokens.
-
-        Raises:
-            ConfigError: see `forward_backward`.
         """
         mine, merged = self._policy(policy), not self._deterministic
         return await self._serial.run(
@@ -188,11 +168,9 @@ class TorchTrainer:
         )
 
     async def compute(self, pieces: Mapping[str, Pieces[Any]]) -> dict[str, Exception]:
-        """Compute the next piece of requests in one pass.
+        """Compute the next piece of requests, by policy, in one pass.
 
-        Args:
-            pieces: by policy, with a piece left; if they are several, their `base` is the same model, and there are no
-                more than `most_together`.
+        Several requests must have the same `base`, and be no more than `most_together`.
 
         Returns:
             What has failed, by policy: then that policy is as before its request.
@@ -216,7 +194,7 @@ class TorchTrainer:
         return failures
 
     def _in_memory(self, names: Iterable[str]) -> tuple[dict[str, TorchPolicy], dict[str, Exception]]:
-        """Bring policies into memory; returns those that are there, and what failed for the others."""
+        """Load policies into memory; return those loaded, and the errors of the others."""
         ready, failures = dict[str, TorchPolicy](), dict[str, Exception]()
         for name in names:
             try:
@@ -229,7 +207,7 @@ class TorchTrainer:
         return ready, failures
 
     def _mixed_model(self, policies: Mapping[str, TorchPolicy]) -> MixedModel:
-        """Return what computes common passes of policies on one base."""
+        """Return the model that computes common passes of policies on one base."""
         base = next(iter(policies.values())).model.base
         assert base is not None
         if base not in self._mixed:
@@ -237,7 +215,7 @@ class TorchTrainer:
         return self._mixed[base]
 
     async def optim_step_together(self, requests: Sequence[UpdateRequest]) -> list[OptimReport | Exception]:
-        """Apply the gradients of several policies in one pass, as `optim_step` does with each of them.
+        """Apply the gradients of several policies in one pass, like `optim_step` for each.
 
         Returns:
             For each its report, or what failed.
@@ -278,12 +256,7 @@ class TorchTrainer:
         )
 
     async def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
-        """Return every reply that could be sampled under a grammar; see `Trainer.choices`.
-
-        Args:
-            max_tokens: longest reply.
-            most: how many replies there may be.
-        """
+        """Return every reply that could be sampled under a grammar; see `Trainer.choices`."""
         mine = self._policy(policy)
         return await self._serial.run(lambda: self._in_thread(lambda: mine.choices(grammar, max_tokens, most)))
 
@@ -295,10 +268,7 @@ class TorchTrainer:
         return await self._once(policy, request_id, lambda: mine.optim_step(params, network))
 
     async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
-        """Write a checkpoint of `policy` into `folder` with `state`, once for each `request_id`; see `Trainer.save`.
-
-        transformers can load the checkpoint's folder without conversion.
-        """
+        """Write a checkpoint of `policy` that transformers can load, once for each `request_id`; see `Trainer.save`."""
         mine = self._policy(policy)
         return await self._once(policy, request_id, lambda: mine.save(folder, state, self._keep))
 
@@ -328,7 +298,7 @@ class TorchTrainer:
         return await self._serial.run(work)
 
     async def close(self) -> None:
-        """Finish earlier requests, and end the processes that walk grammars; see `Trainer.close`."""
+        """Finish earlier requests, and stop the processes that walk grammars; see `Trainer.close`."""
 
         async def work() -> None:
             for policy in self._policies.values():
@@ -358,11 +328,7 @@ class TorchTrainer:
         return await self._in_thread(compute)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` in a new thread.
-
-        OpenMP keeps threads for every thread that has computed; they end together with this one (see
-        `palestra.threads`).
-        """
+        """Run `work` in a new thread, whose OpenMP threads end with it (see `palestra.threads`)."""
 
         def compute() -> T:
             self._cores.begin()

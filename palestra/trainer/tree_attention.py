@@ -1,10 +1,10 @@
-"""Attention within the trees of a micro-batch, without a mask of all nodes squared.
+"""Attention within the trees of a micro-batch, without an [N, N] mask.
 
-A node sees itself and its ancestors. In bfloat16 on a CPU all runs of the trees may be one call of kernels, see
-`Kernels.trees`. In another precision, or without these, the chains of a tree are computed branch by branch: those that
-begin behind the same node have the same ancestors, and are one call over these and themselves. What the siblings and
-cousins of a chain would have been masked for is not computed at all, and memory grows with the nodes alone: keys are
-gathered for one branch at a time, in the backward pass again. For a GPU see `BlockAttention`.
+A node attends to itself and its ancestors. In bfloat16 on a CPU, one kernel call may compute all runs of the trees; see
+`Kernels.trees`. Otherwise the chains of a tree are computed branch by branch: chains that begin at the same node have
+the same ancestors, and are one call. Scores of siblings and cousins, which a mask would discard, are not computed.
+Memory grows linearly: keys are gathered for one branch at a time, and again in the backward pass. For a GPU see
+`BlockAttention`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Branch:
 
     Attributes:
         nodes: int64 [M].
-        before: int64 [P], the ancestors that all of them see.
-        own: bool [M, M], which of themselves they see; None: they are one chain, and `own` is causal.
+        before: int64 [P], their common ancestors.
+        own: bool [M, M], attention among the nodes; None: causal, because they are one chain.
     """
 
     nodes: NDArray[np.int64]
@@ -46,11 +46,11 @@ class Branch:
     own: Tensor | None
 
     def seen(self, positions: NDArray[np.int64], window: int | None) -> Tensor | None:
-        """Return which of `before` and `nodes` each node sees, bool [M, P + M]; None: plainly causal, nothing before.
+        """Return which of `before` and `nodes` each node attends to, bool [M, P + M]; None: causal without ancestors.
 
         Args:
             positions: of all nodes of the tree in their rows.
-            window: how many tokens a token sees, itself included; None: all ancestors.
+            window: how many tokens a token attends to, including itself; None: all ancestors.
         """
         count = len(self.nodes)
         if window is not None and int(positions[self.nodes].max()) < window:
@@ -66,7 +66,7 @@ class Branch:
 
 
 def branches(tree: Tree) -> list[Branch]:
-    """Divide the nodes of a tree into branches, such that few needless scores are computed, in few calls."""
+    """Divide the nodes of a tree into branches, with few wasted scores and few calls."""
     if len(tree) ** 2 <= _CALL or len(tree.runs) == 1:
         return [Branch(np.arange(len(tree)), np.empty(0, np.int64), tree.mask())]
     behind: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -87,7 +87,7 @@ def branches(tree: Tree) -> list[Branch]:
 
 
 def _families(chains: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Yield the chains behind one node in groups: two are one call where that computes few scores for nothing."""
+    """Yield groups of chains behind one node; two chains share a call if that wastes few scores."""
     family: list[tuple[int, int]] = []
     count = 0
     for first, last in chains:
@@ -100,7 +100,9 @@ def _families(chains: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int
 
 
 def _blocks(first: int, last: int, before: NDArray[np.int64]) -> Iterator[Branch]:
-    """Yield the branches of a chain behind the nodes `before` [P]: itself if there are none, otherwise pieces."""
+    """Yield the branches of a chain behind the nodes `before` [P]: the whole chain if there are none,
+    otherwise pieces.
+    """
     size = _BLOCK if len(before) else last - first
     for start in range(first, last, size):
         above = np.concatenate((before, np.arange(first, start)))
@@ -108,7 +110,7 @@ def _blocks(first: int, last: int, before: NDArray[np.int64]) -> Iterator[Branch
 
 
 def _ancestors(tree: Tree, node: int) -> NDArray[np.int64]:
-    """Return a node and its ancestors, the root first, [P]; none for -1."""
+    """Return a node and its ancestors, the root first, [P]; empty for -1."""
     firsts = np.array([first for first, _, _ in tree.runs])
     parts = []
     while node >= 0:
@@ -138,7 +140,7 @@ class TreeAttention:
             query: [1, H, N, D].
             key: [1, K, N, D].
             value: [1, K, N, D].
-            window: how many tokens a token sees, itself included; None: all ancestors.
+            window: how many tokens a token attends to, including itself; None: all ancestors.
         """
         if self._blocks is not None:
             return self._blocks(query, key, value, scale, window)
@@ -150,7 +152,7 @@ class TreeAttention:
         return out
 
     def _calls_of(self, window: int | None) -> Iterator[_Call]:
-        """Yield the calls of all trees, with places in the flat batch."""
+        """Yield the calls of all trees, with indices into the flat batch."""
         start = 0
         for tree in self._trees:
             positions = np.asarray(tree.positions)
@@ -162,7 +164,7 @@ class TreeAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A branch's places in the flat batch: its nodes [M], what they may see [S], and which do, bool [M, S] or None."""
+    """A branch by indices into the flat batch: nodes [M], keys [S], and bool [M, S] attention or None."""
 
     nodes: Tensor | slice
     keys: Tensor | slice
@@ -177,7 +179,7 @@ class _Call:
         return first, second
 
     def added(self, dtype: torch.dtype, repeats: int) -> Tensor | None:
-        """Return what is added to the scores of queries [repeats * M], all nodes once for each head; None: causal."""
+        """Return the mask added to the scores of queries [repeats * M], all nodes once for each head; None: causal."""
         if self.seen is None:
             return None
         return torch.zeros(self.seen.shape, dtype=dtype).masked_fill_(~self.seen, -torch.inf).repeat(repeats, 1)
@@ -189,13 +191,13 @@ class _Call:
 
 
 def _place(numbers: NDArray[np.int64]) -> Tensor | slice:
-    """Return ascending numbers [M] for picking: those that follow one another as a slice, which copies nothing."""
+    """Return ascending indices [M]; consecutive ones as a slice, which copies nothing."""
     first, last = int(numbers[0]), int(numbers[-1])
     return slice(first, last + 1) if last - first + 1 == len(numbers) else torch.from_numpy(numbers)
 
 
 def _picked(given: Tensor, dim: int, place: Tensor | slice) -> Tensor:
-    """Return the part of a tensor of any shape that lies at a place of one dimension."""
+    """Return the part of a tensor at the indices or slice of one dimension."""
     if isinstance(place, slice):
         return given.narrow(dim, place.start, place.stop - place.start)
     return given.index_select(dim, place)

@@ -11,7 +11,7 @@ from palestra.types.records import TrainSample
 
 
 def record_problems(batch: Sequence[TrainSample]) -> dict[str, str]:
-    """Return the id of each episode of which a number recorded at sampling is not finite, with the reason.
+    """Return episodes with a number recorded at sampling that is not finite: ids and reasons.
 
     Args:
         batch: S rows of sampled tokens.
@@ -22,7 +22,7 @@ def record_problems(batch: Sequence[TrainSample]) -> dict[str, str]:
 
 
 def not_finite(batch: Sequence[TrainSample], columns: Sequence[Mapping[str, Floats]]) -> dict[str, str]:
-    """Return for each episode with a number that is not finite its id and the reason.
+    """Return episodes with a number that is not finite: ids and reasons.
 
     One such number would make the gradient of the whole step NaN.
 

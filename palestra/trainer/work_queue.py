@@ -1,8 +1,8 @@
-"""A queue of the requests of many tenants before one trainer.
+"""A queue of training requests of many tenants in front of one trainer.
 
-The queue gives the trainer one pass at a time: one micro-batch, or one of each of several policies on the same base, or
-the updates of several policies. A request of many micro-batches is thereby computed in pieces, between which others get
-their turn. Requests about one policy are computed in the order in which they came.
+The queue gives the trainer one pass at a time: one micro-batch, one micro-batch each of several policies on the same
+base, or the updates of several policies. So a request of many micro-batches is computed in pieces, and other tenants
+get their turn in between. Requests about one policy are computed in the order of their arrival.
 """
 
 from __future__ import annotations
@@ -34,12 +34,10 @@ PAUSE = 0.02
 
 @dataclass(slots=True, eq=False)
 class Queued:
-    """A request that waits, or is being computed.
+    """A request that waits or is being computed.
 
     Attributes:
-        tenant: whose it is.
-        policy: which policy it is about, by its name in the trainer.
-        call: does it in one go.
+        call: executes the request.
     """
 
     tenant: str
@@ -55,7 +53,7 @@ class QueuedPieces(Queued):
     """A request that is computed in pieces, which `call` returns.
 
     Attributes:
-        pieces: those that are left; None: `call` was not awaited yet.
+        pieces: the remaining ones; None: `call` was not awaited yet.
     """
 
     pieces: Pieces[Any] | None = None
@@ -63,17 +61,13 @@ class QueuedPieces(Queued):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedUpdate(Queued):
-    """An update of a policy's own network, which can be applied together with others.
-
-    Attributes:
-        update: its arguments.
-    """
+    """An update of a policy's own network, which can be applied together with others."""
 
     update: UpdateRequest
 
 
 class TrainingQueue:
-    """Computes the requests of tenants with one trainer, each tenant getting its share of the tokens."""
+    """Executes the requests of tenants with one trainer; each tenant gets its share of the tokens."""
 
     def __init__(
         self,
@@ -82,12 +76,11 @@ class TrainingQueue:
         pause: float = PAUSE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Put a queue before a trainer, which from here on gets all requests through it.
+        """Put a queue in front of a trainer; all its requests must go through the queue.
 
         Args:
-            shares: says who is next; None: deficit round robin with a quantum of four passes.
-            pause: seconds for which the queue waits, after a gradient, for the next request about the policy.
-            clock: monotonic seconds.
+            shares: None: deficit round robin with a quantum of four passes.
+            pause: seconds to wait after a gradient for the next request about the policy.
         """
         self.trainer = trainer
         self._shares = shares or FairShares(QUANTUM_PASSES * trainer.micro_batch_tokens)
@@ -101,11 +94,11 @@ class TrainingQueue:
         self._numbers, self._passes, self._merged = 0, 0, 0
 
     def add_tenant(self, tenant: str, weight: float = 1.0) -> None:
-        """Admit a tenant, or change the weight of one.
+        """Add a tenant, or change its weight.
 
         Args:
-            tenant: its name, without `/`.
-            weight: its share of the tokens beside those of others.
+            tenant: without `/`.
+            weight: relative share of the tokens.
 
         Raises:
             ConfigError: the name or the weight can't be used.
@@ -119,7 +112,7 @@ class TrainingQueue:
         self._tenants[tenant] = known.with_weight(weight)
 
     async def remove_tenant(self, tenant: str) -> None:
-        """Remove a tenant and its policies, also in the middle of its requests; those that wait fail.
+        """Remove a tenant and its policies, even during its requests; waiting requests fail.
 
         Raises:
             NotFound: there is no such tenant.
@@ -145,13 +138,13 @@ class TrainingQueue:
             self._shares.remove(tenant)
 
     def submit(self, request: Queued, request_id: str | None = None) -> asyncio.Future[Any]:
-        """Queue a request, and return its result, which cancelling the caller must not cancel.
+        """Queue a request, and return its result.
+
+        Callers must shield it: cancelling them must not cancel the result. A known `request_id` returns the first
+        request's result, unless that failed.
 
         Args:
-            request_id: names it among those about the policy; None: each is a new one.
-
-        Returns:
-            The result of the request that had the id first, unless that has failed.
+            request_id: None: always a new request.
 
         Raises:
             NotFound: there is no such tenant.
@@ -165,7 +158,7 @@ class TrainingQueue:
         return request.result
 
     def submit_creation(self, request: Queued) -> asyncio.Future[Any]:
-        """Queue a request that makes a policy; see `submit`."""
+        """Queue a request that creates a policy; see `submit`."""
         create = request.call
 
         async def call() -> None:
@@ -176,17 +169,17 @@ class TrainingQueue:
         return self.submit(request)
 
     def submit_removal(self, tenant: str, policy: str) -> asyncio.Future[Any]:
-        """Queue the removal of a policy; ids of earlier requests about the policy are forgotten."""
+        """Queue the removal of a policy, and forget the ids of its earlier requests."""
         result = self.submit(Queued(tenant, policy, self._removal(policy)))
         self._known.forget(policy)
         return result
 
     def policies(self, tenant: str) -> list[str]:
-        """Return the names in the trainer of a tenant's policies."""
+        """Return a tenant's policies, by their names in the trainer."""
         return [policy for policy, owner in self._policies.items() if owner == tenant]
 
     def load(self) -> QueueLoad:
-        """Return what waits, and what was computed for whom."""
+        """Return the waiting requests, and the tokens computed for each tenant."""
         now, waiting = self._clock(), [request for line in self._lines.values() for request in line]
         return QueueLoad(
             tenants=tuple(
@@ -229,7 +222,7 @@ class TrainingQueue:
             self._working = asyncio.create_task(self._work(), name="palestra-training-queue")
 
     async def _work(self) -> None:
-        """Compute the requests of all tenants until none waits."""
+        """Execute the requests of all tenants until the queue is empty."""
         try:
             while self._lines:
                 heads = sorted((line[0] for line in self._lines.values()), key=lambda head: head.number)
@@ -252,7 +245,7 @@ class TrainingQueue:
             raise
 
     async def _compute_pass(self, first: QueuedPieces, heads: Sequence[Queued]) -> None:
-        """Compute the next piece of a request, and in the same pass those of others that fit."""
+        """Compute the next piece of a request, and in the same pass fitting pieces of other requests."""
         pieces = await self._begin(first)
         if pieces is None:
             return
@@ -277,7 +270,7 @@ class TrainingQueue:
         await self._pause_for(ended)
 
     async def _begin(self, request: QueuedPieces) -> Pieces[Any] | None:
-        """Return the pieces of a request; None: there is nothing to compute, or they could not be made."""
+        """Return the pieces of a request; None: nothing to compute, or creating them failed."""
         if request.pieces is None:
             try:
                 request.pieces = await request.call()
@@ -296,13 +289,7 @@ class TrainingQueue:
     async def _joined(
         self, first: QueuedPieces, its: Pieces[Any], heads: Sequence[Queued]
     ) -> list[tuple[QueuedPieces, Pieces[Any]]]:
-        """Return the requests of one pass with their pieces: one request, and in the order of arrival those that fit.
-
-        Args:
-            first: whose turn it is.
-            its: pieces of `first`.
-            heads: the first request about each policy.
-        """
+        """Return the requests of one pass with their pieces: `first`, and fitting ones in order of arrival."""
         parts, base, tokens = [(first, its)], its.base, its.tokens
         if base is None:
             return parts
@@ -318,7 +305,7 @@ class TrainingQueue:
         return [part for part in parts if not part[0].result.done()]  # a tenant may have been removed meanwhile
 
     async def _update(self, first: QueuedUpdate, heads: Sequence[Queued]) -> None:
-        """Apply an update, and in the same pass those of others."""
+        """Apply an update, and others in the same pass."""
         others = (
             head
             for head in heads
@@ -366,7 +353,7 @@ class TrainingQueue:
             request.result.set_exception(error)
 
     def _leave(self, request: Queued) -> None:
-        """Take a request out of its line, unless that was dropped with its tenant."""
+        """Remove a request from its queue, unless that was dropped with its tenant."""
         line = self._lines.get(request.policy)
         if line is not None and line[0] is request:
             line.popleft()
@@ -385,6 +372,6 @@ class TrainingQueue:
 
 
 def _retrieve(result: asyncio.Future[Any]) -> None:
-    """Look at the error of a request whose caller may be gone, so that asyncio does not log it."""
+    """Retrieve the error of a request whose caller may be gone, so that asyncio does not log it."""
     if not result.cancelled():
         result.exception()

@@ -1,1 +1,1 @@
-"""A trainer whose weights, gradients and moments are shared out over processes, called ranks: FSDP2 of torch."""
+"""A trainer whose weights, gradients and moments are sharded over processes, called ranks, by torch's FSDP2."""

@@ -1,8 +1,8 @@
-"""Collective operations of ranks on one machine through memory that all of them have mapped.
+"""Collective operations of ranks on one machine through shared memory.
 
 Gloo sends every weight through the loopback interface, which takes several times as long as a copy, on the cores that
-compute. Here each rank writes its numbers for the others into a shared-memory file of its own, and reads the files of
-the others; gloo only tells when all have written, and when all have read. So gloo still notices a rank that dies.
+compute. Here each rank writes its numbers into its own shared-memory file and reads the files of the others. Gloo only
+synchronizes, and so still detects a rank that dies.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from palestra.trainer.sharded.mapped import mapped, reserve_file
 
 
 class Exchange:
-    """A file of shared memory for each rank, which grows to the largest operation; it has no name once all map it.
+    """A shared-memory file for each rank, as large as the largest operation; unlinked once all ranks have mapped it.
 
     All ranks make the same calls in the same order.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Map nothing yet.
+        """Begin without files.
 
         Args:
             folder: in shared memory, the same for all ranks.
@@ -35,11 +35,11 @@ class Exchange:
         self._files: list[Tensor] = []  # uint8, of each rank
 
     def meet(self) -> None:
-        """Return when all ranks have come here."""
+        """Wait until all ranks call this."""
         dist.barrier()
 
     def slots(self, size: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return the memory of each rank, [size] of a precision; that of this rank may be written. Collective."""
+        """Return the memory of each rank, [size] each; only this rank's may be written. Collective."""
         needed = size * dtype.itemsize
         if not self._files or len(self._files[0]) < needed:
             self._grow(needed)
@@ -67,21 +67,20 @@ class _Allocation:
 
 
 class ExchangedGather(_Allocation, AllGather):
-    """Gathers the parts of all ranks."""
+    """An all-gather through an `Exchange`."""
 
     def __init__(self, exchange: Exchange) -> None:
-        """Gather by what the ranks exchange."""
+        """Gather through `exchange`."""
         self._exchange = exchange
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill a tensor with the parts of all ranks.
+        """Fill a tensor with the parts of all ranks, synchronously.
 
         Args:
-            output_tensor: [n * ranks]; the part of this rank may be there already.
-            input_tensor: the part of this rank, [n].
-            async_op: not used: the parts are there when this returns.
+            output_tensor: [n * ranks]; this rank's part may be there already.
+            input_tensor: this rank's part, [n].
         """
         slots, rank = self._exchange.slots(len(input_tensor), input_tensor.dtype), group.rank()
         slots[rank].copy_(input_tensor)
@@ -96,10 +95,10 @@ class ExchangedGather(_Allocation, AllGather):
 
 
 class ExchangedReduction(_Allocation, ReduceScatter):
-    """Adds up what all ranks have, each rank a part of it; always in the order of the ranks."""
+    """A reduce-scatter through an `Exchange`; sums are always in the order of the ranks."""
 
     def __init__(self, exchange: Exchange) -> None:
-        """Add up what the ranks exchange."""
+        """Reduce through `exchange`."""
         self._exchange = exchange
 
     def __call__(
@@ -110,12 +109,10 @@ class ExchangedReduction(_Allocation, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Fill a tensor with the sum of this rank's part over all ranks.
+        """Fill a tensor [n] with this rank's part of the sum over all ranks, synchronously.
 
         Args:
-            output_tensor: [n].
-            input_tensor: the numbers of this rank for all parts, [n * ranks].
-            async_op: not used: the sum is there when this returns.
+            input_tensor: this rank's numbers for all parts, [n * ranks].
         """
         assert op == dist.ReduceOp.SUM
         slots, rank = self._exchange.slots(len(input_tensor), input_tensor.dtype), group.rank()

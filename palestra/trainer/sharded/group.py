@@ -1,4 +1,4 @@
-"""What the ranks of a trainer agree on, by collective operations that all of them call in the same order."""
+"""Agreement between the ranks of a trainer, by collective operations in the same order on each rank."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """The ranks of one trainer, as one of them sees the others.
+    """The ranks of one trainer, seen from one of them.
 
     Attributes:
-        device: of this rank's numbers.
-        is_first: whether this rank writes what is written once.
+        is_first: whether this rank writes the files that exist once.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Stand for the process group that has been initialised."""
+        """Use the initialised process group."""
         self.device, self.is_first = device, dist.get_rank() == 0
 
     def largest(self, *numbers: int) -> list[int]:
-        """Return the largest of each of these numbers on any rank."""
+        """Return the maximum of each number over all ranks."""
         found = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return [int(number) for number in found]
 
     def share(self, folder: Path) -> bool:
-        """Return whether all ranks see the same files in a folder, as ranks on one machine do."""
+        """Return whether all ranks see the same files in a folder, as on one machine."""
         mark = folder / "first-rank"
         if self.is_first:
             with contextlib.suppress(OSError):
@@ -44,10 +43,10 @@ class RankGroup:
         return not missing
 
     def check(self, problem: Exception | None) -> None:
-        """Return if no rank has a problem.
+        """Raise TakenBack if any rank has a problem.
 
         Raises:
-            TakenBack: a rank has one; the caller has undone what the request has changed.
+            TakenBack: the caller must undo the request's changes.
         """
         (found,) = self.largest(int(problem is not None))
         if found:
@@ -55,12 +54,12 @@ class RankGroup:
 
 
 class Problem:
-    """The first error of a rank at a request, which it raises when all ranks have come to the request's end."""
+    """The first error of a rank in a request, raised only when all ranks have reached the request's end."""
 
     error: Exception | None = None
 
     def catch(self, work: Callable[[], T]) -> T | None:
-        """Return what `work` returns; None: it has failed, and the error is noted."""
+        """Return what `work` returns; None: it failed, and the error is recorded."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001 - raised by `RankGroup.check`

@@ -1,4 +1,4 @@
-"""Files whose bytes are memory that several ranks of one machine have at the same time."""
+"""Files mapped as memory that the ranks of one machine share."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ from torch import Tensor
 
 
 def reserve_file(path: Path, size: int, head: bytes = b"") -> None:
-    """Make a file of `size` bytes for which there is room: without it, a write to the memory would be a SIGBUS.
+    """Create a file whose `size` bytes are allocated on disk: a write to a mapped page without backing is a SIGBUS.
 
     Args:
-        path: of the file; an older one is replaced.
-        size: in bytes.
         head: the first bytes.
-
-    Raises:
-        OSError: there is no room.
     """
     with path.open("wb") as file:
         file.write(head)
@@ -30,11 +25,11 @@ def reserve_file(path: Path, size: int, head: bytes = b"") -> None:
 
 
 def mapped(path: Path, size: int) -> Tensor:
-    """Return the bytes of a file, uint8 [size], as memory: what one process writes, the others have."""
+    """Map a file as uint8 [size]; processes that map it share the memory."""
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
 def rows_of_rank(rows: int, rank: int, count: int) -> slice:
-    """Return which rows of a matrix, or numbers of a vector, a rank has, as FSDP shares them out."""
+    """Return the rows of a matrix, or numbers of a vector, that FSDP assigns to a rank."""
     size = math.ceil(rows / count)
     return slice(min(rank * size, rows), min((rank + 1) * size, rows))

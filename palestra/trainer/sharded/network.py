@@ -1,8 +1,8 @@
-"""A model whose weights are shared out over ranks, which gather those of a layer while they compute it.
+"""A model whose weights are sharded over ranks; each layer's weights are gathered while it is computed.
 
-Gathering is collective, so all ranks make the same number of passes; one that has nothing left to compute makes an idle
-one. Gradients are summed over ranks and not averaged, because the loss weights of rows are shares of the whole batch.
-Products are rounded by autocast as in one process: FSDP's own mixed precision would round the residual stream as well.
+Gathering is collective, so all ranks make the same number of passes; a rank without work makes an idle pass. Gradients
+are summed over ranks, not averaged, because the loss weights of rows are shares of the whole batch. Autocast rounds
+products as in one process; FSDP's own mixed precision would round the residual stream too.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ from palestra.trainer.token_forward import flat_inputs
 
 
 class ShardedNetwork:
-    """A model of which each rank has a part.
+    """One rank's part of a model.
 
     Attributes:
-        model: computes only inside of `compute`; its parameters are DTensors.
+        model: computes only inside `compute`; its parameters are DTensors.
     """
 
     def __init__(
         self, model: CausalLM, mesh: DeviceMesh, offload: bool, dtype: torch.dtype, exchange: Exchange | None
     ) -> None:
-        """Share out the weights of a model, which are either still in their files or whole in this rank's memory.
+        """Shard a model whose weights are whole in memory, or still in their files; then call `read` next.
 
         Args:
-            model: the same on every rank; if it has an adapter, no other model may need the weights of its base. If
-                its weights are still in their files, `read` has to be called next.
-            offload: whether a rank's part of weights, gradients and moments waits in the memory of its CPU.
-            exchange: memory by which the ranks gather and add up; None: by the process group of the mesh.
+            model: the same on every rank. With an adapter, no other model may need the weights of its base.
+            offload: whether this rank's weights, gradients and moments are kept in CPU memory.
+            exchange: gathers and adds up through shared memory; None: by the process group of the mesh.
         """
         model.share_out()
         # Pinned memory is what a CUDA device copies from; without one, there is none.
@@ -89,11 +88,7 @@ class ShardedNetwork:
         self._tree.add(TokenRun.of(np.zeros(1, np.int32), ()), np.empty(0, np.int64))
 
     def read(self) -> None:
-        """Read this rank's rows of all weights that are still in the model's files.
-
-        Raises:
-            ModelError: a file can't be read.
-        """
+        """Read this rank's rows of the weights that are still in files."""
         if self.model.unread is None:
             return
         missing = {name: weight for name, weight in self.model.named_parameters() if weight.is_meta}
@@ -105,16 +100,16 @@ class ShardedNetwork:
                     setattr(module, name, made[id(weight)])
 
     def _made(self, weight: nn.Parameter, rows: Tensor) -> nn.Parameter:
-        """Return a weight, [n, d] or [d], of which this rank has these rows, in the weight's precision."""
+        """Create a weight, [n, d] or [d], from this rank's rows, in the weight's precision."""
         own = rows.to(self._stored, weight.dtype, copy=True)
         found = shared_tensor(own, self._mesh, weight.shape, weight.stride())
         return nn.Parameter(found, requires_grad=weight.requires_grad)
 
     def compute(self, work: Callable[[], Any]) -> Any:
-        """Return what one pass of the model returns: tensors, whose gradient may be computed. Collective.
+        """Return the tensors of one forward pass; they may have a gradient. Collective.
 
         Args:
-            work: calls the model once, and anything of it that is not a layer.
+            work: calls the model once; it may also use parts of it that are not layers.
         """
         # A backward pass begins with what is gathered for all of a pass, and frees it; without one the pass has to.
         root: Any = self._root  # `fully_shard` has made it an `FSDPModule`
@@ -122,19 +117,16 @@ class ShardedNetwork:
         return root(work)
 
     def idle(self) -> Tensor:
-        """Return 0, a scalar, from a pass over one token, with zero gradients for all weights; called in `compute`."""
+        """Run a pass over one token and return a scalar 0 with zero gradients for all weights. Call it in `compute`."""
         model = self.model
         hidden = model.hidden(*flat_inputs((self._tree,), model.device))
         return self.touched(model.logits(hidden).sum() * 0.0)
 
     def touched(self, loss: Tensor) -> Tensor:
-        """Return a loss that gives every weight a gradient, of zero if it has none.
+        """Return a loss that gives every weight a gradient, zero where it has none. Call it in `compute`.
 
-        Ranks add up the gradients of the same weights only. A rank may have rows that need fewer weights than those of
-        another: no head where no token is trained, no part for pictures where there are none.
-
-        Args:
-            loss: scalar; to be called in `compute`.
+        Ranks must sum gradients of the same weights, but one rank's rows may not need all of them: no head without
+        trained tokens, no vision tower without images.
         """
         for module, name in self._others:
             loss = loss + getattr(module, name).view(-1)[0] * 0.0
@@ -142,7 +134,7 @@ class ShardedNetwork:
 
 
 class _Root(nn.Module):
-    """Is called for a whole pass, so that embedding and head, which may be the same weights, are gathered once."""
+    """Wraps a whole pass, so that embedding and head, which may be the same weights, are gathered once."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

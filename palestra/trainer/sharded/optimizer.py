@@ -1,4 +1,4 @@
-"""AdamW over weights of which each rank has a part: the same arithmetic on the parts, and one norm over all of them."""
+"""AdamW over sharded weights: the same arithmetic on each part, and one norm over all parts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ShardedOptimizer(Optimizer):
     """AdamW over the parts of this rank. All ranks call its methods together."""
 
     def clip(self, max_norm: float) -> float:
-        """Scale the gradient down to a norm over all ranks; see `Optimizer.clip`.
+        """Clip by the norm over all ranks; see `Optimizer.clip`.
 
-        `clip_grad_norm_` of torch does the same weight by weight through DTensor, with a message for each.
+        torch's `clip_grad_norm_` does it through DTensor, with a message for each weight.
         """
         parts = [self.part_of(p.grad) for _, p in self.parameters if p.grad is not None]
         device = self.parameters[0][1].device
@@ -37,15 +37,11 @@ class ShardedOptimizer(Optimizer):
         return float(norm)
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """Return the part of a DTensor, [n, d] or [d], that this rank has; see `Optimizer.part_of`."""
+        """Return this rank's part of a DTensor, [n, d] or [d]; see `Optimizer.part_of`."""
         return local_part(tensor)
 
     def write(self, folder: Path, prefix: str) -> None:
-        """Write the moments of this rank; see `Optimizer.write`.
-
-        Raises:
-            OSError: a rank can't write.
-        """
+        """Write the moments of this rank; see `Optimizer.write`."""
         named = {
             f"{key}.{name}": value for name, p in self.parameters for key, value in self.adamw.state.get(p, {}).items()
         }
@@ -66,7 +62,7 @@ class ShardedOptimizer(Optimizer):
 
 
 def take_weights(parameters: Named, weights: Mapping[str, Tensor], path: Any) -> None:
-    """Copy each rank's part of the weights of a checkpoint, which every rank has read.
+    """Copy this rank's part of a checkpoint's weights, which every rank has read.
 
     Args:
         weights: by name, whole: [n, d] or [d].

@@ -1,7 +1,7 @@
-"""Tensors of which each rank has some rows, as FSDP shares them out.
+"""Tensors sharded by rows, as FSDP does.
 
-A part is on the device on which it is kept. With CPU offload that is the CPU while the ranks compute on CUDA devices,
-so parts are not made by `DTensor.from_local` and `distribute_tensor`, which move every tensor to the ranks' device.
+A part stays on its own device. With CPU offload that is the CPU although ranks compute on CUDA devices, so
+`DTensor.from_local` and `distribute_tensor`, which move tensors to the ranks' device, can't be used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from palestra.trainer.sharded.mapped import rows_of_rank
 
 
 def shared_tensor(own: Tensor, mesh: DeviceMesh, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
-    """Return a tensor of which this rank has the rows `own`, on their device. Nothing is sent or copied.
+    """Return a DTensor made of this rank's rows, on their device, without sending or copying.
 
     Args:
         own: the rows of this rank, [m, d] or [m].
@@ -32,10 +32,10 @@ def shared_tensor(own: Tensor, mesh: DeviceMesh, shape: torch.Size, stride: tupl
 
 
 def part_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor shared out as a parameter is; every rank has all of it, so that nothing is sent.
+    """Shard a tensor like a parameter; every rank has all of it, so no data is sent.
 
     Args:
-        whole: [n, d] or [d]; a tensor that is shared out already stays as it is.
+        whole: [n, d] or [d]; returned unchanged if it is sharded already.
         parameter: of the same shape.
     """
     if isinstance(whole, DTensor) or not isinstance(parameter, DTensor):
@@ -47,10 +47,10 @@ def part_like(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor, [n, d] or [d]."""
+    """Return this rank's part of a tensor, [n, d] or [d]."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """Return all of a tensor, [n, d] or [d], on every rank. Collective."""
+    """Return the whole tensor, [n, d] or [d], on every rank. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

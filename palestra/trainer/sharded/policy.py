@@ -1,4 +1,4 @@
-"""What one rank has of a policy: a part of its weights and moments, and the share of each batch that it computes."""
+"""One rank's part of a policy: a shard of its weights and moments, and a share of each batch."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from palestra.types.records import TrainSample
 
 
 class RankPolicy(TorchPolicy):
-    """A policy as one rank has it. Every method is called on all ranks, each with its own rows.
+    """One rank's part of a policy. All ranks call each method together, each with its own rows.
 
-    A rank that fails at its rows continues with idle passes, so that no other rank waits for it; then all ranks undo
-    the request.
+    A rank that fails continues with idle passes, so that the others do not wait for it; then all ranks undo the
+    request.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RankPolicy(TorchPolicy):
         config: TrainerConfig,
         group: RankGroup,
     ) -> None:
-        """Take over networks that are shared out already.
+        """Take over networks that are already sharded.
 
         Args:
             frozen: networks that are never trained, by the output that each computes.
@@ -65,8 +65,7 @@ class RankPolicy(TorchPolicy):
     def outputs(self, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]) -> ForwardOutputs:
         """Return numbers of the trained tokens of this rank's rows; see `Trainer.forward`.
 
-        Args:
-            outputs: what `check_outputs` has let pass.
+        The outputs must have passed `check_outputs`.
         """
         problem = Problem()
         micro_batches = problem.catch(lambda: pack(batch, self.micro_batch_tokens)) or []
@@ -83,10 +82,10 @@ class RankPolicy(TorchPolicy):
         return found
 
     def add_gradient(self, batch: Sequence[TrainSample], spec: LossSpec, logprobs: bool) -> tuple[StepReport, SentSums]:
-        """Add the gradient of all ranks' rows to that of the policy.
+        """Add the gradient of all ranks' rows to the policy's.
 
         Args:
-            logprobs: whether the report has those of the trained tokens.
+            logprobs: whether to report the logprobs of the trained tokens.
 
         Returns:
             The counts of this rank's rows, and the sums of their metrics.
@@ -117,7 +116,7 @@ class RankPolicy(TorchPolicy):
         return gradient.report(), gradient.sums.sent()
 
     def _loss(self, gradient: Gradient | None, micro: MicroBatch | None, problem: Problem) -> Tensor:
-        """Return the loss of a pass, a scalar: of a micro-batch, or 0 where this rank has none left, or has failed."""
+        """Return the loss of a micro-batch, or a scalar 0 if this rank has no micro-batch left or has failed."""
         if gradient is None or micro is None or problem.error is not None:
             return self._network.idle()
         hidden = _hidden(self.model, micro, problem)
@@ -150,19 +149,15 @@ class RankPolicy(TorchPolicy):
                 network.compute(partial(one, micro))
 
     def _passes(self, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
-        """Yield micro-batches, and None in place of those that other ranks have more. Collective."""
+        """Yield micro-batches, then None while other ranks have more. Collective."""
         (most,) = self._group.largest(len(micro_batches))
         for micro, _ in zip_longest(micro_batches, range(most)):
             yield micro
 
     def fill(self, folder: Path, moments: bool) -> None:
-        """Write weights and tokenizer, as one process writes them, and the moments of this rank.
+        """Write weights and tokenizer, as one process writes them, and this rank's moments. Collective.
 
-        The first rank gathers the weights one after another in the memory of its CPU, and writes them.
-
-        Args:
-            folder: where to write; it is there.
-            moments: whether to write those.
+        The first rank gathers the weights one by one in CPU memory, and writes them.
 
         Raises:
             CheckpointError: this rank or another can't write.
@@ -180,7 +175,7 @@ class RankPolicy(TorchPolicy):
             problem.catch(lambda: self.model.save(folder, self._tokenizer, weights))
 
     def read(self, folder: Path) -> None:
-        """Take over this rank's part of a checkpoint that any number of ranks have written, or one process.
+        """Load this rank's part of a checkpoint written by any number of ranks or by one process.
 
         Raises:
             CheckpointError: it is of another model, or can't be read.
@@ -194,11 +189,7 @@ class RankPolicy(TorchPolicy):
         """Write the weights into a file that all ranks see, each rank its own rows. Collective.
 
         Args:
-            path: of the file, which is replaced as a whole.
             dtype: of weights with two dimensions or more, as engines have them; others are float32.
-
-        Raises:
-            OSError: the file can't be written.
         """
         file, part, problem = WeightFile(self.parameters, dtype), path.with_name(f"{path.name}.part"), Problem()
         if self._group.is_first:
@@ -211,14 +202,10 @@ class RankPolicy(TorchPolicy):
         self._group.check(problem.error)
 
     def publish(self, path: Path, dtype: torch.dtype) -> None:
-        """Write the weights, gathered, into a file of the first rank's machine. Collective.
+        """Gather the weights and write them into a file on the first rank's machine. Collective.
 
         Args:
-            path: of the file, which the first rank writes.
             dtype: of weights with two dimensions or more, as engines have them; others are float32.
-
-        Raises:
-            OSError: the file can't be written.
         """
         problem = Problem()
         found = list(_gathered(self.parameters, dtype, keep=self._group.is_first))
@@ -228,17 +215,17 @@ class RankPolicy(TorchPolicy):
 
 
 def _hidden(model: CausalLM, micro: MicroBatch, problem: Problem) -> Tensor | None:
-    """Return the last hidden states of a micro-batch, [N, hidden]; None: a picture can't be shown.
+    """Return the last hidden states of a micro-batch, [N, hidden]; None: an image can't be computed.
 
-    The error is then in `problem`, and the pass of the text model, in which all ranks take part, was not made: the
-    caller makes an idle pass in its place.
+    Then `problem` has the error, and the caller must make an idle pass: the text model's pass is collective and did not
+    run.
     """
     pictures = problem.catch(lambda: flat_picture_rows(model, micro))
     return None if problem.error is not None else hidden_with(model, micro, pictures)
 
 
 def _gathered(parameters: Named, dtype: torch.dtype | None, keep: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights whole and on the CPU, [n, d] or [d], one after another, where they are kept. Collective."""
+    """Yield whole weights on the CPU, [n, d] or [d], one after another, on the rank that keeps them. Collective."""
     for name, parameter in parameters:
         part = parameter.detach()
         whole = whole_of(part if dtype is None or part.ndim < 2 else part.to(dtype))

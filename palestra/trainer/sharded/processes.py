@@ -38,7 +38,7 @@ class RankPlaces:
 
     Attributes:
         start: starts the process of a rank.
-        folder: that the machines of all ranks see, because they may be several; None: all are on this machine.
+        folder: shared by the machines of all ranks; None: all ranks are on this machine.
     """
 
     start: ProcessStarter = start_process
@@ -46,23 +46,17 @@ class RankPlaces:
 
 
 class RankProcesses:
-    """The ranks of one trainer, all of which have every request, or end.
+    """The processes of one trainer's ranks, which live and end together.
 
     Attributes:
-        folder: for files that the ranks and the job share, in shared memory where all are on this machine; it goes
-            with the ranks.
-        lost: why the ranks have been ended; None: they live.
+        folder: files shared by ranks and job, in shared memory if all are on this machine; removed with the ranks.
+        lost: why the ranks were ended; None: they are alive.
     """
 
     def __init__(
         self, config: TrainerConfig, deterministic: bool, places: RankPlaces, pictures: Path | None = None
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            deterministic: see `RankOrder`.
-            pictures: see `RankOrder`.
-        """
+        """Create the object; `start` starts the processes."""
         self._config, self._deterministic, self._places, self._pictures = config, deterministic, places, pictures
         self._owned = OwnedFolder("palestra-ranks-", places.folder)
         self.folder = self._owned.path
@@ -77,11 +71,11 @@ class RankProcesses:
         return [rank.pid for rank in self._ranks]
 
     async def start(self) -> None:
-        """Start the processes, and return when they have found one another.
+        """Start the processes, and wait until they have connected to each other.
 
         Raises:
-            TrainerLost: one has died, or has not found the others within `rank_timeout_seconds`.
-            ConfigError: there are not so many devices.
+            TrainerLost: a rank died, or did not connect within `rank_timeout_seconds`.
+            ConfigError: there are too few devices.
         """
         from palestra.trainer.sharded.rank import RankOrder  # loads torch, as parts of a job that trains do
 
@@ -137,7 +131,7 @@ class RankProcesses:
             raise self._error() from None
 
     async def gone(self) -> str:
-        """Return when the ranks have been ended because of one that is lost, and say why."""
+        """Wait until the ranks are ended because one was lost, and return the reason."""
         await self._gone.wait()
         assert self.lost is not None
         return self.lost
@@ -146,8 +140,8 @@ class RankProcesses:
         """Call a method of `Rank` on the first ranks, and return the results in order.
 
         Raises:
-            TrainerLost: a rank has died, has been silent for too long, or has failed apart from the others.
-            Exception: a rank has failed, and all of them have taken the request back.
+            TrainerLost: a rank died, was silent for too long, or failed alone.
+            Exception: a rank failed, and all have undone the request.
         """
         if self.lost is not None:
             raise self._error()
@@ -256,7 +250,7 @@ class _RankProcess:
         self.pid, self.address, self.remote = process.pid, process.address, Remote(channel, cause)
 
     async def ask(self, name: str, arguments: tuple[Any, ...]) -> Raw | Exception:
-        """Return the answer to a call, or the error in its place."""
+        """Return the answer to a call, or its error."""
         try:
             return await self.remote.call(name, *arguments)
         except Exception as error:  # noqa: BLE001 - it counts together with the answers of the other ranks

@@ -1,6 +1,6 @@
-"""The weights of ranks on one machine in one file for engines, into which each rank writes its own rows.
+"""Publishes the weights of ranks on one machine in one file for engines; each rank writes its own rows.
 
-Nothing is gathered: no rank needs memory for more than it has, and all of them write at the same time.
+Weights are not gathered: no rank needs more memory than it has, and all write at the same time.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from palestra.trainer.sharded.parts import local_part
 
 
 class WeightFile:
-    """The layout of a file of safetensors with all weights of a policy, the same on every rank."""
+    """Layout of a safetensors file with all weights of a policy, the same on every rank."""
 
     def __init__(self, parameters: Named, dtype: torch.dtype) -> None:
         """Lay out the weights.
 
         Args:
-            parameters: parts of this rank, each weight once with its name.
             dtype: of weights with two dimensions or more; others are float32.
         """
         types = [dtype if p.ndim >= 2 else torch.float32 for _, p in parameters]
@@ -33,18 +32,14 @@ class WeightFile:
         self._places = [(p, own, start) for (p, (_, _, own)), start in zip(typed, starts, strict=True)]
 
     def begin(self, path: Path) -> None:
-        """Make the file, without weights; one rank does so.
-
-        Raises:
-            OSError: there is no room for it.
-        """
+        """Create the file without weights, on one rank."""
         try:
             reserve_file(path, self._size, self._header)
         except OSError as error:
             raise OSError(f"weights can't be written to {path}: {error}") from error
 
     def fill(self, path: Path) -> None:
-        """Write the rows of this rank, rounded, into a file that `begin` has made."""
+        """Write this rank's rows, rounded, into a file that `begin` created."""
         rank, count = dist.get_rank(), dist.get_world_size()
         whole = mapped(path, self._size)
         for parameter, dtype, start in self._places:

@@ -42,17 +42,16 @@ _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # with two: what is o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankOrder:
-    """What a rank has to know to begin.
+    """What a rank needs to know to begin.
 
     Attributes:
-        number: of the rank, from 0.
-        meeting: a file that does not exist, by which ranks of one machine find one another; None: each rank has a
-            bundle, perhaps on another machine, and they meet at the first rank.
-        config: of the trainer.
-        threads: for arithmetic; None: as many as the rank's bundle has cores.
-        deterministic: whether the same requests have to give the same bits.
-        pictures: folder in which the pictures of rows are found; None: there are none.
-        numerics: what computes in the job's process, and has to compute here; {}: anything may.
+        number: rank, from 0.
+        meeting: rendezvous file of ranks on one machine, which must not exist yet; None: each rank has its own bundle,
+            and they meet at the first rank's address.
+        threads: for arithmetic; None: as many as the bundle has cores.
+        deterministic: whether equal requests must give equal bits.
+        pictures: folder with the pictures of rows; None: no pictures.
+        numerics: what the job's process computes with, which ranks must match; {}: not checked.
     """
 
     number: int
@@ -65,24 +64,16 @@ class RankOrder:
 
 
 def check_offload(config: TrainerConfig, device: torch.device) -> None:
-    """Refuse to keep in the CPU's memory what is there anyway.
-
-    Raises:
-        ConfigError: CPU offload is asked for, and the rank computes on a CPU.
-    """
+    """Raise ConfigError if CPU offload is configured for a rank that computes on a CPU."""
     if config.cpu_offload and device.type == "cpu":
         raise ConfigError("trainer.cpu_offload is for CUDA devices, and this trainer is on CPUs; leave it out")
 
 
 class Rank:
-    """What a rank's process does; one thread calls the methods, `begin` and `join` before all else."""
+    """The methods of a rank's process, called by one thread, beginning with `begin` and `join`."""
 
     def begin(self, order: RankOrder) -> None:
-        """Choose the device.
-
-        Raises:
-            ConfigError: there is no device for this rank, or a deterministic job's numbers would be computed otherwise.
-        """
+        """Choose the device."""
         self._order, self._config = order, order.config
         self._policies: dict[str, RankPolicy] = {}
         self._exchange: Exchange | None
@@ -107,13 +98,10 @@ class Rank:
         check_offload(self._config, self._device)
 
     def listen(self, address: str) -> int:
-        """Open the meeting point of ranks on several machines, and return its port, which the system chooses.
+        """Open the rendezvous port for ranks on several machines, and return its number, chosen by the system.
 
         Args:
-            address: of this machine in the cluster. The port is open at this address only, because it asks for no key.
-
-        Raises:
-            OSError: this machine does not have the address.
+            address: of this machine in the cluster. Only this address is bound, because connections need no key.
         """
         listener = socket.create_server((address, 0))
         port: int = listener.getsockname()[1]
@@ -128,13 +116,10 @@ class Rank:
         return port
 
     def join(self, at: tuple[str, int] | None) -> None:
-        """Meet the other ranks; returns when all are there.
+        """Join the other ranks; return when all are connected.
 
         Args:
-            at: address and port at which the first rank listens; None: all are on one machine.
-
-        Raises:
-            ConnectionError: this rank can't reach the first one.
+            at: address and port at which the first rank listens; None: all ranks are on one machine.
         """
         count = self._config.devices
         store = self._meeting_point(at)
@@ -167,7 +152,7 @@ class Rank:
         return TCPStore(*at, self._config.devices, is_master=False)
 
     def create(self, policy: str, spec: PolicySpec) -> None:
-        """Load a policy, and keep this rank's part of it; see `Trainer.create`."""
+        """Load a policy, and keep this rank's shard; see `Trainer.create`."""
 
         def loading() -> NetworkLoading:  # one for each network: sharing out a model takes its whole weights away
             return NetworkLoading(
@@ -217,11 +202,7 @@ class Rank:
         self._policies.pop(policy).close()
 
     def forward(self, policy: str, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]) -> ForwardOutputs:
-        """Return numbers of this rank's rows; see `Trainer.forward`.
-
-        Raises:
-            ConfigError: another output is wanted than those that the policy's networks compute.
-        """
+        """Return numbers of this rank's rows; see `Trainer.forward`."""
         mine = self._policies[policy]
         mine.check_outputs(outputs)
         return mine.outputs(batch, outputs)
@@ -229,11 +210,7 @@ class Rank:
     def gradient(
         self, policy: str, version: PolicyVersion, batch: Sequence[TrainSample], loss: LossSpec, logprobs: bool
     ) -> tuple[StepReport, SentSums]:
-        """Add the gradient of all ranks' rows; see `RankPolicy.add_gradient`.
-
-        Args:
-            logprobs: whether the report has those of the trained tokens.
-        """
+        """Add the gradient of all ranks' rows; see `RankPolicy.add_gradient`."""
         mine = self._policies[policy]
         mine.version = version
         return mine.add_gradient(batch, loss, logprobs)
@@ -243,11 +220,11 @@ class Rank:
         return self._policies[policy].optimizer.step(params)
 
     def untrainable(self, policy: str, batch: Sequence[TrainSample]) -> dict[str, str]:
-        """Return episodes that can't be trained; the first rank alone is asked. See `Trainer.untrainable`."""
+        """Return episodes that can't be trained. Only the first rank is called. See `Trainer.untrainable`."""
         return self._policies[policy].untrainable(batch)
 
     def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
-        """Return every reply under a grammar; the first rank alone is asked. See `Trainer.choices`."""
+        """Return every reply under a grammar. Only the first rank is called. See `Trainer.choices`."""
         return self._policies[policy].choices(grammar, max_tokens, most)
 
     def fill(self, policy: str, folder: Path, moments: bool) -> None:
@@ -265,9 +242,10 @@ class Rank:
         publish(path, getattr(torch, dtype))
 
     def peak_bytes(self) -> int:
-        """Return the most memory that this rank's process has had.
+        """Return the peak memory of this rank's process.
 
-        Not `getrusage`: its figure survives `exec`, so that a small process started by a large one has the large one's.
+        `getrusage` is wrong here: its figure survives `exec`, so a small process started by a large one reports the
+        large one's peak.
         """
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024

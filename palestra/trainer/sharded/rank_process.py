@@ -1,7 +1,7 @@
 """The program of a rank: python -m palestra.trainer.sharded.rank_process SOCKET, the number of an open socket.
 
-The process answers calls one after another, sends a sign of life every second, and ends when the job closes the other
-end of the socket, and so with the job, however that ends.
+The process answers calls one after another and sends a heartbeat every second. It ends when the job closes its end of
+the socket, for whatever reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PROCESS = "process-"  # in the folder: begins the name of an empty file of each
 
 
 def _read(channel: BlockingChannel, calls: queue.SimpleQueue[Call], folder: Path) -> None:
-    """Put calls into the queue, and end the process when the job is gone."""
+    """Put calls into the queue; end the process when the job closes the connection."""
     for message in channel.messages():
         if isinstance(message, Call):
             calls.put(message)
@@ -51,10 +51,7 @@ def _beat(channel: BlockingChannel) -> None:
 
 
 def _ranks_here(folder: Path) -> list[int]:
-    """Return the processes of the trainer's other ranks, each of which has left its id in the folder.
-
-    An id that another program has by now is left out.
-    """
+    """Return the pids of the trainer's other ranks, which write them into the folder; reused pids are left out."""
     found = []
     for file in folder.glob(f"{_PROCESS}*"):
         process = int(file.name.removeprefix(_PROCESS))
@@ -66,7 +63,7 @@ def _ranks_here(folder: Path) -> list[int]:
 
 
 def main() -> None:
-    """Answer calls until the job is gone."""
+    """Answer calls until the job closes the connection."""
     if HOSTED in os.environ:  # else a rank outlives a job that was killed, to remove its folder
         die_with_parent()
     # Ctrl-C reaches all processes of a terminal, and SIGTERM those of a group; the job saves before it ends.

@@ -1,7 +1,7 @@
-"""The rows of a batch, shared out over ranks so that each has about the same number of tokens to compute.
+"""Splits the rows of a batch over ranks, about evenly by computed tokens.
 
-A rank gets rows that follow one another, so that the rows of a group, which share a prompt, mostly stay together: what
-two ranks need is computed by both. All rows of an episode are on one rank, because some losses need whole episodes.
+A rank gets consecutive rows, so that rows of a group, which share a prompt, mostly stay together: a prompt that two
+ranks need is computed twice. All rows of an episode are on one rank, because some losses need whole episodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TRIES = 10  # of finding the smallest limit, by halves
 
 
 def share_out(batch: Sequence[TrainSample], ranks: int) -> list[list[TrainSample]]:
-    """Return the rows of each rank, in order; some have none where there are fewer episodes than ranks."""
+    """Return the rows of each rank, in order; a rank has none if there are fewer episodes than ranks."""
     episodes, rows = _episodes(batch), [TokenRun.of(sample.ids, sample.media) for sample in batch]
     low, high = 0, sum(map(len, rows))
     best = _filled(rows, episodes, high)
@@ -44,13 +44,7 @@ def _episodes(batch: Sequence[TrainSample]) -> list[tuple[int, int]]:
 
 
 def _filled(rows: Sequence[TokenRun], episodes: Sequence[tuple[int, int]], limit: int) -> list[tuple[int, int]]:
-    """Return ranges of rows, each with as many whole episodes as have at most `limit` tokens to compute, at least one.
-
-    Args:
-        rows: of the batch.
-        episodes: ranges of rows.
-        limit: in tokens, those that rows share counted once.
-    """
+    """Return ranges of rows, each with as many whole episodes as fit into `limit` computed tokens, at least one."""
     found = list[tuple[int, int]]()
     tree, tokens = Tree(), 0
     for first, last in episodes:

@@ -1,4 +1,4 @@
-"""The trainer whose weights are shared out over ranks: a coordinator in the job's process, which computes nothing."""
+"""The sharded trainer: a coordinator in the job's process, which computes nothing itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_LOSSES = 5  # without a checkpoint between them: then the job itself must b
 
 @dataclass(slots=True)
 class _Policy:
-    """What the coordinator knows of a policy; the fields are those of `TorchPolicy`."""
+    """The coordinator's record of a policy; the fields are those of `TorchPolicy`."""
 
     version: PolicyVersion = field(default_factory=lambda: PolicyVersion(0, 0))
     changed: bool = False
@@ -41,12 +41,8 @@ class _Policy:
 class ShardedTrainer:
     """A `Trainer` over rank processes, which are started with the first policy.
 
-    When a rank is lost, all are ended and every call fails with TrainerLost, until `renew` starts others, without
+    When a rank is lost, all are ended, and every call raises TrainerLost until `renew` starts new ranks without
     policies.
-
-    Attributes:
-        event_of_loss: kind of the event by which a job records a loss.
-        loss: says what has happened then.
     """
 
     event_of_loss = "trainer_lost"
@@ -60,15 +56,13 @@ class ShardedTrainer:
         places: RankPlaces | None = None,
         pictures: Path | None = None,
     ) -> None:
-        """Create a trainer without policies, and start nothing yet.
+        """Create a trainer without policies or ranks.
 
         Args:
-            config: of the trainer; `devices` is the number of ranks.
-            keep: how many checkpoints of a policy are kept.
             weights_dtype: precision of the matrices that engines get.
-            deterministic: whether the same requests have to give the same bits.
+            deterministic: whether equal requests must give equal bits.
             places: where the ranks run; None: on this machine.
-            pictures: folder in which the pictures of rows are found; None: there are none.
+            pictures: folder with the pictures of rows; None: no pictures.
         """
         self._places = places or RankPlaces()
         self._config, self._keep, self._weights_dtype = config, keep, weights_dtype
@@ -81,7 +75,7 @@ class ShardedTrainer:
 
     @property
     def loss(self) -> str:
-        """Return what has happened to the ranks, in words."""
+        """Describe what happened to the ranks."""
         return f"the trainer's processes were started again ({self._ranks.lost if self._ranks else 'not started'})"
 
     @property
@@ -95,18 +89,18 @@ class ShardedTrainer:
         return self._ranks is not None and self._ranks.lost is not None and not self._given_up
 
     async def lost(self) -> None:
-        """Return when the ranks have been lost."""
+        """Wait until the ranks are lost."""
         if self._ranks is None:
             await asyncio.Event().wait()
         else:
             await self._ranks.gone()
 
     async def renew(self) -> None:
-        """Start ranks in the place of those that were lost; they have no policies.
+        """Start new ranks, without policies, in place of lost ones.
 
         Raises:
-            WorkerCrashLoop: they have been lost too often since the newest checkpoint.
-            TrainerLost: they were lost again.
+            WorkerCrashLoop: ranks were lost too often since the newest checkpoint.
+            TrainerLost: the new ranks were lost.
         """
         assert self._ranks is not None
         self._losses += 1
@@ -134,7 +128,7 @@ class ShardedTrainer:
         mine.version = PolicyVersion(incarnation, mine.version.n)
 
     async def create(self, policy: str, spec: PolicySpec) -> None:
-        """Load a policy on all ranks, which are started if there are none; see `Trainer.create`.
+        """Load a policy on all ranks, and start them if necessary; see `Trainer.create`.
 
         Raises:
             ConfigError: the policy has a critic.
@@ -167,7 +161,7 @@ class ShardedTrainer:
     async def forward(
         self, policy: str, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
     ) -> ForwardOutputs:
-        """Compute `outputs` of rows, each rank those of its share; see `Trainer.forward`."""
+        """Compute `outputs` of rows, each rank its share; see `Trainer.forward`."""
         self._policy(policy)
         if not outputs:
             return {}
@@ -182,13 +176,7 @@ class ShardedTrainer:
     async def forward_backward(
         self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str, logprobs: bool = False
     ) -> StepReport:
-        """Add the gradient of a batch, each rank that of its share; see `Trainer.forward_backward`.
-
-        Args:
-            batch: S rows, with advantages and loss weights.
-            loss: the loss of a token, by its name.
-            logprobs: whether the report has those of the trained tokens.
-        """
+        """Add the gradient of a batch, each rank its share; see `Trainer.forward_backward`."""
         mine = self._policy(policy)
         build_loss(loss)  # a loss that is not known is no request
 
@@ -204,8 +192,7 @@ class ShardedTrainer:
     ) -> OptimReport:
         """Apply the gradient of `policy`, each rank to its part; see `Trainer.optim_step`.
 
-        Args:
-            network: the policy's own; there is no critic.
+        A policy here has no critic.
         """
         mine = self._policy(policy)
         if network == "critic":
@@ -232,12 +219,7 @@ class ShardedTrainer:
         return await self._serial.run_idempotent(policy, request_id, work)
 
     async def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
-        """Return every reply that could be sampled under a grammar; see `Trainer.choices`.
-
-        Args:
-            max_tokens: longest reply.
-            most: how many replies there may be.
-        """
+        """Return every reply that could be sampled under a grammar; see `Trainer.choices`."""
         self._policy(policy)
 
         async def work() -> tuple[tuple[int, ...], ...]:
@@ -247,10 +229,7 @@ class ShardedTrainer:
         return await self._serial.run(work)
 
     async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
-        """Write a checkpoint into `folder`: weights as one process writes them, and the moments of each rank.
-
-        See `Trainer.save`. Any number of ranks can load it, and one process as well.
-        """
+        """Write a checkpoint into `folder` that any number of ranks, or one process, can load; see `Trainer.save`."""
         mine = self._policy(policy)
 
         async def work() -> Path:
@@ -312,7 +291,7 @@ class ShardedTrainer:
         return await self._serial.run(work)
 
     async def peak_bytes(self) -> list[int]:
-        """Return the most memory that the process of each rank has had, in order."""
+        """Return the peak memory of each rank's process, in order."""
         found: list[int] = await self._serial.run(lambda: self._all("peak_bytes"))
         return found
 
