@@ -29,7 +29,7 @@ OTHERS := faults or frameworks or libraries or partners or engines
 THIRD_TIER := (long or more_examples) and not (service or browser or $(OTHERS))
 THIRD_TIER_ALONE := long and (service or browser) and not ($(OTHERS))
 
-.PHONY: machine help demo test core test-rest test-all test-long test-python test-faults lint format types contracts unit docs docs-site wheel release container conformance frameworks libraries partners vllm engines figures bench card clean
+.PHONY: machine help demo test core test-rest test-all test-long test-python test-faults lint format types contracts unit docs docs-site wheel release container conformance frameworks libraries partners vllm engines way figures bench card clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -134,6 +134,9 @@ DEBIAN := chromium chromium-headless-shell bubblewrap git tar xvfb xdotool util-
 machine:  ## install the programs that tests use beside Python (a browser, a sandbox, a screen), where apt-get is and one is missing
 	@for one in $(PROGRAMS); do command -v $$one > /dev/null || missing=1; done; test -z "$$missing" \
 	|| { apt-get update -qq && apt-get install -qq -y --no-install-recommends $(DEBIAN); }
+
+way: $(RUNTIME)  ## count the functions, calls and files of one model call, claim, end and training step
+	@$(BIN)/python scripts/way.py
 
 figures: $(RUNTIME)  ## sizes of the package, what repeats in it, how much can be configured
 	@$(BIN)/python scripts/house.py
