@@ -89,11 +89,12 @@ def rows(draw: np.random.Generator, groups: int, samples: int, prompt: int, repl
 
 async def training(threads: int, clock: Clock, rounds: int, tokens: int | None) -> None:
     """A step with an adapter beside one of all weights; eight tenants in common passes and one after another."""
-    from palestra.trainer.tenant_trainer import TenantTrainer
-    from palestra.trainer.torch_trainer import TorchTrainer
-    from palestra.trainer.work_queue import TrainingQueue
+    from palestra.models.loading import LoadedModels
+    from palestra_bases.training.queue import TrainingQueue
+    from palestra_bases.training.shared_trainer import SharedTrainer
+    from palestra_bases.training.tenant_trainer import TenantTrainer
 
-    trainer = TorchTrainer(TrainerConfig(threads=threads, micro_batch_tokens=tokens), 2)
+    trainer = SharedTrainer(TrainerConfig(threads=threads, micro_batch_tokens=tokens), 2, LoadedModels())
     queue, names = TrainingQueue(trainer), [f"t{number}" for number in range(TENANTS)]
     tenants = {name: TenantTrainer(queue, name) for name in (*names, "full")}
     for number, (name, tenant) in enumerate(tenants.items()):

@@ -259,7 +259,7 @@ def train_steps(asked: Asked, size: str, tokens: int, rank: int | None, recomput
         rows = made_rows(step, prompts=1, samples=1, prompt_tokens=tokens // 8, new_tokens=tokens - tokens // 8)
         wait_for(asked.device)
         begin = time.perf_counter()
-        policy.gradient_pieces(rows, LOSS).run()
+        policy.forward_backward(rows, LOSS)
         policy.optimizer.step(OptimParams(learning_rate=1e-6))
         wait_for(asked.device)
         taken.append(time.perf_counter() - begin)
@@ -287,7 +287,7 @@ def profile(asked: Asked) -> dict[str, Any]:
 
     def step(number: int) -> None:
         rows = made_rows(number, prompts=1, samples=1, prompt_tokens=tokens // 8, new_tokens=tokens - tokens // 8)
-        policy.gradient_pieces(rows, LOSS).run()
+        policy.forward_backward(rows, LOSS)
         policy.optimizer.step(OptimParams(learning_rate=1e-6))
         wait_for(asked.device)
 
@@ -322,7 +322,7 @@ def shared(asked: Asked) -> dict[str, Any]:
             rows = made_rows(step, prompts=prompts, samples=each, prompt_tokens=prompt, new_tokens=new)
             wait_for(asked.device)
             begin = time.perf_counter()
-            policy.gradient_pieces(rows, LOSS).run()
+            policy.forward_backward(rows, LOSS)
             policy.optimizer.step(OptimParams(learning_rate=1e-6))
             wait_for(asked.device)
             taken.append(time.perf_counter() - begin)

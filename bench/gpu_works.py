@@ -162,7 +162,7 @@ def train_once(hidden: int, layers: int, tokenizer: Any, device: str, scale: Sca
     model.recompute_blocks()
     policy = TorchPolicy(model, tokenizer, TrainerConfig.model_validate({"device": device}))
     rows = rows_of(scale, 2, 0)
-    policy.gradient_pieces(rows, LOSS).run()
+    policy.forward_backward(rows, LOSS)
     policy.optimizer.step(OptimParams(learning_rate=1e-6))
     wait_for(device)
     return sum(p.numel() for p in model.model.parameters())

@@ -24,11 +24,12 @@ from adapters import LORA, LOSS, UPDATE, Clock, rows
 
 from palestra.config import SMOLLM2, TrainerConfig
 from palestra.models.device import tune_malloc
+from palestra.models.loading import LoadedModels
 from palestra.trainer.base import PolicySpec
-from palestra.trainer.fair_shares import FairShares
-from palestra.trainer.tenant_trainer import TenantTrainer
-from palestra.trainer.torch_trainer import TorchTrainer
-from palestra.trainer.work_queue import QUANTUM_PASSES, TrainingQueue
+from palestra_bases.training.queue import QUANTUM_PASSES, TrainingQueue
+from palestra_bases.training.shared_trainer import SharedTrainer
+from palestra_bases.training.shares import FairShares
+from palestra_bases.training.tenant_trainer import TenantTrainer
 
 Steps = dict[str, list[float]]
 ALONE, FAIR, FIFO = "alone", "deficit round robin", "first come first served"
@@ -57,7 +58,7 @@ async def measure(threads: int, clock: Clock, tokens: int, order: str, steps: in
         order: in which requests are served.
         steps: how many are measured.
     """
-    trainer = TorchTrainer(TrainerConfig(threads=threads, micro_batch_tokens=tokens), 2)
+    trainer = SharedTrainer(TrainerConfig(threads=threads, micro_batch_tokens=tokens), 2, LoadedModels())
     kind = FirstCome if order == FIFO else FairShares
     queue = TrainingQueue(trainer, kind(QUANTUM_PASSES * tokens))
     small, large = (TenantTrainer(queue, name) for name in ("small", "large"))

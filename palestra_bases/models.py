@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from palestra.engine.embedded.model_runner import PolicyModel
     from palestra.models.causal_lm import CausalLM
     from palestra.models.loading import LoadedModels
-    from palestra.trainer.tenant_trainer import TenantTrainer
-    from palestra.trainer.work_queue import TrainingQueue
+    from palestra_bases.training.queue import TrainingQueue
+    from palestra_bases.training.tenant_trainer import TenantTrainer
 
 LOADED_ADAPTERS = 16
 
@@ -38,6 +38,7 @@ class SharedModelOptions:
         models: names of base models, at least one.
         engine, trainer: as a job has them.
         deterministic: whether samples and weights must not depend on what is computed beside them.
+        slots: adapters in training that are in memory at the same time, as `SharedTrainer` has it; None: all.
         loaded_adapters: adapters that are sampled from without being trained, and that are in memory at the same time;
             others are loaded again when they are used.
     """
@@ -46,6 +47,7 @@ class SharedModelOptions:
     engine: EmbeddedEngineConfig = field(default_factory=EmbeddedEngineConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     deterministic: bool = False
+    slots: int | None = None
     loaded_adapters: int = LOADED_ADAPTERS
 
 
@@ -73,8 +75,8 @@ class SharedModels:
         from palestra.models.adapter_files import saved_adapter
         from palestra.models.device import device_of, precision_of, reproducible_products
         from palestra.models.loading import LoadedModels
-        from palestra.trainer.torch_trainer import TorchTrainer
-        from palestra.trainer.work_queue import TrainingQueue
+        from palestra_bases.training.queue import TrainingQueue
+        from palestra_bases.training.shared_trainer import SharedTrainer
 
         if len(set(options.models)) != len(options.models):
             raise ConfigError("a base model is named twice")
@@ -99,7 +101,7 @@ class SharedModels:
         }
         self.engine: EmbeddedEngine = EmbeddedEngine(policies, options.engine, options.deterministic)
         self.queue: TrainingQueue = TrainingQueue(
-            TorchTrainer(options.trainer, sys.maxsize, self._models, options.deterministic)
+            SharedTrainer(options.trainer, sys.maxsize, self._models, options.deterministic, options.slots)
         )
         self.adapters = AdapterCache(self.engine, options.loaded_adapters)
 
@@ -122,7 +124,7 @@ class SharedModels:
         Args:
             weight: its share of the tokens beside those of others.
         """
-        from palestra.trainer.tenant_trainer import TenantTrainer
+        from palestra_bases.training.tenant_trainer import TenantTrainer
 
         self.queue.add_tenant(tenant, weight)
         return TenantTrainer(self.queue, tenant)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from palestra.engine.base import Engine
     from palestra.grammars.pool import Grammars
     from palestra.trainer.base import PolicySpec, Trainer
-    from palestra.trainer.queue_load import QueueLoad
+    from palestra_bases.training.shares import QueueLoad
 
 KEYS, SOCKET, PREFIX = "keys", "socket", "pb-"
 
@@ -50,7 +50,7 @@ class BaseOptions:
         deterministic: whether samples and weights must not depend on what is computed beside them.
         lease_seconds: how long a job whose connection is lost keeps its policies.
         most_policies: how many policies a job may have.
-        loaded_adapters: see `SharedModelOptions`.
+        slots, loaded_adapters: see `SharedModelOptions`.
         tinker: how the Tinker API is served beside jobs, over the same model; None: it is not.
     """
 
@@ -63,6 +63,7 @@ class BaseOptions:
     engine: EmbeddedEngineConfig = field(default_factory=EmbeddedEngineConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     deterministic: bool = False
+    slots: int | None = None
     lease_seconds: float = 60.0
     most_policies: int = 16
     loaded_adapters: int = LOADED_ADAPTERS
@@ -76,6 +77,7 @@ class BaseOptions:
             engine=self.engine,
             trainer=self.trainer,
             deterministic=self.deterministic,
+            slots=self.slots,
             loaded_adapters=self.loaded_adapters,
         )
 

@@ -151,6 +151,7 @@ def _options(order: BaseOrder) -> BaseOptions:
         folder=order.folder,
         runs=order.jobs,
         engine=EmbeddedEngineConfig.model_validate(given),
-        trainer=TrainerConfig.model_validate(given | {"adapter_slots": order.slots}),
+        trainer=TrainerConfig.model_validate(given),
         deterministic=order.deterministic,
+        slots=order.slots,
     )

@@ -24,11 +24,6 @@ def check_devices(config: JobConfig) -> None:
             f"trainer.devices is {trainer.devices}, and engine.kind = {config.engine.kind!r} trains no model; leave "
             "trainer.devices out"
         )
-    if trainer.adapter_slots is not None:
-        raise ValueError(
-            f"trainer.devices is {trainer.devices}, and trainer.adapter_slots is for the adapters of one device; leave "
-            "one of the two out"
-        )
     for name in config.trained_policies:
         algorithm = config.algorithm_of(name)
         if hasattr(algorithm, "critic"):

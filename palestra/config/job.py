@@ -285,7 +285,7 @@ class JobConfig(Section):
             "key_variable",
         }
         left_out["engine"] = self.engine.not_trained()  # a server may move, and every worker gives the same reply
-        left_out["trainer"] = {"adapter_slots", "rank_timeout_seconds"}  # they change no number
+        left_out["trainer"] = {"rank_timeout_seconds"}  # it changes no number
         # These change the order of sums alone, so that a run may go on with other values, unless it counts every bit.
         left_out["trainer"] |= {
             key for key in ("devices", "activation_checkpointing", "cpu_offload") if not self.deterministic

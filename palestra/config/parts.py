@@ -42,11 +42,6 @@ class TrainerConfig(Section):
         "on a GPU.",
     )
     logit_chunk: Positive = Field(2048, description="Most positions whose logits are in memory at the same time.")
-    adapter_slots: Positive | None = Field(
-        None,
-        description="Most adapters that are in memory with their gradients and optimizers; the others wait on disk, "
-        "and come back when they are trained, bit for bit. None: all are in memory.",
-    )
     devices: Positive = Field(
         1,
         description="Devices over which weights, gradients and moments are shared out, each with a process of its own "

@@ -91,7 +91,7 @@ def _answers(
         rows += [_row(f"question {place}", prompt, reply, grammar, temperature) for reply in replies]
         texts.append([_text(renderer, reply) for reply in replies])
     wanted: ForwardOutput = "old_logprobs"
-    found = policy.forward_pieces(rows, {wanted}).run()[wanted]
+    found = policy.forward(rows, {wanted})[wanted]
     logprobs = iter(
         [float(column[row.loss_mask].sum(dtype="float64")) for row, column in zip(rows, found, strict=True)]
     )

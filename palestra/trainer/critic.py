@@ -18,9 +18,11 @@ from palestra.config import TrainerConfig
 from palestra.errors import CheckpointError
 from palestra.models.causal_lm import CausalLM
 from palestra.models.device import precision_of
-from palestra.trainer.base import CRITIC_METRICS, OptimParams, OptimReport
+from palestra.trainer.base import CRITIC_METRICS, OptimParams, OptimReport, StepReport
+from palestra.trainer.gradient import report_of
+from palestra.trainer.metrics import MetricSums
 from palestra.trainer.optimizer import Optimizer, read_named, write_named
-from palestra.trainer.packing import MicroBatch
+from palestra.trainer.packing import MicroBatch, Pass
 from palestra.trainer.token_forward import columns_of, flat_hidden
 
 _WEIGHTS, _MOMENTS, _TARGET = "critic-weights", "critic-optimizer", "critic-target"  # prefixes of files
@@ -104,6 +106,26 @@ class Critic:
         self.optimizer.read(folder, _MOMENTS)
         if self._target is not None:
             copy_weights(self._target.named_parameters(), read_named(folder, _TARGET), folder)
+
+
+class CriticGradient:
+    """The losses of a batch for a critic, micro-batch by micro-batch; see `Gradient`."""
+
+    def __init__(self, critic: Critic, loss: ValueLoss, micro_batches: Sequence[MicroBatch]) -> None:
+        """Prepare a batch; nothing is computed yet."""
+        self._critic, self._loss, self._micro_batches = critic, loss, micro_batches
+        self._sums = MetricSums([metric.name for metric in (*CRITIC_METRICS, *loss.metrics)])
+
+    def passes(self) -> list[Pass]:
+        """Return what has to be computed before `report`, in order."""
+        return [Pass(micro, self._add) for micro in self._micro_batches]
+
+    def _add(self, micro: MicroBatch) -> None:
+        self._sums.add(self._critic.add_gradient(micro, self._loss))
+
+    def report(self) -> StepReport:
+        """Return the counts and the metrics of the whole batch."""
+        return report_of(self._micro_batches, self._sums)
 
 
 class _ValueNet:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from palestra.algorithms.kl import KL_ESTIMATORS, kl_terms
 from palestra.algorithms.loss import Loss, LossInputs, LossMetric, LossSpec, Max, Mean, Reduction, Sum
+from palestra.algorithms.losses import build_loss
 from palestra.errors import ConfigError, InvalidAlgorithm
-from palestra.models.causal_lm import CausalLM
 from palestra.trainer.base import REFERENCE_METRICS, TRAINER_METRICS, StepReport
 from palestra.trainer.metrics import MetricSums
-from palestra.trainer.packing import MicroBatch
+from palestra.trainer.packing import MicroBatch, Pass
 from palestra.trainer.sequences import SequenceMeans
 from palestra.trainer.token_forward import TokenForward, columns_of
 from palestra.types.calls import Floats, PolicyVersion
@@ -27,24 +27,26 @@ class Gradient:
 
     def __init__(
         self,
-        model: CausalLM,
         forward: TokenForward,
         version: PolicyVersion,
         batch: Sequence[TrainSample],
         spec: LossSpec,
-        loss: Loss,
         micro_batches: Sequence[MicroBatch],
         logprobs: bool = False,
     ) -> None:
-        """Prepare a batch without computing anything.
+        """Prepare a batch; nothing is computed yet.
 
         Args:
-            logprobs: whether to report the logprobs of the trained tokens.
+            spec: the loss of a token.
+            micro_batches: of `pack`, of the whole batch.
+            logprobs: whether the report has those of the trained tokens.
 
         Raises:
-            ConfigError: the loss needs logprobs of a reference that the rows do not have.
+            ConfigError: a penalty needs logprobs of a reference that the rows do not have.
         """
-        self.model, self.micro_batches = model, micro_batches
+        loss = build_loss(spec)
+        assert isinstance(loss, Loss)
+        self.model, self.micro_batches = forward.model, micro_batches
         self._forward, self._version, self._spec, self._loss = forward, version, spec, loss
         self.sums = MetricSums([metric.name for metric in _policy_metrics(spec, loss, _measured_with(batch))])
         self._means = SequenceMeans(micro_batches) if loss.over_sequences else None
@@ -57,6 +59,17 @@ class Gradient:
         A loss over sequences needs it for episodes that are split over several micro-batches.
         """
         return () if self._means is None else self._means.split
+
+    def passes(self) -> list[Pass]:
+        """Return what has to be computed before `report`, in order."""
+        measuring = [Pass(micro, self.measure, adds=False) for micro in self.unmeasured]
+        return measuring + [Pass(micro, self.add) for micro in self.micro_batches]
+
+    def add(self, micro: MicroBatch) -> None:
+        """Add the gradient of one micro-batch."""
+        loss = self.loss_of(micro)
+        if loss.requires_grad:  # not where an adapter is of the head alone and no token is trained
+            loss.backward()  # type: ignore[no-untyped-call]
 
     def measure(self, micro: MicroBatch, hidden: Tensor | None = None) -> None:
         """Add a micro-batch of `unmeasured` to the sequence means, by a forward pass without a gradient.

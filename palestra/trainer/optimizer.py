@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -21,8 +20,7 @@ from palestra.trainer.moment_memory import zeros_apart
 
 Named = Sequence[tuple[str, nn.Parameter]]
 T = TypeVar("T")
-_Update = list[list[Tensor]]  # of each weight of a group: weight, gradient, two moments, step
-_WEIGHT, _GRADIENT = "weight", "gradient"
+Update = list[list[Tensor]]  # of each weight of a group: weight, gradient, two moments, step
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _APART_BYTES = 2**26  # of weights on a CPU, from which on their moments lie outside of the heap
 
@@ -61,35 +59,29 @@ class Optimizer:
 
     def step(self, params: OptimParams) -> OptimReport:
         """Apply the gradient unless it is not finite, and clear it."""
-        (report,) = step_together([(self, params)])
-        if isinstance(report, Exception):
-            raise report
-        return report
+        norm = self.clip(params.max_grad_norm)
+        applied = math.isfinite(norm)
+        if applied:
+            apply_updates([self.updates()], params)
+        self.adamw.zero_grad(set_to_none=True)
+        return OptimReport(learning_rate=params.learning_rate, grad_norm=norm if applied else 0.0, applied=applied)
 
-    def park(self, folder: Path, prefix: str) -> None:
-        """Write weights, gradient and moments into files of an existing folder; `free` may then drop them."""
-        tensors = [(f"{_WEIGHT}.{name}", p.detach()) for name, p in self.parameters]
-        tensors += [(f"{_GRADIENT}.{name}", p.grad) for name, p in self.parameters if p.grad is not None]
-        write_named(folder, f"{prefix}-{_WEIGHT}", tensors)
-        self.write(folder, f"{prefix}-moments")
+    def updates(self) -> list[Update]:
+        """Return what is updated of each weight that decays, and of each that does not."""
+        return [
+            [
+                [*(self.part_of(each) for each in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])), state["step"]]
+                for p in group["params"]
+                if p.grad is not None
+                for state in (self.state_of(p),)
+            ]
+            for group in self.adamw.param_groups
+        ]
 
-    def free(self) -> None:
-        """Drop weights, gradient and moments after `park`; only `unpark` may be called next."""
-        for _, parameter in self.parameters:
-            parameter.grad = None
-            parameter.data = parameter.data.new_empty(0)
+    def forget_moments(self) -> None:
+        """Free the memory of the moments; the next update would begin without any."""
         self.adamw.state.clear()
         self._apart = None
-
-    def unpark(self, folder: Path, prefix: str) -> None:
-        """Restore what `park` wrote, bit by bit."""
-        found = read_named(folder, f"{prefix}-{_WEIGHT}")
-        for name, parameter in self.parameters:
-            # Copies: what is read lies at any address, and products of numbers that are not aligned round differently.
-            parameter.data = found[f"{_WEIGHT}.{name}"].to(parameter.device, copy=True)
-            gradient = found.get(f"{_GRADIENT}.{name}")
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
-        self.read(folder, f"{prefix}-moments")
 
     def write(self, folder: Path, prefix: str) -> None:
         """Write the moments into files `PREFIX-N.safetensors` of an existing folder."""
@@ -161,54 +153,13 @@ class Optimizer:
         return self._apart.get(parameter)
 
 
-def step_together(steps: Sequence[tuple[Optimizer, OptimParams]]) -> list[OptimReport | Exception]:
-    """Apply the gradients of several optimizers in one pass, with the same results as alone.
-
-    Updates with equal numbers are one call over the weights of all their optimizers.
-
-    Returns:
-        For each its report, or what failed; one whose gradient is not finite is not applied, and its weights are as
-        before.
-    """
-    found, due = list[OptimReport | Exception](), defaultdict[OptimParams, dict[int, list[_Update]]](dict)
-    for number, (optimizer, params) in enumerate(steps):
-        try:
-            norm = optimizer.clip(params.max_grad_norm)
-            finite = math.isfinite(norm)
-            if finite:
-                due[params][number] = _updates_of(optimizer)
-        except Exception as error:  # noqa: BLE001 - of this optimizer alone
-            found.append(error)
-            continue
-        found.append(OptimReport(learning_rate=params.learning_rate, grad_norm=norm if finite else 0.0, applied=finite))
-    for params, updates in due.items():
-        try:
-            _apply(list(updates.values()), params)
-        except Exception as error:  # noqa: BLE001 - of the updates with these numbers alone
-            for number in updates:
-                found[number] = error
-    for (optimizer, _), report in zip(steps, found, strict=True):
-        if not isinstance(report, Exception):
-            optimizer.adamw.zero_grad(set_to_none=True)
-    return found
-
-
-def _updates_of(optimizer: Optimizer) -> list[_Update]:
-    """Return weight, gradient, both moments and step of each weight that decays, and of each that does not."""
-    return [
-        [
-            [*(optimizer.part_of(each) for each in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])), state["step"]]
-            for p in group["params"]
-            if p.grad is not None
-            for state in (optimizer.state_of(p),)
-        ]
-        for group in optimizer.adamw.param_groups
-    ]
-
-
 @torch.no_grad()
-def _apply(updates: Sequence[list[_Update]], params: OptimParams) -> None:
-    """Update weights with gradients, and their moments."""
+def apply_updates(updates: Sequence[list[Update]], params: OptimParams) -> None:
+    """Update the weights of one or several optimizers, and their moments, in one call.
+
+    Args:
+        updates: of each optimizer its `Optimizer.updates`.
+    """
     for number, decay in enumerate((params.weight_decay, 0.0)):  # norms and biases, in the second group, do not decay
         states = [each for own in updates for each in own[number]]
         if not states:

@@ -8,8 +8,9 @@ its copies. Placeholders of different images are different tokens, although thei
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -127,6 +128,18 @@ class MicroBatch:
                 if column is not None:  # either all rows of a batch have them, or none has
                     columns[name].append(column[trained])
         return {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
+
+
+class Pass(NamedTuple):
+    """One micro-batch, and what is computed with it.
+
+    Attributes:
+        adds: whether it adds to a gradient that others may compute in a pass with theirs.
+    """
+
+    micro: MicroBatch
+    work: Callable[[MicroBatch], object]
+    adds: bool = True
 
 
 def pack(samples: Sequence[TrainSample], max_tokens: int) -> list[MicroBatch]:

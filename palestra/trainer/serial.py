@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -111,32 +111,6 @@ class Serial:
         result: T = await asyncio.shield(known)
         return result
 
-    async def run_together(
-        self, requests: Sequence[tuple[str, str]], work: Callable[[list[int]], Awaitable[list[T | Exception]]]
-    ) -> list[T | Exception]:
-        """Run several requests, named by policy and id, as one piece of work, except those already known.
-
-        Args:
-            work: gets the indices of the new requests, and returns the result or the error of each.
-
-        Returns:
-            The result of each request, or its error; one that failed may be repeated under its id.
-        """
-        results = {request: known for request in requests if (known := self._known.find(*request)) is not None}
-        new = [n for n, request in enumerate(requests) if request not in results and request not in requests[:n]]
-        if new:
-            whole = asyncio.ensure_future(self._locked(lambda: work(new)))
-            for number, place in enumerate(new):
-                results[requests[place]] = part = asyncio.ensure_future(_part(whole, number))
-                self._known.remember(*requests[place], part)
-        found = list[T | Exception]()
-        shielded = [asyncio.shield(results[request]) for request in requests]
-        for one in await asyncio.gather(*shielded, return_exceptions=True):
-            if isinstance(one, BaseException) and not isinstance(one, Exception):
-                raise one
-            found.append(one)
-        return found
-
     def forget(self, policy: str) -> None:
         """Forget the requests of a removed policy, so that a later policy of the same name starts without them."""
         self._known.forget(policy)
@@ -145,11 +119,3 @@ class Serial:
         """Run `work` while no other work of this object runs."""
         async with self._lock:
             return await work()
-
-
-async def _part(whole: asyncio.Task[list[T | Exception]], number: int) -> T:
-    """Return one result of several, or raise its error."""
-    found = (await asyncio.shield(whole))[number]
-    if isinstance(found, Exception):
-        raise found
-    return found

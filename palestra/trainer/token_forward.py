@@ -1,4 +1,4 @@
-"""Logprobs and entropies of a micro-batch's trained tokens, from one flat forward pass over its trees."""
+"""What a model says of the trained tokens of a micro-batch, from one flat forward pass over its trees."""
 
 from __future__ import annotations
 
@@ -38,15 +38,17 @@ def columns_of(micro: MicroBatch, device: torch.device) -> dict[str, Tensor]:
     return {name: column.to(device) for name, column in micro.targets().items()}
 
 
-def flat_hidden(model: CausalLM, micro: MicroBatch, weights: HeadWeights | None = None) -> Tensor:
-    """Return the model's last hidden states of all nodes of a micro-batch, float32 [N, hidden]."""
-    return hidden_with(model, micro, flat_picture_rows(model, micro), weights)
-
-
-def hidden_with(
-    model: CausalLM, micro: MicroBatch, pictures: PictureRows | None, weights: HeadWeights | None = None
+def flat_hidden(
+    model: CausalLM, micro: MicroBatch, weights: HeadWeights | None = None, pictures: PictureRows | None = None
 ) -> Tensor:
-    """Return what `flat_hidden` returns, [N, hidden], for pictures that `flat_picture_rows` has embedded."""
+    """Return the model's last hidden states of all nodes of a micro-batch, float32 [N, hidden].
+
+    Args:
+        weights: of the output layer; see `CausalLM.hidden`.
+        pictures: of `flat_picture_rows`; None: they are computed.
+    """
+    if pictures is None:
+        pictures = flat_picture_rows(model, micro)
     ids, positions, attention = flat_inputs(micro.trees, model.device)
     return model.hidden(ids, flat_positions(model, micro, positions), attention, pictures, weights)
 
@@ -106,7 +108,11 @@ def flat_pictures(model: CausalLM, micro: MicroBatch) -> list[tuple[PlacedPictur
 
 
 class TokenForward:
-    """Computes log-probabilities and entropies of trained tokens with one model."""
+    """Computes log-probabilities and entropies of trained tokens with one model.
+
+    Attributes:
+        model: the model.
+    """
 
     def __init__(self, model: CausalLM, config: TrainerConfig, masks: GrammarMasks, device: torch.device) -> None:
         """Keep the model; nothing is computed yet.
@@ -114,7 +120,7 @@ class TokenForward:
         Args:
             config: how many positions' logits may exist at a time.
         """
-        self._model, self._masks = model, masks
+        self.model, self._masks = model, masks
         self._size = min(config.logit_chunk, LOGIT_CHUNK[device.type])
 
     def __call__(
@@ -156,10 +162,10 @@ class TokenForward:
         self, micro: MicroBatch, columns: dict[str, Tensor], states: Tensor | None = None
     ) -> tuple[Tensor, list[_Chunk]]:
         """Return the hidden states [T, hidden] that predict the targets, and the chunks of their positions."""
-        weights = self._model.head_weights()
-        states = flat_hidden(self._model, micro, weights) if states is None else states
+        weights = self.model.head_weights()
+        states = flat_hidden(self.model, micro, weights) if states is None else states
         hidden = states.index_select(0, columns["source"])
-        allowed = allowed_tokens(micro.samples, self._masks, self._model.vocab_size)
+        allowed = allowed_tokens(micro.samples, self._masks, self.model.vocab_size)
         allowed = None if allowed is None else allowed.to(hidden.device)
         tempered, head = bool((columns["temperature"] != 1).any()), None if weights is None else RoundedHead(weights)
         return hidden, [
@@ -191,7 +197,7 @@ class TokenForward:
 
     def _scores(self, hidden: Tensor, chunk: _Chunk) -> Tensor:
         """Return the scores [T, V] from which the tokens of a chunk were drawn."""
-        scores = self._model.logits(hidden, chunk.corrections, chunk.head)
+        scores = self.model.logits(hidden, chunk.corrections, chunk.head)
         if chunk.temperature is not None:
             scores = scores / chunk.temperature.unsqueeze(1)
         if chunk.allowed is not None:  # the distribution from which the token was sampled had no other tokens

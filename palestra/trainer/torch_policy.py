@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
-from palestra.algorithms.loss import BaseLoss, Loss, LossSpec, ValueLoss
+from palestra.algorithms.loss import LossSpec, ValueLoss
 from palestra.algorithms.losses import build_loss
 from palestra.config import TrainerConfig
-from palestra.errors import CheckpointError, ConfigError
+from palestra.errors import ConfigError
 from palestra.faults import fault_point
 from palestra.grammars.bounds import TRAINER_BOUNDS
 from palestra.grammars.pool import Grammars
@@ -23,14 +23,13 @@ from palestra.models.device import precision_of, return_freed_memory
 from palestra.trainer import checkpoint
 from palestra.trainer.base import Network, OptimParams, OptimReport, StepReport
 from palestra.trainer.constraints import GrammarMasks, choices_of, grammar_problem
-from palestra.trainer.critic import Critic, copy_weights
-from palestra.trainer.gradient import Gradient
+from palestra.trainer.critic import Critic, CriticGradient, copy_weights
+from palestra.trainer.gradient import Gradient, numbers_by_row
 from palestra.trainer.optimizer import Named, Optimizer
-from palestra.trainer.packing import MicroBatch, pack
-from palestra.trainer.pieces import CriticPieces, ForwardPieces, GradientPieces, Pieces
+from palestra.trainer.packing import MicroBatch, Pass, pack
 from palestra.trainer.token_forward import TokenForward, columns_of
 from palestra.trainer.untrainable import record_problems
-from palestra.types.calls import PolicyVersion
+from palestra.types.calls import Floats, PolicyVersion
 from palestra.types.records import TrainSample
 
 # More tokens are slower even on two cores: attention in a tree takes time with its square (docs/benchmarks.md).
@@ -116,11 +115,26 @@ class TorchPolicy:
         if unknown := set(outputs) - known:
             raise ConfigError(f"this trainer can't compute {', '.join(sorted(unknown))} of this policy")
 
-    def forward_pieces(
-        self, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
-    ) -> Pieces[ForwardOutputs]:
-        """Return a request for numbers of the trained tokens of rows."""
-        return ForwardPieces(pack(batch, self.micro_batch_tokens), outputs, self._forward_of)
+    def forward(self, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]) -> ForwardOutputs:
+        """Return numbers of the trained tokens of rows: for each output a float32 [N] a row, else NaN.
+
+        Args:
+            outputs: what `check_outputs` has let pass.
+        """
+        found: dict[ForwardOutput, list[Floats]] = {name: [] for name in outputs}
+        for micro, work, _ in self.forward_passes(batch, found):
+            work(micro)
+        return found
+
+    def forward_passes(self, batch: Sequence[TrainSample], found: dict[ForwardOutput, list[Floats]]) -> list[Pass]:
+        """Return what `forward` has to compute; each pass adds its rows to `found`, by output."""
+
+        def add(micro: MicroBatch) -> None:
+            computed = self._forward_of(micro, found.keys())
+            for name, rows in found.items():
+                rows += numbers_by_row(micro, computed[name])
+
+        return [Pass(micro, add) for micro in pack(batch, self.micro_batch_tokens)]
 
     def _forward_of(self, micro: MicroBatch, outputs: Collection[ForwardOutput]) -> dict[ForwardOutput, Tensor]:
         """Return outputs of one micro-batch, [T] each."""
@@ -133,15 +147,27 @@ class TorchPolicy:
             computed |= self._critic.values(micro, wanted)
         return computed
 
-    def gradient_pieces(
-        self, batch: Sequence[TrainSample], spec: LossSpec, logprobs: bool = False, merged: bool = False
-    ) -> Pieces[StepReport]:
-        """Return a request that adds the gradient of a batch.
+    def forward_backward(self, batch: Sequence[TrainSample], spec: LossSpec, logprobs: bool = False) -> StepReport:
+        """Add the gradient of a batch, or nothing if that fails; see `Trainer.forward_backward`."""
+        gradient, optimizer = self.gradient(batch, spec, logprobs)
+        # Without the copy, a request that fails halfway and is sent again would add a part of its gradient twice.
+        before = optimizer.gradient()
+        try:
+            for micro, work, _ in gradient.passes():
+                work(micro)
+        except Exception:
+            optimizer.put_gradient(before)
+            raise
+        return gradient.report()
+
+    def gradient(
+        self, batch: Sequence[TrainSample], spec: LossSpec, logprobs: bool = False
+    ) -> tuple[Gradient | CriticGradient, Optimizer]:
+        """Return the losses of a batch, of which nothing is computed yet, and the optimizer that applies the gradient.
 
         Args:
-            spec: a loss of tokens, or of values: then the gradient is the critic's, and no logprobs are reported.
-            logprobs: whether to report the logprobs of the trained tokens.
-            merged: whether pieces of other policies on the same base may be computed in the same passes.
+            spec: the loss of a token, or of a value: then the gradient is the critic's, and there are no logprobs.
+            logprobs: whether the report has those of the trained tokens.
 
         Raises:
             ConfigError: it is a loss of values, and there is no critic; or a penalty needs logprobs of a reference that
@@ -149,24 +175,16 @@ class TorchPolicy:
         """
         loss = build_loss(spec)
         micro_batches = pack(batch, self.micro_batch_tokens)
-        if isinstance(loss, ValueLoss):
-            return CriticPieces(micro_batches, self._critic_for(loss), loss)
-        assert isinstance(loss, Loss)
-
-        def gradient() -> Gradient:
-            return Gradient(self.model, self._forward, self.version, batch, spec, loss, micro_batches, logprobs)
-
-        return GradientPieces(self.optimizer, gradient, self.model.base if merged else None)
+        if not isinstance(loss, ValueLoss):
+            return Gradient(self._forward, self.version, batch, spec, micro_batches, logprobs), self.optimizer
+        if self._critic is None:
+            raise ConfigError(f"the loss {loss.name!r} is of a critic, and this policy has none")
+        return CriticGradient(self._critic, loss, micro_batches), self._critic.optimizer
 
     def _logprobs(self, model: TokenForward, micro: MicroBatch) -> Tensor:
         """Return the log-probabilities [T] of a micro-batch's trained tokens under a model, without gradient."""
         with torch.no_grad():
             return model.logprobs(micro, columns_of(micro, self.model.device))
-
-    def _critic_for(self, loss: BaseLoss) -> Critic:
-        if self._critic is None:
-            raise ConfigError(f"the loss {loss.name!r} is of a critic, and this policy has none")
-        return self._critic
 
     def optim_step(self, params: OptimParams, network: Network) -> OptimReport:
         """Apply the gradient unless it is not finite, clear it, and count the version; see `Trainer.optim_step`."""
@@ -198,33 +216,7 @@ class TorchPolicy:
         checkpoint.write_weights_folder(folder, step, lambda path: self.model.save(path, self._tokenizer), state)
         return_freed_memory()
 
-    def park(self, folder: Path) -> None:
-        """Write the trained state atomically into a folder, replacing it, and free its memory.
-
-        Raises:
-            CheckpointError: the disk is full or not writable; everything is still in memory.
-        """
-
-        def fill(path: Path) -> None:
-            for name, optimizer in self._optimizers():
-                optimizer.park(path, name)
-
-        checkpoint.write_weights_folder(folder, 0, fill, {})
-        for _, optimizer in self._optimizers():
-            optimizer.free()
-
-    def unpark(self, folder: Path) -> None:
-        """Restore, bit by bit, what `park` wrote.
-
-        Raises:
-            CheckpointError: the folder is missing or damaged.
-        """
-        if checkpoint.read_weights(folder) is None:
-            raise CheckpointError(f"{folder}, where an adapter was put while others were trained, is gone or damaged")
-        for name, optimizer in self._optimizers():
-            optimizer.unpark(folder, name)
-
-    def _optimizers(self) -> list[tuple[str, Optimizer]]:
+    def optimizers(self) -> list[tuple[str, Optimizer]]:
         """Return the optimizers of the policy's networks, by names of files."""
         own = [("policy", self.optimizer)]
         return own if self._critic is None else [*own, ("critic", self._critic.optimizer)]

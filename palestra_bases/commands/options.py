@@ -103,8 +103,9 @@ def model_options(arguments: argparse.Namespace, models: Sequence[str]) -> Share
     return SharedModelOptions(
         models=models,
         engine=EmbeddedEngineConfig.model_validate(parts),
-        trainer=TrainerConfig.model_validate(parts | {"adapter_slots": arguments.slots}),
+        trainer=TrainerConfig.model_validate(parts),
         deterministic=arguments.deterministic,
+        slots=arguments.slots,
         loaded_adapters=arguments.loaded_adapters,
     )
 

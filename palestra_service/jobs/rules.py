@@ -98,7 +98,6 @@ EXEMPT: Mapping[str, str] = {
     "policies.*.adapter.rank": "at most the width of the model's layers",
     "policies.*.adapter.alpha": "a number of a formula",
     "engine.gpu_memory_utilization": "at most 1, of cards that the job has alone",
-    "trainer.adapter_slots": "fewer are more work, and a job has at most eight policies",
     "roles.*.pool.every_steps": "more is less work",
     "roles.*.pool.size": "JobConfig bounds it, and the job's memory is limited",
     "roles.*.pool.power": "costs nothing, and JobConfig bounds it",

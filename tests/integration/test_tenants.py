@@ -19,11 +19,11 @@ from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.errors import NotFound
 from palestra.models.loading import LoadedModels
 from palestra.trainer.base import OptimParams, PolicySpec
-from palestra.trainer.tenant_trainer import TenantTrainer
-from palestra.trainer.torch_trainer import TorchTrainer
-from palestra.trainer.work_queue import TrainingQueue
 from palestra.types.calls import PolicyVersion, SamplingParams
 from palestra.types.records import TrainSample
+from palestra_bases.training.queue import TrainingQueue
+from palestra_bases.training.shared_trainer import SharedTrainer
+from palestra_bases.training.tenant_trainer import TenantTrainer
 
 TINY, STEPS = "tiny-random", 20
 SOME = ["q_proj", "down_proj"]
@@ -52,8 +52,8 @@ class Tenants:
         engine = EmbeddedEngineConfig(threads=1, dtype=precision, max_batch=40)
         self.engine = EmbeddedEngine(found, engine, deterministic=True)
         # Small passes, so that batches are cut: into one or two pieces those of "a", into up to four those of "h".
-        settings = TrainerConfig(threads=1, dtype=precision, adapter_slots=slots, micro_batch_tokens=16)
-        self.trainer = TorchTrainer(settings, 2, self.models, deterministic=True)
+        settings = TrainerConfig(threads=1, dtype=precision, micro_batch_tokens=16)
+        self.trainer = SharedTrainer(settings, 2, self.models, True, slots)
         self.queue = TrainingQueue(self.trainer)
         for name in names:
             self.queue.add_tenant(name, 1 + ord(name) % 3)

@@ -9,7 +9,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.trainer.fair_shares import FairShares
+from palestra_bases.training.shares import FairShares
 
 QUANTUM, MOST = 100, 60  # tokens of a round, and of the longest piece
 WEIGHTS = st.lists(st.sampled_from([0.2, 0.5, 1.0, 2.0, 3.0]), min_size=2, max_size=5)

@@ -31,7 +31,7 @@ from palestra.trainer.sharded.network import ShardedNetwork
 from palestra.trainer.sharded.optimizer import ShardedOptimizer, take_weights
 from palestra.trainer.sharded.parts import whole_of
 from palestra.trainer.sharded.publication import WeightFile
-from palestra.trainer.token_forward import TokenForward, columns_of, flat_picture_rows, hidden_with
+from palestra.trainer.token_forward import TokenForward, columns_of, flat_hidden, flat_picture_rows
 from palestra.trainer.torch_policy import OPTIMIZER, TorchPolicy
 from palestra.types.calls import Floats
 from palestra.types.records import TrainSample
@@ -97,7 +97,7 @@ class RankPolicy(TorchPolicy):
 
         def prepared() -> Gradient:
             micro_batches = pack(batch, self.micro_batch_tokens)
-            return Gradient(self.model, self._forward, self.version, batch, spec, loss, micro_batches, logprobs)
+            return Gradient(self._forward, self.version, batch, spec, micro_batches, logprobs)
 
         gradient = problem.catch(prepared)
         if gradient is None:
@@ -221,7 +221,7 @@ def _hidden(model: CausalLM, micro: MicroBatch, problem: Problem) -> Tensor | No
     run.
     """
     pictures = problem.catch(lambda: flat_picture_rows(model, micro))
-    return None if problem.error is not None else hidden_with(model, micro, pictures)
+    return None if problem.error is not None else flat_hidden(model, micro, pictures=pictures)
 
 
 def _gathered(parameters: Named, dtype: torch.dtype | None, keep: bool) -> Iterator[tuple[str, Tensor]]:

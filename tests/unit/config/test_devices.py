@@ -12,7 +12,6 @@ from palestra.errors import ConfigError
     ("settings", "said"),
     [
         ({"engine": {"kind": "fake"}}, "trainer.devices is 2, and engine.kind = 'fake' trains no model"),
-        ({"trainer": {"adapter_slots": 2}}, "trainer.adapter_slots is for the adapters of one device"),
         ({"algorithm": {"name": "ppo"}}, "algorithm.name = 'ppo' has a critic"),
         ({"algorithm": {"name": "sac"}}, "algorithm.name = 'sac' has a critic"),
         (

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from palestra.trainer.work_queue import Queued, TrainingQueue
+from palestra_bases.training.queue import QueuedCall, TrainingQueue
 from unit.tinker.serving import Client, Model, data_of, running
 
 STEPS = 4
@@ -27,7 +27,7 @@ async def busy(queue: TrainingQueue) -> asyncio.Event:
     """Keep the trainer busy until the event is set."""
     over = asyncio.Event()
     queue.add_tenant("other")
-    queue.submit(Queued("other", "other/p", over.wait))
+    queue.submit(QueuedCall("other", "other/p", over.wait))
     return over
 
 

@@ -135,24 +135,11 @@ def resident() -> int:
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) // 1024
 
 
-def test_parked_moments_take_no_memory_and_come_back(apart, tmp_path):
-    parked, kept = Optimizer(weights_of()), Optimizer(weights_of())
-    for optimizer in (parked, kept):
-        step(optimizer, 0)
-    parked.park(tmp_path, "policy")
-    parked.free()
-    parked.unpark(tmp_path, "policy")
-    for optimizer in (parked, kept):
-        step(optimizer, 1)
-    for (name, mine), (_, wanted) in zip(parked.parameters, kept.parameters, strict=True):
-        assert torch.equal(mine, wanted), name
-
-
 def test_memory_of_moments_goes_back_to_the_system():
     large = Optimizer([("large", nn.Parameter(torch.zeros(2**12, 2**12)))])  # 64 MiB
     step(large, 0)
     before = resident()
-    large.free()
+    large.forget_moments()
     assert before - resident() > 120
 
 

@@ -126,16 +126,6 @@ async def test_work_without_an_id_waits_its_turn_and_goes_on_without_its_caller(
     assert (work.runs, work.most_at_once) == (2, 1)
 
 
-async def test_more_requests_than_are_remembered_may_run_together():
-    """Also of one policy, whose first ones are forgotten while the last ones are noted."""
-
-    async def work(places: list[int]) -> list[int | Exception]:
-        return list(places)
-
-    requests = [("p", str(n)) for n in range(REMEMBERED + 6)]
-    assert await Serial().run_together(requests, work) == list(range(REMEMBERED + 6))
-
-
 async def test_long_results_are_kept_up_to_a_size_and_an_older_request_is_refused_and_not_repeated():
     def report(floats: int) -> StepReport:
         rows = (np.zeros(floats, np.float32),)

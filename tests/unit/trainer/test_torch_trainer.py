@@ -575,7 +575,7 @@ async def test_layers_that_are_computed_again_give_the_same_gradient_with_less_i
 
             policy = trainer._policies["policy"]
             with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-                policy.gradient_pieces(batch, LOSS).run()
+                policy.forward_backward(batch, LOSS)
             found.append(gradients(trainer))
             kept.append(saved[0])
     assert all(torch.equal(found[0][name], gradient) for name, gradient in found[1].items())

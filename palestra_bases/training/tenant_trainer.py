@@ -13,10 +13,9 @@ from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import build_loss
 from palestra.models.weights import WeightSource
 from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
-from palestra.trainer.merged import UpdateRequest
-from palestra.trainer.work_queue import Queued, QueuedPieces, QueuedUpdate, TrainingQueue
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
+from palestra_bases.training.queue import Queued, QueuedCall, QueuedPieces, QueuedUpdate, TrainingQueue
 
 T = TypeVar("T")
 
@@ -42,7 +41,7 @@ class TenantTrainer:
     async def create(self, policy: str, spec: PolicySpec) -> None:
         """Load a policy's weights; see `Trainer.create`."""
         name = self._name(policy)
-        request = Queued(self._tenant, name, lambda: self._trainer.create(name, spec))
+        request = QueuedCall(self._tenant, name, lambda: self._trainer.create(name, spec))
         await asyncio.shield(self._queue.submit_creation(request))
 
     async def forward(
@@ -71,11 +70,10 @@ class TenantTrainer:
     ) -> OptimReport:
         """Apply the gradient of `policy` or of its critic; see `Trainer.optim_step`."""
         name = self._name(policy)
-        call = partial(self._trainer.optim_step, name, params, request_id, network)
-        request = Queued(self._tenant, name, call)
-        if network == "policy":
-            update = UpdateRequest(policy=name, params=params, request_id=request_id)
-            request = QueuedUpdate(self._tenant, name, call, update=update)
+        request: Queued = QueuedUpdate(self._tenant, name, params)
+        if network == "critic":
+            call = partial(self._trainer.optim_step, name, params, request_id, network)
+            request = QueuedCall(self._tenant, name, call)
         report: OptimReport = await asyncio.shield(self._queue.submit(request, request_id))
         return report
 
@@ -131,6 +129,6 @@ class TenantTrainer:
 
     async def _do(self, policy: str, call: Callable[[], Awaitable[T]], request_id: str | None = None) -> T:
         """Do a request in one go when it is its turn."""
-        request = Queued(self._tenant, self._name(policy), call)
+        request = QueuedCall(self._tenant, self._name(policy), call)
         found: T = await asyncio.shield(self._queue.submit(request, request_id))
         return found

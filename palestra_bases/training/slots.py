@@ -8,8 +8,13 @@ from collections import OrderedDict
 from collections.abc import Collection
 from pathlib import Path
 
+from palestra.errors import CheckpointError
 from palestra.models.device import return_freed_memory
+from palestra.trainer import checkpoint
+from palestra.trainer.optimizer import Optimizer, read_named, write_named
 from palestra.trainer.torch_policy import TorchPolicy
+
+_WEIGHT, _GRADIENT = "weight", "gradient"
 
 
 class Slots:
@@ -51,7 +56,7 @@ class Slots:
             if name not in self._inside:
                 self._make_room(policies.keys())
                 if (folder := self._outside.get(name)) is not None:
-                    policy.unpark(folder)
+                    _unpark(policy, folder)
                     del self._outside[name]
                     shutil.rmtree(folder, ignore_errors=True)
                 self._inside[name] = policy
@@ -66,7 +71,7 @@ class Slots:
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="palestra-adapters-"))
             folder = self._folder / str(self.evictions)
-            self._inside[name].park(folder)
+            _park(self._inside[name], folder)
             self._outside[name] = folder
             del self._inside[name]
             self.evictions += 1
@@ -82,3 +87,54 @@ class Slots:
         """Remove all files."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _park(policy: TorchPolicy, folder: Path) -> None:
+    """Write all that training has made into a folder, whole or not at all, and free its memory."""
+
+    def fill(path: Path) -> None:
+        for name, optimizer in policy.optimizers():
+            park(optimizer, path, name)
+
+    checkpoint.write_weights_folder(folder, 0, fill, {})
+    for _, optimizer in policy.optimizers():
+        free(optimizer)
+
+
+def _unpark(policy: TorchPolicy, folder: Path) -> None:
+    """Take back, bit by bit, what `_park` has written."""
+    if checkpoint.read_weights(folder) is None:
+        raise CheckpointError(f"{folder}, where an adapter was put while others were trained, is gone or damaged")
+    for name, optimizer in policy.optimizers():
+        unpark(optimizer, folder, name)
+
+
+def park(optimizer: Optimizer, folder: Path, prefix: str) -> None:
+    """Write weights, gradient and moments into files of a folder; `free` may then drop them.
+
+    Args:
+        folder: where to write; it has to exist.
+    """
+    tensors = [(f"{_WEIGHT}.{name}", p.detach()) for name, p in optimizer.parameters]
+    tensors += [(f"{_GRADIENT}.{name}", p.grad) for name, p in optimizer.parameters if p.grad is not None]
+    write_named(folder, f"{prefix}-{_WEIGHT}", tensors)
+    optimizer.write(folder, f"{prefix}-moments")
+
+
+def free(optimizer: Optimizer) -> None:
+    """Drop weights, gradient and moments, which `park` has written; `unpark` has to come before all else."""
+    for _, parameter in optimizer.parameters:
+        parameter.grad = None
+        parameter.data = parameter.data.new_empty(0)
+    optimizer.forget_moments()
+
+
+def unpark(optimizer: Optimizer, folder: Path, prefix: str) -> None:
+    """Take over what `park` has written, bit by bit."""
+    found = read_named(folder, f"{prefix}-{_WEIGHT}")
+    for name, parameter in optimizer.parameters:
+        # Copies: what is read lies at any address, and products of numbers that are not aligned round differently.
+        parameter.data = found[f"{_WEIGHT}.{name}"].to(parameter.device, copy=True)
+        gradient = found.get(f"{_GRADIENT}.{name}")
+        parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+    optimizer.read(folder, f"{prefix}-moments")

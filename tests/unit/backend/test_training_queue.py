@@ -14,10 +14,10 @@ from palestra.algorithms.losses import GSPOLoss
 from palestra.config import AdapterConfig
 from palestra.errors import ConfigError, InvalidAlgorithm, NotFound
 from palestra.trainer.base import OptimParams, PolicySpec
-from palestra.trainer.tenant_trainer import TenantTrainer
-from palestra.trainer.work_queue import REQUEST_TOKENS, TrainingQueue
+from palestra_bases.training.queue import REQUEST_TOKENS, TrainingQueue
+from palestra_bases.training.tenant_trainer import TenantTrainer
+from unit.backend.test_merged import LOSSES, PARAMS, TINY, VALUE, Tenants, rows, tenants_of
 from unit.trainer.test_critic import same
-from unit.trainer.test_merged import LOSSES, PARAMS, TINY, VALUE, Tenants, rows, tenants_of
 
 SMALL = {"micro_batch_tokens": 24}
 
@@ -38,17 +38,17 @@ async def watched(*names: str, **config):
     """Tenants, and the passes that the trainer computes: the policies of each, and `update` of whom."""
     async with tenants_of(*names, **config) as tenants:
         passes, trainer = [], tenants.trainer
-        compute, update = trainer.compute, trainer.optim_step_together
+        compute, update = trainer.compute, trainer.update
 
         async def watched_compute(pieces):
             passes.append(sorted(name.partition("/")[0] for name in pieces))
             return await compute(pieces)
 
-        async def watched_update(requests):
-            passes.append(sorted(f"update {request.policy.partition('/')[0]}" for request in requests))
-            return await update(requests)
+        async def watched_update(steps):
+            passes.append(sorted(f"update {name.partition('/')[0]}" for name in steps))
+            return await update(steps)
 
-        trainer.compute, trainer.optim_step_together = watched_compute, watched_update
+        trainer.compute, trainer.update = watched_compute, watched_update
         yield tenants, passes
 
 

@@ -1,17 +1,17 @@
-"""Chooses the next tenant: deficit round robin by tokens (Shreedhar and Varghese 1995), with weights.
+"""Which tenant is served next: deficit round robin by tokens (Shreedhar and Varghese 1995), with weights.
 
-In each round a tenant of weight w may use w times the quantum. Work is not split, so a tenant may overdraw by less than
-one piece; the next round subtracts it. A round ends when no waiting tenant has tokens left. Within a round, a tenant is
-served until its tokens or its work are used up: switching adapters more often would write more of them to disk. A
-tenant that arrives with work is served first (MacGregor and Shi 2000; RFC 8290): its share is the same, but short work
-finishes soon.
+In each round a tenant of weight w may use w times the quantum. A piece of work is not cut to fit, so a tenant may use
+more by less than one piece, which the next round takes off. A round ends when no tenant that waits has tokens left.
+Within a round a tenant is served until it has used its tokens, or has no work left, because adapters that take turns
+more often may have to be written to disk and read again. One that comes with work goes before those that are there
+already (MacGregor and Shi 2000; RFC 8290): what it may use in the round is the same, but little work is done soon.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(slots=True)
@@ -73,3 +73,47 @@ class FairShares:
         rounds = min(math.floor(-self._accounts[tenant].left / self._accounts[tenant].whole) + 1 for tenant in waiting)
         for account in self._accounts.values():
             account.left = min(account.left + rounds * account.whole, account.whole)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TenantLoad:
+    """One tenant of a queue.
+
+    Attributes:
+        weight: its relative share.
+        waiting: requests without an answer.
+        longest_wait: seconds since its oldest waiting request arrived; 0.0: no request waits.
+        tokens: computed for it since it joined; each request without tokens counts a fixed number.
+    """
+
+    tenant: str
+    weight: float
+    waiting: int = 0
+    longest_wait: float = 0.0
+    tokens: int = 0
+
+    def with_weight(self, weight: float) -> TenantLoad:
+        """Return the record with another weight."""
+        return replace(self, weight=weight)
+
+    def with_tokens(self, tokens: int) -> TenantLoad:
+        """Return the record with `tokens` added."""
+        return replace(self, tokens=self.tokens + tokens)
+
+    def with_waiting(self, waits: Sequence[float]) -> TenantLoad:
+        """Return the record with the waiting times of its requests, in seconds."""
+        return replace(self, waiting=len(waits), longest_wait=max(waits, default=0.0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueueLoad:
+    """The load of a queue, as its tenants see it.
+
+    Attributes:
+        passes: forward and backward passes so far.
+        merged_passes: passes with rows of several policies.
+    """
+
+    tenants: tuple[TenantLoad, ...]
+    passes: int
+    merged_passes: int

@@ -1,8 +1,8 @@
-"""A queue of training requests of many tenants in front of one trainer.
+"""A queue of the requests of many tenants before one trainer.
 
-The queue gives the trainer one pass at a time: one micro-batch, one micro-batch each of several policies on the same
-base, or the updates of several policies. So a request of many micro-batches is computed in pieces, and other tenants
-get their turn in between. Requests about one policy are computed in the order of their arrival.
+The queue gives the trainer one pass at a time: one micro-batch, or one of each of several policies on the same base, or
+the updates of several policies. A request of many micro-batches is thereby computed in pieces, between which others get
+their turn. Requests about one policy are computed in the order in which they came.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from palestra.errors import ConfigError, NotFound
-from palestra.trainer.fair_shares import FairShares
-from palestra.trainer.merged import UpdateRequest
-from palestra.trainer.pieces import Pieces
-from palestra.trainer.queue_load import QueueLoad, TenantLoad
+from palestra.trainer.base import OptimParams, OptimReport
 from palestra.trainer.serial import KnownRequests
+from palestra_bases.training.pieces import Pieces
+from palestra_bases.training.shares import FairShares, QueueLoad, TenantLoad
 
 if TYPE_CHECKING:
-    from palestra.trainer.torch_trainer import TorchTrainer
+    from palestra_bases.training.shared_trainer import SharedTrainer
 
 QUANTUM_PASSES = 4  # passes that a tenant of weight 1 may fill in a round
 REQUEST_TOKENS = 16  # charged for a request that is no pass: an update takes about as long
@@ -34,22 +33,35 @@ PAUSE = 0.02
 
 @dataclass(slots=True, eq=False)
 class Queued:
-    """A request that waits or is being computed.
+    """A request that waits, or is being computed.
 
     Attributes:
-        call: executes the request.
+        tenant: whose it is.
+        policy: which policy it is about, by its name in the trainer.
     """
 
     tenant: str
     policy: str
-    call: Callable[[], Awaitable[Any]]
-    number: int = -1
-    since: float = 0.0
-    result: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    number: int = field(default=-1, kw_only=True)
+    since: float = field(default=0.0, kw_only=True)
+    result: asyncio.Future[Any] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future(), kw_only=True
+    )
 
 
 @dataclass(slots=True, eq=False)
-class QueuedPieces(Queued):
+class QueuedCall(Queued):
+    """A request that is done in one go.
+
+    Attributes:
+        call: does it.
+    """
+
+    call: Callable[[], Awaitable[Any]]
+
+
+@dataclass(slots=True, eq=False)
+class QueuedPieces(QueuedCall):
     """A request that is computed in pieces, which `call` returns.
 
     Attributes:
@@ -59,11 +71,15 @@ class QueuedPieces(Queued):
     pieces: Pieces[Any] | None = None
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False)
 class QueuedUpdate(Queued):
-    """An update of a policy's own network, which can be applied together with others."""
+    """An update of a policy's own network, which can be applied together with others.
 
-    update: UpdateRequest
+    Attributes:
+        params: its numbers.
+    """
+
+    params: OptimParams
 
 
 class TrainingQueue:
@@ -71,7 +87,7 @@ class TrainingQueue:
 
     def __init__(
         self,
-        trainer: TorchTrainer,
+        trainer: SharedTrainer,
         shares: FairShares | None = None,
         pause: float = PAUSE,
         clock: Callable[[], float] = time.monotonic,
@@ -125,7 +141,7 @@ class TrainingQueue:
                 policies.add(policy)  # which may be about to be created
                 for request in list(line):
                     self._fail(request, NotFound(f"the tenant {tenant!r} was removed"))
-        removals = [Queued(tenant, policy, self._removal(policy)) for policy in sorted(policies)]
+        removals = [QueuedCall(tenant, policy, self._removal(policy)) for policy in sorted(policies)]
         for removal in removals:
             self._known.forget(removal.policy)
             self._append(removal)
@@ -157,7 +173,7 @@ class TrainingQueue:
         self._append(request)
         return request.result
 
-    def submit_creation(self, request: Queued) -> asyncio.Future[Any]:
+    def submit_creation(self, request: QueuedCall) -> asyncio.Future[Any]:
         """Queue a request that creates a policy; see `submit`."""
         create = request.call
 
@@ -170,7 +186,7 @@ class TrainingQueue:
 
     def submit_removal(self, tenant: str, policy: str) -> asyncio.Future[Any]:
         """Queue the removal of a policy, and forget the ids of its earlier requests."""
-        result = self.submit(Queued(tenant, policy, self._removal(policy)))
+        result = self.submit(QueuedCall(tenant, policy, self._removal(policy)))
         self._known.forget(policy)
         return result
 
@@ -232,7 +248,7 @@ class TrainingQueue:
                     await self._compute_pass(first, heads)
                 elif isinstance(first, QueuedUpdate):
                     await self._update(first, heads)
-                else:
+                elif isinstance(first, QueuedCall):
                     self._charge([first], REQUEST_TOKENS)
                     await self._finish(first)
         except BaseException as error:  # a fault of the queue's own, or the event loop ends: no other task will answer
@@ -313,18 +329,19 @@ class TrainingQueue:
         )
         parts = [first, *others][: self.trainer.most_together]
         self._charge(parts, REQUEST_TOKENS)
-        found: Sequence[Any]
+        found: Mapping[str, OptimReport | Exception]
         try:
-            found = await self.trainer.optim_step_together([part.update for part in parts])
+            found = await self.trainer.update({part.policy: part.params for part in parts})
         except Exception as error:  # noqa: BLE001 - the requests fail, and the queue goes on
-            found = [error] * len(parts)
-        for part, report in zip(parts, found, strict=True):
+            found = {part.policy: error for part in parts}
+        for part in parts:
+            report = found[part.policy]
             if isinstance(report, Exception):
                 self._fail(part, report)
             else:
                 self._answer(part, report)
 
-    async def _finish(self, request: Queued) -> None:
+    async def _finish(self, request: QueuedCall) -> None:
         """Do the whole of a request, and answer."""
         try:
             found = await request.call()

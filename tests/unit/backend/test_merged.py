@@ -19,10 +19,14 @@ from palestra.models.loading import LoadedModels
 from palestra.models.mixed_adapters import MixedModel
 from palestra.trainer import optimizer
 from palestra.trainer.base import OptimParams, PolicySpec
-from palestra.trainer.tenant_trainer import TenantTrainer
-from palestra.trainer.torch_trainer import TorchTrainer
-from palestra.trainer.work_queue import REQUEST_TOKENS, TrainingQueue
+from palestra.trainer.optimizer import Optimizer
+from palestra_bases.training import slots
+from palestra_bases.training.queue import REQUEST_TOKENS, TrainingQueue
+from palestra_bases.training.shared_trainer import SharedTrainer
+from palestra_bases.training.tenant_trainer import TenantTrainer
 from unit.trainer.test_critic import batch, same
+from unit.trainer.test_moment_memory import step as moments_step
+from unit.trainer.test_moment_memory import weights_of
 from unit.trainer.test_torch_trainer import close
 
 TINY = "tiny-random"
@@ -55,7 +59,7 @@ PARAMS = {
 class Tenants:
     """A trainer behind a queue; each policy is that of a tenant of the same name."""
 
-    def __init__(self, trainer: TorchTrainer) -> None:
+    def __init__(self, trainer: SharedTrainer) -> None:
         self.trainer, self.queue = trainer, TrainingQueue(trainer)
 
     def of(self, name: str) -> TenantTrainer:
@@ -87,9 +91,9 @@ class Tenants:
 
 
 @asynccontextmanager
-async def tenants_of(*names: str, deterministic: bool = True, **config):
+async def tenants_of(*names: str, deterministic: bool = True, at_once: int | None = None, **config):
     settings = TrainerConfig.model_validate({"threads": 1, "dtype": "float32"} | config)
-    tenants = Tenants(TorchTrainer(settings, 2, LoadedModels(), deterministic))
+    tenants = Tenants(SharedTrainer(settings, 2, LoadedModels(), deterministic, at_once))
     try:
         for name in names:
             tenants.queue.add_tenant(name)
@@ -121,7 +125,7 @@ async def alone(name: str, steps: int, **config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [{}, {"micro_batch_tokens": 40}, {"logit_chunk": 3}, {"adapter_slots": 2}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"micro_batch_tokens": 40}, {"logit_chunk": 3}, {"at_once": 2}], ids=str)
 async def test_gradients_and_reports_are_those_of_requests_of_their_own(config):
     async with tenants_of(*SPECS, deterministic=False, **config) as tenants:
         reports = await tenants.gradients(SPECS)
@@ -156,12 +160,12 @@ async def test_common_passes_are_fewer_and_keep_to_the_budget(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [None, 1, 2])
-async def test_twenty_steps_are_bit_for_bit_those_of_a_policy_alone(slots):
+@pytest.mark.parametrize("at_once", [None, 1, 2])
+async def test_twenty_steps_are_bit_for_bit_those_of_a_policy_alone(at_once):
     """Beside others of other ranks, losses, learning rates and lengths, one of which is removed, others evicted."""
     steps = 20
     wanted = {name: await alone(name, steps) for name in "ab"}
-    async with tenants_of(*SPECS, adapter_slots=slots) as tenants:
+    async with tenants_of(*SPECS, at_once=at_once) as tenants:
         found = {name: [] for name in SPECS}
         names = list(SPECS)
         for step in range(steps):
@@ -177,7 +181,7 @@ async def test_twenty_steps_are_bit_for_bit_those_of_a_policy_alone(slots):
         for name, (reports, last) in wanted.items():
             assert [repr(one) for one in found[name]] == [repr(one) for one in reports]
             assert same(await tenants.state(name), last)
-        assert (tenants.trainer._slots.evictions > steps) == (slots is not None)
+        assert (tenants.trainer._slots.evictions > steps) == (at_once is not None)
 
 
 async def test_a_request_that_fails_leaves_its_gradient_as_it_was_and_the_others_theirs():
@@ -283,7 +287,7 @@ async def test_an_adapter_waits_on_disk_with_a_gradient_that_is_not_applied_yet_
 
     async with tenants_of("c") as tenants:
         wanted, values = await steps(tenants)
-    async with tenants_of("c", "a", "b", adapter_slots=1) as tenants:
+    async with tenants_of("c", "a", "b", at_once=1) as tenants:
         found, numbers = await steps(tenants, "ab")
         folder = tenants.trainer._slots._folder
         assert len(list(folder.iterdir())) == 2
@@ -299,8 +303,22 @@ async def test_an_adapter_waits_on_disk_with_a_gradient_that_is_not_applied_yet_
     assert files[0] == files[1]
 
 
+def test_parked_moments_take_no_memory_and_come_back(monkeypatch, tmp_path):
+    monkeypatch.setattr(optimizer, "_APART_BYTES", 0)
+    parked, kept = Optimizer(weights_of()), Optimizer(weights_of())
+    for each in (parked, kept):
+        moments_step(each, 0)
+    slots.park(parked, tmp_path, "policy")
+    slots.free(parked)
+    slots.unpark(parked, tmp_path, "policy")
+    for each in (parked, kept):
+        moments_step(each, 1)
+    for (name, mine), (_, wanted) in zip(parked.parameters, kept.parameters, strict=True):
+        assert torch.equal(mine, wanted), name
+
+
 async def test_an_adapter_whose_files_are_damaged_is_refused_and_the_others_go_on():
-    async with tenants_of("a", "b", "c", adapter_slots=1) as tenants:
+    async with tenants_of("a", "b", "c", at_once=1) as tenants:
         parked = tenants.trainer._slots._outside["a/p"]
         file = next(parked.glob("policy-weight-*"))
         file.write_bytes(file.read_bytes()[:-1] + b"x")
