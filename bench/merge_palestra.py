@@ -137,7 +137,7 @@ def rows(trie: TokenTrie, watch: Stopwatch) -> list[Row]:
     """Of a trie."""
     with watch:
         found = rows_of(trie)
-    return [(row.ids.tolist(), row.sampled.tolist()) for row in found]
+    return [(row.ids.tolist(), row.loss_mask.tolist()) for row in found]
 
 
 if __name__ == "__main__":

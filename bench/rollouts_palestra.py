@@ -123,7 +123,7 @@ async def play(sessions: Sessions, work: Workload) -> int:
 def merged(trajectory: Trajectory) -> bool:
     """Whether the trie of the calls is one row with all that was sampled."""
     rows = rows_of(TokenTrie(trajectory.chats))
-    return len(rows) == 1 and int(rows[0].sampled.sum()) == STEPS * REPLY_TOKENS
+    return len(rows) == 1 and int(rows[0].loss_mask.sum()) == STEPS * REPLY_TOKENS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -36,7 +36,8 @@ from palestra.store.browsing import (
 from palestra.store.run_log import read_fact
 from palestra.store.search import readable_summaries
 from palestra.terminal import TerminalConsole, say
-from palestra.tokens import TokenRow, TokenTrie, rows_of
+from palestra.tokens import TokenTrie, rows_of
+from palestra.types.records import TrainSample
 from palestra.types.states import EpisodeState
 
 LISTED = 40  # episodes, unless the command says how many
@@ -147,19 +148,19 @@ def _show(console: TerminalConsole, view: EpisodeView, connection: Connection, c
         frozen, of = row.policy in config.players.of_episode(episode.players).frozen, ""
         if len(config.policies) > 1 or config.players.pools:
             of = f" of {row.policy}{', which is frozen' if frozen else ''}"
-        sampled = f"{of}: {len(row.ids)} tokens, {int(row.sampled.sum())} sampled"
+        sampled = f"{of}: {len(row.ids)} tokens, {int(row.loss_mask.sum())} sampled"
         console.print(Text.assemble((f"\nrow {number}", "bold"), sampled))
         trained = row.policy in fates and fates[row.policy].trained
         console.print(_tokens(row, trained, token_text(config, row.policy), unfold), soft_wrap=False)
 
 
-def _tokens(row: TokenRow, trained: bool, text_of: Callable[[int], str], unfold: bool) -> Table:
+def _tokens(row: TrainSample, trained: bool, text_of: Callable[[int], str], unfold: bool) -> Table:
     """A line for each sampled token; the others in one line a run of them, unless `unfold`."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("place", "id", "text", "logprob", "loss", "version"):
         table.add_column(name, justify="left" if name in ("text", "loss") else "right", no_wrap=True)
     ids = row.ids.tolist()
-    for sampled, run in groupby(range(len(ids)), key=lambda place: bool(row.sampled[place])):
+    for sampled, run in groupby(range(len(ids)), key=lambda place: bool(row.loss_mask[place])):
         places = list(run)
         if not sampled and not unfold and len(places) > 1:
             text = _shortened("".join(text_of(ids[place]) for place in places))

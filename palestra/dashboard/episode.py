@@ -37,10 +37,11 @@ from palestra.errors import ModelError, NotFound
 from palestra.store.browsing import EpisodeView, calls_of, episode_events, read_episode, read_row, summary
 from palestra.store.run_log import is_finished
 from palestra.store.trained_tokens import TrainedCall, read_trained
-from palestra.tokens import TokenRow, TokenTrie, rows_of
+from palestra.tokens import TokenTrie, rows_of
 from palestra.types.calls import Chat, SamplingParams
 from palestra.types.forks import MEANINGS
 from palestra.types.messages import ChatMessage, ImagePart, TextPart
+from palestra.types.records import TrainSample
 
 MOST_TEXT = 20_000  # characters of a message; one long line must not stop a browser
 MOST_TOKENS = 5_000  # tokens of one answer
@@ -71,7 +72,7 @@ class EpisodeReading:
     line: Any
     continued: Mapping[int, Chat | None]
     distinct: int
-    rows: list[TokenRow]
+    rows: list[TrainSample]
     fates: TokenFates
     credits: Mapping[str, Credit]
     trained: Mapping[int, TrainedCall]
@@ -241,15 +242,15 @@ def _content(message: ChatMessage) -> list[PartAnswer]:
     return found
 
 
-def _row(number: int, row: TokenRow, fates: TokenFates) -> RowAnswer:
-    edges = np.flatnonzero(np.diff(row.chats)) + 1
+def _row(number: int, row: TrainSample, fates: TokenFates) -> RowAnswer:
+    edges = np.flatnonzero(np.diff(row.calls)) + 1
     starts, ends = [0, *edges.tolist()], [*edges.tolist(), len(row.ids)]
-    runs = [(start, end, int(row.chats[start])) for start, end in zip(starts, ends, strict=True)]
+    runs = [(start, end, int(row.calls[start])) for start, end in zip(starts, ends, strict=True)]
     return RowAnswer(
         row=number,
         policy=row.policy,
         tokens=len(row.ids),
-        sampled=int(row.sampled.sum()),
+        sampled=int(row.loss_mask.sum()),
         runs=runs,
         trained=any(fates.of_call(call).trained for _, _, call in runs if call >= 0),
     )
@@ -270,7 +271,7 @@ def read_tokens(run: Run, reading: EpisodeReading, number: int, start: int, coun
     row = reading.rows[number]
     start = min(start, len(row.ids))
     here = slice(start, min(start + min(count, MOST_TOKENS), len(row.ids)))
-    ids, calls = row.ids[here].tolist(), row.chats[here].tolist()
+    ids, calls = row.ids[here].tolist(), row.calls[here].tolist()
     notes, texts = list(reading.notes), list[str]()
     try:
         text_of = run.text_of(row.policy)
@@ -301,7 +302,7 @@ def read_tokens(run: Run, reading: EpisodeReading, number: int, start: int, coun
         weights=_numbers(weights),
         versions=[names.get(tuple(version), -1) for version in row.versions[here].tolist()],
         version_names=[f"{incarnation}.{n}" for incarnation, n in names],
-        temperatures=_numbers(np.where(row.sampled[here], row.temperatures[here], np.nan)),
+        temperatures=_numbers(np.where(row.loss_mask[here], row.temperatures[here], np.nan)),
         fates=fates.places,
         fate_texts=fates.texts,
         trained=fates.trained,
@@ -312,12 +313,12 @@ def read_tokens(run: Run, reading: EpisodeReading, number: int, start: int, coun
 class _Fates:
     """The reason of each token of a part of a row, as places in a list of texts."""
 
-    def __init__(self, reading: EpisodeReading, row: TokenRow, here: slice) -> None:
+    def __init__(self, reading: EpisodeReading, row: TrainSample, here: slice) -> None:
         self.texts: list[str] = []
         known: dict[tuple[int, bool], tuple[int, bool]] = {}
         elsewhere = _sampled_elsewhere(reading, row, here)
         found = []
-        for call, other in zip(row.chats[here].tolist(), elsewhere, strict=True):
+        for call, other in zip(row.calls[here].tolist(), elsewhere, strict=True):
             if (call, other) not in known:
                 fate = reading.fates.of_call(call) if call >= 0 else None
                 known[call, other] = len(self.texts), fate is not None and fate.trained
@@ -327,7 +328,7 @@ class _Fates:
         self.trained = [trained for _, trained in found]
 
 
-def _sampled_elsewhere(reading: EpisodeReading, row: TokenRow, here: slice) -> list[bool]:
+def _sampled_elsewhere(reading: EpisodeReading, row: TrainSample, here: slice) -> list[bool]:
     """Return for each token whether it stands in a prompt here, and another row of the policy has it as sampled."""
     found = np.zeros(len(row.ids), np.bool_)
     for other in reading.rows:
@@ -336,11 +337,11 @@ def _sampled_elsewhere(reading: EpisodeReading, row: TokenRow, here: slice) -> l
         length = min(len(row.ids), len(other.ids))
         differ = np.flatnonzero(row.ids[:length] != other.ids[:length])
         common = int(differ[0]) if len(differ) else length
-        found[:common] |= other.sampled[:common]
-    return [bool(one) for one in (found & ~row.sampled)[here]]
+        found[:common] |= other.loss_mask[:common]
+    return [bool(one) for one in (found & ~row.loss_mask)[here]]
 
 
-def _credit_of(reading: EpisodeReading, row: TokenRow, here: slice) -> tuple[Any, Any]:
+def _credit_of(reading: EpisodeReading, row: TrainSample, here: slice) -> tuple[Any, Any]:
     """Return advantage and loss weight of tokens of a row, NaN where there are none, or they are not known."""
     count = here.stop - here.start
     advantages, weights = np.full(count, np.nan, np.float32), np.full(count, np.nan, np.float64)
@@ -350,7 +351,7 @@ def _credit_of(reading: EpisodeReading, row: TokenRow, here: slice) -> tuple[Any
     name = reading.view.trajectory.episode.episode_id
     by_call, weight = credit.advantages.get(name, {}), credit.weights.get(name)
     prompts = {chat.index: chat.prompt_tokens for chat in reading.view.trajectory.chats}
-    calls = row.chats[here]
+    calls = row.calls[here]
     for call in set(calls.tolist()) - {-1}:
         places = np.flatnonzero(calls == call)
         if (values := by_call.get(call)) is None:
@@ -361,15 +362,15 @@ def _credit_of(reading: EpisodeReading, row: TokenRow, here: slice) -> tuple[Any
     return advantages, weights
 
 
-def _trained_of(reading: EpisodeReading, row: TokenRow, here: slice) -> NDArray[np.float64]:
+def _trained_of(reading: EpisodeReading, row: TrainSample, here: slice) -> NDArray[np.float64]:
     """Return the logprobs of tokens of a row when they were trained, NaN where they were not, or are not recorded."""
     found = np.full(len(row.ids), np.nan, np.float64)
-    for index in set(row.chats[here].tolist()) - {-1}:
+    for index in set(row.calls[here].tolist()) - {-1}:
         call = reading.trained.get(index)
         if call is None:
             continue
         values = call.logprobs[: max(len(row.ids) - call.start, 0)]
-        own = row.chats[call.start : call.start + len(values)] == index
+        own = row.calls[call.start : call.start + len(values)] == index
         found[call.start : call.start + len(values)][own] = values[own]
     return found[here]
 

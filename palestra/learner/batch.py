@@ -252,28 +252,13 @@ def _count_abandoned(calls: Sequence[Chat], left_out: Counter[str]) -> None:
 
 def _rows(rollout: _Rollout, weight: float, choices: Choices | None) -> list[TrainSample]:
     """Return the rows of a rollout. Each of its trained tokens has the same weight, in whichever row and call it is."""
+    episode_id = rollout.trajectory.episode.episode_id
     if choices is None:
-        rows = rows_of(rollout.trie, rollout.trained)
+        rows = rows_of(rollout.trie, rollout.trained, episode_id)
     else:
         calls = [chat for chat in rollout.trajectory.chats if chat.index in rollout.trained]
-        rows = [row for chat in calls for row in choice_rows(chat, choices[choice_key(chat)])]
-    return [
-        TrainSample(
-            episode_id=rollout.trajectory.episode.episode_id,
-            policy=row.policy,
-            ids=row.ids,
-            media=row.media,
-            loss_mask=row.sampled,
-            logprobs=row.logprobs,
-            versions=row.versions,
-            calls=row.chats,
-            advantages=np.zeros(len(row.ids), np.float32),
-            loss_weights=row.sampled * np.float32(weight),
-            temperatures=row.temperatures,
-            grammars=row.grammars,
-        )
-        for row in rows
-    ]
+        rows = [row for chat in calls for row in choice_rows(chat, choices[choice_key(chat)], episode_id)]
+    return [replace(row, loss_weights=row.loss_mask * np.float32(weight)) for row in rows]
 
 
 def choice_key(chat: Chat) -> tuple[str, int]:

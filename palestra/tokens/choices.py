@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from palestra.tokens.rows import TokenRow, token_versions
+from palestra.tokens.rows import empty_row, token_versions
 from palestra.types.calls import Chat, GrammarSpan
+from palestra.types.records import TrainSample
 
 
-def choice_rows(chat: Chat, choices: Sequence[tuple[int, ...]]) -> list[TokenRow]:
+def choice_rows(chat: Chat, choices: Sequence[tuple[int, ...]], episode_id: str = "") -> list[TrainSample]:
     """Return a row for each reply that a call could have given, in the order of `choices`.
 
     A row ends with the token that tells its reply from all others: what follows is certain, and adds nothing to the
@@ -21,6 +23,7 @@ def choice_rows(chat: Chat, choices: Sequence[tuple[int, ...]]) -> list[TokenRow
 
     Args:
         choices: every reply that could have been sampled, token by token.
+        episode_id: what the rows say of their episode.
 
     Raises:
         ValueError: the reply that was given is none of them.
@@ -31,23 +34,13 @@ def choice_rows(chat: Chat, choices: Sequence[tuple[int, ...]]) -> list[TokenRow
     rows = []
     for whole, decided in zip(choices, _lengths(choices), strict=True):
         choice = whole[:decided]
-        length = len(prompt) + len(choice)
-        reply = slice(len(prompt), length)
-        row = TokenRow(
-            policy=chat.policy,
-            ids=np.concatenate([prompt, np.array(choice, np.int32)]),
-            media=chat.all_media,
-            sampled=np.arange(length) >= len(prompt),
-            logprobs=np.full(length, np.nan, np.float32),
-            versions=np.full((length, 2), -1, np.int32),
-            temperatures=np.ones(length, np.float32),
-            grammars=(GrammarSpan(len(prompt), len(choice), chat.sampling.grammar),),
-            chats=np.full(length, -1, np.int32),
-        )
-        row.temperatures[reply], row.chats[reply] = chat.sampling.temperature, chat.index
+        reply = slice(len(prompt), len(prompt) + len(choice))
+        row = empty_row(episode_id, chat.policy, np.concatenate([prompt, np.array(choice, np.int32)]))
+        row.loss_mask[reply], row.temperatures[reply], row.calls[reply] = True, chat.sampling.temperature, chat.index
         if whole == given:
             row.logprobs[reply], row.versions[reply] = chat.logprobs[:decided], token_versions(chat)[:decided]
-        rows.append(row)
+        grammar = GrammarSpan(len(prompt), len(choice), chat.sampling.grammar)
+        rows.append(replace(row, media=chat.all_media, grammars=(grammar,)))
     return rows
 
 

@@ -7,44 +7,18 @@ token its share of that loss.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from palestra.config import LossAggMode
 from palestra.tokens.trie import Sampled, TokenTrie, TrieNode
-from palestra.types.calls import Chat, Floats, GrammarSpan, Ids, Mask, MediaSpan
+from palestra.types.calls import Chat, GrammarSpan, Ids, MediaSpan
+from palestra.types.records import TrainSample
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TokenRow:
-    """A path of the trie: one prompt and completion that the engine saw, N tokens from the first to the last.
-
-    Attributes:
-        policy: name of the policy that sampled the trained tokens.
-        ids: int32 [N], token ids.
-        media: spans of tokens that stand for images.
-        sampled: bool [N], True where the token was sampled by a call that this row trains.
-        logprobs: float32 [N], log-probabilities at sampling; NaN where not sampled: never scored, which differs from 0.
-        versions: int32 [N, 2], (incarnation, n) of the weights that sampled the token; -1 where not sampled.
-        temperatures: float32 [N], sampling temperature; 1 where not sampled.
-        grammars: spans of calls that were constrained by a grammar.
-        chats: int32 [N], index of the call that sampled the token; -1 where not sampled.
-    """
-
-    policy: str
-    ids: Ids
-    media: tuple[MediaSpan, ...]
-    sampled: Mask
-    logprobs: Floats
-    versions: NDArray[np.int32]
-    temperatures: Floats
-    grammars: tuple[GrammarSpan, ...]
-    chats: NDArray[np.int32]
-
-
-def rows_of(trie: TokenTrie, trained: Collection[int] | None = None) -> list[TokenRow]:
+def rows_of(trie: TokenTrie, trained: Collection[int] | None = None, episode_id: str = "") -> list[TrainSample]:
     """Return rows for the trainer, in an order that depends on the tokens alone.
 
     For each policy, each path to a last trained token is a row; tokens that an earlier row has trained are only context
@@ -53,13 +27,17 @@ def rows_of(trie: TokenTrie, trained: Collection[int] | None = None) -> list[Tok
 
     Args:
         trained: indices of the calls whose tokens are trained; tokens of other calls are context. None: all calls.
+        episode_id: what the rows say of their episode.
+
+    Returns:
+        Rows whose advantages and loss weights are 0.
     """
     nodes = list(trie.nodes())
-    rows: list[TokenRow] = []
+    rows: list[TrainSample] = []
     for policy in sorted({s.chat.policy for node in nodes for s in node.samplings}):
         left = {node: _wanted(node, policy, trained) for node in nodes}
         while left := {node: samplings for node, samplings in left.items() if samplings}:
-            rows += [_row(trie, policy, path, _take(trie, left, path)) for path in _longest_paths(left)]
+            rows += [_row(trie, episode_id, path, _take(trie, left, path)) for path in _longest_paths(left)]
     return rows
 
 
@@ -110,29 +88,35 @@ def _take(
     return taken
 
 
-def _row(
-    trie: TokenTrie, policy: str, path: Sequence[TrieNode], trained: Sequence[tuple[TrieNode, Sampled]]
-) -> TokenRow:
-    length = path[-1].stop
-    row = TokenRow(
+def empty_row(episode_id: str, policy: str, ids: Ids) -> TrainSample:
+    """Return a row of N tokens, int32 [N], none of which was sampled."""
+    length = len(ids)
+    return TrainSample(
+        episode_id=episode_id,
         policy=policy,
-        ids=np.concatenate([node.ids for node in path]),
-        media=_media(trie, path),
-        sampled=np.zeros(length, np.bool_),
+        ids=ids,
+        loss_mask=np.zeros(length, np.bool_),
         logprobs=np.full(length, np.nan, np.float32),
         versions=np.full((length, 2), -1, np.int32),
+        calls=np.full(length, -1, np.int32),
+        advantages=np.zeros(length, np.float32),
+        loss_weights=np.zeros(length, np.float32),
         temperatures=np.ones(length, np.float32),
-        grammars=_grammars(trained),
-        chats=np.full(length, -1, np.int32),
     )
+
+
+def _row(
+    trie: TokenTrie, episode_id: str, path: Sequence[TrieNode], trained: Sequence[tuple[TrieNode, Sampled]]
+) -> TrainSample:
+    row = empty_row(episode_id, trained[0][1].chat.policy, np.concatenate([node.ids for node in path]))
     for node, (chat, start) in trained:
         here, there = slice(node.start, node.stop), slice(start, start + len(node))
-        row.sampled[here] = True
+        row.loss_mask[here] = True
         row.logprobs[here] = chat.logprobs[there]
         row.versions[here] = chat.versions[0].version if len(chat.versions) == 1 else token_versions(chat)[there]
         row.temperatures[here] = chat.sampling.temperature
-        row.chats[here] = chat.index
-    return row
+        row.calls[here] = chat.index
+    return replace(row, media=_media(trie, path), grammars=_grammars(trained))
 
 
 def _grammars(trained: Sequence[tuple[TrieNode, Sampled]]) -> tuple[GrammarSpan, ...]:

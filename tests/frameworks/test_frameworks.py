@@ -57,7 +57,7 @@ def one_row(played: Played) -> None:
     """Each call starts with the exact ids of the one before, and all sampled tokens are in one row."""
     assert all(later.extends is earlier for earlier, later in pairwise(played.chats))
     (row,) = rows_of(played.chats)
-    assert int(row.sampled.sum()) == sum(len(chat.completion_ids) for chat in played.chats)
+    assert int(row.loss_mask.sum()) == sum(len(chat.completion_ids) for chat in played.chats)
 
 
 @each(TALKS)

@@ -85,7 +85,7 @@ def one_conversation(chats: tuple[Chat, ...]) -> None:
     assert all(later.extends is earlier for earlier, later in pairwise(chats))
     assert all(chat.fork is None for chat in chats)
     (row,) = rows_of(chats)
-    assert int(row.sampled.sum()) == sum(len(chat.completion_ids) for chat in chats)
+    assert int(row.loss_mask.sum()) == sum(len(chat.completion_ids) for chat in chats)
 
 
 @pytest.mark.parametrize("family", [pytest.param(smollm2, marks=pytest.mark.model), qwen_format])
@@ -345,7 +345,7 @@ async def test_subagents_at_once_are_conversations_of_their_own_and_no_drift(tmp
     assert {chat.agent for chat in starts} == {f"planner/search-{n}" for n in range(4)}
     rows = rows_of(chats)
     assert len(rows) == 5
-    assert sum(int(row.sampled.sum()) for row in rows) == sum(len(chat.completion_ids) for chat in chats)
+    assert sum(int(row.loss_mask.sum()) for row in rows) == sum(len(chat.completion_ids) for chat in chats)
     trie = TokenTrie(chats)
     firsts = {id(trie.end(chat.index).path()[0]) for chat in starts}
     assert len(firsts) == 1  # what the four have in common stands once

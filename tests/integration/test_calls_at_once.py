@@ -36,7 +36,7 @@ def what_was_made(chats: tuple[Chat, ...]) -> tuple[Any, Any]:
     nodes = [
         (node.start, node.ids.tolist(), sorted(s.chat.sampling.seed for s in node.samplings)) for node in trie.nodes()
     ]
-    rows = [(row.ids.tolist(), row.sampled.tolist(), np.nan_to_num(row.logprobs).tolist()) for row in rows_of(chats)]
+    rows = [(row.ids.tolist(), row.loss_mask.tolist(), np.nan_to_num(row.logprobs).tolist()) for row in rows_of(chats)]
     return nodes, rows
 
 

@@ -85,7 +85,7 @@ def test_a_span_is_the_beginning_of_its_reply_and_covers_what_the_row_trains_of_
             stop = span.start + span.tokens
             assert row.ids[: span.start].tolist() == chat.prompt_ids.tolist()
             assert row.ids[span.start : stop].tolist() == chat.completion_ids[: span.tokens].tolist()
-            assert row.chats[stop - 1] == chat.index  # nothing is walked for nothing
+            assert row.calls[stop - 1] == chat.index  # nothing is walked for nothing
             covered[span.start : stop] = True
         constrained = {chat.index for chat in by_grammar.values()}
-        assert all(covered[place] for place, index in enumerate(row.chats.tolist()) if index in constrained)
+        assert all(covered[place] for place, index in enumerate(row.calls.tolist()) if index in constrained)

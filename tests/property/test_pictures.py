@@ -31,7 +31,6 @@ from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.engine.fake.engine import FakeEngine
 from palestra.models.loading import LoadedModels
 from palestra.session import PolicyRuntime, SessionContext
-from palestra.tokens import TokenRow
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.calls import Chat, SampledTokens, TokenSequence
@@ -180,7 +179,7 @@ def recorded(engine, script: Sequence[Turn]) -> list[Chat]:
         return asyncio.run(played(engine, script, Path(folder)))
 
 
-def edges_of(row: TokenRow) -> tuple[Edge, ...]:
+def edges_of(row: TrainSample) -> tuple[Edge, ...]:
     return (*zip(row.ids.tolist(), digests_of(row.media, len(row.ids)), strict=True),)
 
 
@@ -215,8 +214,8 @@ def test_every_sampled_token_is_trained_once_with_the_prompt_that_the_engine_got
     index = {chat.index: number for number, chat in enumerate(chats)}
     for row in rows_of(chats):
         edges = edges_of(row)
-        for position in np.flatnonzero(row.sampled).tolist():
-            number = index[int(row.chats[position])]
+        for position in np.flatnonzero(row.loss_mask).tolist():
+            number = index[int(row.calls[position])]
             told = engine.told[number]
             place = position - len(told.prompt.ids)
             found[number, place] += 1
@@ -274,21 +273,8 @@ class Remembering:
             yield piece
 
 
-def sample_of(row: TokenRow) -> TrainSample:
-    sampled = row.sampled
-    return TrainSample(
-        episode_id="e",
-        policy="policy",
-        ids=row.ids,
-        media=row.media,
-        loss_mask=sampled,
-        logprobs=row.logprobs,
-        versions=row.versions,
-        calls=row.chats,
-        temperatures=row.temperatures,
-        advantages=np.zeros(len(row.ids), np.float32),
-        loss_weights=sampled.astype(np.float32),
-    )
+def sample_of(row: TrainSample) -> TrainSample:
+    return replace(row, grammars=(), loss_weights=row.loss_mask.astype(np.float32))
 
 
 @pytest.mark.slow

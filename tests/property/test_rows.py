@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.building import make_chat, rows_of
 
-from palestra.tokens import TokenRow
 from palestra.types.calls import SamplingParams
+from palestra.types.records import TrainSample
 from property.calls import Drawn, Edge, digests_of, episodes, orders, record
 
 
-def edges_of(row: TokenRow) -> tuple[Edge, ...]:
+def edges_of(row: TrainSample) -> tuple[Edge, ...]:
     return (*zip(row.ids.tolist(), digests_of(row.media, len(row.ids)), strict=True),)
 
 
@@ -33,8 +33,8 @@ def test_every_sampled_token_is_trained_in_exactly_one_row_with_what_was_recorde
     by_index = {chat.index: number for number, chat in chats.items()}
     found: Counter[tuple[int, int]] = Counter()
     for row in rows_of(chats.values(), {chats[number].index for number in trained}):
-        for position in np.flatnonzero(row.sampled).tolist():
-            call = calls[by_index[int(row.chats[position])]]
+        for position in np.flatnonzero(row.loss_mask).tolist():
+            call = calls[by_index[int(row.calls[position])]]
             place = position - len(call.prompt)
             found[call.number, place] += 1
             assert edges_of(row)[: position + 1] == call.edges[: position + 1]
@@ -51,7 +51,7 @@ def test_a_row_is_the_beginning_of_a_call_of_its_policy_and_ends_with_a_token_th
     calls = data.draw(episodes())
     trained = draw_trained(data, calls)
     for row in rows_of(record(calls).values(), trained):
-        assert row.sampled[-1]
+        assert row.loss_mask[-1]
         assert any(
             call.edges[: len(row.ids)] == edges_of(row)
             for call in calls
@@ -64,13 +64,13 @@ def test_what_was_not_sampled_in_this_row_has_neither_logprob_nor_version_nor_ca
     calls = data.draw(episodes())
     for row in rows_of(record(calls).values(), draw_trained(data, calls)):
         n = len(row.ids)
-        assert {len(a) for a in (row.sampled, row.logprobs, row.versions, row.temperatures, row.chats)} == {n}
-        assert np.isnan(row.logprobs[~row.sampled]).all()
-        assert not np.isnan(row.logprobs[row.sampled]).any()
-        assert (row.versions[~row.sampled] == -1).all()
-        assert (row.chats[~row.sampled] == -1).all()
-        assert (row.temperatures[~row.sampled] == 1).all()
-        assert not row.sampled[0]
+        assert {len(a) for a in (row.loss_mask, row.logprobs, row.versions, row.temperatures, row.calls)} == {n}
+        assert np.isnan(row.logprobs[~row.loss_mask]).all()
+        assert not np.isnan(row.logprobs[row.loss_mask]).any()
+        assert (row.versions[~row.loss_mask] == -1).all()
+        assert (row.calls[~row.loss_mask] == -1).all()
+        assert (row.temperatures[~row.loss_mask] == 1).all()
+        assert not row.loss_mask[0]
 
 
 def fewest(calls: Sequence[Drawn], policy: str, trained: Collection[int]) -> int:
@@ -124,7 +124,7 @@ def test_neither_the_order_of_arrival_nor_the_indices_change_the_rows(data):
         assert (a.policy, edges_of(a)) == (b.policy, edges_of(b))
         for field in ("sampled", "logprobs", "versions", "temperatures"):
             assert getattr(a, field).tobytes() == getattr(b, field).tobytes(), field
-        assert a.chats.tolist() == [name[index] for index in b.chats.tolist()]
+        assert a.calls.tolist() == [name[index] for index in b.calls.tolist()]
 
 
 @given(st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=4), min_size=2, max_size=6, unique_by=tuple))
@@ -141,5 +141,5 @@ def test_attempts_at_one_prompt_that_end_apart_are_each_whole_in_a_row(completio
     ]
     rows = rows_of(chats)
     assert len(rows) == len(chats)
-    assert all(len(set(row.logprobs[row.sampled].tolist())) == 1 for row in rows)
-    assert all(row.sampled[2:].all() for row in rows)
+    assert all(len(set(row.logprobs[row.loss_mask].tolist())) == 1 for row in rows)
+    assert all(row.loss_mask[2:].all() for row in rows)

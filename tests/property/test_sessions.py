@@ -102,7 +102,7 @@ def without_indices(chats: Sequence[Chat]) -> tuple:
         ],
         sorted((chat.sampling.seed, place[id(trie.end(chat.index))]) for chat in chats),
         sorted((c.sampling.seed, c.agent, c.time_step, c.finish_reason, c.reply.text) for c in chats),
-        [(row.ids.tolist(), row.sampled.tolist(), row.logprobs.tobytes()) for row in rows_of(chats)],
+        [(row.ids.tolist(), row.loss_mask.tolist(), row.logprobs.tobytes()) for row in rows_of(chats)],
     )
 
 

@@ -18,7 +18,6 @@ from palestra.learner.batch import Batch, make_batch
 from palestra.learner.metrics import metric_tables
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.store import RunStore, open_run_store
-from palestra.tokens import TokenRow
 from palestra.types.calls import Chat, MediaSpan, PolicyVersion, SamplingParams, TokenSequence, VersionSpan
 from palestra.types.messages import ChatMessage, text_message
 from palestra.types.records import EpisodeRecord, Task, TimeStep, TrainSample, Trajectory
@@ -109,7 +108,7 @@ def one_policy(runtime: PolicyRuntime) -> PolicySet:
     return PolicySet(runtimes={runtime.name: runtime}, roles=Roles(default=runtime.name))
 
 
-def rows_of(chats: Iterable[Chat], trained: Collection[int] | None = None) -> list[TokenRow]:
+def rows_of(chats: Iterable[Chat], trained: Collection[int] | None = None) -> list[TrainSample]:
     """The rows of an episode's calls."""
     return tokens.rows_of(tokens.TokenTrie(chats), trained)
 

@@ -141,7 +141,7 @@ async def test_in_an_episode_the_calls_of_a_time_step_are_one_conversation(tmp_p
     assert [m.role for m in two.messages] == ["user", "assistant", "tool"]
     assert (trajectory.episode.reward, trajectory.episode.step_rewards) == (1.0, (1.0,))
     (row,) = rows_of(trajectory.chats)
-    assert int(row.sampled.sum()) == len(one.completion_ids) + len(two.completion_ids)
+    assert int(row.loss_mask.sum()) == len(one.completion_ids) + len(two.completion_ids)
 
 
 async def test_the_next_turn_goes_on_from_the_tools_that_were_run_in_the_one_before(tmp_path):

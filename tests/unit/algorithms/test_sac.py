@@ -230,11 +230,11 @@ def test_a_row_for_each_choice_has_what_was_sampled_only_where_it_was():
     rows = choice_rows(chat, SEVERAL)
     prompt = chat.prompt_ids.tolist()
     assert [row.ids.tolist() for row in rows] == [[*prompt, 10], [*prompt, 11, 20], [*prompt, 11, 21]]  # 30 is certain
-    assert [int(row.sampled.sum()) for row in rows] == [1, 2, 2]
+    assert [int(row.loss_mask.sum()) for row in rows] == [1, 2, 2]
     assert [row.grammars[0].tokens for row in rows] == [1, 2, 2]
-    assert [bool(np.isfinite(row.logprobs[row.sampled]).all()) for row in rows] == [False, True, False]
-    np.testing.assert_array_equal(rows[1].logprobs[rows[1].sampled], chat.logprobs)
-    assert all(set(row.chats[row.sampled].tolist()) == {4} for row in rows)
+    assert [bool(np.isfinite(row.logprobs[row.loss_mask]).all()) for row in rows] == [False, True, False]
+    np.testing.assert_array_equal(rows[1].logprobs[rows[1].loss_mask], chat.logprobs)
+    assert all(set(row.calls[row.loss_mask].tolist()) == {4} for row in rows)
     with pytest.raises(ValueError, match="call 4 is none of the 2"):
         choice_rows(chat, (SEVERAL[0], SEVERAL[2]))
 

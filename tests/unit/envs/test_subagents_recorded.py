@@ -58,7 +58,7 @@ async def test_a_tree_of_agents_is_recorded_token_by_token_and_credited_by_branc
     assert forks == [ForkReason.NEW_CONVERSATION] * 2
     rows = rows_of(trajectory.chats)
     assert len(rows) == 3
-    assert sum(int(row.sampled.sum()) for row in rows) == sum(len(c.completion_ids) for c in trajectory.chats)
+    assert sum(int(row.loss_mask.sum()) for row in rows) == sum(len(c.completion_ids) for c in trajectory.chats)
     told = [m for m in by_agent["agent"][-1].messages if m.role in ("tool", "user")][1:]
     if results == "together":
         assert [(m.role, m.text) for m in told] == [("tool", "56"), ("tool", "44")]

@@ -35,7 +35,7 @@ def tokens(trajectory: Trajectory) -> list[tuple[list[int], list[bool], list[flo
     """What is trained of an episode: ids, which of them are targets, and their recorded logprobs."""
     trie = TokenTrie(trajectory.chats)
     return [
-        (row.ids.tolist(), row.sampled.tolist(), row.logprobs[row.sampled].tolist())
+        (row.ids.tolist(), row.loss_mask.tolist(), row.logprobs[row.loss_mask].tolist())
         for row in rows_of(trie, frozenset(chat.index for chat in trajectory.chats))
     ]
 

@@ -62,8 +62,8 @@ async def test_an_episode_is_played_to_its_end_with_rewards_by_time_step(bench):
         "step 2",
     ]
     (row,) = rows_of(trajectory.chats)
-    assert bytes(row.ids[row.sampled & (row.ids < 256)].tolist()) == b"gogogo"
-    assert int(row.sampled.sum()) == 9
+    assert bytes(row.ids[row.loss_mask & (row.ids < 256)].tolist()) == b"gogogo"
+    assert int(row.loss_mask.sum()) == 9
     assert {c.sampling.max_tokens for c in trajectory.chats} == {9}
     assert await runner(bench).play_episode() is None
 
@@ -72,10 +72,10 @@ async def test_the_masks_are_those_of_calls_over_a_session(bench):
     """Only what was sampled is trained; what the environment said is not."""
     trajectory = await runner(bench).play_episode()
     (row,) = rows_of(trajectory.chats)
-    context = bytes(int(i) for i in row.ids[~row.sampled] if i < 256)
+    context = bytes(int(i) for i in row.ids[~row.loss_mask] if i < 256)
     assert b"step 1" in context
     assert b"go" not in context.replace(b"start 1 + 1", b"")
-    assert np.isnan(row.logprobs[~row.sampled]).all()
+    assert np.isnan(row.logprobs[~row.loss_mask]).all()
 
 
 async def test_an_environment_that_fails_is_no_reward_of_zero(bench):

@@ -169,7 +169,7 @@ async def test_a_call_that_goes_on_starts_with_the_exact_ids_of_the_one_before(b
     third = await session.generate_one(call("a", first.reply.text, "b", second.reply.text, "c"))
     assert (third.extends, third.shared) == (second, len(second.prompt_ids) + 3)
     (row,) = rows_of([first, second, third])
-    assert row.ids[row.sampled].tolist() == [0xC3, 0x28, STOP] * 3
+    assert row.ids[row.loss_mask].tolist() == [0xC3, 0x28, STOP] * 3
     for chat, stored in zip((first, second, third), await bench.recorded(session), strict=True):
         assert chat.prompt_ids.tolist() == stored.prompt_ids.tolist()
         assert chat.messages == stored.messages
@@ -198,7 +198,7 @@ async def test_the_longest_history_is_used_and_an_edited_one_goes_back_to_where_
     assert (other.fork.reason, other.fork.message) == ("edited_message", 0)
     forked = await session.generate_one(call("a", "r", "other"))
     assert (forked.extends.index, forked.shared_messages, forked.fork) == (0, 2, None)
-    sampled = [row.ids[row.sampled].tolist() for row in rows_of(await bench.recorded(session))]
+    sampled = [row.ids[row.loss_mask].tolist() for row in rows_of(await bench.recorded(session))]
     assert sorted(map(len, sampled)) == [2, 2, 4, 4]
     assert [token for row in sampled for token in row] == [ord("r"), STOP] * 6
 

@@ -9,7 +9,7 @@ from unit.building import make_chat, rows_of
 
 
 def sampled_ids(row) -> list[int]:
-    return row.ids[row.sampled].tolist()
+    return row.ids[row.loss_mask].tolist()
 
 
 def test_no_calls_have_no_rows():
@@ -19,11 +19,11 @@ def test_no_calls_have_no_rows():
 def test_one_call_is_one_row_with_its_completion_sampled():
     (row,) = rows_of([make_chat(prompt=(1, 2, 3), completion=(4, 5), logprobs=[-0.25, -2.0])])
     assert row.ids.tolist() == [1, 2, 3, 4, 5]
-    assert row.sampled.tolist() == [False] * 3 + [True] * 2
+    assert row.loss_mask.tolist() == [False] * 3 + [True] * 2
     assert np.isnan(row.logprobs[:3]).all()
     assert row.logprobs[3:].tolist() == [-0.25, -2.0]
     assert row.versions.tolist() == [[-1, -1]] * 3 + [[0, 0]] * 2
-    assert (row.ids.dtype, row.sampled.dtype, row.logprobs.dtype, row.versions.dtype) == (
+    assert (row.ids.dtype, row.loss_mask.dtype, row.logprobs.dtype, row.versions.dtype) == (
         np.int32,
         np.bool_,
         np.float32,
@@ -37,7 +37,7 @@ def test_a_call_that_goes_on_extends_the_row():
     (row,) = rows_of([first, second])
     assert row.ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert sampled_ids(row) == [2, 3, 6]
-    assert row.logprobs[row.sampled].tolist() == [-1, -2, -3]
+    assert row.logprobs[row.loss_mask].tolist() == [-1, -2, -3]
 
 
 def test_the_order_in_which_calls_are_given_does_not_matter():
@@ -90,18 +90,18 @@ def test_every_token_has_the_temperature_and_the_call_that_sampled_it():
     warmer = SamplingParams(temperature=0.5, max_tokens=4, seed=1)
     (row,) = rows_of([first, make_chat(index=1, parent=first, prompt=(3,), completion=(4,), sampling=warmer)])
     assert row.temperatures.tolist() == [1.0, 1.0, 1.0, 0.5]
-    assert row.chats.tolist() == [-1, 0, -1, 1]
+    assert row.calls.tolist() == [-1, 0, -1, 1]
 
 
 def test_a_token_that_two_calls_sampled_is_trained_for_both():
     first = make_chat(prompt=(1, 2), completion=(3, 4), logprobs=[-1, -2])
     same = make_chat(index=1, prompt=(1, 2), completion=(3, 5), logprobs=[-3, -4])
     rows = rows_of([first, same])
-    assert sorted(p for row in rows for p in row.logprobs[row.sampled].tolist()) == [-4, -3, -2, -1]
+    assert sorted(p for row in rows for p in row.logprobs[row.loss_mask].tolist()) == [-4, -3, -2, -1]
     assert [row.ids.tolist() for row in rows] == [[1, 2, 3, 4], [1, 2, 3, 5]]
     again = make_chat(index=2, prompt=(1, 2), completion=(3, 5), logprobs=[-5, -6])
     rows = rows_of([first, same, again])
-    assert [row.logprobs[row.sampled].tolist() for row in rows] == [[-1, -2], [-3, -4], [-5, -6]]
+    assert [row.logprobs[row.loss_mask].tolist() for row in rows] == [[-1, -2], [-3, -4], [-5, -6]]
 
 
 def test_what_is_not_trained_is_context_and_its_rows_are_not_made():

@@ -121,22 +121,7 @@ async def test_choices_are_all_ways_of_sampling_a_reply_and_their_probabilities_
         assert len(set(choices)) == len(choices)
         params = SamplingParams(temperature=0.7, max_tokens=8, seed=0, grammar=MOVES)
         chat = make_chat(completion=choices[2], prompt=(5, 6, 7), sampling=params)
-        rows = [
-            TrainSample(
-                episode_id="e",
-                policy="policy",
-                ids=row.ids,
-                loss_mask=row.sampled,
-                logprobs=row.logprobs,
-                versions=row.versions,
-                calls=row.chats,
-                advantages=np.zeros(len(row.ids), np.float32),
-                loss_weights=np.zeros(len(row.ids), np.float32),
-                temperatures=row.temperatures,
-                grammars=row.grammars,
-            )
-            for row in choice_rows(chat, choices)
-        ]
+        rows = choice_rows(chat, choices, "e")
         found = (await trainer.forward("policy", rows, {"old_logprobs"}))["old_logprobs"]
         log_pi = [column[row.loss_mask].sum() for row, column in zip(rows, found, strict=True)]
         assert float(np.exp(log_pi).sum()) == pytest.approx(1.0, abs=1e-5)
