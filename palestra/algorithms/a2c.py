@@ -13,7 +13,7 @@ from palestra.config import A2CConfig
 
 
 class A2C(ActorCritic):
-    """A2C: one update a batch, because nothing keeps a second one near the policy that has sampled it."""
+    """A2C: one update per batch, because its loss does not keep a second one near the sampling policy."""
 
     config: A2CConfig
     about = About(
@@ -26,5 +26,5 @@ class A2C(ActorCritic):
     )
 
     def loss(self) -> LossSpec:
-        """Return the policy gradient's loss, weighed where another version of the policy has sampled a token."""
+        """Return the policy gradient's loss, weighted for tokens that another version of the policy sampled."""
         return LossSpec.of(ImportanceSamplingLoss())

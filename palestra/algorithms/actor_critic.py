@@ -1,6 +1,6 @@
-"""What algorithms with a critic have in common: advantages by GAE from the critic's values, and what the critic learns.
+"""Base of algorithms with a critic: advantages by GAE from the critic's values, and the critic's targets.
 
-The critic is trained beside the policy, by its own optimizer, on the returns that GAE estimates (lambda-returns).
+The critic has its own optimizer, and learns the returns that GAE estimates (lambda-returns).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EPSILON = 1e-8  # added to the deviation of the batch's advantages, as in Stabl
 
 
 class ActorCritic(Algorithm):
-    """An algorithm that gives every token the advantage that a critic and GAE estimate for it."""
+    """An algorithm whose token advantages come from a critic and GAE."""
 
     config: ActorCriticConfig
     metrics = (
@@ -50,10 +50,9 @@ class ActorCritic(Algorithm):
         )
 
     def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
-        """Return for each token the advantage by GAE, scaled as configured, and the return for the critic.
+        """Return each token's advantage by GAE, scaled as configured, and the critic's target.
 
         Args:
-            groups: all groups of the batch, in canonical order.
             forward: has `values` and `next_values`.
         """
         rows = [row for group in groups for row in group.rows]

@@ -1,7 +1,7 @@
 """The interface of an algorithm: from groups of episodes to an advantage for each token, and the name of a loss.
 
-An algorithm is pure and knows no trainer. It runs in the learner's process, without torch. Its loss runs in the
-trainer, perhaps in another process, and is therefore passed by name, never as a callable (see `LossSpec`).
+An algorithm is pure and does not know the trainer. It runs in the learner's process, without torch. Its loss runs in
+the trainer, perhaps in another process, so it is passed by name, never as a callable (see `LossSpec`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Group:
 
     Attributes:
         trajectories: the episodes, in order of their sample index.
-        rows: the token rows to train. There are none if the algorithm learns nothing from the group, and none of an
-            episode that can't be trained. `episode_id` and `calls` of a row tell which call sampled each token.
+        rows: the token rows to train. A group has no rows if the algorithm learns nothing from it; episodes that can't
+            be trained have no rows. `episode_id` and `calls` of a row tell which call sampled each token.
     """
 
     trajectories: tuple[Trajectory, ...]
@@ -52,13 +52,12 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenAdvantages:
-    """The result of an algorithm: a number for each token of the rows, in the order of the groups and of their rows.
+    """The result of an algorithm: numbers for each token of the rows, in the order of groups and rows.
 
     Attributes:
-        advantages: float32 [N] for each row; values of tokens that are not trained are ignored.
+        advantages: float32 [N] for each row; values at tokens that are not trained are ignored.
         importance_weights: float32 [N] for each row, factors of the loss weights; None: 1 everywhere.
-        returns: float32 [N] for each row, what the critic learns to say, NaN where it learns nothing; None: there is
-            no critic.
+        returns: float32 [N] for each row, the critic's targets, NaN where it learns nothing; None: there is no critic.
         metrics: values by name, as the algorithm declares them in `metrics`, without `train/`.
     """
 
@@ -73,10 +72,7 @@ class About:
     """The description of an algorithm, for `palestra algorithms` and the documentation.
 
     Attributes:
-        summary: what is special about the algorithm, in a line.
-        formula: its advantage and its loss.
-        paper: who has published it, and where.
-        needs: what a job has to have for it, beyond what every job has; a line each.
+        needs: requirements beyond those of every job, one per line.
     """
 
     summary: str
@@ -87,15 +83,15 @@ class About:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticUpdate:
-    """How an algorithm's critic is trained in each step, before the policy is.
+    """How an algorithm's critic is trained in each step, before the policy.
 
     Attributes:
-        loss: the loss of a value, by its name.
+        loss: a loss of values, by name.
         optimizer: the critic's own, with its own schedule.
-        epochs: updates made from one batch.
-        warmup_steps: the first of the steps in which the policy is due, in which the critic alone is trained.
-        target_rate: share by which the critic's copy, which gives `target_action_values`, moves to the critic after
-            each update (Polyak averaging). None: there is no copy, and the critic has one head, which values states.
+        epochs: updates per batch.
+        warmup_steps: number of first steps that train only the critic.
+        target_rate: fraction by which the target copy, which computes `target_action_values`, moves to the critic after
+            each update (Polyak averaging). None: no target copy, and one head, for values of states.
     """
 
     loss: LossSpec
@@ -107,13 +103,13 @@ class CriticUpdate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """Which completed episodes of a job a step learns from, where they are not only those of the step's manifest.
+    """Experience replay: which of a job's completed episodes a step trains on.
 
     Attributes:
-        draws: batches that are drawn in a step; each makes the updates that otherwise a step makes.
-        episodes: episodes of a batch, drawn without replacement; all, where there are fewer.
-        max_age: steps back from the present one; 0: only the present one's episodes.
-        max_episodes: only so many of the newest episodes are drawn from.
+        draws: batches drawn per step; each makes the updates that a step makes otherwise.
+        episodes: per batch, drawn without replacement; all, if there are fewer.
+        max_age: in steps; 0: only the present step's episodes.
+        max_episodes: only the newest ones are drawn from.
     """
 
     draws: int
@@ -124,13 +120,13 @@ class Replay:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedEpisodes:
-    """The episodes of the past that an algorithm trains, in place of episodes that are played for it.
+    """Recorded episodes that an algorithm trains on instead of new ones.
 
     Attributes:
-        run_dir: folder of the run that has recorded them; None: the job's training tasks are conversations.
-        min_reward: episodes of that run with a smaller reward are left out; None: none are.
-        policy: policy of that run whose calls and rewards are learned from, where the run has trained several; None:
-            the one with the name of the policy that learns.
+        run_dir: folder of the recorded run; None: the job's training tasks are conversations.
+        min_reward: episodes with a smaller reward are left out; None: all are used.
+        policy: policy of that run whose calls and rewards are used, if it trained several; None: the one with the
+            learning policy's name.
     """
 
     run_dir: Path | None
@@ -157,18 +153,18 @@ class Algorithm(ABC):
         ```
 
     Attributes:
-        about: what the algorithm is; None: of a user's own, which is in no list.
+        about: description for lists; None: not listed.
         metrics: the metrics that `TokenAdvantages.metrics` may contain, for the documentation.
-        needs: outputs that the trainer computes of the rows before `advantages` is called, and that rows then carry to
-            the loss (`old_logprobs`). Empty: no additional forward pass.
-        dynamic_sampling: how many groups without anything to learn from may be replaced in a step, as a multiple of
+        needs: outputs that the trainer computes for the rows before `advantages`, and that rows then carry to the loss
+            (`old_logprobs`). Empty: no additional forward pass.
+        dynamic_sampling: how many groups without a learning signal may be replaced in a step, as a multiple of
             `rollout.groups_per_step`. 0: none.
-        critic: how a critic is trained beside the policy; it computes `values` and `next_values`. None: there is none.
-        recorded: the episodes that are trained, if they are not played for the job; None: they are played.
-        replay: episodes of earlier steps that are trained again; None: a step trains those of its manifest.
-        every_choice: whether the rows have, for each trained call, every reply that could have been sampled, each in a
-            row of its own, which needs replies that are held to finitely many choices (see `tokens.choice_rows`).
-            False: rows have what was sampled.
+        critic: how a critic is trained; it computes `values` and `next_values`. None: no critic.
+        recorded: recorded episodes to train on; None: episodes are sampled.
+        replay: experience replay; None: a step trains on the episodes of its manifest.
+        every_choice: whether each trained call has one row for every reply that could have been sampled. It needs
+            replies restricted to finitely many choices (see `tokens.choice_rows`). False: one row for the sampled
+            reply.
     """
 
     about: ClassVar[About | None] = None
@@ -181,17 +177,17 @@ class Algorithm(ABC):
     every_choice: bool = False
 
     def __init__(self, config: AlgorithmConfig, step_order: StepOrder = "observed") -> None:
-        """Keep the settings in `self.config` and `self.step_order`.
+        """Store the settings in `self.config` and `self.step_order`.
 
         Args:
             config: the job's section `[algorithm]`.
-            step_order: order of the TimeSteps of an episode in which several agents act at the same time.
+            step_order: order of an episode's TimeSteps in which several agents act at the same time.
         """
         self.config = config
         self.step_order = step_order
 
     def learns_from(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Return whether anything can be learned from a group. If not, the group gets no rows. By default always true.
+        """Return whether a group has a learning signal; otherwise it gets no rows. By default always true.
 
         Args:
             trajectories: the completed episodes of the group.
@@ -209,17 +205,17 @@ class Algorithm(ABC):
 
     @abstractmethod
     def loss(self) -> LossSpec:
-        """Return the name and the parameters of the loss of a token. The trainer looks the loss up in `LOSSES`."""
+        """Return the loss's name and parameters. The trainer looks it up in `LOSSES`."""
 
     def state(self) -> dict[str, Any]:
-        """Return what the algorithm has to remember from step to step, as JSON, for the checkpoint. By default nothing.
+        """Return the state to keep from step to step, as JSON, for the checkpoint. By default empty.
 
         `advantages` may change it. A step that is repeated after a crash begins with the state before the step.
         """
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # an algorithm without state has nothing to do
-        """Take over a state from a checkpoint.
+        """Restore the state from a checkpoint.
 
         Args:
             state: the result of `state` at the time of the checkpoint; empty in checkpoints without one.

@@ -1,4 +1,4 @@
-"""Baselines: what a return is compared with, so that an advantage says how much better than expected a call was."""
+"""Baselines: the values that returns are compared with to get advantages."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class GroupAdvantages:
     """The advantages of one group.
 
     Attributes:
-        by_key: for each episode, advantages by key of the return; also of an episode without calls.
+        by_key: for each episode, advantages by key of the return, including episodes without calls.
         by_call: for each episode, advantages by index of the call.
-        calls_without_peers: number of calls whose baseline group occurs in no other episode: their advantage is 0.
+        calls_without_peers: number of calls whose baseline group occurs in no other episode; their advantage is 0.
     """
 
     by_key: list[dict[BaselineKey, float]]
@@ -37,11 +37,10 @@ class GroupAdvantages:
 
 
 def group_advantages(returns_G: Sequence[Returns], compare: Compare) -> GroupAdvantages:
-    """Return the advantages of the calls of a group: each return compared with its baseline group.
+    """Return the advantages of a group's calls: each return compared with its baseline group.
 
     Args:
-        returns_G: the returns of the G episodes of one group.
-        compare: makes advantages of the values of one baseline group.
+        compare: turns the values of one baseline group into advantages.
     """
     advantages: list[dict[BaselineKey, float]] = [{} for _ in returns_G]
     alone: set[str] = set()
@@ -62,20 +61,17 @@ def group_advantages(returns_G: Sequence[Returns], compare: Compare) -> GroupAdv
 
 
 def centred_returns(values_G: Sequence[Sequence[float]], scale: Literal["std", "none"]) -> list[list[float]]:
-    """Return (value - mean) / (deviation + 1e-4), or value - mean, for the values of a group.
+    """Return (value - mean) / (deviation + 1e-4), or value - mean, for the values of a group; positions are kept.
 
-    All values have one baseline, independent of their place: a baseline for each TimeStep would be biased if the policy
-    decides when to stop. Episodes have equal weights, however many values they have.
+    All values have one baseline, independent of their position: a baseline for each TimeStep would be biased if the
+    policy decides when to stop. Episodes have equal weights, however many values they have. All advantages are 0 if the
+    values are equal but for rounding, or if fewer than two episodes have values.
 
     Args:
         values_G: the values of each of G episodes: one reward, or one value per TimeStep or subagent; may be empty.
         scale: `std` divides by the sample standard deviation (ddof 1; DeepSeekMath, section 4.1.2), in which each value
             weighs 1 / (values of its episode); `none` does not (Liu et al. 2025, "Understanding R1-Zero-Like Training",
             3.1).
-
-    Returns:
-        One advantage per value, in the same places. All are 0 if the values are equal but for rounding, or if fewer
-        than two episodes have values: a group of one has nothing to be compared with.
     """
     flat = np.array([value for values in values_G for value in values], np.float64)
     episodes = sum(1 for values in values_G if values)
@@ -91,16 +87,10 @@ def centred_returns(values_G: Sequence[Sequence[float]], scale: Literal["std", "
 
 
 def left_out_returns(values_G: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return each value minus the mean of the other episodes of its group, in which all episodes weigh the same.
+    """Return each value minus the mean of the group's other episodes, which have equal weights; positions are kept.
 
-    Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. 2024, "Back to Basics".
-
-    Args:
-        values_G: the values of each of G episodes; may be empty.
-
-    Returns:
-        One advantage per value, in the same places. All are 0 if the values are equal but for rounding, or if fewer
-        than two episodes have values.
+    Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. 2024, "Back to Basics". All
+    advantages are 0 if the values are equal but for rounding, or if fewer than two episodes have values.
     """
     means = [float(np.mean(values)) for values in values_G if values]
     if len(means) < 2 or _are_equal(np.array([value for values in values_G for value in values], np.float64)):
@@ -113,16 +103,15 @@ def left_out_returns(values_G: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def _are_equal(values: NDArray[np.float64]) -> bool:
-    """Return whether all values, [N] of which there is at least one, are equal but for rounding."""
+    """Return whether all values, [N] with N > 0, are equal but for rounding."""
     return bool(values.max() - values.min() <= _ROUNDING * np.abs(values).max())
 
 
 def batch_advantages(groups: Sequence[Sequence[Returns]], compare: Compare) -> list[GroupAdvantages]:
-    """Return the advantages of the calls of each group, where returns are compared with those of the whole batch.
+    """Return the advantages of each group's calls, with returns compared over the whole batch.
 
     Args:
-        groups: for each group the returns of its episodes.
-        compare: makes advantages of the values of one baseline group of the batch.
+        compare: turns the values of one baseline group of the batch into advantages.
     """
     together = group_advantages([returns for group in groups for returns in group], compare)
     found, start = [], 0

@@ -1,7 +1,7 @@
-"""Clipped importance sampling policy optimisation (CISPO): the weight of a gradient is bounded, and none is dropped.
+"""Clipped importance sampling policy optimisation (CISPO): the weight of a gradient is bounded, but never dropped.
 
 MiniMax 2025, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", section 3.1: clipping as in
-PPO drops the gradient of rare tokens whose probability has grown, which are those that begin a new thought.
+PPO drops the gradient of rare tokens whose probability has grown, and these begin new thoughts.
 """
 
 from __future__ import annotations

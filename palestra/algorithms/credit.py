@@ -16,10 +16,10 @@ from palestra.types.steps import StepTimes
 class BaselineKey(NamedTuple):
     """Identifies calls of one episode that share one return.
 
-    However many calls share it, the return counts once in the baseline.
+    The return counts once in the baseline, however many calls share it.
 
     Attributes:
-        baseline_group: keys with the same value, of all episodes of a group, share a baseline.
+        baseline_group: keys with equal values, over all episodes of a group, share a baseline.
         name: distinguishes the keys of one episode: the number of a TimeStep, the name of an agent, or both.
     """
 
@@ -41,18 +41,15 @@ class Returns:
 
 
 def episode_returns(trajectory: Trajectory, mode: Credit, discount: float, order: StepOrder = "observed") -> Returns:
-    """Return the returns with which the calls of a completed episode are credited.
+    """Return the returns credited to the calls of a completed episode.
 
     Args:
-        mode: `episode`: the sum of all rewards; `step`: the discounted sum of what the call's agent earns from the
-            call's TimeStep on (Sutton and Barto 2018, equation 3.8), compared as by `branch`; `team-step`: the same sum
-            of what all agents earn, compared with all TimeSteps; `agent`: the reward of the call's agent, compared with
-            those of the same agent; `branch`: as `agent`, but a subagent is compared with all that its parent started.
-        discount: discount factor of one TimeStep, for `step` and `team-step`.
-        order: order of the TimeSteps, for `step` and `team-step`: by their observations, or by their actions.
-
-    Raises:
-        ValueError: the episode has no reward.
+        mode: `episode`: the sum of all rewards. `step`: the discounted sum of the rewards of the call's agent from the
+            call's TimeStep on (Sutton and Barto 2018, equation 3.8), compared as by `branch`. `team-step`: the same sum
+            of all agents' rewards, compared with all TimeSteps. `agent`: the reward of the call's agent, compared with
+            those of the same agent. `branch`: as `agent`, but a subagent is compared with all that its parent started.
+        discount: per TimeStep, for `step` and `team-step`.
+        order: of the TimeSteps, for `step` and `team-step`: by their observations, or by their actions.
     """
     episode, chats = trajectory.episode, trajectory.chats
     if episode.reward is None:
@@ -72,13 +69,13 @@ def episode_returns(trajectory: Trajectory, mode: Credit, discount: float, order
 
 
 def paid_as(agent: str, episode: EpisodeRecord) -> Collection[str]:
-    """Return the agents whose rewards an agent's calls answer for: itself, or its nearest parent that has a reward.
+    """Return the agents whose rewards are credited to an agent's calls: itself, or its nearest parent with a reward.
 
-    An agent without either has earned nothing where others are paid by name. A single reward that a worker gives for
-    the whole episode is the reward of each agent.
+    If neither has one, it earned nothing where others are paid by name. A single reward for the whole episode is each
+    agent's reward.
 
     Args:
-        agent: name of the agent; a subagent's begins with its parent's: `planner/search`.
+        agent: a subagent's name begins with its parent's: `planner/search`.
     """
     rewards, name = episode.rewards or {}, agent
     while name:
@@ -90,18 +87,17 @@ def paid_as(agent: str, episode: EpisodeRecord) -> Collection[str]:
 
 
 def agent_reward(agent: str, episode: EpisodeRecord) -> float:
-    """Return what an agent has earned in a completed episode; see `paid_as`."""
+    """Return an agent's reward in a completed episode; see `paid_as`."""
     return float(sum((episode.rewards or {})[name] for name in paid_as(agent, episode)))
 
 
 def step_returns(
     trajectory: Trajectory, discount: float, order: StepOrder = "observed", agent: str | None = None
 ) -> list[float]:
-    """Return G_t = r_t + discount x G_(t+1) for each TimeStep, where t counts TimeSteps in the given order.
+    """Return G_t = r_t + discount x G_(t+1) for each TimeStep, with t counting TimeSteps in the given order.
 
     Args:
-        order: order of the TimeSteps; see `step_places`.
-        agent: whose rewards count; None: those of all agents.
+        agent: whose rewards count; None: all agents'.
     """
     places = step_places(trajectory, order)
     rewards = rewards_in_time(trajectory, places, agent)
@@ -113,14 +109,10 @@ def step_returns(
 
 
 def step_places(trajectory: Trajectory, order: StepOrder = "observed") -> list[int]:
-    """Return the place of each TimeStep in the order of time.
+    """Return each TimeStep's position in the order of time.
 
-    If several agents act at the same time, an action can't have earned a reward that came before it; with `acted`,
-    TimeSteps are therefore ordered by the times of their actions. Without recorded times both orders are the TimeSteps'
-    own.
-
-    Args:
-        order: order of the TimeSteps.
+    If several agents act at the same time, an action can't have earned a reward that came before it; so with `acted`,
+    TimeSteps are ordered by the times of their actions. Without recorded times both orders are that of the TimeSteps.
     """
     episode = trajectory.episode
     if episode.step_rewards is None:
@@ -137,13 +129,13 @@ def step_places(trajectory: Trajectory, order: StepOrder = "observed") -> list[i
 
 
 def rewards_in_time(trajectory: Trajectory, places: Sequence[int], agent: str | None = None) -> list[float]:
-    """Return what was earned in each TimeStep, in the order of time.
+    """Return the rewards of each TimeStep, in the order of time.
 
-    If TimeSteps have no rewards, or it is not known whose they are, all that was earned counts as earned in the last.
+    If TimeSteps have no rewards, or it is unknown whose they are, all rewards count as earned in the last.
 
     Args:
-        places: of the TimeSteps in the order of time; see `step_places`.
-        agent: whose rewards count; None: those of all agents.
+        places: from `step_places`.
+        agent: whose rewards count; None: all agents'.
     """
     episode = trajectory.episode
     rewards, steps, by_agent = episode.rewards or {}, episode.step_rewards, episode.agent_step_rewards
@@ -184,8 +176,5 @@ def _siblings(agent: str) -> str:
 
 
 def _acted_at(times: StepTimes | None) -> float:
-    """Return the time of the action, or infinity without one.
-
-    A TimeStep without an action earned no later reward, so it comes last in the order.
-    """
+    """Return the time of the action, or infinity without one: such a TimeStep earned no later reward."""
     return math.inf if times is None or times.acted_at is None else times.acted_at

@@ -1,4 +1,4 @@
-"""The losses of critics: how far a value is from the return that it should have said."""
+"""The losses of critics: distances between values and returns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class ClippedValueLoss(ValueLoss):
     """The clipped squared error of a critic: max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2.
 
     As in the code of PPO (Schulman et al. 2017; Engstrom et al. 2020, "Implementation Matters in Deep RL", section 3),
-    so that an update can't move a value further than its clip.
+    so that an update can't move a value further than the clip.
 
     Attributes:
-        clip: most by which a value may move in a step; 0: as far as it likes.
+        clip: largest change of a value in a step; 0: unlimited.
     """
 
     clip: float = 0.2

@@ -22,7 +22,7 @@ from palestra.types.records import Trajectory
 
 
 class DAPO(ScaledGroupBaseline):
-    """DAPO: GRPO with a higher upper bound, equal weights of tokens, and a soft penalty of long replies."""
+    """DAPO: GRPO with a higher upper bound, equal token weights, and a soft length penalty."""
 
     config: DAPOConfig
     about = About(
@@ -45,14 +45,14 @@ class DAPO(ScaledGroupBaseline):
     def shaped(self, trajectories: Sequence[Trajectory], returns: list[Returns]) -> list[Returns]:
         """Return the returns of the episodes, each lowered by the longest reply that it credits.
 
-        Equal outcomes stay equal: else their lengths alone would be learned, scaled to a whole advantage.
+        Equal outcomes stay equal: otherwise their lengths alone would be learned, scaled to a whole advantage.
         """
         (found,) = self.estimate([returns])
         differ = {key.baseline_group for advantages in found.by_key for key, value in advantages.items() if value}
         return [self._lowered(trajectory, of, differ) for trajectory, of in zip(trajectories, returns, strict=True)]
 
     def batch_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Return the share of calls whose reply loses reward."""
+        """Return the share of calls with a length penalty."""
         calls = [chat for group in groups for trajectory in group.trajectories for chat in trajectory.chats]
         return {"overlong_replies": sum(self._excess(chat) > 0.0 for chat in calls) / max(len(calls), 1)}
 

@@ -1,4 +1,6 @@
-"""The decisions of an episode: calls whose replies are held to finitely many choices, with a row for each choice."""
+"""The decisions of an episode: calls whose replies are restricted to finitely many choices, with a row
+for each choice.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,17 @@ from palestra.types.records import TrainSample, Trajectory
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Decision:
-    """One call: the choices that it had, and what came of the one that was taken.
+    """One call: its choices, and the outcome of the chosen one.
 
     Attributes:
-        rows: int64 [A], number of the row of each choice.
-        places: the positions of each choice's tokens in its row, A arrays.
-        taken: place in `rows` of the choice that was taken.
-        reward: earned between this decision and the next one of the same agent.
-        discount: discount factor from this decision to the next one.
-        following: the next decision of the same agent; None: there is none.
-        ended: whether the episode had ended when there is no next one; False: it was cut off, and its further rewards
-            are not known.
+        rows: int64 [A], row index of each choice.
+        places: positions of each choice's tokens in its row, A arrays.
+        taken: index into `rows` of the sampled choice.
+        reward: earned between this decision and the agent's next one.
+        discount: factor from this decision to the next one.
+        following: the agent's next decision; None: this is the last.
+        ended: whether the episode ended after the last decision; False: it was cut off, and further rewards are
+            unknown.
     """
 
     rows: NDArray[np.int64]
@@ -41,11 +43,11 @@ class Decision:
     ended: bool
 
     def logprobs(self, columns: Mapping[int, Floats]) -> NDArray[np.float64]:
-        """Return the log-probability of each choice, float64 [A], from those of tokens, [N] by number of the row."""
+        """Return the log-probability of each choice, float64 [A], from those of tokens, [N] by row index."""
         return np.array([columns[row][place].sum(dtype=np.float64) for row, place in self._choices()], np.float64)
 
     def at_ends(self, columns: Mapping[int, Floats]) -> NDArray[np.float64]:
-        """Return the number at the last token of each choice, float64 [A], from columns [N] by number of the row."""
+        """Return the number at the last token of each choice, float64 [A], from columns [N] by row index."""
         return np.array([columns[row][place[-1]] for row, place in self._choices()], np.float64)
 
     def _choices(self) -> list[tuple[int, NDArray[np.int64]]]:
@@ -59,15 +61,11 @@ def decisions_of(
     discount: float,
     order: StepOrder = "observed",
 ) -> list[Decision]:
-    """Return the decisions of an episode, those of one agent one after another in order of time.
+    """Return the decisions of an episode, agent by agent in order of time.
 
     Args:
-        rows: the rows of the episode, by number: one for each choice of each call (`tokens.choice_rows`).
-        credit: which rewards a decision has earned; see `gae.chains_of`.
-        order: order of the TimeSteps in which several agents act at the same time.
-
-    Raises:
-        ValueError: the episode has no reward.
+        rows: the episode's rows by index: one for each choice of each call (`tokens.choice_rows`).
+        credit: which rewards a decision earned; see `gae.chains_of`.
     """
     if trajectory.episode.reward is None:
         raise ValueError(f"episode {trajectory.episode.episode_id} has no reward")
@@ -104,5 +102,5 @@ def decisions_of(
 
 
 def _taken(rows: list[TrainSample]) -> int:
-    """Return which of a call's rows is the one that was sampled."""
+    """Return which of a call's rows was sampled."""
     return next(place for place, row in enumerate(rows) if np.isfinite(row.logprobs[row.loss_mask]).all())

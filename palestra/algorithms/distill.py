@@ -1,4 +1,4 @@
-"""On-policy distillation: the student's own tokens are judged by a teacher's probabilities (a reverse KL).
+"""On-policy distillation: a teacher's probabilities score the student's own tokens (a reverse KL).
 
 Agarwal et al. 2024, "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes"; Gu et al. 2024,
 "MiniLLM"; each token by itself as in Lu et al. 2025, "On-Policy Distillation" (Thinking Machines Lab).
@@ -18,7 +18,7 @@ from palestra.types.metrics import Metric
 
 
 class Distill(Algorithm):
-    """On-policy distillation from a frozen policy of the job or a served model; rewards teach nothing."""
+    """On-policy distillation from a frozen policy of the job or a served model; rewards are ignored."""
 
     config: DistillConfig
     about = About(
@@ -42,10 +42,9 @@ class Distill(Algorithm):
     needs = frozenset({"teacher_logprobs"})
 
     def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
-        """Return for each token by how much more probable the teacher finds it than the student did.
+        """Return for each token the teacher's logprob minus the student's.
 
         Args:
-            groups: all groups of the batch, in canonical order.
             forward: has `teacher_logprobs`.
         """
         rows = [row for group in groups for row in group.rows]
@@ -58,5 +57,5 @@ class Distill(Algorithm):
         return TokenAdvantages(advantages=found, metrics={"teacher_kl": mean})
 
     def loss(self) -> LossSpec:
-        """Return the policy gradient with the ratio to the sampled distribution, without bounds."""
+        """Return the policy gradient with the ratio to the sampling distribution, without bounds."""
         return LossSpec.of(ImportanceSamplingLoss())

@@ -16,7 +16,7 @@ from palestra.config import DrGRPOConfig
 
 
 class DrGRPO(GroupBaseline):
-    """Dr. GRPO: GRPO whose advantages are not scaled, and each of whose tokens weighs the same, whatever the length."""
+    """Dr. GRPO: GRPO with unscaled advantages and equal weights of tokens, whatever the length."""
 
     config: DrGRPOConfig
     about = About(

@@ -1,8 +1,8 @@
 """Generalised advantage estimation (GAE) over the sampled tokens of an episode, by token and by turn.
 
 Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation", equation 16. A chain
-has the tokens that one agent has sampled and that are trained, in order of time. What was not sampled (prompts, results
-of tools, other agents) is no action and lies between two tokens of the chain, however long it is.
+has the trained tokens that one agent sampled, in order of time. Other text (prompts, results of tools, other agents) is
+not an action; it is between two tokens of the chain, however long it is.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ ActionLevel = Literal["token", "turn"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Chain:
-    """The T trained tokens that one agent has sampled in an episode, in order of time.
+    """The T trained tokens that one agent sampled in an episode, in order of time.
 
     Attributes:
-        rows: int64 [T], number of the token's row.
+        rows: int64 [T], row index of each token.
         places: int64 [T], position of the token in its row.
-        times: int64 [T], place of the token's TimeStep among all TimeSteps of the episode.
-        end: number of TimeSteps of the episode, the place of what would have followed them.
+        times: int64 [T], position of the token's TimeStep among the episode's.
+        end: number of TimeSteps of the episode.
         rewards: float64 [T], earned between the token and the next one of the chain.
-        truncated: the environment cut the episode off, so the value of what would have followed counts as well.
+        truncated: whether the environment cut the episode off; then the value of the next state counts too.
     """
 
     rows: NDArray[np.int64]
@@ -52,7 +52,7 @@ class Estimates:
 
     Attributes:
         advantages: float32 [N] for each row, 0 where a token is not trained.
-        returns: float32 [N] for each row, what a critic learns: advantage + value; 0 where a token is not trained.
+        returns: float32 [N] for each row, a critic's targets: advantage + value; 0 where a token is not trained.
     """
 
     advantages: list[Floats]
@@ -68,9 +68,6 @@ def generalised_advantages(
         rewards: [T], r_t, earned between action t and action t + 1.
         values: [T], V_t, of the state before action t.
         discounts: [T], discount factor from action t to action t + 1.
-        decay: lambda: 0 trusts the values (one step), 1 the rewards (all steps).
-        last_value: V after the last action: 0 where the episode has ended there, and the value of the state that
-            followed where it was cut off.
     """
     following = np.append(values[1:], last_value)
     deltas: Doubles = rewards + discounts * following - values
@@ -87,17 +84,13 @@ def chains_of(
     discount: float,
     order: StepOrder = "observed",
 ) -> list[Chain]:
-    """Return a chain for each agent of an episode that has trained tokens, in the order of the agents' names.
+    """Return a chain for each agent of an episode with trained tokens, in the order of the agents' names.
 
     Args:
-        rows: the rows of the episode, by number; `token_rewards` of a row are added to those of the TimeSteps.
-        credit: `step`: what the agent earns in a TimeStep belongs to its last token before it (in the last TimeStep, if
-            TimeSteps have no rewards); `team-step`: so does what all agents earn; `episode`: the sum of all rewards
-            belongs to the agent's last token; `agent`: so does the reward of the agent.
-        order: order of the TimeSteps in which several agents act at the same time.
-
-    Raises:
-        ValueError: the episode has no reward.
+        rows: the episode's rows, by index; their `token_rewards` are added to the TimeSteps' rewards.
+        credit: `step`: an agent's reward in a TimeStep belongs to its last token before it (or in the last TimeStep, if
+            TimeSteps have no rewards). `team-step`: the same for all agents' rewards. `episode`: the sum of all rewards
+            belongs to the agent's last token. `agent`: so does the agent's reward.
     """
     if trajectory.episode.reward is None:
         raise ValueError(f"episode {trajectory.episode.episode_id} has no reward")
@@ -146,9 +139,9 @@ def generalized_advantages(
         chains: of all episodes; each trained token is in exactly one.
         values: float32 [N] for each row: V of the state before each trained token.
         next_values: float32 [N] for each row: V of the state after each trained token.
-        discount: discount factor of one TimeStep; tokens of the same TimeStep are not discounted.
-        level: what an action is. `token`: each token; `turn`: all that an agent samples in one TimeStep, whose value is
-            that of the state before its first token, and whose tokens all have the same advantage and return.
+        discount: per TimeStep; tokens of the same TimeStep are not discounted.
+        level: the unit of action. `token`: each token. `turn`: all tokens that an agent samples in one TimeStep; the
+            value is that of the state before the first one, and all have the same advantage and return.
     """
     advantages = [np.zeros(len(row.ids), np.float32) for row in rows]
     returns = [np.zeros(len(row.ids), np.float32) for row in rows]
@@ -179,7 +172,7 @@ def explained_variance(values: Doubles, returns: Doubles) -> float:
 
     Args:
         values: [T], of the critic before the step.
-        returns: [T], what the critic should have said.
+        returns: [T], the critic's targets.
     """
     variance = float(np.var(returns)) if len(returns) else 0.0
     return 1.0 - float(np.var(returns - values)) / variance if variance > 0 else float("nan")
@@ -193,11 +186,11 @@ def earned_by(
     credit: TokenCredit,
     discount: float,
 ) -> Doubles:
-    """Return what each action of an agent has earned before the agent's next one, float64 [T].
+    """Return the reward of each action of an agent before its next action, float64 [T].
 
     Args:
-        times: [T], ascending, the place of each action's TimeStep among all TimeSteps of the episode.
-        places: of its TimeSteps in the order of time.
+        times: [T], ascending, position of each action's TimeStep among the episode's.
+        places: of the episode's TimeSteps in the order of time.
         credit: see `chains_of`.
     """
     if credit in ("step", "team-step"):
@@ -212,7 +205,7 @@ def earned_by(
 def _rewards_between(times: NDArray[np.int64], step_rewards: Sequence[float], discount: float) -> Doubles:
     """Return the rewards of TimeSteps at the last action before each, discounted from there, float64 [T].
 
-    A reward before the first action can't be earned by any of them.
+    Rewards before the first action are not credited.
     """
     earned = np.zeros(len(times))
     for time, reward in enumerate(step_rewards):

@@ -1,7 +1,7 @@
-"""Group sequence policy optimisation (GSPO): the probability ratio that is clipped is that of the whole sequence.
+"""Group sequence policy optimisation (GSPO): clips the probability ratio of the whole sequence.
 
-Zheng et al. 2025, "Group Sequence Policy Optimization": rewards are given to sequences, so the correction for another
-policy's samples should be of sequences, too; the geometric mean over tokens keeps it in one range for all lengths.
+Zheng et al. 2025, "Group Sequence Policy Optimization": rewards are given to sequences, so the off-policy correction
+should be per sequence too; the geometric mean over tokens keeps it in one range for all lengths.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class GSPO(ScaledGroupBaseline):
         """Return the advantage of each token: of its call or, in the form `sequence`, the mean over its episode.
 
         Args:
-            groups: all groups of the batch, in canonical order.
             forward: has `old_logprobs` if importance sampling is configured.
         """
         found = super().advantages(groups, forward)
@@ -53,10 +52,10 @@ class GSPO(ScaledGroupBaseline):
 
 
 def episode_means(rows: Sequence[TrainSample], values: Sequence[Floats]) -> list[Floats]:
-    """Return the mean over all trained tokens of its episode, for each token of each row, float32 [N].
+    """Return for each token the mean over all trained tokens of its episode, float32 [N] for each row.
 
     Args:
-        rows: of a batch, in which an episode may have several.
+        rows: of a batch; an episode may have several.
         values: float32 [N] for each row.
     """
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])

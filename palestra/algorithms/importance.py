@@ -50,10 +50,10 @@ class ImportanceWeights:
 def importance_weights(
     rows: Sequence[TrainSample], old_logprobs: Sequence[Floats], mode: ImportanceMode, limit: float
 ) -> ImportanceWeights:
-    """Return the factors by which the losses of tokens are to be multiplied.
+    """Return the factors of the token losses.
 
     Args:
-        rows: rows with the logprobs that were recorded at sampling.
+        rows: with the logprobs recorded at sampling.
         old_logprobs: float32 [N] for each row: logprobs of the same tokens under the policy before the step; NaN where
             a token is not trained.
         mode: `token`: w is a token's ratio; `sequence`: the product of the ratios of all tokens of the call's reply, in

@@ -1,7 +1,7 @@
-"""KL divergence to a reference policy, estimated from sampled tokens, and the coefficient that punishes it.
+"""KL divergence to a reference policy, estimated from sampled tokens, and the coefficient of its penalty.
 
-Schulman 2020, "Approximating KL Divergence" (http://joschu.net/blog/kl-approx.html): with x = log pi(token) -
-log reference(token), k1 = x, k2 = x^2 / 2 and k3 = exp(-x) - 1 + x. The mean over tokens of pi of k1 and of k3 is the
+Schulman 2020, "Approximating KL Divergence" (http://joschu.net/blog/kl-approx.html): with x = log pi(token) - log
+reference(token), k1 = x, k2 = x^2 / 2 and k3 = exp(-x) - 1 + x. The mean over tokens of pi of k1 and of k3 is the
 divergence KL(pi || reference); k2 has a small bias and, as a loss, the divergence's exact gradient.
 """
 
@@ -25,7 +25,7 @@ def kl_terms(log_ratio: Any, estimator: KLEstimator, expm1: Callable[[Any], Any]
     """Return the estimator's term of each token, [T].
 
     Args:
-        log_ratio: [T], log pi(token) - log reference(token), an array of numpy or a tensor of torch.
+        log_ratio: [T], log pi(token) - log reference(token), a numpy array or a torch tensor.
     """
     if estimator == "k1":
         return log_ratio
@@ -40,7 +40,7 @@ def row_terms(
     """Return the estimator's term of each trained token at sampling, float32 [N] for each row, 0 elsewhere.
 
     Args:
-        rows: S rows; their `logprobs` were recorded at sampling.
+        rows: S rows with the logprobs recorded at sampling.
         reference_logprobs: float32 [N] for each row.
     """
     return [
@@ -52,10 +52,10 @@ def row_terms(
 
 
 class KLCoefficient:
-    """The coefficient of a KL penalty: fixed, or adapted so that the divergence stays near a target.
+    """The coefficient of a KL penalty: fixed, or adapted to keep the divergence near a target.
 
-    Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2: with
-    e = clip(KL / target - 1, -0.2, 0.2), the coefficient is multiplied by 1 + rate x e after each step.
+    Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2: with e = clip(KL / target -
+    1, -0.2, 0.2), the coefficient is multiplied by 1 + rate x e after each step.
 
     Attributes:
         value: of the present step.
@@ -65,15 +65,15 @@ class KLCoefficient:
         """Begin with the first step's coefficient.
 
         Args:
-            target: divergence in nats a token; None: the coefficient is fixed.
+            target: divergence in nats per token; None: the coefficient is fixed.
         """
         self.value, self._target, self._rate = initial, target, rate
 
     def adapt(self, divergence: float) -> None:
-        """Set the coefficient of the next step; nothing changes where the divergence is not finite (no tokens).
+        """Set the next step's coefficient, unless the divergence is not finite (no tokens).
 
         Args:
-            divergence: of this step, in nats a token.
+            divergence: of this step, in nats per token.
         """
         if self._target is not None and np.isfinite(divergence):
             error = float(np.clip(divergence / self._target - 1.0, -0.2, 0.2))

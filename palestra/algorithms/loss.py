@@ -1,7 +1,7 @@
-"""The interface of a loss: tensors [T] of the trained tokens in; a loss for each token, and metrics, out.
+"""The interface of a loss: from tensors [T] of the trained tokens to a loss for each token, and metrics.
 
-A loss is passed to the trainer by its name and parameters (`LossSpec`), never as a callable, so that the trainer may be
-another process. This module loads no torch: a learner names a loss without having torch.
+A loss is passed to the trainer by its name and parameters (`LossSpec`), never as a callable, because the trainer may be
+another process. This module does not import torch: a learner names a loss without having torch.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class LossInputs:
     """The inputs of a loss for the T trained tokens of a micro-batch; only `logprobs` has a gradient.
 
     Attributes:
-        logprobs: float32 [T], under the present policy, with gradient; of the distribution that was sampled from, at
-            the temperature and within the grammar of the call.
-        sampling_logprobs: float32 [T], as they were recorded when the tokens were sampled.
+        logprobs: float32 [T], under the present policy, with gradient, in the distribution that was sampled: at the
+            call's temperature and within its grammar.
+        sampling_logprobs: float32 [T], recorded at sampling.
         old_logprobs: float32 [T], under the policy before the step; None if the algorithm does not need them.
-        reference_logprobs: float32 [T], under the reference policy; None if there is none.
+        reference_logprobs: float32 [T], under the reference policy; None without one.
         advantages: float32 [T].
-        on_policy: bool [T], whether the token was sampled by the version that the trainer has now.
+        on_policy: bool [T], whether the trainer's present version sampled the token.
         sequence_means: float32 [T], the mean of `Loss.of_sequence` over all trained tokens of the token's episode in
             the batch; None unless the loss is `over_sequences`.
     """
@@ -56,7 +56,7 @@ class ValueInputs:
         values: float32 [T, H], of the critic's H heads, with gradient: of the states before the tokens or, with twin
             heads, of the actions that end with the tokens.
         old_values: float32 [T], of the critic before the step; None if the algorithm does not need them.
-        returns: float32 [T], what the values should be.
+        returns: float32 [T], the targets.
     """
 
     values: Tensor
@@ -70,7 +70,7 @@ class Mean:
 
     Attributes:
         values: [T], without gradient.
-        over: bool [T], the tokens that count; None: all. If none counts in a whole batch, the metric is left out.
+        over: bool [T], the tokens to include; None: all. Without any token in the batch, the metric is left out.
     """
 
     values: Tensor
@@ -86,7 +86,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """A metric that is the largest of `values` ([T], without gradient) over trained tokens; 0 where there are none."""
+    """A metric that is the maximum of `values` ([T], without gradient) over trained tokens; 0 without tokens."""
 
     values: Tensor
 
@@ -100,8 +100,8 @@ class LossOutput:
 
     Attributes:
         loss: float32 [T], the loss of each token, with gradient. The trainer multiplies it by the token's loss weight
-            and adds all up, so that no loss can make an episode count for more than it should.
-        metrics: by name, each with the rule by which the trainer reduces it over the tokens of all micro-batches.
+            and sums, so that no loss can give an episode too much weight.
+        metrics: by name, each with its reduction over the tokens of all micro-batches.
     """
 
     loss: Tensor
@@ -116,17 +116,17 @@ class LossMetric(Metric):
 
 
 class LossSpec(BaseModel):
-    """A loss by its name in `LOSSES`, its parameters, and what is added to it. It can be sent as JSON.
+    """A loss by its name in `LOSSES`, with its parameters and additional terms, as JSON.
 
-    Any loss of the policy may have the two additions: a penalty of the divergence from the reference policy, whose
-    logprobs the rows then have to have, and a bonus of entropy. A critic's loss has none.
+    Any loss of a policy may have two additional terms: a KL penalty, for which the rows need reference logprobs, and an
+    entropy bonus. A critic's loss has neither.
 
     Attributes:
         name: of the loss.
         parameters: of the loss, by name.
-        kl_coefficient: the estimator's term of each token times this number is added to the token's loss.
+        kl_coefficient: factor of the KL estimator's term of each token.
         kl_estimator: see `palestra.algorithms.kl`.
-        entropy_coefficient: the entropy at each token times this number is taken from the token's loss.
+        entropy_coefficient: factor of each token's entropy, which is subtracted from its loss.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
@@ -144,7 +144,7 @@ class LossSpec(BaseModel):
 
 
 class BaseLoss(ABC):
-    """What losses of the policy and of the critic have in common: a name, parameters, and metrics."""
+    """Base of losses of policy and critic: a name, parameters, and metrics."""
 
     name: ClassVar[str]  # set by `register_loss`
     metrics: ClassVar[tuple[LossMetric, ...]] = ()  # all metrics that `LossOutput.metrics` contains
@@ -171,10 +171,10 @@ class Loss(BaseLoss):
     def of_sequence(self, inputs: LossInputs) -> Tensor:
         """Return [T] numbers, whose means over whole episodes the trainer puts into `LossInputs.sequence_means`.
 
-        The tokens of an episode may be in several rows and micro-batches, so a loss can't compute such a mean itself.
+        A loss can't compute these means itself, because an episode's tokens may be in several rows and micro-batches.
 
         Args:
-            inputs: of a part of the batch, without `sequence_means`; no gradient passes through the means.
+            inputs: of a part of the batch, without `sequence_means`; the means have no gradient.
         """
         raise NotImplementedError(f"the loss {self.name!r} is not over sequences")
 

@@ -1,12 +1,12 @@
-"""The losses that Palestra ships, and `build_loss`, which makes a loss from its name and parameters.
+"""The losses that Palestra ships, and `build_loss`, which creates a loss from its name and parameters.
 
 `cross_entropy`, `importance_sampling`, `ppo`, `cispo` and `dro` are those of the Tinker API, with the same names,
-parameters and defaults; for `beta` of `dro` Tinker documents no default, and 0.05 is that of its example. Tinker's
-inputs are columns of a row: its `weights` are the row's loss weights, its `logprobs` the row's sampling logprobs, and
-its sum over tokens is what a trainer computes where every loss weight is 1.
+parameters and defaults. For `beta` of `dro` Tinker documents no default; 0.05 is that of its example. Tinker's inputs
+are columns of a row: its `weights` are the row's loss weights, its `logprobs` the row's sampling logprobs, and its sum
+over tokens is the trainer's where every loss weight is 1.
 
 In the formulas p is the policy's logprob of the token, q the reference's, A the token's advantage, r = exp(p - q), and
-sg(x) is x without a gradient. The reference is the policy before the step if the algorithm asked for its logprobs, as
+sg(x) is x without a gradient. The reference is the policy before the step if the algorithm requested its logprobs, as
 in decoupled PPO, and otherwise the distribution that the token was sampled from.
 """
 
@@ -62,10 +62,9 @@ class CrossEntropyLoss(Loss):
 @register_loss("importance_sampling")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportanceSamplingLoss(Loss):
-    """The policy gradient, corrected for the distribution that the token was sampled from: -r A, without bounds.
+    """The policy gradient, corrected for the sampling distribution: -r A, without bounds.
 
-    Where the token was sampled from the policy itself, r is 1, and the gradient is REINFORCE's: -A grad p (Williams
-    1992).
+    If the policy itself sampled the token, r is 1, and the gradient is REINFORCE's: -A grad p (Williams 1992).
     """
 
     metrics = (_RATIO_MEAN,)
@@ -83,10 +82,6 @@ class PPOClipLoss(Loss):
 
     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7; with unequal bounds as in DAPO (Yu et
     al. 2025, section 3.1).
-
-    Attributes:
-        clip_low_threshold: smaller ratios are clipped.
-        clip_high_threshold: larger ratios are clipped.
     """
 
     clip_low_threshold: float = 0.8
@@ -105,16 +100,11 @@ class PPOClipLoss(Loss):
 class GSPOLoss(Loss):
     """The clipped surrogate with the ratio of the whole sequence: -min(s A, clip(s, low, high) A).
 
-    s = exp(m + p - sg(p)), where m is the mean of sg(p - q) over the trained tokens of the episode, in whichever rows
-    and micro-batches they are: the value of s is that of the sequence, and its gradient that of the token. Zheng et al.
-    2025, "Group Sequence Policy Optimization", equations 14 to 16 (GSPO-token). Where all tokens of a sequence have one
-    advantage and one loss weight, this is GSPO itself (equation 5), in value, in clipping and in its gradient: the n
-    tokens of a sequence have A s grad(p_t) / n each, whose sum is A grad(s). So no gradient has to pass from one
-    micro-batch to another.
-
-    Attributes:
-        clip_low_threshold: smaller ratios are clipped.
-        clip_high_threshold: larger ratios are clipped.
+    s = exp(m + p - sg(p)), where m is the mean of sg(p - q) over the trained tokens of the episode, in all rows and
+    micro-batches: s has the value of the sequence's ratio, and the gradient of the token. Zheng et al. 2025, "Group
+    Sequence Policy Optimization", equations 14 to 16 (GSPO-token). If all tokens of a sequence have one advantage and
+    one loss weight, this is GSPO itself (equation 5), in value, in clipping and in its gradient: the n tokens of a
+    sequence have A s grad(p_t) / n each, whose sum is A grad(s). So gradients need not pass between micro-batches.
     """
 
     clip_low_threshold: float = 0.8
@@ -124,7 +114,7 @@ class GSPOLoss(Loss):
     over_sequences = True
 
     def of_sequence(self, inputs: LossInputs) -> Tensor:
-        """Return p - q, float32 [T], whose mean over a sequence is the logarithm of the sequence's ratio."""
+        """Return p - q, float32 [T]; its mean over a sequence is the logarithm of the sequence's ratio."""
         return inputs.logprobs - reference_logprobs(inputs)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -140,11 +130,7 @@ class CISPOLoss(Loss):
     """The policy gradient with a bounded weight: -sg(clip(r, low, high)) A p. No token loses its gradient.
 
     MiniMax 2025, "MiniMax-M1", equation 4; Khatri et al. 2025, "The Art of Scaling Reinforcement Learning Compute". By
-    default only the upper bound limits anything.
-
-    Attributes:
-        clip_low_threshold: smallest weight.
-        clip_high_threshold: largest weight.
+    default only the upper bound is active.
     """
 
     clip_low_threshold: float = 0.0
@@ -168,12 +154,9 @@ class CISPOLoss(Loss):
 @register_loss("dro")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DROLoss(Loss):
-    """Direct reward optimisation: -(p A - beta / 2 (p - q)^2), which holds the policy near the reference by a square.
+    """Direct reward optimisation: -(p A - beta / 2 (p - q)^2); the square keeps the policy near the reference.
 
     Richemond et al. 2024, "Offline Regularised Reinforcement Learning for Large Language Models Alignment".
-
-    Attributes:
-        beta: weight of the square.
     """
 
     beta: float = 0.05
@@ -194,16 +177,12 @@ class DROLoss(Loss):
 
 
 def reference_logprobs(inputs: LossInputs) -> Tensor:
-    """Return the logprobs [T] to which ratios are taken: those of the policy before the step, or those at sampling."""
+    """Return the logprobs [T] in the denominator of ratios: those before the step, or those at sampling."""
     return inputs.sampling_logprobs if inputs.old_logprobs is None else inputs.old_logprobs
 
 
 def build_loss(spec: LossSpec) -> Loss | ValueLoss:
-    """Return the loss that a spec names.
-
-    Raises:
-        ConfigError: this process has no loss of that name, or the loss has other parameters.
-    """
+    """Create the loss of a spec."""
     loss = LOSSES.get(spec.name)
     if loss is None:
         raise ConfigError(f"no loss is named {spec.name!r}; known: {', '.join(sorted(LOSSES))}")
@@ -221,7 +200,7 @@ def build_loss(spec: LossSpec) -> Loss | ValueLoss:
 def _ratio(log_ratio: Tensor) -> Tensor:
     """Return exp(log_ratio), [T], within e^-20 and e^20.
 
-    A ratio that overflows would have a gradient of 0 x infinity, which is NaN, where the clipped term is the smaller.
+    An overflow would make the gradient NaN (0 x infinity) where the clipped term is the smaller.
     """
     return log_ratio.clamp(-_LARGEST, _LARGEST).exp()
 

@@ -1,4 +1,4 @@
-"""Several rewards of an episode by name: what stands in place of one that was not scored, and normalisation of each."""
+"""Named rewards of an episode: substitutes for missing ones, and normalisation of each."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NamedRewards = Mapping[str, float | None]
 
 
 def filled_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[float]:
-    """Return the reward of each episode of a group, where a reward that was not scored is the mean of the scored ones.
+    """Return the reward of each episode of a group, with the mean of the scored ones for a missing reward.
 
-    So an episode is neither better nor worse than its group for what was not scored of it: as a 0 it would be.
+    So a missing reward makes an episode neither better nor worse than its group, as a 0 would.
 
     Args:
-        trajectories: the completed episodes of the group; those without named rewards keep their reward.
+        trajectories: the group's completed episodes; those without named rewards keep their reward.
     """
     named = [trajectory for trajectory in trajectories if trajectory.episode.named_rewards is not None]
     names = _names(named)
@@ -38,11 +38,11 @@ def filled_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConfig) 
 def normalised_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[float]:
     """Return for each episode of a group the weighted sum of its rewards, each normalised in the group before.
 
-    Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization", equation 4. A reward that was not
-    scored adds 0, which is the mean of the others.
+    Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization", equation 4. A missing reward adds
+    0, the mean of the others.
 
     Args:
-        trajectories: the completed episodes of the group; the reward of one without named rewards has the name "".
+        trajectories: the group's completed episodes; a single reward has the name "".
     """
     found, sizes = [0.0] * len(trajectories), [0.0] * len(trajectories)
     for name in _names(trajectories):
@@ -56,10 +56,10 @@ def normalised_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConf
 
 
 def missing_rewards(named: Sequence[NamedRewards | None], config: AlgorithmConfig) -> list[float]:
-    """Return for each episode what the rewards that were not scored add to its reward: the mean of the scored ones.
+    """Return for each episode what its missing rewards add to its reward: the means of the scored ones.
 
     Args:
-        named: the named rewards of each episode; None: it has a reward without a name, which lacks nothing.
+        named: each episode's named rewards; None: a single reward, which is complete.
     """
     means = reward_means(named)
     return [
@@ -71,19 +71,18 @@ def missing_rewards(named: Sequence[NamedRewards | None], config: AlgorithmConfi
 
 
 def with_missing_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> Sequence[Trajectory]:
-    """Return the episodes of a group with rewards in which what was not scored is as good as the mean of the others.
+    """Return the episodes of a group with missing rewards replaced by the mean of the others.
 
-    The addition is earned in the last TimeStep, as the reward of an episode is whose TimeSteps have none.
+    The addition is earned in the last TimeStep, like the reward of an episode whose TimeSteps have none.
     """
     added = missing_rewards([trajectory.episode.named_rewards for trajectory in trajectories], config)
     return [_with_more(t, more, config) if more else t for t, more in zip(trajectories, added, strict=True)]
 
 
 def with_batch_means(groups: Sequence[Group], config: AlgorithmConfig) -> list[Group]:
-    """Return groups with rewards in which a name that no episode of a group was scored for has the batch's mean.
+    """Return groups in which a reward that a whole group lacks is replaced by the batch's mean.
 
-    Where returns of several groups are compared, or a critic learns them, such a group, perhaps of one episode, would
-    otherwise have 0 for what was not scored.
+    Otherwise it would count as 0 where returns of several groups are compared or a critic learns them.
     """
     means = reward_means([t.episode.named_rewards for group in groups for t in group.trajectories])
     found = []
@@ -99,7 +98,7 @@ def with_batch_means(groups: Sequence[Group], config: AlgorithmConfig) -> list[G
 def scored_episodes(
     groups: Sequence[Group], config: AlgorithmConfig
 ) -> Iterator[tuple[Trajectory, dict[int, TrainSample]]]:
-    """Yield each episode, with rewards in place of those that were not scored, and its rows, numbered over all groups.
+    """Yield each episode, with missing rewards replaced, and its rows, numbered over all groups.
 
     Args:
         groups: all groups of the batch, in canonical order.
@@ -115,7 +114,7 @@ def scored_episodes(
 
 
 def _with_means(trajectory: Trajectory, means: Mapping[str, float], config: AlgorithmConfig) -> Trajectory:
-    """Return an episode with these rewards as if they had been scored; one with a single reward lacks none."""
+    """Return an episode with these means for its missing rewards; a single reward is complete."""
     given = trajectory.episode.named_rewards
     if given is None:
         return trajectory
@@ -140,10 +139,10 @@ def _with_more(trajectory: Trajectory, more: float, config: AlgorithmConfig) -> 
 
 
 def reward_means(named: Sequence[NamedRewards | None]) -> Mapping[str, float]:
-    """Return the mean of each named reward over the episodes in which it was scored, by name.
+    """Return the mean of each named reward over the episodes that have it, by name.
 
     Args:
-        named: the named rewards of each episode; None: it has none.
+        named: each episode's named rewards; None: it has none.
     """
     found = {}
     for name in sorted({name for given in named for name in given or ()}):
@@ -164,7 +163,7 @@ def _named(trajectory: Trajectory) -> Mapping[str, float | None]:
 
 
 def _column(trajectories: Sequence[Trajectory], name: str) -> list[float | None]:
-    """Return one reward of each episode; None where it was not scored."""
+    """Return one reward of each episode; None where it is missing."""
     return [_named(trajectory).get(name) for trajectory in trajectories]
 
 

@@ -1,8 +1,8 @@
-"""What algorithms have in common that credit calls with returns and compare these with a baseline.
+"""Base of algorithms that credit calls with returns and compare these with a baseline.
 
-Such an algorithm is made of four parts, each of which may be exchanged: the credit (`credit.episode_returns`), the
-baseline (`baselines`), the loss of a token, and the correction for what another policy has sampled (`importance`). How
-the losses of tokens are added up is a matter of the rows' weights (`loss.token_weights`).
+Such an algorithm has four exchangeable parts: the credit (`credit.episode_returns`), the baseline (`baselines`), the
+loss of a token, and the off-policy correction (`importance`). The rows' weights decide how token losses are added up
+(`loss.token_weights`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class PolicyGradient(Algorithm):
     """An algorithm that gives every token of a call the advantage of the call's return over a baseline.
 
     Attributes:
-        across_groups: returns of several groups are compared; a group that was not scored for a name gets its mean.
+        across_groups: whether returns of several groups are compared; a reward that a whole group lacks then gets the
+            batch's mean.
     """
 
     config: PolicyGradientConfig
@@ -60,17 +61,12 @@ class PolicyGradient(Algorithm):
 
     @abstractmethod
     def estimate(self, groups: Sequence[Sequence[Returns]]) -> list[GroupAdvantages]:
-        """Return the advantages of the calls of each group of a batch.
-
-        Args:
-            groups: for each group, in canonical order, the returns of its episodes.
-        """
+        """Return the advantages of the calls of each group of a batch."""
 
     def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
         """Return for each token the advantage of its call, and the weights of importance sampling if configured.
 
         Args:
-            groups: all groups of the batch, in canonical order.
             forward: has `old_logprobs` if importance sampling is configured.
         """
         metrics = {"calls_without_peers": 0.0, **self.batch_metrics(groups)}
@@ -92,7 +88,7 @@ class PolicyGradient(Algorithm):
         return self._weighed(rows, advantages, forward, metrics)
 
     def batch_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Return metrics of a batch that `metrics` declares and the base class does not know; by default none."""
+        """Return an algorithm's own metrics of a batch, as declared in `metrics`; by default none."""
         return {}
 
     def returns(self, trajectories: Sequence[Trajectory]) -> list[Returns]:
@@ -110,14 +106,16 @@ class PolicyGradient(Algorithm):
         ]
 
     def shaped(self, trajectories: Sequence[Trajectory], returns: list[Returns]) -> list[Returns]:
-        """Return the returns of which advantages are made; by default as they are.
+        """Return the shaped returns, of which advantages are made; by default unchanged.
 
-        Whether a group has anything to teach is decided before, by returns that are not shaped.
+        `learns_from` uses returns that are not shaped.
         """
         return returns
 
     def named(self, trajectories: Sequence[Trajectory]) -> list[float] | None:
-        """Return the return of each episode of a group, if it is made of rewards by name; None: it is the credit's."""
+        """Return the return of each episode of a group if it is made of named rewards; None: use the
+        configured credit.
+        """
         if self.config.credit != "episode" or all(t.episode.named_rewards is None for t in trajectories):
             return None
         return filled_rewards(trajectories, self.config)
@@ -139,7 +137,7 @@ class PolicyGradient(Algorithm):
 
 
 class GroupBaseline(PolicyGradient):
-    """An algorithm that compares the episodes of a group with one another, and with no others."""
+    """An algorithm that compares the episodes of a group only with one another."""
 
     config: GroupConfig
     across_groups = False
@@ -151,10 +149,10 @@ class GroupBaseline(PolicyGradient):
 
     @abstractmethod
     def compare(self, values_G: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return the advantages of values that have one baseline, in the same places.
+        """Return the advantages of values with one baseline, at the same positions.
 
         Args:
-            values_G: the values of each of G episodes of a group; may be empty.
+            values_G: the values of each of a group's G episodes; may be empty.
         """
 
     def learns_from(self, trajectories: Sequence[Trajectory]) -> bool:
@@ -168,7 +166,7 @@ class GroupBaseline(PolicyGradient):
 
 
 class ScaledGroupBaseline(GroupBaseline):
-    """An algorithm whose baseline is the group's mean return, and whose advantages are scaled as configured."""
+    """An algorithm with the group's mean return as baseline, and advantages scaled as configured."""
 
     config: ScaledGroupConfig
 
@@ -177,17 +175,19 @@ class ScaledGroupBaseline(GroupBaseline):
         return centred_returns(values_G, "none" if self.config.advantage_scale == "none" else "std")
 
     def named(self, trajectories: Sequence[Trajectory]) -> list[float] | None:
-        """Return the return of each episode, with `gdpo` of rewards that are normalised one by one.
+        """Return the return of each episode, with `gdpo` as the sum of separately normalised rewards.
 
-        With `gdpo` also where no episode of the group has rewards by name: `estimate` then compares returns of the
-        whole batch, so that a return which is not normalised would have no baseline of its group.
+        With `gdpo` this includes groups without named rewards: `estimate` then compares returns of the whole batch, and
+        a return that is not normalised would lack its group's baseline.
         """
         if self.config.advantage_scale == "gdpo":
             return normalised_rewards(trajectories, self.config)
         return super().named(trajectories)
 
     def estimate(self, groups: Sequence[Sequence[Returns]]) -> list[GroupAdvantages]:
-        """Return the advantages of each group by itself; with `gdpo` in the batch, for they are normalised by group."""
+        """Return the advantages of each group by itself; with `gdpo` over the batch, because returns are normalised by
+        group already.
+        """
         if self.config.advantage_scale == "gdpo":
             return batch_advantages(groups, self.compare)
         return super().estimate(groups)
@@ -203,7 +203,7 @@ def clipped_loss(config: ClippedConfig | PPOConfig) -> LossSpec:
 def _by_index(advantages: Mapping[int, float]) -> Floats:
     """Return advantages by index of the call, float32 [calls + 1].
 
-    The last one is 0: index -1, no call, leads there.
+    The last one is 0, for index -1: no call.
     """
     by_index = np.zeros(max(advantages, default=-1) + 2, np.float32)
     for index, advantage in advantages.items():

@@ -1,9 +1,9 @@
 """Role-conditioned advantage estimation (RAE): the baseline of each role is a moving mean of its returns.
 
 Liu et al. 2025, "SPIRAL: Self-Play on Zero-Sum Games Incentivizes Reasoning via Multi-Agent Multi-Turn Reinforcement
-Learning", section 3.3: in a game that favours who begins, one baseline for both sides would reward the side, not the
-play. There each game has baselines of its own; here a role is known by its agent's name alone, so that agents of
-different games have to have different names.
+Learning", section 3.3: in a game that favours the first player, one baseline for both sides would reward the side, not
+the play. SPIRAL has baselines per game; here the agent's name identifies a role, so agents of different games need
+different names.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from palestra.config import RAEConfig
 
 
 class RAE(PolicyGradient):
-    """RAE: a role is an agent's name, or with another `credit` what its returns are compared with.
+    """RAE: a role is an agent's name or, with another `credit`, the baseline group of its returns.
 
-    The baselines are in the checkpoint. They move with every batch, in the order of its manifest, so that a step that
-    is repeated after a crash gives the same advantages.
+    The baselines are in the checkpoint. They move with every batch, in the order of its manifest, so that a step
+    repeated after a crash gives the same advantages.
     """
 
     config: RAEConfig
@@ -44,15 +44,11 @@ class RAE(PolicyGradient):
         return {"baselines": dict(self._baselines)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over the baselines of a checkpoint.
-
-        Args:
-            state: the result of `state`.
-        """
+        """Restore the baselines from a checkpoint."""
         self._baselines = {str(role): float(value) for role, value in state.get("baselines", {}).items()}
 
     def estimate(self, groups: Sequence[Sequence[Returns]]) -> list[GroupAdvantages]:
-        """Return each return minus the baseline of its role, after the baseline has moved towards it."""
+        """Return each return minus the baseline of its role, after moving the baseline towards it."""
         return [self._group(returns) for returns in groups]
 
     def loss(self) -> LossSpec:
@@ -69,7 +65,7 @@ class RAE(PolicyGradient):
         return GroupAdvantages(by_key=by_key, by_call=by_call, calls_without_peers=0)
 
     def _advantage(self, key: BaselineKey, value: float) -> float:
-        """Return a return minus the baseline of its role, which moves towards the return first."""
+        """Move the role's baseline towards a return, and return the difference."""
         known, decay = self._baselines, self.config.decay
         known[key.baseline_group] = decay * known.get(key.baseline_group, 0.0) + (1.0 - decay) * value
         return value - known[key.baseline_group]

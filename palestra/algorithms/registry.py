@@ -1,4 +1,4 @@
-"""Algorithms by name: those that ship, those of installed packages, and in a user's own process his classes."""
+"""Algorithms by name: shipped ones, those of installed packages, and a user's own classes."""
 
 from __future__ import annotations
 
@@ -44,17 +44,11 @@ ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
 def create_algorithm(
     config: AlgorithmConfig, step_order: StepOrder = "observed", *, own_code: bool = False
 ) -> Algorithm:
-    """Return the algorithm that a job names.
+    """Create the algorithm that a job names.
 
     Args:
-        config: the job's section `[algorithm]`.
-        step_order: the job's `rollout.step_order`.
         own_code: whether `package.module:Class` may be imported. True only if the user's own process calls
-            `palestra.train`: importing runs code, and a server must not run a tenant's code.
-
-    Raises:
-        ConfigError: the user's own code can't be imported, or is not allowed here; or a coefficient is to adapt to
-            episodes that are not sampled from the policy.
+            `palestra.train`: importing executes code, and a server must not execute a tenant's code.
     """
     algorithm = _class_of(config, own_code)(config, step_order)
     # At sampling the divergence of a conversation is that of placeholders, and that of another run's episodes is of

@@ -1,7 +1,7 @@
-"""The penalty of divergence from a reference policy, and the bonus of entropy, beside any algorithm.
+"""KL penalty and entropy bonus, for any algorithm.
 
-Penalty and bonus work with any algorithm: in the loss they are added to the loss that it names, and a penalty in the
-reward becomes rewards of single tokens, which an algorithm with a critic spreads over time (Ziegler et al. 2019).
+In the loss, they are added to the algorithm's loss. A penalty in the reward becomes rewards of single tokens, which an
+algorithm with a critic spreads over time (Ziegler et al. 2019).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REGULARIZATION_METRICS = (
 
 
 class Regularization:
-    """Keeps the coefficient of a job's KL penalty, and adds penalty and bonus where the job wants them."""
+    """Holds the coefficient of a job's KL penalty, and adds penalty and bonus as configured."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         """Begin with the configured coefficient.
@@ -44,17 +44,15 @@ class Regularization:
 
     @property
     def outputs(self) -> frozenset[ForwardOutput]:
-        """Return what the trainer has to compute of the rows: the reference's logprobs, if there is a reference."""
+        """Return the outputs that the trainer must compute: the reference's logprobs, if there is a reference."""
         return frozenset() if self._kl is None else frozenset({"reference_logprobs"})
 
     def token_rewards(self, rows: Sequence[TrainSample], forward: ForwardOutputs) -> list[Floats] | None:
-        """Return the penalty of each trained token as a reward, float32 [N] for each row, 0 elsewhere.
+        """Return the penalty of each trained token as a reward, float32 [N] for each row, 0 elsewhere; None: not in the
+        reward.
 
         Args:
             forward: has `reference_logprobs`, if there is a reference.
-
-        Returns:
-            None where the penalty is not in the reward.
         """
         if self._kl is None or self._coefficient is None or self._kl.place != "reward":
             return None
@@ -62,17 +60,16 @@ class Regularization:
         return [(-self._coefficient.value * term).astype(np.float32) for term in terms]
 
     def add_to(self, loss: LossSpec) -> LossSpec:
-        """Return an algorithm's loss with penalty and bonus, as far as they are in the loss."""
+        """Add penalty and bonus to an algorithm's loss, if they are configured in the loss."""
         added: dict[str, Any] = {"entropy_coefficient": self._entropy}
         if self._kl is not None and self._coefficient is not None and self._kl.place == "loss":
             added |= {"kl_coefficient": self._coefficient.value, "kl_estimator": self._kl.estimator}
         return loss.model_copy(update=added)
 
     def adapt(self, rows: Sequence[TrainSample], forward: ForwardOutputs) -> dict[str, float]:
-        """Set the coefficient of the next step by the divergence of this one; returns this step's metrics, by name.
+        """Set the next step's coefficient from this step's divergence; return this step's metrics by name.
 
         Args:
-            rows: S rows, as they are trained in this step.
             forward: has `reference_logprobs`, if there is a reference.
         """
         if self._kl is None or self._coefficient is None or not rows:
@@ -85,14 +82,10 @@ class Regularization:
         return found
 
     def state(self) -> dict[str, Any]:
-        """Return what is remembered from step to step, as JSON, for the checkpoint."""
+        """Return the state to keep from step to step, as JSON, for the checkpoint."""
         return {} if self._coefficient is None else {"kl_coefficient": self._coefficient.value}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over a state from a checkpoint.
-
-        Args:
-            state: the result of `state` at the time of the checkpoint; empty in checkpoints without one.
-        """
+        """Restore the state from a checkpoint; it is empty in checkpoints without one."""
         if self._coefficient is not None and "kl_coefficient" in state:
             self._coefficient.value = float(state["kl_coefficient"])

@@ -1,8 +1,8 @@
 """REINFORCE++: advantages are normalised over the whole batch, which is larger than a group and so less biased.
 
-Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization".
-The paper takes a penalty of the divergence from a reference from the reward of each token; here it is in the loss of
-each token, as for every algorithm without a critic (`algorithm.kl`).
+Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization". The
+paper subtracts a KL penalty from the reward of each token; here it is in the loss of each token, as for every algorithm
+without a critic (`algorithm.kl`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ReinforcePP(PolicyGradient):
     )
 
     def learns_from(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Return whether returns differ within the group, where its mean is the baseline; else true."""
+        """Return whether returns differ within the group, if its mean is the baseline; else true."""
         if self.config.baseline == "none":
             return True
         found = group_advantages(self.returns(trajectories), _CENTRED)

@@ -1,7 +1,7 @@
-"""REINFORCE leave-one-out (RLOO): the baseline of an episode is the mean return of the others of its group.
+"""REINFORCE leave-one-out (RLOO): the baseline of an episode is the mean return of the other episodes of its group.
 
 Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in
-LLMs". The baseline does not depend on the episode itself, so that the gradient is unbiased.
+LLMs". The baseline does not depend on the episode itself, so the gradient is unbiased.
 """
 
 from __future__ import annotations

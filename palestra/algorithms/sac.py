@@ -1,4 +1,4 @@
-"""Soft actor-critic (SAC) for finite actions: an action is a reply out of finitely many, and all are weighed exactly.
+"""Soft actor-critic (SAC) for finite actions: an action is one of finitely many replies, and all are weighted exactly.
 
 Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications"; for finite actions Christodoulou 2019, "Soft
 Actor-Critic for Discrete Action Settings".
@@ -37,7 +37,7 @@ _FURTHEST = 20.0  # bound of the logarithm of the temperature: where no reward i
 
 
 class SAC(Algorithm):
-    """SAC over the replies of `choices`, with twin values of a critic and episodes of earlier steps."""
+    """SAC over the replies of `choices`, with a twin critic and experience replay."""
 
     config: SACConfig
     about = About(
@@ -89,10 +89,11 @@ class SAC(Algorithm):
         self._log_temperature = math.log(config.temperature)
 
     def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
-        """Return for the tokens of each choice its share of the policy's gradient, and for those taken their returns.
+        """Return each choice's share of the policy's gradient for its tokens, and the critic's targets for the sampled
+        ones.
 
-        The gradient of V by the policy is the sum over choices of pi(a) (Q - alpha log pi(a) - V) grad log pi(a): V, as
-        a baseline, adds nothing to it, because probabilities add up to 1.
+        The gradient of V by the policy is the sum over choices of pi(a) (Q - alpha log pi(a) - V) grad log pi(a). V is
+        a baseline and adds zero, because probabilities sum to 1.
 
         Args:
             groups: all groups of the batch, in canonical order, with a row for each choice.

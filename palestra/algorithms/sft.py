@@ -1,7 +1,7 @@
-"""Supervised fine-tuning (SFT): the likelihood of recorded replies is raised, token by token.
+"""Supervised fine-tuning (SFT): raises the likelihood of recorded replies, token by token.
 
-Where the recorded episodes are the policy's own and only the good ones are taken, this is rejection sampling
-fine-tuning (Yuan et al. 2023) and the improvement step of expert iteration.
+With only the good episodes of the policy itself, this is rejection sampling fine-tuning (Yuan et al. 2023) and the
+improvement step of expert iteration.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class SFT(Algorithm):
     )
 
     def __init__(self, config: SFTConfig, step_order: StepOrder = "observed") -> None:
-        """Keep the settings, which say where the episodes are recorded. See `Algorithm`."""
+        """Keep the settings, which name the recorded episodes. See `Algorithm`."""
         super().__init__(config, step_order)
         self.recorded = RecordedEpisodes(
             run_dir=config.from_run, min_reward=config.min_reward, policy=config.from_policy
         )
 
     def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
-        """Return advantages of 1, which the loss does not read: every recorded token weighs the same."""
+        """Return advantages of 1: every recorded token has the same weight. The loss does not read them."""
         rows = [row for group in groups for row in group.rows]
         return TokenAdvantages(advantages=[np.ones(len(row.ids), np.float32) for row in rows], metrics={})
 

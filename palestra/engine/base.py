@@ -1,4 +1,4 @@
-"""What every engine does: it samples tokens from the newest weights that each policy was given."""
+"""The interface of all engines: they sample tokens from the newest weights of each policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from palestra.types.calls import PolicyVersion, SampledTokens, SamplingParams, T
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EngineRequest:
-    """One reply that an engine is asked for. Ids in, ids out: text is the session's."""
+    """A request for one sampled reply: token ids in, token ids out. Text is handled by the session."""
 
     policy: str
     prompt: TokenSequence  # [P] ids, at least one, with the images behind those that are placeholders
@@ -34,7 +34,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLoad:
-    """What an engine has to do at this moment, and what it has done since it was made."""
+    """The present load of an engine, and its counters since it was created."""
 
     waiting: int  # requests that have not begun
     running: int  # requests whose prompt or reply is being computed
@@ -48,10 +48,10 @@ class EngineLoad:
 
 
 class WorkerPool(Protocol):
-    """What a pool of inference workers does, in addition to what every engine does."""
+    """What a pool of inference workers offers in addition to `Engine`."""
 
     async def scores(self, policy: str, prompt: TokenSequence) -> list[list[float]]:
-        """Return what each worker that serves says of a prompt; see `Engine.score`."""
+        """Return the scores of a prompt from each worker that serves; see `Engine.score`."""
         ...
 
     async def resize(self, count: int) -> None:
@@ -59,7 +59,7 @@ class WorkerPool(Protocol):
         ...
 
     async def next_loss(self) -> str:
-        """Return when a worker was lost, or does not start, and say why."""
+        """Wait until a worker is lost or fails to start, and return the reason."""
         ...
 
 
@@ -71,18 +71,18 @@ class Engine(Protocol):
 
         Raises:
             InvalidRequest: the engine can't answer such a request.
-            EngineFailure: the reply could not be finished; nothing of it may be used.
-            ReplyLost: its beginning came from a worker that died. A caller who has handed on nothing may ask again.
+            EngineFailure: the reply could not be finished; its tokens must not be used.
+            ReplyLost: the worker that sampled the beginning died. A caller that has not passed on any token may retry.
         """
         ...
 
     async def score(self, policy: str, prompt: TokenSequence) -> list[float]:
-        """Return the log-probability of each token of a prompt but the first, given those before it: [P - 1].
+        """Return the log-probability of each prompt token but the first, given the tokens before it: [P - 1].
 
-        Those of temperature 1, among all tokens. Nothing is sampled.
+        They are at temperature 1, over all tokens.
 
         Args:
-            prompt: [P] ids, at least one, with the images behind those that are placeholders.
+            prompt: [P] ids, at least one, with their images.
 
         Raises:
             InvalidRequest: the engine can't answer such a request.
@@ -91,28 +91,25 @@ class Engine(Protocol):
         ...
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
-        """Replace a policy's weights, between two forward passes.
+        """Replace a policy's weights between two forward passes.
 
-        What was computed with the older weights is not used for requests that begin later. Other policies keep theirs.
+        Later requests do not reuse anything computed with older weights. Other policies are unchanged.
 
         Args:
-            version: what tokens that are sampled from them say.
-            source: where the engine reads the weights; it has read all of them when this returns.
+            source: has been read completely when this returns.
 
         Raises:
-            ModelError: the weights do not fit the policy's model, which then keeps what it had.
+            ModelError: the weights do not fit; the policy keeps its old ones.
             EngineFailure: the engine was stopped, or has failed.
         """
         ...
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
-        """Let requests be sampled from one more policy, which has a model of the same kind as another.
+        """Add a policy whose model is of the same kind as another's; an existing one gets the new weights.
 
         Args:
-            name: of the new policy; if there is one of this name, it gets these weights.
-            like: name of the policy whose kind of model it has.
-            version: what tokens that are sampled from it say.
-            source: where the engine reads its weights; None: it gets the present ones of `like`.
+            like: policy whose kind of model it has.
+            source: None: the present weights of `like`.
 
         Raises:
             ModelError: the weights do not fit the model.
@@ -121,27 +118,27 @@ class Engine(Protocol):
         ...
 
     async def remove_policy(self, name: str) -> None:
-        """Free the memory of a policy that `add_policy` has added; its requests fail. An unknown name is ignored."""
+        """Free the memory of a policy added by `add_policy`; its requests fail. Unknown names are ignored."""
         ...
 
     async def pause(self) -> None:
-        """Return when no forward pass runs; none starts until `resume`."""
+        """Wait until no forward pass runs; none starts until `resume`."""
         ...
 
     async def resume(self) -> None:
-        """Let forward passes run again after `pause`; requests continue where they stood."""
+        """Allow forward passes again after `pause`; requests continue where they stopped."""
         ...
 
     def version(self, policy: str) -> PolicyVersion:
-        """Return the version of a policy's weights that a request which begins now is sampled from."""
+        """Return the version of the weights that a new request of the policy is sampled from."""
         ...
 
     def load(self) -> EngineLoad:
-        """Return what the engine has to do at this moment; cheap, and from any thread."""
+        """Return the present load; cheap and thread-safe."""
         ...
 
     async def failure(self) -> str:
-        """Return when the engine as a whole can't continue, and say why; an engine that was closed never returns."""
+        """Wait until the engine as a whole fails, and return the reason; never returns after `close`."""
         ...
 
     async def close(self) -> None:

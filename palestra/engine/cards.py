@@ -1,4 +1,4 @@
-"""Which graphics cards the processes of a job's engine have: others than the trainer's, where there are others."""
+"""Assigns GPUs to the processes of a job's engine, apart from the trainer's where there are others."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from palestra.types.gpus import GpuReading
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """A graphics card that this process may use.
+    """A GPU that this process may use.
 
     Attributes:
-        name: as `CUDA_VISIBLE_DEVICES` has it.
-        memory_bytes: of the card; None: its driver does not say.
-        free_bytes: of its memory, at the moment of the look; None: its driver does not say.
+        name: as in `CUDA_VISIBLE_DEVICES`.
+        memory_bytes: None: unknown to the driver.
+        free_bytes: when it was read; None: unknown to the driver.
     """
 
     name: str
@@ -31,11 +31,10 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CardShare:
-    """The cards of one process of an engine.
+    """The GPUs of one engine process.
 
     Attributes:
-        cards: at least one.
-        sharers: most processes that compute on one of these cards, this one and the trainer included.
+        sharers: largest number of processes on one of these GPUs, including this one and the trainer.
     """
 
     cards: tuple[Card, ...]
@@ -43,18 +42,15 @@ class CardShare:
 
     @property
     def visible(self) -> str:
-        """Return the cards as `CUDA_VISIBLE_DEVICES` has them."""
+        """Return the GPUs in the format of `CUDA_VISIBLE_DEVICES`."""
         return ",".join(card.name for card in self.cards)
 
 
 def visible_cards(reader: GpuReader | None = None) -> list[Card]:
-    """Return the cards that this process may use, in the order in which CUDA numbers them.
+    """Return the GPUs that this process may use, in CUDA's order.
 
     Args:
-        reader: asks the driver for the memory of these cards; None: by NVML.
-
-    Raises:
-        ConfigError: the cards can't be counted.
+        reader: asks the driver for their memory; None: by NVML.
     """
     visible = os.environ.get(VISIBLE)
     reading = (reader or GpuReader(visible)).read()
@@ -79,11 +75,10 @@ def visible_cards(reader: GpuReader | None = None) -> list[Card]:
 
 
 def trainer_cards(config: JobConfig, is_here: bool) -> int:
-    """Return on how many cards of this process the job's trainer computes, always the first ones; 0: on none.
+    """Return how many of this process's GPUs the trainer uses, always the first ones; 0: none.
 
     Args:
-        is_here: whether the trainer shares the cards of this process; otherwise it has bundles of its own, or the
-            engine has.
+        is_here: whether the trainer shares this process's GPUs; otherwise trainer or engine have bundles of their own.
     """
     if not is_here or config.kind != "training" or config.trainer.device == "cpu":
         return 0
@@ -93,16 +88,10 @@ def trainer_cards(config: JobConfig, is_here: bool) -> int:
 
 
 def deal_cards(cards: Sequence[Card], processes: int, each: int, trainer: int) -> list[CardShare]:
-    """Return the cards of each process of an engine.
+    """Return the GPUs of each engine process.
 
-    The trainer's cards are left to the trainer where there are others. Processes have cards of their own as long as
-    there are enough; otherwise as few as possible share a card.
-
-    Args:
-        trainer: cards of the trainer, which are the first ones.
-
-    Raises:
-        ConfigError: one process needs more cards than there are.
+    The trainer's GPUs are avoided if there are others. Processes get GPUs of their own while there are enough; then as
+    few as possible share one.
     """
     if len(cards) < each:
         raise ConfigError(
@@ -118,18 +107,18 @@ def deal_cards(cards: Sequence[Card], processes: int, each: int, trainer: int) -
 
 
 class CardTurns:
-    """The cards of processes that may end and be replaced: each gets those that the fewest others have."""
+    """GPUs of processes that may end and be replaced: each new process gets the least used ones."""
 
     def __init__(self, shares: Sequence[CardShare]) -> None:
-        """Begin with no process.
+        """Begin without processes.
 
         Args:
-            shares: cards for one process each; none: the processes compute on no card.
+            shares: GPUs for one process each; empty: the processes compute on no GPU.
         """
         self._users = {share.visible: 0 for share in shares}
 
     def take(self) -> str | None:
-        """Return the cards of a process that starts, as `CUDA_VISIBLE_DEVICES` has them; None: there are none."""
+        """Return the GPUs of a starting process, in the format of `CUDA_VISIBLE_DEVICES`; None: no GPUs."""
         if not self._users:
             return None
         chosen = min(self._users, key=lambda visible: self._users[visible])
@@ -137,21 +126,13 @@ class CardTurns:
         return chosen
 
     def give_back(self, visible: str | None) -> None:
-        """Note that a process has ended.
-
-        Args:
-            visible: what `take` has returned.
-        """
+        """Release the GPUs of an ended process, as returned by `take`."""
         if visible is not None:
             self._users[visible] -= 1
 
 
 def gpus_of_job(config: JobConfig) -> Callable[[], GpuReading]:
-    """Return a function that says what the cards do that this process may use; nothing where the job uses none of them.
-
-    Args:
-        config: the job, whose parts run on this machine, unless it has a base server or its engine has an address.
-    """
+    """Return a function that reads this process's GPUs; it returns nothing for a job that uses none of them."""
     return GpuMeter(GpuReader(os.environ.get(VISIBLE)).read).now if _uses_cards(config) else GpuReading
 
 

@@ -1,4 +1,4 @@
-"""What engines refuse before a request meets those of others: a pass that one of them breaks fails for all."""
+"""Validation of requests before they join a batch: a pass that one request breaks fails for all."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ SAMPLE_TEXT = "Tokenizers differ: 1,234.5 km, naïve Zürich, def f(x):\n    ret
 
 
 def check_prompt(prompt: TokenSequence, vocab_size: int, most_tokens: int, sees: bool) -> None:
-    """Refuse a prompt that a model can't read.
+    """Raise InvalidRequest for a prompt that the model can't read.
 
     Args:
-        prompt: [P] ids, and the pictures among them.
-        vocab_size: V, the number of the model's tokens.
-        most_tokens: the most that P may be.
-        sees: whether the model reads pictures.
-
-    Raises:
-        InvalidRequest: another shape, an id that does not exist, too many ids, or a picture for a model of text.
+        prompt: [P] ids and their pictures.
+        sees: whether the model is a vision-language model.
     """
     ids = prompt.ids
     if prompt.media and not sees:
@@ -32,14 +27,7 @@ def check_prompt(prompt: TokenSequence, vocab_size: int, most_tokens: int, sees:
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
-    """Refuse numbers that no engine can use, and tokens that the model does not have.
-
-    Args:
-        vocab_size: V, the number of the model's tokens.
-
-    Raises:
-        InvalidRequest: the message names the field and its range.
-    """
+    """Raise InvalidRequest for sampling parameters out of range, naming the field, and for unknown tokens."""
     for name, (least, most) in SAMPLING_RANGES.items():
         if not least <= getattr(sampling, name) <= most:  # NaN is in no range
             raise InvalidRequest(f"{name} has to be from {least} to {most}", name)

@@ -1,7 +1,7 @@
-"""What Palestra asks of a kind of engine. The pool, the wiring, the control plane and the checks know no kind.
+"""The interface of engine kinds. Pool, wiring, control plane and checks do not depend on any kind.
 
-A kind is one folder with a section of the configuration and an `EngineDriver`, which an entry point of the group
-`palestra.engines` names: `palestra/engine/<kind>/` here, or any other package.
+A kind is a folder with a section of the configuration and an `EngineDriver`, named by an entry point of the group
+`palestra.engines`: `palestra/engine/<kind>/` here, or any other package.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class EngineJob:
     """A job, as drivers get it.
 
     Attributes:
-        config: the job. In the process of a worker, `config.engine` has the settings of this worker alone.
-        weights: folders to load models from, instead of the policies' `model`, by the policy's name.
-        pictures: where the images of prompts are found; None: models that read images are not shown any.
-        trainer_is_here: whether the trainer shares the GPUs of this process.
-        worker: number of the worker that is loaded, among those of the job.
+        config: in a worker's process, `config.engine` has this worker's settings.
+        weights: folders that replace the policies' `model`, by policy.
+        pictures: source of the prompts' images; None: vision-language models get no images.
+        trainer_is_here: whether the trainer shares this process's GPUs.
+        worker: number of the loaded worker, among those of the job.
     """
 
     config: JobConfig
@@ -65,7 +65,7 @@ class EngineJob:
 
     @cached_property
     def models(self) -> LoadedModels:
-        """Return the models of this process, which an engine and a trainer in it share."""
+        """Return this process's models, shared by its engine and trainer."""
         from palestra.models.loading import LoadedModels
 
         return LoadedModels(pictures=self.pictures)
@@ -73,13 +73,10 @@ class EngineJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledPolicy:
-    """What sessions have to know of a policy that an engine samples from.
+    """What sessions need to know about a sampled policy.
 
     Attributes:
-        renderer: of the model's chat format.
-        grammars: of the model's tokens.
-        vocab_size: number of tokens, V.
-        max_context: most tokens of prompt and reply together.
+        max_context: largest number of tokens in prompt and reply together.
     """
 
     renderer: Renderer
@@ -89,14 +86,14 @@ class SampledPolicy:
 
 
 class SampledModel(NamedTuple):
-    """What a job has to know of a model that its workers have loaded; see `SampledPolicy`."""
+    """What a job needs to know about a model loaded by its workers; see `SampledPolicy`."""
 
     vocab_size: int
     max_context: int
 
 
 class LoadedEngine(NamedTuple):
-    """An engine of this process, and the policies by name."""
+    """An engine of this process, and its policies by name."""
 
     engine: Engine
     policies: Mapping[str, SampledPolicy]
@@ -104,7 +101,7 @@ class LoadedEngine(NamedTuple):
 
 
 class Computes(NamedTuple):
-    """With what processes of a job compute the models of an engine, as configured."""
+    """How processes of a job compute an engine's models, as configured."""
 
     device: DeviceName
     dtype: str
@@ -114,13 +111,13 @@ class Computes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workers:
-    """What starts the workers of one kind.
+    """Starts the workers of one kind.
 
     Attributes:
         start: starts a worker, by its number among those of its kind.
         count: at the start.
-        most: that there may be; None: any number.
-        policies: returns what sessions have to know of the policies, by name, once a worker has started.
+        most: limit; None: any number.
+        policies: returns what sessions need to know about the policies, by name, after the first start.
         check_room: see `InferenceManager`.
         prefix_tokens: see `PoolOptions`.
         start_seconds: see `PoolOptions`.
@@ -136,7 +133,7 @@ class Workers:
 
 
 class HostedWorkers(Protocol):
-    """Workers as processes, each of which has what `EngineDriver.load` returns."""
+    """Workers as processes, each with the engine that `EngineDriver.load` returns."""
 
     async def start(self, number: int) -> StartedWorker:
         """Start a worker, and return when it has loaded its models; see `StartWorker`."""
@@ -144,7 +141,7 @@ class HostedWorkers(Protocol):
 
     @property
     def models(self) -> Mapping[str, SampledModel]:
-        """Return the models of the newest worker, by policy; all workers have the same."""
+        """Return the models of the newest worker, by policy; all workers have the same ones."""
         ...
 
 
@@ -152,7 +149,7 @@ class WorkerHost(Protocol):
     """Starts processes for inference workers.
 
     Attributes:
-        in_bundles: whether each has a bundle of its own, perhaps on another machine, and all of that bundle.
+        in_bundles: whether each worker has a whole bundle of its own, perhaps on another machine.
     """
 
     in_bundles: bool
@@ -161,17 +158,16 @@ class WorkerHost(Protocol):
         """Return what starts workers that load the engine of a job.
 
         Args:
-            job: its `config.engine` has the settings of each worker.
-            cards: GPUs of each; None: those that it finds itself.
+            cards: GPUs of each; None: each finds its own.
         """
         ...
 
 
 class EngineDriver(Generic[Settings]):
-    """One kind of engine. `section` and `load` are all that a kind needs that computes in a process of the job.
+    """One kind of engine. A kind that computes in the job's processes only needs `section` and `load`.
 
-    Drivers are made without arguments and have no state. Their module is imported to check a configuration, so it
-    imports torch and the like only inside of methods.
+    Drivers are created without arguments and have no state. Their module is imported to check a configuration, so it
+    imports torch and similar packages only inside methods.
     """
 
     section: type[Settings]
@@ -181,7 +177,7 @@ class EngineDriver(Generic[Settings]):
     def check(self, job: JobConfig, key: str, table: Settings) -> Iterator[tuple[str, str]]:
         """Yield what makes the engine impossible on this machine: the key to change, and a sentence.
 
-        It may read files and ask servers; it starts and writes nothing.
+        It may read files and ask servers, but must not start or write anything.
 
         Args:
             key: of the table, such as `engine`.
@@ -189,25 +185,25 @@ class EngineDriver(Generic[Settings]):
         yield from ()
 
     def check_models(self, job: JobConfig, table: Settings) -> Iterator[tuple[str, str]]:
-        """Yield models that the engine can't have and would refuse after minutes: the key to change, and a sentence."""
+        """Yield models that the engine would refuse after minutes: the key to change, and a sentence."""
         yield from ()
 
     def beginning(self, job: JobConfig, table: Settings) -> str | None:
-        """Return what a job does before it listens, in a few words, where that takes long; None: it loads models."""
+        """Describe what a job does before it listens, if that takes long; None: it loads models."""
         return None
 
     # Resources
 
     def computes(self, table: Settings) -> Computes | None:
-        """Return with what processes of the job compute the models; None: other programs do, or there are none."""
+        """Return how processes of the job compute the models; None: other programs do, or there is no model."""
         return None
 
     def process_count(self, table: Settings, policies: int) -> int:
-        """Return how many processes that compute are started at first."""
+        """Return how many computing processes are started at first."""
         return table.started_count
 
     def uses_cards(self, table: Settings) -> bool:
-        """Return whether workers that are started on this machine compute on its GPUs."""
+        """Return whether workers started on this machine use its GPUs."""
         from palestra.models.device import device_of
 
         computes = self.computes(table)
@@ -216,23 +212,20 @@ class EngineDriver(Generic[Settings]):
     # The start
 
     def load(self, job: EngineJob, table: Settings) -> LoadedEngine:
-        """Load the models of all policies, and return an engine of this process. Blocks until it can sample.
+        """Load all policies' models, and return an engine of this process. Blocks until it can sample.
 
         Raises:
-            ModelError: weights are missing, or the architecture is not supported.
+            ModelError: missing weights, or an unsupported architecture.
             ConfigError: a setting does not fit a model or this machine.
-            EngineFailure: another attempt may succeed.
+            EngineFailure: a retry may succeed.
         """
         raise NotImplementedError
 
     def workers(self, job: EngineJob, table: Settings, host: WorkerHost, others: int = 0) -> Workers:
-        """Return what starts the workers of a pool: by default, processes that `load` an engine each. Blocks a moment.
+        """Return what starts a pool's workers: by default, processes that `load` an engine each. Blocks briefly.
 
         Args:
-            others: processes of the engine that compute on this machine in addition to these workers.
-
-        Raises:
-            ConfigError: they can't be started on this machine.
+            others: other engine processes that compute on this machine.
         """
         processes = host.processes(job.with_engine(table.model_copy(update={"replicas": 1})))
         return Workers(
@@ -243,7 +236,7 @@ class EngineDriver(Generic[Settings]):
         )
 
     def policies(self, job: EngineJob, models: Mapping[str, SampledModel]) -> dict[str, SampledPolicy]:
-        """Return what sessions have to know of policies whose models workers have loaded, by name."""
+        """Return what sessions need to know about policies whose models workers have loaded, by name."""
         if not self.section.has_model:
             return byte_policies(job.config)
         from palestra.grammars.pool import Grammars
@@ -270,7 +263,7 @@ class EngineDriver(Generic[Settings]):
         """Return what keeps new weights until all workers of a pool have read them.
 
         Args:
-            folder: that other machines see, too; None: all workers are on this machine.
+            folder: shared with other machines; None: all workers are on this machine.
         """
         from palestra.models.kept_weights import KeptSource, WeightKeeper
         from palestra.models.saved_weights import SavedWeights

@@ -7,11 +7,11 @@ from palestra.types.calls import SampledTokens
 
 
 class TokenReplay:
-    """Hands each token of a reply to the caller once, however often the reply is sampled.
+    """Delivers each token of a reply once, even if the reply is sampled several times.
 
-    A request has a seed, so a second attempt repeats the first one's tokens unless the weights or the batch around the
-    request have changed the arithmetic. What the caller has already received can't be taken back. Tokens of a later
-    attempt are therefore compared with them, and left out while they are equal.
+    A request has a seed, so a retry repeats the same tokens unless other weights or another batch changed the
+    arithmetic. Delivered tokens can't be taken back, so tokens of a retry are compared with them, and skipped while
+    they are equal.
     """
 
     def __init__(self) -> None:
@@ -28,10 +28,10 @@ class TokenReplay:
         self._seen = 0
 
     def take(self, piece: SampledTokens) -> SampledTokens | None:
-        """Return the part of a piece that the caller does not have yet; None: there is none.
+        """Return the part of a piece that the caller does not have yet; None: it has all of it.
 
         Args:
-            piece: the next tokens of the present attempt.
+            piece: next tokens of the present attempt.
 
         Raises:
             ReplyLost: the piece differs from what the caller has.
@@ -52,7 +52,7 @@ class TokenReplay:
         return SampledTokens(ids=rest, logprobs=piece.logprobs[known:], version=piece.version, top=piece.top[known:])
 
     def end(self) -> None:
-        """Check that the attempt that has ended is as long as what the caller has.
+        """Check that the ended attempt is as long as what the caller has.
 
         Raises:
             ReplyLost: it is shorter.

@@ -1,4 +1,4 @@
-"""Environments: the worlds that agents act in: the base classes for your own, the catalogue, and two that need nothing.
+"""Environments: base classes for your own, the catalogue, and two that need no further packages.
 
 Importing this package loads neither torch nor ray, so that a rollout worker stays small.
 """

@@ -1,4 +1,4 @@
-"""`ActingEnvironment`: an agent acts on a page, a terminal or a window by tools, and is shown what that looks like."""
+"""`ActingEnvironment`: an agent acts on a page, a terminal or a window by tools, and sees the result."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Actions = Literal["tools", "text"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How a task stands after an action."""
+    """The state of a task after an action."""
 
     reward: float = 0.0  # of this action
     over: bool = False  # whether the task has ended
 
 
 class ActingEnvironment(Environment):
-    """An environment in which calls are done one after another, and the state is shown after the last.
+    """An environment that executes the calls of a reply one after another, and then shows the state.
 
-    Implement `start`, `observe`, `progress` and `check_alive`. What an agent does wrong is text for the agent. What its
-    actions break ends the episode as its loss. What breaks otherwise (`EnvironmentFailed`) fails the episode, which is
-    then played again without a reward.
+    Implement `start`, `observe`, `progress` and `check_alive`. An agent's mistake is answered with a text. An action
+    that breaks the world ends the episode as a loss. Any other failure (`EnvironmentFailed`) fails the episode, which
+    is retried without a reward.
     """
 
     reusable: ClassVar[bool] = True
@@ -43,10 +43,10 @@ class ActingEnvironment(Environment):
         """Create the environment.
 
         Args:
-            tools: what the agent may do.
+            tools: the agent's tools.
             actions: `tools`, tool calls; `text`, one line such as `click 3`, which small models write more easily.
-            max_steps: replies that the agent may make in an episode.
-            tool_seconds: a call that takes longer is a forfeit: tools have limits of their own.
+            max_steps: limit of the agent's replies in an episode.
+            tool_seconds: timeout of a call, which then is a forfeit: tools have limits of their own.
 
         Raises:
             ValueError: `max_steps` is below 1.
@@ -66,47 +66,47 @@ class ActingEnvironment(Environment):
 
     @abstractmethod
     async def start(self, task: Mapping[str, Any]) -> str:
-        """Begin the episode of `task` and return what the agent is to do."""
+        """Begin the episode of `task` and return the agent's instructions."""
 
     @abstractmethod
     async def observe(self) -> Any:
-        """Return what the world looks like now, as text or picture; "": the results of the calls say it all.
+        """Return the present state of the world, as text or picture; "": the results of the calls are enough.
 
-        A picture is of Pillow, an array, the bytes of a file, or a `Picture`.
+        A picture is a Pillow image, an array, the bytes of a file, or a `Picture`.
         """
 
     @abstractmethod
     async def progress(self, answer: str | None) -> Progress:
-        """Return how the task stands after an action.
+        """Return the state of the task after an action.
 
         Args:
-            answer: what the agent handed in by `finish`, which ends the episode in any case; None: it goes on.
+            answer: the argument of `finish`, which always ends the episode; None: it continues.
         """
 
     @abstractmethod
     def check_alive(self) -> None:
-        """Check that the page, terminal or window can still be used.
+        """Check that the page, terminal or window still works.
 
         Raises:
-            EpisodeForfeited: it can't, and an action may have brought that about.
-            EnvironmentFailed: it can't, and no action can have brought that about: the episode is played again.
+            EpisodeForfeited: it does not, and an action may be the reason.
+            EnvironmentFailed: it does not, and no action can be the reason; the episode is retried.
         """
 
     async def cut_off(self) -> float:
-        """Return the reward of the last action of an episode that has had `max_steps` of them; by default 0."""
+        """Return the reward of the last action when an episode reaches `max_steps`; by default 0."""
         return 0.0
 
     # Methods that a rollout calls.
 
     async def reset(self, task: Mapping[str, Any]) -> Reset:
-        """Begin the episode of `task`, and return what the agent is to do and what the world looks like."""
+        """Begin the episode of `task`, and return the agent's instructions and the state of the world."""
         self._steps = 0
         goal = await self.start(task)
         seen = await self.observe()
         return f"{goal}\n\n{seen}".strip() if isinstance(seen, str) else [goal, seen], {}
 
     async def step_message(self, action: ChatMessage) -> StepMessage:
-        """Do the calls of a reply one after another, and show the world as it is then."""
+        """Execute the calls of a reply one after another, and show the resulting state."""
         self.check_alive()
         self._steps += 1
         reward, over = 0.0, False
@@ -144,12 +144,12 @@ class ActingEnvironment(Environment):
         return (*answers, text_message("user", seen or DONE)) if seen or not answers else answers
 
     def _command(self, text: str) -> tuple[ToolCall, ...]:
-        """Return the call that a line of text stands for, where actions are text."""
+        """Return the call that a line of text means, if actions are text."""
         call = command_call(text, self._manager.schemas) if self._text_actions else None
         return () if call is None else (call,)
 
     def step(self, action: str) -> Step:
-        """Refuse to be called: calls are a part of a message, which `step_message` takes.
+        """Raise NotImplementedError: calls are part of a message, which `step_message` takes.
 
         Raises:
             NotImplementedError: always.

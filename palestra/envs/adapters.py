@@ -1,4 +1,4 @@
-"""Environments of other libraries: what makes Palestra's own out of them is found by entry points."""
+"""Adapters for environments of other libraries, found by entry points."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ GROUP = "palestra.adapters"
 
 
 def adapted(environment: Any) -> Any:
-    """Return what makes environments of another library's class, instance or name.
+    """Return a factory of environments for another library's class, instance or name.
 
-    What no adapter knows is returned as it is, and so is a name of Palestra's own.
+    An object that no adapter knows, and a name of Palestra's own, is returned unchanged.
     """
     if environment is None or (isinstance(environment, str) and environment.partition("/")[0] in CATALOG):
         return environment

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"(?<![0-9.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)
 
 
 class Arithmetic(TaskEnvironment):
-    """Ask for one sum or product and end with the first answer.
+    """Asks for one sum or product and ends with the first answer.
 
     The reward is 1 if the last number of the answer is exactly right, else 0.
     """
@@ -28,7 +28,7 @@ class Arithmetic(TaskEnvironment):
         """Create the environment.
 
         Args:
-            system: the system message that each conversation starts with.
+            system: the system message of each conversation.
         """
         super().__init__(right_number)
         self.system = system
@@ -41,7 +41,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text is one number, as `last_number` reads it, and nothing else."""
+    """Return whether a text is exactly one number, as `last_number` reads it."""
     return _NUMBER.fullmatch(text.strip()) is not None
 
 
@@ -53,19 +53,8 @@ def right_number(task: Mapping[str, Any], answer: str) -> float:
 def arithmetic_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
     """Draw sums of numbers from 1 to 99 and products of numbers from 2 to 20.
 
-    There are 5,140 tasks, a quarter of them for validation. `a + b` and `b + a` are the same task and so always in the
-    same split.
-
-    Args:
-        split: the split to draw from.
-        count: number of tasks.
-        seed: other seeds draw other tasks of the same split.
-
-    Returns:
-        `count` distinct tasks with the keys `id`, `prompt` and `answer`.
-
-    Raises:
-        ConfigError: the split has fewer than `count` tasks.
+    There are 5,140 tasks, a quarter of them for validation. `a + b` and `b + a` are one task, so they are in the same
+    split. Tasks have the keys `id`, `prompt` and `answer`.
     """
     return draw_tasks(split, count, seed, _draw)
 

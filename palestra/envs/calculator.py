@@ -19,7 +19,7 @@ SYSTEM = """Use the calculator, then say the result. To use it, reply with:
 
 
 class CalculatorEnvironment(ToolEnvironment):
-    """Ask for one large product, which the agent may compute with the tool `calculator`.
+    """Asks for one large product, which the agent may compute with the tool `calculator`.
 
     The reward is 1 if the last number of the answer is exactly right, else 0, plus `used_tool_reward` if the tool was
     used.
@@ -38,35 +38,25 @@ class CalculatorEnvironment(ToolEnvironment):
         """Create the environment.
 
         Args:
-            system: the system message. Models that write tool calls in another format need another one.
+            system: the system message; models that write tool calls in another format need another one.
             used_tool_reward: added once per episode if any call of the calculator succeeded, whether or not the answer
-                is right. A little of it helps a model that has never called a tool; too much, and calling becomes the
-                aim.
-            max_steps: replies that the agent may make in an episode.
-            clock: source of the times of observations; None: the system's clock.
+                is right. A small value helps a model that never calls a tool; a large one makes calling the goal.
+            max_steps: limit of the agent's replies in an episode.
+            clock: source of observation times; None: the system's clock.
         """
         super().__init__([Calculator()], right_number, system=system, max_steps=max_steps, clock=clock)
         self._used_tool_reward = used_tool_reward
 
     def score(self, task: Mapping[str, Any], answer: str) -> float:
-        """Return 1.0 for a right `answer` to `task`, else 0.0, plus the reward for having used the calculator."""
+        """Return 1.0 for a right `answer` to `task`, else 0.0, plus the reward for using the calculator."""
         used = any(result.name == "calculator" and result.failure is None for result in self.results)
         return right_number(task, answer) + (self._used_tool_reward if used else 0.0)
 
 
 def calculator_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-    """Draw products of two numbers from 101 to 9,999; there are about 49 million, counting `a * b` and `b * a` as one.
+    """Draw products of two numbers from 101 to 9,999: about 49 million, counting `a * b` and `b * a` as one.
 
-    Args:
-        split: the split to draw from.
-        count: number of tasks.
-        seed: other seeds draw other tasks of the same split.
-
-    Returns:
-        `count` distinct tasks with the keys `id`, `prompt` and `answer`.
-
-    Raises:
-        ConfigError: the split has fewer than `count` tasks.
+    Tasks have the keys `id`, `prompt` and `answer`.
     """
     return draw_tasks(split, count, seed, _draw)
 

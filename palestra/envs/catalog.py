@@ -1,6 +1,6 @@
-"""The environments that are installed, by name, so that a job needs no code of its own to use one.
+"""Installed environments by name, so that a job can use them without code of its own.
 
-Those of other packages are entry points of the group `palestra.environments`, each of which leads to a `CatalogEntry`.
+Other packages add theirs by entry points of the group `palestra.environments`, each naming a `CatalogEntry`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GROUP = "palestra.environments"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CatalogEntry:
-    """An environment of the catalogue: how to make one, and how to generate its tasks."""
+    """An environment of the catalogue: how to create it, and how to generate its tasks."""
 
     summary: str  # one line for people
     make: Callable[..., Environment | ConcurrentEnvironment]
@@ -46,7 +46,7 @@ class CatalogEntry:
 
     @property
     def missing(self) -> str | None:
-        """Return what is not installed, and how to get it, in one line; None: nothing is missing."""
+        """Return what is not installed, and how to get it, in one line; None: everything is installed."""
         try:
             self.check_installed()
         except ConfigError as error:
@@ -72,16 +72,13 @@ def catalog_entry(name: str) -> CatalogEntry:
 def catalog_maker(
     name: str, settings: Mapping[str, Any], system: str | None = None
 ) -> Callable[[], Environment | ConcurrentEnvironment]:
-    """Return what makes an environment of the catalogue.
+    """Return a factory of a catalogue environment.
 
     Args:
-        name: of the environment.
-        settings: of the environment, by name.
-        system: system message; given to an environment whose agents have messages of their own as its setting `system`.
+        system: system message; passed as the setting `system` to an environment whose agents have their own messages.
             None: the environment's own.
 
     Raises:
-        ConfigError: there is no such environment, or a setting is wrong.
         ModuleNotFoundError: the environment needs a package that is not installed.
     """
     make = catalog_entry(name).make
@@ -97,7 +94,7 @@ def settings_checked(
 ) -> Callable[..., Environment | ConcurrentEnvironment]:
     """Wrap `make` so that its settings are validated against the types of its signature.
 
-    Settings named in `hidden` can't be set by a job, and are not listed.
+    Settings in `hidden` can't be set by a job, and are not listed.
     """
     hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
     fields: dict[str, Any] = {
@@ -154,7 +151,7 @@ _SHIPPED = {
 
 
 class _Catalog(Mapping[str, CatalogEntry]):
-    """All environments by name; those of other packages are loaded when they are asked for."""
+    """All environments by name; those of other packages are loaded on first use."""
 
     @cached_property
     def _others(self) -> dict[str, EntryPoint]:

@@ -1,4 +1,4 @@
-"""`check_environment`: try an environment before an agent does, and say what is wrong with it."""
+"""`check_environment`: tests an environment before training, and explains its mistakes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def check_environment(
 ) -> None:
     """Play some episodes in an environment and raise the first mistake found.
 
-    Mistakes that are looked for in any environment:
+    In any environment, these are mistakes:
 
-    - `make` returns an environment that it returned before, or something else;
+    - `make` returns an environment that it returned before, or another object;
     - `setup`, `reset`, `step` or `close` raises, also for an action that a model may well write;
     - `reset` changes the task;
     - `max_steps` is less than 1;
@@ -39,49 +39,48 @@ def check_environment(
       finite;
     - an episode does not end;
     - randomness does not come from the task: two new environments answer the same task and actions differently;
-    - the environment says that it is reusable, and its second episode differs from the first of a new environment;
+    - the environment is declared reusable, but its second episode differs from the first of a new environment;
     - tasks of the event loop still run after `close`.
 
     In a concurrent environment also:
 
-    - an episode begins with nothing to answer, or an agent's conversation with no message;
-    - an agent is shown a new observation before it has answered the last one, although it has only one conversation;
+    - an episode begins without an observation, or an agent's conversation without a message;
+    - an agent gets a new observation before it has answered the last one, although it has only one conversation;
     - `parents` names an observation that does not exist;
-    - a tool is not offered in OpenAI's shape;
+    - a tool does not have OpenAI's shape;
     - a call has no answer in the next observation, or an answer belongs to no call;
     - an agent is asked for an action, or rewarded, after its part has ended;
-    - no observation comes any more, and the episode is not over;
+    - observations stop, and the episode is not over;
     - `setup`, `reset` or `close` does not end.
 
     In an environment of several agents (`MultiAgentEnvironment`) also:
 
-    - the episode stops before its end, because the action of an agent is awaited that is shown nothing (deadlock);
+    - the episode waits for the action of an agent that gets no observation (deadlock);
     - a role never acts;
-    - no episode gives any role a reward, not even 0, where `actions` are not given;
-    - `zero_sum` is declared, and the rewards of an episode do not add up;
-    - the environment says that it is deterministic, and its episode depends on which agent answers first.
+    - no episode gives any role a reward, not even 0, unless `actions` are given;
+    - `zero_sum` is declared, and the rewards of an episode do not add up to `total`;
+    - the environment is declared deterministic, but its episode depends on which agent answers first.
 
-    A `ContinuousEnvironment` is played in virtual time, in which each agent always thinks for the same time: two new
-    ones have to show the same then. What such a world waits for besides timers, as a thread, takes none of its time.
+    A `ContinuousEnvironment` is played in virtual time, in which each agent thinks for a fixed time; two new ones must
+    then behave alike. Waiting for anything other than timers, such as a thread, takes no virtual time.
 
-    It is a warning that a reply which the environment calls impossible, by `info["impossible"]`, ends an episode for
-    more than other replies earn: a model would learn to reply so.
+    A warning is logged if a reply marked by `info["impossible"]` ends an episode with more reward than other replies
+    earn: a model would learn such replies.
 
-    Methods run as they do in a job: those that are `async` on one event loop, the others of an `Environment` in threads
-    if it is `blocking`.
+    Methods run as in a job: `async` ones on one event loop, those of a blocking `Environment` in threads.
 
     Args:
         make: returns a new environment each time.
         tasks: the tasks to play, at least one.
-        actions: the actions of each agent, repeated in this order. None: legal ones where the environment gives
-            choices, else text of many kinds and, where tools are offered, good and bad calls; the first task is then
-            played with each of them as the first action.
+        actions: the actions of each agent, repeated in this order. None: legal ones if the environment gives choices;
+            else various texts and, if there are tools, good and bad calls, and the first task is played with each of
+            them as the first action.
         max_steps: an episode with more actions counts as endless.
-        timeout_seconds: the longest time that a concurrent environment may show nothing, and that `setup`, `reset` and
-            `close` of one may take.
+        timeout_seconds: limit for a concurrent environment to show an observation, and for its `setup`, `reset` and
+            `close`.
 
     Raises:
-        InvalidEnvironment: the first mistake that was found, in words.
+        InvalidEnvironment: describes the first mistake found.
         ValueError: `tasks` is empty, or `actions` is.
     """
     if not tasks or (actions is not None and not actions):

@@ -28,8 +28,8 @@ Script = Callable[[int, Sequence[Mapping[str, Any]], Sequence[str]], ChatMessage
 def scripts(tasks: Sequence[Task], actions: Sequence[str | ChatMessage] | None) -> list[tuple[Task, Script]]:
     """Return the episodes to play, each as a task and the script of its actions.
 
-    Without `actions` the first task is played once for each kind of action, beginning with that kind; where the
-    environment gives choices, actions are legal ones.
+    Without `actions` the first task is played once for each kind of action, beginning with it; if the environment gives
+    choices, actions are legal ones.
     """
     if actions is not None:
         return [(task, _repeated([_message(action) for action in actions])) for task in tasks]
@@ -39,7 +39,7 @@ def scripts(tasks: Sequence[Task], actions: Sequence[str | ChatMessage] | None) 
 
 
 def _message(action: str | ChatMessage) -> ChatMessage:
-    """Return the action as a message; text with a lone surrogate gets `?` in its place, as in a model's reply."""
+    """Return the action as a message, with `?` for lone surrogates, as in a model's reply."""
     return text_message("assistant", action) if isinstance(action, str) else action
 
 
@@ -100,17 +100,12 @@ async def check_concurrent(
     episode_of: Callable[..., CheckedEpisode],
     must_reward: bool,
 ) -> None:
-    """Play the episodes of `plan` in concurrent environments; see `check_environment` for the mistakes that are found.
+    """Play the episodes of `plan` in concurrent environments; `check_environment` lists the mistakes.
 
     Args:
-        plan: tasks, each with the script of its actions.
         max_steps: an episode with more actions counts as endless.
-        timeout_seconds: the longest time that an environment may show nothing.
-        episode_of: plays an episode; has the arguments of `CheckedEpisode`.
-        must_reward: whether an environment of several agents has to give a reward in one of the episodes.
-
-    Raises:
-        InvalidEnvironment: the first mistake that was found, in words.
+        timeout_seconds: limit for an environment to show an observation.
+        must_reward: whether an environment of several agents must give a reward in one of the episodes.
     """
     fresh = []
     acted: Counter[str] = Counter()
@@ -158,9 +153,9 @@ async def check_concurrent(
 
 
 def _check_roles(environment: MultiAgentEnvironment, acted: Mapping[str, int]) -> None:
-    """Refuse roles that never act: not in the episodes that were played, and not by what the protocol says of itself.
+    """Raise InvalidEnvironment for roles that never act, neither in the played episodes nor in the protocol.
 
-    An episode may end before a role's turn, so a role that the protocol names is believed to act.
+    An episode may end before a role's turn, so the protocol's word is enough.
     """
     stages = environment.coordinator.stages
     named = {role for stage in stages if stage.kind != "decided" for role in stage.roles or environment.roles}
@@ -176,7 +171,7 @@ async def _close(environment: ConcurrentEnvironment, timeout_seconds: float) -> 
 
 
 async def check_nothing_left() -> None:
-    """Raise InvalidEnvironment if a task of this event loop still runs beside the caller's own."""
+    """Raise InvalidEnvironment if this event loop still runs another task than the caller's."""
     await asyncio.sleep(0)  # one turn of the loop lets cancelled tasks end
     left = asyncio.all_tasks() - {asyncio.current_task()}
     if left:
@@ -185,7 +180,7 @@ async def check_nothing_left() -> None:
 
 
 class CheckedEpisode:
-    """Plays one episode; each observation is checked and answered as it arrives."""
+    """Plays one episode; checks and answers each observation as it arrives."""
 
     def __init__(
         self,
@@ -205,7 +200,7 @@ class CheckedEpisode:
         self._calls: dict[str, list[str]] = {}  # by agent: ids of the tool calls in its last action
 
     async def play(self, task: Task) -> Seen:
-        """Play the episode of this task to its end and return everything that was observed, by agent."""
+        """Play the episode of this task to its end and return all observations, by agent."""
         before = repr(task)
         await _call("reset", self._environment.reset(task), self._timeout_seconds)
         if repr(task) != before:
@@ -223,7 +218,7 @@ class CheckedEpisode:
         return self._seen
 
     async def begin(self) -> None:
-        """Answer the first observation and return without waiting for what the answer brings."""
+        """Answer the first observation and return without waiting for the next."""
         if (observation := await self._next()) is not None:
             self._act(observation)
             await asyncio.sleep(0)
@@ -231,7 +226,7 @@ class CheckedEpisode:
     async def _next(self) -> Observation | None:
         """Return the next observation, or None if the episode is over.
 
-        An agent acts only when no more can be observed now.
+        An agent acts only when no further observation is ready.
         """
         observing = asyncio.ensure_future(self._environment.observe())
         try:

@@ -19,7 +19,7 @@ _KINDS = 3  # lengths of thinking, one after another
 
 
 class TimedEpisode(CheckedEpisode):
-    """Plays one episode of a world with a clock; each agent thinks for a time that is always the same."""
+    """Plays one episode of a world with a clock; each agent thinks for a fixed time."""
 
     def __init__(
         self,
@@ -32,10 +32,8 @@ class TimedEpisode(CheckedEpisode):
         """Prepare an episode, to be played on an event loop of virtual time.
 
         Args:
-            environment: a `ContinuousEnvironment`.
-            max_steps: an episode with more actions counts as endless.
-            timeout_seconds: the longest time that the world may show nothing, if that is longer than the world lasts.
-            last_first: whether the agents that were asked last think for the shortest time.
+            timeout_seconds: limit for the world to show an observation, if longer than the world lasts.
+            last_first: whether agents asked last think for the shortest time.
         """
         self._world = cast("ContinuousEnvironment", environment)
         lasts = self._world.tick_seconds * self._world.ticks
@@ -56,7 +54,7 @@ class TimedEpisode(CheckedEpisode):
         return found
 
     async def _answer(self, observation: Observation) -> None:
-        """Answer an observation after the time for which its agent thinks, unless the world waits for it no more."""
+        """Answer an observation after the agent's thinking time, unless the world no longer waits for it."""
         roles = self._world.roles
         place = roles.index(observation.agent) if observation.agent in roles else len(roles)
         place = len(roles) - 1 - place if self._last_first else place
@@ -67,5 +65,5 @@ class TimedEpisode(CheckedEpisode):
 
 
 def episodes_of(environment: ConcurrentEnvironment) -> Callable[..., CheckedEpisode]:
-    """Return what plays an episode of an environment for its check."""
+    """Return the class that plays a checked episode of this environment."""
     return TimedEpisode if isinstance(environment, ContinuousEnvironment) else CheckedEpisode

@@ -1,4 +1,4 @@
-"""Closing an environment whose episode is over and has its result, so that an error of it is only logged."""
+"""Closes an environment whose episode already has its result, so that errors are only logged."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _closing: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task
 async def close_or_log(
     environment: ConcurrentEnvironment, seconds: float, log: logging.Logger, name: str | None = None
 ) -> None:
-    """Close an environment, and log what it raises, or that it took too long.
+    """Close an environment, and log its errors or a timeout.
 
-    The caller waits for WAIT_SECONDS at most, so that no environment holds up the end of a server. A caller that is
-    cancelled stops waiting; the environment still closes.
+    The caller waits for WAIT_SECONDS at most, so that no environment delays the end of a server. If the caller is
+    cancelled, the environment still closes.
 
     Args:
-        name: of the environment, for the log; None: of its class.
+        name: for the log; None: the environment's class.
     """
     closing = asyncio.create_task(_close(environment, seconds, log, name or type(environment).__name__))
     _closing.add(closing)

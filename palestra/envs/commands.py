@@ -12,7 +12,7 @@ Schema = dict[str, Any]
 
 
 def command_call(text: str, schemas: Iterable[Schema]) -> ToolCall | None:
-    """Return the tool call that the first line with a tool's name stands for; None: there is no such line.
+    """Return the tool call of the first line that begins with a tool's name; None: there is no such line.
 
     Words are arguments in the order of the tool's parameters; the last parameter takes the rest of the line.
 
@@ -32,7 +32,7 @@ def command_call(text: str, schemas: Iterable[Schema]) -> ToolCall | None:
 
 
 def commands_help(schemas: Iterable[Schema]) -> str:
-    """Return one line a tool: its name, its parameters, and what it does."""
+    """Return one line per tool: its name, its parameters, and its description."""
     lines = []
     for schema in schemas:
         function = schema["function"]

@@ -1,6 +1,6 @@
-"""The form of environments that rollouts run: observations and actions come and go independently of one another.
+"""The form of environments that rollouts run: observations and actions are independent of one another.
 
-`SerialEnvironment` gives this form to the easy one: one agent, one observation at a time.
+`SerialEnvironment` adapts the simple case of one agent and one observation at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ConcurrentEnvironment(ABC):
     """A world in which several things may happen at the same time.
 
     A rollout calls `reset`, `observe` and `act`. A subclass implements `start` and `on_action`, and calls `emit` for
-    each observation. The episode is over when no observation waits for an action and no action is being worked on.
+    each observation. The episode is over when no observation waits for an action and no action is being processed.
     """
 
     reusable: ClassVar[bool] = False  # True: `reset` may be called again; False: each episode gets a new environment
@@ -54,10 +54,10 @@ class ConcurrentEnvironment(ABC):
     # Methods that a subclass implements.
 
     async def setup(self) -> None:  # noqa: B027 - optional to override
-        """Prepare for the first episode: open connections, start processes. By default nothing is done."""
+        """Prepare for the first episode: open connections, start processes. By default empty."""
 
     async def close(self) -> None:  # noqa: B027
-        """Release what `setup` acquired. Called after the last episode, also if that one failed."""
+        """Release what `setup` acquired. Called after the last episode, even if that failed."""
 
     @abstractmethod
     async def start(self, task: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class ConcurrentEnvironment(ABC):
 
     @abstractmethod
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:
-        """Work on an agent's action; runs concurrently with the work on other actions.
+        """Process an agent's action, concurrently with other actions.
 
         Args:
             observation: the observation that the agent answers.
@@ -76,7 +76,7 @@ class ConcurrentEnvironment(ABC):
 
     @property
     def cut_off(self) -> bool:
-        """Return whether the episode has had its `max_steps` actions, so that no further action will be asked for."""
+        """Return whether the episode has reached its `max_steps` actions."""
         return self.max_steps is not None and len(self._acted) >= self.max_steps
 
     def emit(
@@ -97,21 +97,21 @@ class ConcurrentEnvironment(ABC):
         After `max_steps` actions the observation is truncated, unless it is terminated.
 
         Args:
-            agent: name of the agent that sees it; a subagent's name starts with its parent's: `planner/search`.
-            content: messages to add to the agent's conversation.
+            agent: name of the agent; a subagent's name begins with its parent's: `planner/search`.
+            content: messages to append to the agent's conversation.
             parents: ids of the observations whose actions caused this one; empty at the episode's start.
             tools: tools that the agent may call in its answer, in OpenAI's shape.
-            choices: texts of which its answer has to be one; a `ModelAgent` can sample nothing else. (): any answer.
+            choices: the only valid answers; a `ModelAgent` samples one of them. (): any answer.
             reward: reward for the actions that caused it, or several by name; None: not scored, which differs from 0.
-            terminated: the agent's part is over, so no action is asked for.
-            truncated: the agent's part was cut off, by a limit for instance.
-            info: information for people: recorded with the episode, and not seen by the agent.
+            terminated: the agent's part is over, so it must not act.
+            truncated: the agent's part was cut off, for example by a limit.
+            info: information for people; recorded with the episode, invisible to the agent.
 
         Returns:
             The observation, with its id.
 
         Raises:
-            InvalidEnvironment: one of several rewards is no finite number, or has no fitting name.
+            InvalidEnvironment: one of several rewards is not a finite number, or has an invalid name.
         """
         observation = Observation(
             id=f"o{next(self._numbers)}",
@@ -137,7 +137,7 @@ class ConcurrentEnvironment(ABC):
 
         Args:
             observation_id: id of an observation that waits for an action.
-            action: the action that is taken in the agent's place; None: none is.
+            action: the default action taken instead; None: no action.
         """
         self._open.pop(observation_id, None)
         self._withdrawn[observation_id] = action
@@ -149,18 +149,18 @@ class ConcurrentEnvironment(ABC):
         return observation_id in self._withdrawn
 
     def action_in_place(self, observation_id: str) -> ChatMessage | None:
-        """Return the action that was taken in the agent's place when the observation was withdrawn, if any."""
+        """Return the default action taken when the observation was withdrawn, if any."""
         return self._withdrawn.get(observation_id)
 
     def survives_failure(self, observation_id: str) -> bool:
-        """Return whether the episode continues if the agent that is to answer this observation fails.
+        """Return whether the episode continues if the agent of this observation fails.
 
-        By default it does not: the failure of one agent is a failure of the episode.
+        By default it does not: the failure of one agent fails the episode.
         """
         return False
 
     async def reset(self, task: Mapping[str, Any]) -> None:
-        """Begin an episode of `task`; work that is left of the episode before is cancelled.
+        """Begin an episode of `task`; remaining work of the previous episode is cancelled.
 
         Raises:
             Conflict: the environment is not reusable and has had an episode.
@@ -177,8 +177,8 @@ class ConcurrentEnvironment(ABC):
         """Wait for the next observation and return it.
 
         Raises:
-            EpisodeOver: the episode is over, so no observation will come.
-            Exception: the first exception that `on_action` raised.
+            EpisodeOver: the episode is over.
+            Exception: the first exception raised by `on_action`.
         """
         while self._unseen.empty():
             if self._failure is not None:
@@ -190,23 +190,23 @@ class ConcurrentEnvironment(ABC):
         return self._unseen.get_nowait()
 
     def waits_only_for(self, observation_id: str) -> bool:
-        """Return whether nothing can happen in the environment until this observation is answered."""
+        """Return whether the environment is blocked until this observation is answered."""
         if len(self._open) != 1 or observation_id not in self._open or not self._unseen.empty():
             return False
         # A finished task stays in the dict until its callback has run, later in this turn of the loop.
         return all(task.done() for task in self._working.values())
 
     def act(self, observation_id: str, action: ChatMessage) -> None:
-        """Answer an observation and return without waiting for what the action brings.
+        """Answer an observation and return without waiting for the consequences.
 
-        A repeated equal action is a no-op.
+        Repeating an equal action has no effect.
 
         Args:
-            observation_id: id of the observation that is answered.
+            observation_id: id of the observation to answer.
             action: the agent's message.
 
         Raises:
-            Conflict: another action was given before, or the observation asks for none.
+            Conflict: another action was given before, or the observation expects none.
         """
         if observation_id in self._acted:
             if self._acted[observation_id] == action:
@@ -219,14 +219,14 @@ class ConcurrentEnvironment(ABC):
         self._work(observation_id, self.on_action(observation, action))
 
     def cancel(self, observation_id: str) -> None:
-        """Give up on an observation: no action will come for it, and work on an action that came is cancelled."""
+        """Give up on an observation: no action will come, and processing of one that came is cancelled."""
         self._open.pop(observation_id, None)
         if (task := self._working.get(observation_id)) is not None:
             task.cancel()
         self._changed.set()
 
     async def abandon(self) -> None:
-        """End the episode at any point and wait until none of its work is running."""
+        """End the episode at any point and wait until its work has stopped."""
         self._open.clear()
         tasks = list(self._working.values())
         for task in tasks:
@@ -272,10 +272,8 @@ class SerialEnvironment(ConcurrentEnvironment):
         """Wrap `environment`.
 
         Args:
-            environment: the environment to run; its methods run in threads if it is `blocking`.
-            agent: name of the one agent.
             system: system message of the agent's conversation; None: the environment's own, if any.
-            clock: source of the times of observations; None: the system's clock.
+            clock: source of observation times; None: the system's clock.
         """
         super().__init__(clock)
         self._environment, self._agent, self._system = environment, agent, system
@@ -328,9 +326,9 @@ class SerialEnvironment(ConcurrentEnvironment):
 
 
 def step_call(environment: Environment, action: ChatMessage) -> Callable[[], Any]:
-    """Return the call that steps an environment: of `step` if `step_message` is only the default, which calls it.
+    """Return the call that steps an environment: `step` if `step_message` is only the default that calls it.
 
-    So an environment whose `step` is asynchronous needs no thread.
+    So an environment with an asynchronous `step` needs no thread.
     """
     if type(environment).step_message is Environment.step_message:
         return partial(environment.step, action.text)
@@ -338,11 +336,7 @@ def step_call(environment: Environment, action: ChatMessage) -> Callable[[], Any
 
 
 def checked_reset(found: Any) -> tuple[tuple[ChatMessage, ...], dict[str, Any]]:
-    """Check the value that `reset` returned, and return it with the observation as messages.
-
-    Raises:
-        InvalidEnvironment: the value is not a tuple of an observation and a dict.
-    """
+    """Check the result of `reset`, and return it with the observation as messages."""
     if not (isinstance(found, tuple) and len(found) == 2):
         raise InvalidEnvironment(f"reset returns (observation, info), not {_shown(found)}")
     if not isinstance(found[1], dict):
@@ -351,7 +345,7 @@ def checked_reset(found: Any) -> tuple[tuple[ChatMessage, ...], dict[str, Any]]:
 
 
 def _messages(seen: Any, method: str) -> tuple[ChatMessage, ...]:
-    """Return an observation as messages: those that it is, or one of the user with its text and pictures."""
+    """Return an observation as messages: its own, or one user message with its text and pictures."""
     if isinstance(seen, str):
         return (text_message("user", seen),)
     if isinstance(seen, tuple) and all(isinstance(message, ChatMessage) for message in seen):
@@ -366,11 +360,10 @@ def _messages(seen: Any, method: str) -> tuple[ChatMessage, ...]:
 
 
 def checked_step(found: Any) -> tuple[tuple[ChatMessage, ...], StepReward, bool, bool, dict[str, Any]]:
-    """Check the value that `step` returned, and return it with messages and plain Python types.
+    """Check the result of `step`, and return it with messages and plain Python types.
 
     Raises:
         NotScored: the reward is None, so the episode is left out of training.
-        InvalidEnvironment: the value is not (observation, reward, terminated, truncated, info) with the right types.
     """
     if not (isinstance(found, tuple) and len(found) == 5):
         raise InvalidEnvironment(

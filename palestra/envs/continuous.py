@@ -18,12 +18,12 @@ Result = TypeVar("Result")
 class ContinuousEnvironment(MultiAgentEnvironment):
     """A world of several agents that moves by ticks, whether or not an agent acts.
 
-    By default there is no order: each action is applied to the world as it is when the action arrives, and its agent is
-    shown the world again. With another `protocol`, such as `simultaneous()`, the same world has barriers. Episodes
-    depend on how long agents think, so they are not deterministic; `check_environment` plays them in virtual time.
-    `rollout.step_order = "acted"` credits actions in the order in which they were given.
+    By default there are no turns: each action is applied when it arrives, and its agent then sees the world again. With
+    another `protocol`, such as `simultaneous()`, the same world has barriers. Episodes depend on how long agents think,
+    so they are not deterministic; `check_environment` plays them in virtual time. `rollout.step_order = "acted"`
+    credits actions in the order in which they were given.
 
-    Time is the event loop's, so a test plays in virtual time with `run_virtual`.
+    Time is the event loop's, so a test can use virtual time with `run_virtual`.
     """
 
     deterministic = False
@@ -33,8 +33,8 @@ class ContinuousEnvironment(MultiAgentEnvironment):
 
         Args:
             tick_seconds: time between ticks.
-            ticks: ticks after which the episode is over.
-            clock: source of the times of observations; None: the system's clock.
+            ticks: number of ticks in an episode.
+            clock: source of observation times; None: the system's clock.
 
         Raises:
             ValueError: a number is not positive.
@@ -46,19 +46,19 @@ class ContinuousEnvironment(MultiAgentEnvironment):
 
     @abstractmethod
     def tick(self) -> Outcome | Awaitable[Outcome | None] | None:
-        """Move the world on by one tick; may reward and end as `apply` does."""
+        """Advance the world by one tick; may reward and end like `apply`."""
 
     def protocol(self, task: Mapping[str, Any]) -> AgentProtocol:
-        """Return that each agent acts when it is ready."""
+        """Return `free()`: each agent acts when it is ready."""
         return free()
 
     async def start(self, task: Mapping[str, Any]) -> None:
-        """Begin the world's episode, show the agents what they see, and start the world's clock."""
+        """Begin the world's episode, show the agents their views, and start the world's clock."""
         await super().start(task)
         self._work("the world's clock", self._run())
 
     def waits_only_for(self, observation_id: str) -> bool:
-        """Return False: the next tick comes in any case."""
+        """Return False: the next tick always comes."""
         return False
 
     async def _run(self) -> None:
@@ -115,11 +115,11 @@ class LoopClock:
 def run_virtual(work: Coroutine[Any, Any, Result]) -> Result:
     """Run a coroutine on a new event loop whose time jumps to the next timer when there is no other work.
 
-    So `asyncio.sleep(3600)` takes no time, and what happens does not depend on the machine's speed. Threads are no
-    timers: time jumps on while the loop waits for one of them.
+    So `asyncio.sleep(3600)` takes no time, and results do not depend on the machine's speed. Threads do not hold time:
+    it jumps while the loop waits for one of them.
 
     Args:
-        work: the coroutine; all that it waits for are timers and its own tasks.
+        work: a coroutine that waits only for timers and its own tasks.
     """
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(work)

@@ -13,12 +13,12 @@ Action = TypeVar("Action")
 
 
 class Coordinator(Generic[Action]):
-    """Knows of each agent whether it is waiting, acting or done, and holds actions until a barrier is complete.
+    """Tracks which agents are waiting, acting or done, and holds actions until a barrier is complete.
 
-    The environment calls `begin`, shows each asked role an observation, gives every answer to `answer`, applies what
-    `take` returns, and calls `advance` for the roles that are asked next. Actions are applied in the order of roles,
-    never in that of their arrival; only a protocol without barriers (`free`) that is not `deterministic` applies each
-    action when it arrives.
+    The environment calls `begin`, shows each asked role an observation, passes every answer to `answer`, applies the
+    actions from `take`, and calls `advance` for the roles to ask next. Actions are applied in the order of roles, never
+    in that of their arrival. Only a protocol without barriers (`free`) that is not `deterministic` applies each action
+    when it arrives.
     """
 
     def __init__(self, roles: Sequence[str], protocol: AgentProtocol, *, deterministic: bool = True) -> None:
@@ -26,12 +26,12 @@ class Coordinator(Generic[Action]):
 
         Args:
             roles: names of all agents, in the order in which their actions are applied.
-            protocol: says who may act when.
-            deterministic: whether also a protocol without barriers waits for every agent that was asked, so that
-                results do not depend on who answers first.
+            protocol: decides who may act when.
+            deterministic: whether a protocol without barriers also waits for every asked agent, so that results do not
+                depend on who answers first.
 
         Raises:
-            InvalidEnvironment: there are no roles, or one is named twice, or the protocol names another one.
+            InvalidEnvironment: there are no roles, one is named twice, or the protocol names another one.
         """
         if not roles or len(set(roles)) != len(roles):
             raise InvalidEnvironment(f"an environment has at least one role, each with its own name, not {roles!r}")
@@ -54,7 +54,7 @@ class Coordinator(Generic[Action]):
 
     @property
     def to_act(self) -> tuple[str, ...]:
-        """Return the roles whose action is awaited now, in the order in which they were asked."""
+        """Return the roles that are to act now, in the order in which they were asked."""
         return tuple(self._acting)
 
     def state(self, role: str) -> AgentState:
@@ -71,7 +71,7 @@ class Coordinator(Generic[Action]):
         return self._ask(self._protocol.begin(self.playing))
 
     def check_turn(self, role: str) -> None:
-        """Raise unless the action of this role is awaited.
+        """Raise an error unless this role is to act.
 
         Raises:
             IllegalTransition: the role is waiting or done; the message names who is to act.
@@ -83,7 +83,7 @@ class Coordinator(Generic[Action]):
             )
 
     def who_acts(self) -> str:
-        """Return in words whose action is awaited."""
+        """Describe who is to act."""
         if not self._acting:
             return "no agent is to act"
         return f"{', '.join(map(repr, self._acting))} {'are' if len(self._acting) > 1 else 'is'} to act"
@@ -101,7 +101,7 @@ class Coordinator(Generic[Action]):
         self._release()
 
     def take(self) -> dict[str, Action]:
-        """Return the actions that are to be applied now, in the order of roles; {}: more answers are awaited."""
+        """Return the actions to apply now, in the order of roles; {}: more answers are needed."""
         if self._together:
             taken, self._ready = self._ready, {}
             return taken
@@ -111,7 +111,7 @@ class Coordinator(Generic[Action]):
         return {role: self._ready.pop(role)}
 
     def advance(self, acted: Sequence[str]) -> tuple[str, ...]:
-        """Return the roles that are asked after these have acted; none, with no role to act: the protocol is over.
+        """Return the roles to ask after these have acted; empty without roles that are to act: the protocol is over.
 
         Raises:
             InvalidEnvironment: the protocol asks a role that does not exist, is done, or has been asked already.
@@ -120,7 +120,7 @@ class Coordinator(Generic[Action]):
         return self._ask(self._protocol.following(acted, self.playing, pending))
 
     def retire(self, role: str) -> None:
-        """End the part of a role in any state: it is never asked again, and an answer of it is dropped.
+        """End the part of a role in any state: it is never asked again, and its answer is dropped.
 
         Raises:
             IllegalTransition: its part has ended before.
@@ -145,7 +145,7 @@ class Coordinator(Generic[Action]):
         return tuple(roles)
 
     def _release(self) -> None:
-        """Make the held answers ready, if nothing is missing to them."""
+        """Release the held answers if all have arrived."""
         if self._acting and (self._together or self._deterministic):
             return
         self._ready.update((role, self._held[role]) for role in sorted(self._held, key=self._rank.__getitem__))

@@ -24,12 +24,11 @@ StepMessage = tuple[Shown | tuple[ChatMessage, ...], StepReward, bool, bool, Inf
 class Environment(ABC):
     """The world of one episode, in which one agent acts and the world answers.
 
-    Implement `reset` and `step`, as in Gymnasium. Override `step_message` instead of `step` if your world has to see
-    tool calls, or to send more than text. For several agents, or observations that come at any time, see
-    `ConcurrentEnvironment`.
+    Implement `reset` and `step`, as in Gymnasium. Override `step_message` instead of `step` if your world needs tool
+    calls, or sends more than text. For several agents, or observations at any time, see `ConcurrentEnvironment`.
 
-    Each method may be an `async def`, which is awaited on the event loop. Any other runs in a thread, unless `blocking`
-    is False.
+    Each method may be an `async def`, which is awaited on the event loop. Other methods run in a thread, unless
+    `blocking` is False.
     """
 
     max_steps: int | None = None  # steps after which the episode is truncated; None: no limit
@@ -43,20 +42,20 @@ class Environment(ABC):
     calls: Sequence[Chat] = ()  # model calls of the episode so far; those of the last action too, when `step` begins
 
     def setup(self) -> Awaitable[None] | None:  # noqa: B027 - optional to override
-        """Prepare for the first episode: open connections, start processes. By default nothing is done. May block."""
+        """Prepare for the first episode: open connections, start processes. By default empty. May block."""
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027
-        """Release what `setup` acquired. Called after the last episode, also if that one failed. May block."""
+        """Release what `setup` acquired. Called after the last episode, even if that failed. May block."""
 
     @abstractmethod
     def reset(self, task: Mapping[str, Any]) -> Reset | Awaitable[Reset]:
         """Begin an episode.
 
-        The information for people is recorded with the episode (`palestra episodes RUN ID` shows it), at most 4,000
+        The information for people is recorded with the episode (`palestra episodes RUN ID` shows it), up to 4,000
         characters.
 
         Args:
-            task: the task as the job has it; must not be changed.
+            task: the job's task; do not change it.
 
         Returns:
             observation: the first observation, as the agent reads it: a text; a picture, as an image of Pillow, an
@@ -66,7 +65,7 @@ class Environment(ABC):
 
     @abstractmethod
     def step(self, action: str) -> Step | Awaitable[Step]:
-        """Do what the agent said.
+        """Execute the agent's action.
 
         Args:
             action: the text of the agent's reply.
@@ -81,12 +80,12 @@ class Environment(ABC):
             info: information for people; the agent does not see it.
 
         Raises:
-            EnvironmentFailed: the world is at fault, and not the action: the episode is tried again, without a reward.
-            Exception: any other exception is the agent's loss (`forfeit_reward`), since its action brought it about.
+            EnvironmentFailed: the world failed, not the action: the episode is retried, without a reward.
+            Exception: any other exception is the agent's loss (`forfeit_reward`), because its action caused it.
         """
 
     def step_message(self, action: ChatMessage) -> StepMessage | Awaitable[StepMessage]:
-        """Do what the agent said, given its whole message, tool calls included.
+        """Execute the agent's action, given its whole message with tool calls.
 
         By default `step` gets the message's text.
 
@@ -104,11 +103,7 @@ Prompt = str | Sequence[Any]
 
 
 def task_prompt(task: Mapping[str, Any]) -> Prompt:
-    """Return what is under the task's key `prompt`, which is the default question of a task.
-
-    Raises:
-        InvalidEnvironment: the task has no such key, or its value is neither a text, a number nor a conversation.
-    """
+    """Return the task's key `prompt`, the default question of a task."""
     if "prompt" not in task:
         raise InvalidEnvironment(f"the task has no key `prompt`; it has {', '.join(map(repr, task))}")
     prompt = task["prompt"]
@@ -118,11 +113,7 @@ def task_prompt(task: Mapping[str, Any]) -> Prompt:
 
 
 def prompt_messages(prompt: Any) -> tuple[ChatMessage, ...]:
-    """Return a question as messages.
-
-    Raises:
-        InvalidEnvironment: it is neither a text nor a conversation that the model can continue.
-    """
+    """Return a question as messages."""
     if isinstance(prompt, str):
         return (text_message("user", prompt),)
     if not isinstance(prompt, Sequence) or not prompt:
@@ -155,9 +146,8 @@ class TaskEnvironment(Environment):
 
         Args:
             reward_fn: `(task, answer) -> reward`, or a function in TRL's form, sync or async; or several, by name. Each
-                may ask by name for facts of the reply, such as `finish_reason`; see `reward_facts`.
-            prompt: makes the question of a task: a text, or a conversation. A conversation's own system message takes
-                the place of the job's.
+                may have parameters for facts about the reply, such as `finish_reason`; see `reward_facts`.
+            prompt: returns the question of a task: a text, or a conversation, whose system message replaces the job's.
         """
         self._reward, self._prompt = reward_function(reward_fn), prompt
         self._task: Mapping[str, Any] = {}

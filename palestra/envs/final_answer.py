@@ -1,4 +1,4 @@
-"""The part of a reply that is its answer, where working may stand before it."""
+"""Extracts the answer from a reply that may begin with working."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _OPENING = {"]": "[", "}": "{"}
 
 
 def final_answers(reply: str, lines: int) -> list[str]:
-    """Return what may be the answer of a reply: one text, or two where the answer has several lines.
+    """Return possible answers of a reply: one text, or two if the answer has several lines.
 
-    It is what the last `<answer>` tags enclose; else the code block that ends the reply; else its last line, or the
-    lines of the JSON value that ends with it. Of an answer of several lines it is as many last lines as the expected
-    answer has, or the last paragraph.
+    The answer is inside the last `<answer>` tags; else the code block that ends the reply; else its last line, or the
+    lines of the JSON value that ends with it. For an expected answer of several lines it is that many last lines, or
+    the last paragraph.
     """
     for found in (_TAGGED.findall(reply), _FENCED.findall(reply)):
         if found:
@@ -26,7 +26,7 @@ def final_answers(reply: str, lines: int) -> list[str]:
 
 
 def _start_of_value(lines: list[str]) -> int:
-    """Return the line that opens the JSON value which ends with the last line, or the last line."""
+    """Return the first line of the JSON value that ends with the last line, or the last line."""
     last = len(lines) - 1
     closing = lines[last][-1:]
     if closing not in _OPENING:

@@ -1,4 +1,4 @@
-"""Environment `harvest`: fruit ripens by the clock, and the agents take what is there when they act."""
+"""Environment `harvest`: fruit ripens by the clock, and the agents take it when they act."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TAKE, WAIT = "t", "w"
 
 
 class Harvest(ContinuousEnvironment):
-    """One piece of fruit ripens at each tick. An agent sees how much is there; `t` takes all of it, `w` nothing.
+    """One piece of fruit ripens at each tick. An agent sees how much is there; `t` takes all of it, `w` waits.
 
-    Agents that act at the same time share what is there. The reward of each is the part of all fruit that it took. With
-    `least` above 1 there is something to learn: who takes fewer than `least` pieces spoils them, and gets nothing.
+    Agents that act at the same time share the fruit. The reward of each is its part of all fruit. With `least` above 1
+    there is something to learn: taking fewer than `least` pieces spoils them, and earns 0.
     """
 
     reusable = True
@@ -38,13 +38,9 @@ class Harvest(ContinuousEnvironment):
         """Create the environment; the roles are `agent-0`, `agent-1`, …
 
         Args:
-            ticks: ticks after which the episode is over.
             barriers: whether all agents act at the same time, and wait for the slowest.
-            least: pieces that have to be there for taking them to bring anything.
-            clock: source of the times of observations; None: the system's clock.
-
-        Raises:
-            ValueError: a number is not positive.
+            least: smallest number of pieces that can be taken.
+            clock: source of observation times; None: the system's clock.
         """
         super().__init__(tick_seconds=tick_seconds, ticks=ticks, clock=clock)
         self.roles = tuple(f"agent-{number}" for number in range(agents))
@@ -73,7 +69,7 @@ class Harvest(ContinuousEnvironment):
         return self.moves
 
     def apply(self, actions: Mapping[str, ChatMessage]) -> Outcome | None:
-        """Give the fruit to those who take it."""
+        """Distribute the fruit among the agents that take it."""
         takers = [role for role, action in actions.items() if action.text == TAKE]
         if not takers or not self.ripe:
             return None

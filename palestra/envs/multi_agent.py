@@ -1,4 +1,4 @@
-"""The base class for environments of several agents: roles, a protocol, what each role sees, and what actions do."""
+"""The base class for environments of several agents: roles, a protocol, views, and the effects of actions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TOLERANCE = 1e-9  # of the sum of rewards
 
 
 class Fault(StrEnum):
-    """Why an agent's turn brought no action that can be applied."""
+    """Why an agent's turn had no valid action."""
 
     ILLEGAL = "illegal"  # the reply is none of the observation's choices, or the world breaks by it
     LATE = "late"  # the time limit is over, and has no default action
@@ -36,13 +36,13 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What actions have brought about.
+    """The effects of actions.
 
     Attributes:
-        rewards: by role, for what it has done; added to its earlier ones.
+        rewards: by role; added to its earlier ones.
         over: whether the episode has ended, for all roles.
-        done: roles whose own part has ended, while others continue.
-        truncated: whether these ends are cuts, by a limit for instance.
+        done: roles whose part has ended while others continue.
+        truncated: whether these ends are cuts, for example by a limit.
         info: for people; recorded with the last observation of each role that ends.
     """
 
@@ -56,21 +56,20 @@ class Outcome:
 class MultiAgentEnvironment(ConcurrentEnvironment):
     """A world of several agents, each with a role, a conversation and rewards of its own.
 
-    A subclass sets `roles` and implements `begin`, `view` and `apply`; `protocol` says who may act when, in turns if it
-    is not overridden. What the agents may do is kept by `coordinator`; actions of agents that act at the same time are
-    applied together, in the order of roles, so that results do not depend on who answers first. The methods that a
-    subclass implements may be `async`; no two of them run at the same time.
+    A subclass sets `roles` and implements `begin`, `view` and `apply`. `protocol` decides who may act when; by default
+    in turns. Actions of agents that act at the same time are applied together, in the order of roles, so that results
+    do not depend on who answers first. The methods of a subclass may be `async`; they never run at the same time.
 
-    The failure of one agent is a failure of the episode, and never a win of another, unless `forfeits` says otherwise.
+    The failure of one agent fails the episode, and never counts as a win of another, unless `forfeits` includes it.
 
     Attributes:
         roles: names of the agents.
-        zero_sum: whether the rewards of an episode add up to `total`; an episode in which they do not is a failure.
-        total: what the rewards of an episode add up to, if `zero_sum`.
-        forfeits: faults that the environment scores by `forfeit`, so that the episode is none the worse for them.
-        time_limits: time limits by role; a role without an entry may think as long as it wants.
-        deterministic: whether also a protocol without barriers (`free`) waits for all agents that were asked.
-        coordinator: the present episode's.
+        zero_sum: whether the rewards of an episode add up to `total`; otherwise it fails.
+        total: sum of an episode's rewards, if `zero_sum`.
+        forfeits: faults that `forfeit()` turns into rewards instead of failing the episode.
+        time_limits: time limits by role; other roles have none.
+        deterministic: whether a protocol without barriers (`free`) also waits for all asked agents.
+        coordinator: of the present episode.
     """
 
     roles: tuple[str, ...] = ()
@@ -100,11 +99,11 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
 
     @abstractmethod
     def view(self, role: str) -> str | tuple[ChatMessage, ...] | Awaitable[str | tuple[ChatMessage, ...]]:
-        """Return what a role sees now that it is to act: a text, or messages to add to its conversation."""
+        """Return the view of a role that is to act: a text, or messages to append to its conversation."""
 
     @abstractmethod
     def apply(self, actions: Mapping[str, ChatMessage]) -> Outcome | Awaitable[Outcome | None] | None:
-        """Do what the agents that acted at the same time want.
+        """Apply the actions of agents that acted at the same time.
 
         Args:
             actions: the agents' messages by role, in the order of `roles`.
@@ -114,29 +113,31 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         """
 
     def protocol(self, task: Mapping[str, Any]) -> AgentProtocol:
-        """Return who may act when in the episode of `task`; called after `begin`. By default in turns."""
+        """Return the protocol for the episode of `task`; called after `begin`. By default turns."""
         return turns(self.roles)
 
     def rules(self, role: str) -> str:
-        """Return the text that stands before the first view of a role, on lines of its own; "": none."""
+        """Return the text before the first view of a role, on lines of its own; "": no text."""
         return ""
 
     def legal(self, role: str) -> Sequence[str]:
-        """Return the replies that a role may give to its view; (): any."""
+        """Return the valid replies of a role to its view; (): any."""
         return ()
 
     def forfeit(self, role: str, fault: Fault) -> Outcome | Awaitable[Outcome]:
-        """Return what it means that a role gave no action that can be applied. Called for faults in `forfeits`."""
+        """Return the outcome when a role gave no valid action. Called for faults in `forfeits`."""
         raise NotImplementedError(f"{type(self).__name__}.forfeits has {fault!r}, and there is no method `forfeit`")
 
     def final_outcome(self) -> Outcome:
-        """Return the rewards of an episode whose protocol is over, or whose `max_steps` are, before the world's end."""
+        """Return the rewards when the protocol is over, or `max_steps` is reached, before the world
+        ends the episode.
+        """
         return Outcome()
 
     # How the environment is played.
 
     async def start(self, task: Mapping[str, Any]) -> None:
-        """Begin the world's episode and show the roles that act first what they see."""
+        """Begin the world's episode and show the first roles their views."""
         self._shown: dict[str, Observation] = {}  # the last observation of each role
         self._due: dict[str, float] = {}  # rewards that the role's next observation brings
         self._totals = dict.fromkeys(self.roles, 0.0)
@@ -157,8 +158,8 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         """Wait for the next observation and return it.
 
         Raises:
-            EpisodeOver: the episode is over, so no observation will come.
-            InvalidEnvironment: nothing can happen any more, and the episode is not over.
+            EpisodeOver: the episode is over.
+            InvalidEnvironment: the environment is stuck, and the episode is not over.
         """
         try:
             return await super().observe()
@@ -171,11 +172,10 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
             ) from None
 
     def act(self, observation_id: str, action: ChatMessage) -> None:
-        """Answer an observation and return without waiting for what the action brings.
+        """Answer an observation and return without waiting for the consequences.
 
         Raises:
-            Conflict: another action was given before, or the observation asks for none; the message names who is to
-                act.
+            Conflict: another action was given before, or the observation expects none; the message names who is to act.
         """
         try:
             super().act(observation_id, action)
@@ -183,7 +183,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
             raise Conflict(f"{error}; {self.coordinator.who_acts()}") from None
 
     def waits_only_for(self, observation_id: str) -> bool:
-        """Return whether nothing can happen until this observation is answered; time limits are something."""
+        """Return whether the environment is blocked until this observation is answered; a time limit unblocks it."""
         return not self._timers and super().waits_only_for(observation_id)
 
     def survives_failure(self, observation_id: str) -> bool:
@@ -199,47 +199,47 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
 
     @property
     def has_scored(self) -> bool:
-        """Return whether the present episode has given any role a reward, which may be 0."""
+        """Return whether the present episode has rewarded any role, possibly with 0."""
         return self._scored
 
     @property
     def forfeits_lost_seats(self) -> bool:
-        """Return whether the environment scores a role whose seat has lost its worker for good."""
+        """Return whether the environment scores a role whose external player is lost for good."""
         return Fault.LEFT in self.forfeits
 
     @property
     def scores_illegal(self) -> bool:
-        """Return whether a reply that is none of the choices is scored, and is not a failure of the episode."""
+        """Return whether a reply outside the choices is scored instead of failing the episode."""
         return Fault.ILLEGAL in self.forfeits
 
     def pace(self, seats: Collection[str], late: Callable[[str, ChatMessage | None], None]) -> None:
-        """Let the clocks of roles run only while `run_clock` says so, because workers elsewhere play them.
+        """Run the clocks of roles only while `run_clock` allows it, because external workers play them.
 
         Args:
             seats: these roles.
-            late: is called with an observation's id, and with the default action, if there is one, when the time for an
-                action is over.
+            late: called with an observation's id, and the default action, if there is one, when the time for an action
+                is over.
         """
         self._seats, self._told_late = tuple(seats), late
 
     def run_clock(self, observation_id: str) -> None:
-        """Let the time for an action run: a worker knows the observation, or the role's policy plays it."""
+        """Run the time for an action: a worker has the observation, or the role's policy plays it."""
         if (clock := self._timers.get(observation_id)) is not None:
             clock.run()
 
     def hold_clock(self, observation_id: str) -> None:
-        """Hold the time for an action, because the seat has no worker."""
+        """Stop the time for an action, because the external player has no worker."""
         if (clock := self._timers.get(observation_id)) is not None:
             clock.hold()
 
     def lose_turn(self, observation_id: str) -> None:
-        """Score the turn of a role whose seat is lost; only where `forfeits_lost_seats`."""
+        """Score the turn of a role whose external player is lost; only if `forfeits_lost_seats`."""
         if (observation := self._open.get(observation_id)) is not None:
             self.withdraw(observation_id)
             self._work(observation_id, self._accept(observation, Fault.LEFT))
 
     async def abandon(self) -> None:
-        """End the episode at any point and wait until none of its work is running."""
+        """End the episode at any point and wait until its work has stopped."""
         self._over = True
         self._end_timers()
         await super().abandon()
@@ -260,7 +260,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
             await self._advance()
 
     async def _advance(self) -> None:
-        """Apply all actions whose barriers are complete, and ask the roles that are next."""
+        """Apply all actions whose barriers are complete, and ask the next roles."""
         asked: list[str] = []
         causes: list[str] = []
         while actions := self.coordinator.take():
@@ -304,7 +304,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         return outcome
 
     def _settle(self, outcome: Outcome) -> None:
-        """Keep rewards for the roles' next observations, and end what is over."""
+        """Store rewards for the roles' next observations, and end what is over."""
         if outcome.over:
             self._end(outcome)
             return
@@ -353,7 +353,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         )
 
     async def _show(self, roles: Sequence[str], causes: Sequence[str]) -> None:
-        """Show each of these roles what it sees, in the order in which they were asked."""
+        """Show each of these roles its view, in the order in which they were asked."""
         seen = [(role, await awaited_result(self.view(role))) for role in roles if role in self.coordinator.playing]
         caused, known = tuple(causes), set(causes)
         for role, view in seen:
@@ -377,7 +377,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         return f"{rules}\n{view}" if rules else view
 
     def _late(self, observation: Observation, limit: TimeLimit) -> None:
-        """Take the default action of a role whose time is over, or its fault."""
+        """Take the default action of a role whose time is over, or record its fault."""
         self._timers.pop(observation.id, None)
         if observation.id not in self._open:
             return
@@ -392,7 +392,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         self._timers = {}
 
     def _said(self, observation: Observation, fault: Fault) -> str:
-        """Return in words what a role has not done."""
+        """Describe what a role has failed to do."""
         role = observation.agent
         if fault is Fault.LATE:
             return f"{role!r} did not act within {self.time_limits[role].seconds:g} s"
@@ -403,5 +403,5 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
 
 
 async def awaited_result(found: Any) -> Any:
-    """Return what a method of a subclass returned, awaited if the method is `async`."""
+    """Return the result of a subclass's method, awaited if the method is `async`."""
     return await found if isinstance(found, Awaitable) else found

@@ -1,4 +1,4 @@
-"""A protocol as a picture of characters: one line for each role, time to the right, barriers as upright lines."""
+"""Draws a protocol as text: one line for each role, time to the right, barriers as vertical lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEGEND = {
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """Roles that are asked together, and in which stage of the protocol."""
+    """Roles asked together, and their stage of the protocol."""
 
     roles: tuple[str, ...]
     stage: int
@@ -29,15 +29,11 @@ class _Moment:
 
 
 def draw_protocol(roles: Sequence[str], protocol: AgentProtocol, width: int = 80) -> str:
-    """Return a picture of a protocol, as it runs if no role's part ends early.
+    """Return a text drawing of a protocol, assuming that no role's part ends early; the legend comes last.
 
     Args:
-        roles: all roles, in order.
-        protocol: a new object, which has served no episode. One that the world decides has no picture but its words.
-        width: the most characters in a line.
-
-    Returns:
-        Lines of text, the legend last.
+        protocol: a new object, not used in an episode. A protocol decided by the world is described in words.
+        width: in characters.
     """
     stages = protocol.stages()
     said = [_in_words(stage) for stage in stages]
@@ -67,7 +63,7 @@ def draw_protocol(roles: Sequence[str], protocol: AgentProtocol, width: int = 80
 
 
 def _edge(moment: _Moment, following: _Moment | None) -> str:
-    """Return what stands between two moments."""
+    """Return the separator between two moments."""
     if following is not None and following.stage != moment.stage:
         return _PHASE
     return _TOGETHER if moment.together and len(moment.roles) > 1 else WAITS

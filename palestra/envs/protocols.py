@@ -1,10 +1,9 @@
-"""Protocols of agents: who may act when, as objects with three methods that a `Coordinator` asks.
+"""Protocols of agents: who may act when, as objects with three methods that a `Coordinator` calls.
 
-turns(order)           one after another, for ever or for some rounds
-simultaneous(roles)    all at the same time; an internal barrier reveals their actions together
-free(roles)            no order: each agent acts as often as it can
-phases([a, b, ...])    one protocol after another, with a barrier between them
-decided(next_roles)    the rules of the world say who is next, as in most games of a library
+turns(order) one after another, forever or for some rounds simultaneous(roles) all at the same time; a barrier reveals
+their actions together free(roles) no order: each agent acts as often as it can phases([a, b, ...]) one protocol after
+another, with a barrier between them decided(next_roles) the world's rules name the next role, as in most libraries of
+games
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """A part of a protocol, as it is drawn and checked.
+    """A part of a protocol, for drawings and checks.
 
     Attributes:
-        kind: the rule's name: `turns`, `simultaneous`, `free`, `decided`, or a name of a user's own.
+        kind: the rule's name: `turns`, `simultaneous`, `free`, `decided`, or your own.
         roles: who acts in it, in this order; (): every role.
         rounds: how often each acts before the stage is over; None: until the episode ends.
-        repeats: whether the first stage follows when this one is over.
+        repeats: whether the first stage follows this one.
     """
 
     kind: str
@@ -33,13 +32,13 @@ class Stage:
 
 
 class AgentProtocol(ABC):
-    """Says who acts first and who acts next. An object serves one episode.
+    """Decides who acts first and who acts next. An object serves one episode.
 
     Attributes:
-        together: whether the agents that are asked at the same time act at the same time: their actions are applied
-            when all are there, and none has seen another's. False: each action is applied alone, and its agent may be
-            asked again while others have not answered.
-        present_stage: number of the stage that the protocol is in, in `stages`; for drawings.
+        together: whether agents asked at the same time act at the same time: their actions are applied when all have
+            arrived, and none has seen another's. False: each action is applied alone, and its agent may be asked again
+            before others have answered.
+        present_stage: index of the present stage in `stages`, for drawings.
     """
 
     together: bool = True
@@ -55,18 +54,17 @@ class AgentProtocol(ABC):
 
     @abstractmethod
     def following(self, acted: Sequence[str], playing: Collection[str], pending: Collection[str]) -> Sequence[str]:
-        """Return the roles that are asked now; none, with no role pending: the protocol is over.
+        """Return the roles to ask now; empty without pending roles: the protocol is over.
 
         Args:
-            acted: the roles whose actions were applied now.
+            acted: the roles whose actions were just applied.
             playing: the roles that are not done, in order; only these may be asked.
-            pending: the roles that were asked before and whose actions have not been applied; none of these may be
-                asked. Always empty if `together`.
+            pending: roles whose actions were not applied yet; they must not be asked. Always empty if `together`.
         """
 
     @abstractmethod
     def stages(self) -> tuple[Stage, ...]:
-        """Return the parts of the protocol, for people and for checks."""
+        """Return the parts of the protocol, for drawings and checks."""
 
 
 def turns(order: Sequence[str], rounds: int | None = None) -> AgentProtocol:
@@ -96,7 +94,7 @@ def simultaneous(roles: Sequence[str] = (), rounds: int | None = None) -> AgentP
 
 
 def free(roles: Sequence[str] = (), actions: int | None = None) -> AgentProtocol:
-    """Return the protocol without an order: each role acts again as soon as its last action has been applied.
+    """Return the protocol without an order: each role acts again as soon as its last action was applied.
 
     Args:
         roles: who acts; (): every role.
@@ -109,23 +107,23 @@ def free(roles: Sequence[str] = (), actions: int | None = None) -> AgentProtocol
 
 
 def phases(parts: Sequence[AgentProtocol], repeat: bool = False) -> AgentProtocol:
-    """Return the protocol that consists of others, one after another, with a barrier between them.
+    """Return a protocol of several phases with barriers between them.
 
     Args:
-        parts: the protocols of the phases. Only the last may be without an end, and only if `repeat` is False.
+        parts: the protocols of the phases. Only the last may be endless, and only if `repeat` is False.
         repeat: whether the first phase follows after the last.
 
     Raises:
-        ValueError: there are no parts, or a phase follows one that never ends.
+        ValueError: there are no parts, or a phase follows an endless one.
     """
     return _Phases(parts, repeat)
 
 
 def decided(next_roles: Callable[[], Sequence[str]]) -> AgentProtocol:
-    """Return the protocol of a world whose rules say who is next.
+    """Return the protocol of a world whose rules name the next role.
 
     Args:
-        next_roles: returns the roles that act in the world's present state; several act at the same time.
+        next_roles: returns the roles to act in the world's present state; several act at the same time.
     """
     return _Decided(next_roles)
 
@@ -241,7 +239,7 @@ class _Phases(AgentProtocol):
         return asked if asked or pending else self._next(playing)
 
     def _next(self, playing: Collection[str]) -> Sequence[str]:
-        """Begin the next phase in which anybody acts."""
+        """Begin the next phase in which any role acts."""
         for _ in self._parts:
             if self._number + 1 == len(self._parts) and not self._repeat:
                 return ()

@@ -1,4 +1,4 @@
-"""What a reward function may ask for by name, beside the task and the answer: facts about the model calls."""
+"""Facts about the model calls that a reward function may have parameters for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FACTS = ("finish_reason", "messages", "calls", "prompt_tokens", "completion_toke
 
 
 def reward_facts(calls: Sequence[Chat]) -> dict[str, Any]:
-    """Return what is known of an answer by the model calls that led to it; nothing where there are none.
+    """Return the facts about an answer from its model calls; empty without calls.
 
     Args:
-        calls: of the agent that has answered, in order; the last one is the answer.
+        calls: of the agent that answered, in order; the last one is the answer.
 
     Returns:
         finish_reason: why the answer ended: `stop`, `length` (it was cut), `tool_calls`, …
@@ -44,7 +44,7 @@ def reward_facts(calls: Sequence[Chat]) -> dict[str, Any]:
 
 
 def openai_message(message: ChatMessage) -> dict[str, Any]:
-    """Return a message in OpenAI's shape; content of text alone is a string."""
+    """Return a message in OpenAI's shape; text-only content is a string."""
     found = message.model_dump(exclude_defaults=True) | {"role": message.role}
     if all(isinstance(part, TextPart) for part in message.content):
         found["content"] = message.text
@@ -52,14 +52,10 @@ def openai_message(message: ChatMessage) -> dict[str, Any]:
 
 
 def asked_facts(name: str, needed: Sequence[str], wanted: Sequence[str], calls: Sequence[Chat]) -> Mapping[str, Any]:
-    """Return the facts that a reward function asks for.
+    """Return the facts that a reward function has parameters for.
 
     Args:
-        needed: facts without which it can't be called.
-        calls: see `reward_facts`.
-
-    Raises:
-        InvalidEnvironment: a needed fact is not known, because no model call is.
+        needed: parameters without defaults.
     """
     known = reward_facts(calls) if wanted else {}
     if missing := [fact for fact in needed if fact not in known]:

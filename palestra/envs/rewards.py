@@ -25,7 +25,7 @@ OneAnswer = Callable[[Mapping[str, Any], str, Calls], Any]
 
 
 class RewardFunction(Protocol):
-    """A user's reward function in one form; `calls` are the model calls of the agent that has answered."""
+    """A user's reward function in the common form; `calls` are the model calls of the agent that answered."""
 
     def __call__(self, task: Mapping[str, Any], answer: str, calls: Calls = ()) -> StepReward | Awaitable[StepReward]:
         """Return the reward of an answer, or several by name."""
@@ -33,19 +33,15 @@ class RewardFunction(Protocol):
 
 
 def reward_function(function: Callable[..., Any] | Mapping[str, Callable[..., Any]]) -> RewardFunction:
-    """Return one reward function of a user's, or several, in one form.
+    """Return one or several of a user's reward functions in the common form.
 
-    A function takes `(task, answer)`, and by name any of `FACTS`: see `reward_facts`. A function in TRL's form is
-    recognized by its argument `completions`; it may also take `prompts`, the columns of the data set and `FACTS`. Each
-    argument is a list with one entry per sample, and so is the result; here each list has one entry.
+    A function takes `(task, answer)`, and by name any of `FACTS`: see `reward_facts`. A function in TRL's form has the
+    parameter `completions`, and may also take `prompts`, the columns of the data set and `FACTS`. Its arguments and its
+    result are lists with one entry per sample; here each list has one entry.
 
     Args:
-        function: the user's function, sync or async. Its result is checked by `checked_reward`. Or several functions by
-            name, which return a number each, or None for what they do not score.
-
-    Raises:
-        InvalidEnvironment: a function needs an argument that an environment does not have, or a name can't be that of a
-            reward.
+        function: sync or async; `checked_reward` checks its result. Or several functions by name, each returning a
+            number, or None for not scored.
     """
     if isinstance(function, Mapping):
         return _several(function)
@@ -64,10 +60,10 @@ def reward_function(function: Callable[..., Any] | Mapping[str, Callable[..., An
 
 @contextmanager
 def reward_failures() -> Iterator[None]:
-    """Mark what a reward function raises as its own failure: a judge that can't be asked is no agent's loss.
+    """Mark exceptions of a reward function as its own failure: an unreachable judge is not the agent's loss.
 
     Raises:
-        RewardFailed: the block has raised what is no error of Palestra's own.
+        RewardFailed: for any exception that is not Palestra's own.
     """
     try:
         yield
@@ -78,7 +74,7 @@ def reward_failures() -> Iterator[None]:
 
 
 def _several(functions: Mapping[str, Callable[..., Any]]) -> RewardFunction:
-    """Return a function whose reward is those of several functions, by their names."""
+    """Return a function whose reward is those of several functions, by name."""
     _check_names(functions)
     plain = {name: _one_answer(function) for name, function in functions.items()}
 
@@ -102,7 +98,7 @@ def _several(functions: Mapping[str, Callable[..., Any]]) -> RewardFunction:
 def _asked(
     plain: OneAnswer, function: Callable[..., Any], task: Mapping[str, Any], answer: str, calls: Calls
 ) -> Callable[[], Any]:
-    """Return the call of a function; it is a coroutine function where the user's is one, which needs no thread."""
+    """Return the call of a function, as a coroutine function if the user's is one, which needs no thread."""
     if not is_async(function):
         return partial(plain, task, answer, calls)
 
@@ -113,11 +109,7 @@ def _asked(
 
 
 def _one_answer(function: Callable[..., Any]) -> OneAnswer:
-    """Return a function `(task, answer, calls)` whose result is that of a user's function for this answer, unchecked.
-
-    Raises:
-        InvalidEnvironment: see `reward_function`.
-    """
+    """Return a function `(task, answer, calls)` with the unchecked result of a user's function for this answer."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if "completions" not in parameters:
@@ -153,7 +145,7 @@ def _one_answer(function: Callable[..., Any]) -> OneAnswer:
 
 
 def needed_columns(function: Callable[..., Any]) -> list[str]:
-    """Return the keys that a task must have for a reward function in TRL's form; none for one of another form."""
+    """Return the task keys that a reward function in TRL's form needs; empty for another form."""
     parameters = inspect.signature(function).parameters
     known = {"completions", "prompts", *FACTS, *_ONLY_IN_TRL}
     named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -162,7 +154,7 @@ def needed_columns(function: Callable[..., Any]) -> list[str]:
 
 
 def _of_task_and_answer(function: Callable[..., Any]) -> OneAnswer:
-    """Return a function of the form `(task, answer)`, which may ask for facts by name, in the common form."""
+    """Return a function of the form `(task, answer)`, with parameters for facts, in the common form."""
     name, signature = _name(function), inspect.signature(function)
     positional = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -183,14 +175,10 @@ def _of_task_and_answer(function: Callable[..., Any]) -> OneAnswer:
 
 
 def checked_reward(function: Callable[..., Any], value: Any) -> StepReward:
-    """Check the value that a reward function returned, and return it as a float, or as floats by name.
-
-    Args:
-        function: the reward function, for its name in messages.
+    """Check the result of a reward function, and return it as a float, or floats by name.
 
     Raises:
         NotScored: the value is None, so the episode is left out of training.
-        InvalidEnvironment: the value is not a number, or not finite; or one of several is not, or has no fitting name.
     """
     if value is None:
         raise NotScored(f"{_name(function)} returned None")
@@ -201,10 +189,7 @@ def checked_names(rewards: Mapping[str, Any]) -> dict[str, float | None]:
     """Check rewards by name, and return them as floats.
 
     Args:
-        rewards: by name; None in place of one: not scored.
-
-    Raises:
-        InvalidEnvironment: a name can't be that of a reward, or a value is no finite number.
+        rewards: None: not scored.
     """
     _check_names(rewards)
     return {
@@ -213,7 +198,7 @@ def checked_names(rewards: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _check_names(names: Mapping[Any, Any]) -> None:
-    """Refuse names that can't be parts of the name of a metric, none at all, and too many."""
+    """Raise an error for names that can't be parts of a metric's name, an empty set, or too many."""
     for name in names:
         if not isinstance(name, str) or re.match(REWARD_NAME, name) is None or name.endswith("\n"):
             raise InvalidEnvironment(
@@ -237,5 +222,5 @@ def _finite(owner: str, value: Any, verb: str = "returned") -> float:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """Return the name of a function; that of its class where it is an object that can be called."""
+    """Return the name of a function, or the class of a callable object."""
     return getattr(function, "__name__", None) or type(function).__name__

@@ -1,4 +1,4 @@
-"""A task whose agent may hand parts of it to subagents, which work side by side, each in a conversation of its own."""
+"""A task whose agent may delegate parts to subagents, which work concurrently, each in its own conversation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DELEGATE = "delegate"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subagent:
-    """One kind of subagent that an agent may start, any number of times, with the tool `delegate`."""
+    """A kind of subagent that an agent may start, any number of times, with the tool `delegate`."""
 
     name: str  # of the kind; the first that an agent named `agent` starts is `agent/NAME-1`
     description: str = ""  # its purpose, shown to agents that may delegate to it
@@ -32,11 +32,7 @@ class Subagent:
     max_steps: int = 8  # replies that it may make; its last text is then its result
 
     def __post_init__(self) -> None:
-        """Check the name and the limit.
-
-        Raises:
-            ValueError: the name is empty or has a slash, or `max_steps` is below 1.
-        """
+        """Check the name and the limit."""
         if not self.name or "/" in self.name:
             raise ValueError(f"a subagent's name has a letter and no slash, and is not {self.name!r}")
         if self.max_steps < 1:
@@ -50,8 +46,7 @@ class Delegate(Tool):
         """Create the tool of one agent.
 
         Args:
-            kinds: kinds of subagents by name.
-            start: called with the kind and the prompt; returns the result of the call, as the agent reads it.
+            start: called with the kind and the prompt; returns the result of the call.
         """
         self._kinds, self._start = kinds, start
 
@@ -77,11 +72,7 @@ class Delegate(Tool):
         }
 
     async def apply_async(self, **arguments: Any) -> str:
-        """Start a subagent and return what the agent reads as the result of the call.
-
-        Raises:
-            BadArguments: there is no such kind, or the prompt is empty.
-        """
+        """Start a subagent and return the result of the call."""
         name = arguments.get("kind", next(iter(self._kinds), ""))
         kind = self._kinds.get(name) if isinstance(name, str) else None
         if kind is None:
@@ -118,20 +109,18 @@ class _AgentState:
 class SubagentEnvironment(ConcurrentEnvironment):
     """A task, tools, and `delegate(prompt, kind)`: each call of that tool starts a subagent.
 
-    A subagent has a conversation of its own. It is over when it replies without a call, calls `finish`, or has made its
-    `max_steps` steps; its last text, or the argument of `finish`, is its result. `results` decides when the parent
-    reads it:
+    A subagent has its own conversation. It is over when it replies without a call, calls `finish`, or reaches its
+    `max_steps`; its last text, or the argument of `finish`, is its result. `results` decides when the parent reads it:
 
     - `"together"`: when all subagents of the reply are over, in the order of the calls.
     - `"each"`: as soon as one is over and the parent has answered its last observation, one result per observation.
-      OpenAI's form of a conversation demands that every call is answered in the next observation, so the answer is
-      either the result or "is still at work". A later result is a message of the user. While a subagent is at work, a
+      OpenAI's form of a conversation requires an answer to every call in the next observation, so the answer is
+      either the result or "is still at work". A later result is a user message. While a subagent is at work, a
       reply without a call means that the parent waits, and only `finish` ends the episode.
 
-    The episode ends when the task's own agent replies without a call, calls `finish`, or has made `max_steps` steps
-    (truncated). Subagents that are still at work are then cut off: their tools are stopped, and a reply that is being
-    sampled is their last. The last observation of a subagent is terminated; if the subagent was cut off, it is
-    truncated as well.
+    The episode ends when the task's own agent replies without a call, calls `finish`, or reaches `max_steps`
+    (truncated). Running subagents are then cut off: their tools are stopped, and a reply that is being sampled is their
+    last. The last observation of a subagent is terminated, and also truncated if the subagent was cut off.
 
     `counts` has the numbers of subagents by outcome: `started`, `too_deep`, `too_many` (both refused, with an error
     that the model reads) and `cut_off`.
@@ -158,26 +147,25 @@ class SubagentEnvironment(ConcurrentEnvironment):
 
         Args:
             subagents: kinds of subagents that agents may start.
-            reward_fn: reward of the task's own agent: `(task, answer) -> float`, or a function in TRL's form;
-                sync or async.
+            reward_fn: reward of the task's own agent: `(task, answer) -> float`, or a function in TRL's form; sync or
+                async.
             tools: tools of the task's own agent.
             subagent_reward_fn: `(task, prompt, answer) -> float`, the reward of each subagent that ended by itself or
-                by its `max_steps`. None: subagents have no reward, and `credit = "agent"`, `"branch"` or `"step"`
-                gives them their parent's. An episode's reward is the sum over its agents.
-            prompt: makes the first message for the task's own agent.
+                by its `max_steps`. None: subagents have no reward, and `credit = "agent"`, `"branch"` or `"step"` gives
+                them their parent's. An episode's reward is the sum over its agents.
+            prompt: returns the first message for the task's own agent.
             system: system message of the task's own agent, if any.
             results: when an agent reads its subagents' results; see above.
-            max_steps: replies of the task's own agent; each kind of subagent has a limit of its own.
-            max_depth: levels of subagents: with 1 a subagent can start none, with 2 its subagents can start none, and
-                so on.
-            max_agents: number of subagents that may be started in one episode.
-            timeout_seconds: limit for one call of a tool; a subagent has no time limit.
+            max_steps: limit of replies of the task's own agent; each kind of subagent has its own limit.
+            max_depth: levels of subagents: with 1 a subagent can't start any, with 2 its subagents can't, and so on.
+            max_agents: limit of subagents started in one episode.
+            timeout_seconds: limit for one tool call; a subagent has no time limit.
             agent: name of the task's own agent.
-            clock: source of the times of observations; None: the system's clock.
+            clock: source of observation times; None: the system's clock.
 
         Raises:
-            ValueError: two kinds, or two tools of one agent, have the same name, or a server of tools is among them, or
-                a limit makes no sense.
+            ValueError: two kinds, or two tools of one agent, have the same name; a server of tools is among the tools;
+                or a limit is invalid.
         """
         super().__init__(clock)
         kinds = list(subagents)
@@ -224,7 +212,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
             self._show(part, content, (observation.id, *causes))
 
     def cancel(self, observation_id: str) -> None:
-        """Give up on an observation; if a subagent was to answer it, the subagent is over and its parent reads that."""
+        """Give up on an observation; a subagent that was to answer it is over, and its parent is told."""
         super().cancel(observation_id)
         for part in self._parts.values():
             if part.observation is not None and part.observation.id == observation_id and not part.over:
@@ -252,7 +240,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
     def _show(self, part: _AgentState, content: tuple[ChatMessage, ...], causes: tuple[str, ...]) -> None:
         """Ask an agent for an action.
 
-        A subagent that could call nothing but `finish` is offered no tools: text is its answer.
+        A subagent that could only call `finish` gets no tools: its text is its answer.
         """
         deep = part.depth >= self._max_depth or not self._kinds
         tools = tuple(tool for tool in part.manager.schemas if not deep or tool["function"]["name"] != DELEGATE)
@@ -315,7 +303,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
         return checked_reward(self._subagent_reward, found)
 
     def _cut(self, part: _AgentState) -> None:
-        """Cut off an agent whose result is not needed any more."""
+        """Cut off an agent whose result is no longer needed."""
         if part.over:
             return
         part.over = True
@@ -336,7 +324,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
             part.parent.arrived.put_nowait(part)
 
     def _last(self, part: _AgentState, *, truncated: bool, reward: StepReward | None = None) -> None:
-        """Emit an agent's last observation; that of a subagent is always terminated."""
+        """Emit an agent's last observation; a subagent's is always terminated."""
         causes = () if part.observation is None else (part.observation.id,)
         own = part.parent is None
         self.emit(part.name, (), parents=causes, reward=reward, terminated=not (own and truncated), truncated=truncated)

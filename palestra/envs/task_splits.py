@@ -14,9 +14,9 @@ _MAX_REPEATS = 2000  # draws in a row without a new task after which the split c
 
 
 def split_of(key: str) -> Split:
-    """Return the split that a task belongs to, by a hash of its key: a quarter is for validation.
+    """Return the split of a task, by a hash of its key: a quarter is for validation.
 
-    The split does not depend on the seed, so a job with another seed validates on no task that this one has trained on.
+    The split does not depend on the seed, so a job with another seed validates on no task that this one was trained on.
     """
     return "validation" if hashlib.sha256(key.encode()).digest()[0] < 64 else "train"
 
@@ -27,11 +27,7 @@ def draw_tasks(
     """Draw distinct tasks of a split; equal arguments give equal tasks.
 
     Args:
-        seed: other seeds draw other tasks of the same split.
-        draw: makes a task from a source of randomness; the task's `id` identifies it and decides its split.
-
-    Raises:
-        ConfigError: the split is unknown, or has fewer than `count` tasks.
+        draw: creates a task; its `id` identifies it and decides its split.
     """
     if split not in ("train", "validation"):
         raise ConfigError(f"the splits are train and validation; there is no {split!r}")
@@ -50,20 +46,13 @@ def draw_tasks(
 
 
 def seed_tasks(name: str, split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-    """Draw tasks that are nothing but a seed, from which the environment makes its world.
+    """Draw tasks that consist of a seed, from which the environment creates its world: keys `id` and `seed`.
 
-    Two seeds may make the same world: of a game with few beginnings, such as the deals of a small deck, the splits
-    share most.
+    Two seeds may give the same world: in a game with few beginnings, such as the deals of a small deck, the splits
+    share most worlds.
 
     Args:
-        name: what the tasks' ids begin with.
-        seed: other seeds draw other tasks of the same split.
-
-    Returns:
-        `count` distinct tasks with the keys `id` and `seed`.
-
-    Raises:
-        ConfigError: the split is unknown.
+        name: prefix of the ids.
     """
 
     def draw(source: random.Random) -> dict[str, Any]:

@@ -17,10 +17,9 @@ from palestra.types.messages import ChatMessage, Observation, StepReward, text_m
 
 
 def final_answer(action: ChatMessage) -> str | None:
-    """Return the answer that an action hands in, or None if the episode continues.
+    """Return the final answer of an action: the argument of `finish`, or the text of an action without calls.
 
-    An answer is the argument of a call of `finish`, or the text of an action without calls. None: the action calls
-    other tools only, or calls `finish` with bad arguments.
+    None: the episode continues, because the action calls other tools, or calls `finish` with bad arguments.
     """
     if not action.tool_calls:
         return action.text
@@ -37,9 +36,9 @@ def final_answer(action: ChatMessage) -> str | None:
 class ToolEnvironment(ConcurrentEnvironment):
     """A multi-turn task with tools.
 
-    The episode ends when the agent calls `finish`, answers without a call, or has made `max_steps` steps. Then `score`
-    makes a reward of the answer: the argument of `finish`, or the agent's last text. Results of tools come back as
-    messages of the role `tool`, one for each call; `Observation.tool_outputs` has them by the ids of the calls.
+    The episode ends when the agent calls `finish`, answers without a call, or reaches `max_steps`. Then `score` rewards
+    the answer: the argument of `finish`, or the agent's last text. Results of tools are messages with the role `tool`,
+    one for each call; `Observation.tool_outputs` has them by call id.
     """
 
     def __init__(
@@ -59,12 +58,12 @@ class ToolEnvironment(ConcurrentEnvironment):
         Args:
             tools: tools that the agent may call, and servers of tools (`McpServer`); `finish` is added.
             reward_fn: `(task, answer) -> reward`, or a function in TRL's form, sync or async; or several, by name.
-            prompt: makes the question of a task.
+            prompt: returns the question of a task.
             system: system message of the agent's conversation, if any.
-            max_steps: replies that the agent may make in an episode.
-            timeout_seconds: limit for one call of a tool.
+            max_steps: limit of the agent's replies in an episode.
+            timeout_seconds: limit for one tool call.
             agent: name of the agent.
-            clock: source of the times of observations; None: the system's clock.
+            clock: source of observation times; None: the system's clock.
 
         Raises:
             ValueError: two tools have the same name, or `max_steps` is below 1.
@@ -83,7 +82,7 @@ class ToolEnvironment(ConcurrentEnvironment):
         """Open the servers of tools, if there are any.
 
         Raises:
-            EnvironmentFailed: one can't be reached.
+            EnvironmentFailed: a server can't be reached.
         """
         await self.manager.open()
 
@@ -118,11 +117,11 @@ class ToolEnvironment(ConcurrentEnvironment):
     def score(self, task: Mapping[str, Any], answer: str) -> StepReward | Awaitable[StepReward]:
         """Return the reward of an answer, or several by name. Override it to score more than the answer.
 
-        It runs in a thread and may block; if it is an `async def` it runs on the event loop.
+        It runs in a thread and may block; an `async def` runs on the event loop.
 
         Args:
             task: the task of the episode.
-            answer: the argument of `finish`, or the agent's last text. `self.results` has the results of all calls
-                before it.
+            answer: the argument of `finish`, or the agent's last text. `self.results` has the results of all earlier
+                calls.
         """
         return self._reward(task, answer, self.calls)

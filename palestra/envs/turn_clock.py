@@ -12,48 +12,44 @@ class TimeLimit:
     """How long a role may think about one action.
 
     Attributes:
-        seconds: by the event loop's clock, from the moment at which the role is shown the observation. Of a seat, which
-            a worker outside of the server plays, only the time counts in which a worker has it.
-        default: text of the action that is taken in its place; None: it is late, which fails the episode unless the
-            environment's `forfeits` have `Fault.LATE`.
+        seconds: from the moment when the role gets the observation. For an external player, only the time counts during
+            which a worker has it.
+        default: text of the action taken when the time is over; None: the role is late, which fails the episode unless
+            the environment's `forfeits` include `Fault.LATE`.
     """
 
     seconds: float
     default: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the number.
-
-        Raises:
-            ValueError: `seconds` is no positive number.
-        """
+        """Check the number."""
         if not self.seconds > 0:
             raise ValueError(f"a time limit is a positive number of seconds, not {self.seconds}")
 
 
 class TurnClock:
-    """Counts down the time for one action while it runs, and calls back when the time is over."""
+    """A stoppable countdown for one action, with a callback."""
 
     def __init__(self, seconds: float, late: Callable[[], None]) -> None:
-        """Set a clock that does not run yet.
+        """Create a stopped clock.
 
         Args:
-            seconds: that are left.
-            late: is called once, by the event loop, when none are left.
+            seconds: remaining time.
+            late: called once, by the event loop, when the time is over.
         """
         self._left, self._late = seconds, late
         self._timer: asyncio.TimerHandle | None = None
         self._since = 0.0
 
     def run(self) -> None:
-        """Let the clock run from now on; one that runs goes on."""
+        """Run the clock; no effect if it runs."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._since = loop.time()
             self._timer = loop.call_later(self._left, self._late)
 
     def hold(self) -> None:
-        """Hold the clock; what is left stays."""
+        """Stop the clock and keep the remaining time."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

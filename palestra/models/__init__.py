@@ -1,1 +1,1 @@
-"""Weights of models and the forward pass, which the engine and the trainer share so that both round alike."""
+"""Models: their weights and their forward pass, shared by engine and trainer so that both round alike."""

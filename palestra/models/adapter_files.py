@@ -40,12 +40,12 @@ _PLAIN: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedAdapter:
-    """An adapter as it is on disk.
+    """An adapter on disk.
 
     Attributes:
-        base: the model that it is for: a name as `PolicyConfig.model` has it, or a folder.
-        config: rank and scale; `targets` are the full names of its layers, the embedding and the head among them.
-        weights: its matrices, by the names of `Adapter.named_parameters`.
+        base: a model's name, as in `PolicyConfig.model`, or a folder.
+        config: `targets` are full layer names, including embedding and head.
+        weights: by the names of `Adapter.named_parameters`.
     """
 
     base: str
@@ -59,7 +59,7 @@ class SavedAdapter:
 
 
 def adapter_folder(name: str) -> Path | None:
-    """Return the folder of an adapter; None: a model's name is that of whole weights."""
+    """Return the folder of an adapter; None: the name is a whole model's."""
     if name in (SMOLLM2, TINY):
         return None
     folder = Path(name)
@@ -67,41 +67,25 @@ def adapter_folder(name: str) -> Path | None:
 
 
 def base_of(name: str) -> str:
-    """Return the name of the model that has the weights of a name: an adapter's base, or the name itself.
-
-    Raises:
-        ModelError: the adapter's configuration can't be read.
-    """
+    """Return a model's name without its adapter: the adapter's base, or the name itself."""
     folder = adapter_folder(name)
     return name if folder is None else str(_read_config(folder)["base_model_name_or_path"])
 
 
 def tokenizer_source(name: str) -> str:
-    """Return the name of what has the tokenizer of a model: an adapter's folder, or its base, as PEFT writes none.
-
-    Raises:
-        ModelError: the adapter's configuration can't be read.
-    """
+    """Return where a model's tokenizer is: an adapter's folder, or its base, because PEFT saves no tokenizer."""
     folder = adapter_folder(name)
     return name if folder is not None and (folder / "tokenizer_config.json").is_file() else base_of(name)
 
 
 def saved_adapter(name: str) -> SavedAdapter | None:
-    """Return the adapter in a folder; None: a model's name is that of whole weights.
-
-    Raises:
-        ModelError: the adapter can't be read, or is of a kind that is not supported.
-    """
+    """Return the adapter in a folder; None: the name is a whole model's."""
     folder = adapter_folder(name)
     return None if folder is None else read_adapter(folder)
 
 
 def read_adapter(folder: Path) -> SavedAdapter:
-    """Read an adapter that Palestra or PEFT has written.
-
-    Raises:
-        ModelError: files are missing or damaged, or the adapter is of a kind that is not supported.
-    """
+    """Read an adapter written by Palestra or PEFT."""
     data, weights = _read_config(folder), _read_weights(folder)
     base, rank = str(data["base_model_name_or_path"]), data["r"]
     for key, plain in _PLAIN.items():
@@ -125,7 +109,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of an adapter, which names at least its base and its rank."""
+    """Return an adapter's configuration, which has at least base and rank."""
     try:
         data: dict[str, Any] = json.loads((folder / CONFIG).read_bytes())
         return data | {"r": int(data["r"]), "base_model_name_or_path": data["base_model_name_or_path"] or ""}
@@ -136,8 +120,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """Return the matrices of an adapter, [r, in] and [out, r], by the names of `Adapter.named_parameters`.
 
-    Beside the matrices of an embedding or a head PEFT writes the base's own weights of that layer, which training an
-    adapter never changes; they are not read.
+    PEFT also saves the base's weights of an adapted embedding or head, which training never changes; they are skipped.
     """
     found, own = dict[str, Tensor](), set[str]()
     try:
@@ -160,12 +143,10 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def write_adapter(folder: Path, adapter: Adapter, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write an adapter into a folder, for `read_adapter` and for PEFT.
+    """Write an adapter, in its own precision, into an existing folder, for `read_adapter` and for PEFT.
 
     Args:
-        folder: where to write; it has to exist.
-        adapter: is written in the precision that it has.
-        weights: its matrices, [r, in] and [out, r], by name, where this process has parts of them; None: its own.
+        weights: its matrices, [r, in] and [out, r], by name, if this process has only parts of them; None: its own.
     """
     named = dict(adapter.named_parameters()) if weights is None else weights
     write_matrices(folder, adapter.config, adapter.base, adapter.targets, named)
@@ -174,11 +155,10 @@ def write_adapter(folder: Path, adapter: Adapter, weights: Mapping[str, Tensor] 
 def write_matrices(
     folder: Path, config: AdapterConfig, base: str, targets: Sequence[str], weights: Mapping[str, Tensor]
 ) -> None:
-    """Write the matrices of an adapter into a folder, for `read_adapter` and for PEFT.
+    """Write the matrices of an adapter into an existing folder, for `read_adapter` and for PEFT.
 
     Args:
-        folder: where to write; it has to exist.
-        targets: ends of names that stand for the layers of these matrices and no others.
+        targets: name suffixes that match exactly the layers of these matrices.
         weights: [r, in] and [out, r], by the names of `Adapter.named_parameters`.
     """
     tensors = {f"{_PREFIX}{name}": p.detach().contiguous() for name, p in weights.items()}

@@ -16,10 +16,10 @@ KEPT_PASSES = 32  # for so many passes the matrices of an adapter without rows s
 
 
 class Stacks:
-    """The matrices of several adapters, layer by layer, one behind another.
+    """The stacked matrices of several adapters, by layer.
 
-    They are kept between passes without gradient, also while some of their adapters have no rows: a batch of replies
-    changes by one row at a time, and stacking takes as long as a pass.
+    Passes without a gradient reuse them, even while some adapters have no rows: a batch of replies changes by one row
+    at a time, and stacking takes as long as a pass.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Stacks:
         self._kept: dict[tuple[Any, ...], Any] = {}
 
     def hold(self, adapters: Sequence[Adapter | None]) -> bool:
-        """Make room for the adapters of a pass; returns whether all numbers that are kept are finite."""
+        """Add the adapters of a pass; return whether all stacked numbers are finite."""
         self._passes += 1
         wanted = [adapter for adapter in adapters if adapter is not None]
         missing = [adapter for adapter in wanted if id(adapter) not in self._used]
@@ -47,12 +47,12 @@ class Stacks:
         return all(self._finite[id(adapter)] for adapter in self.adapters)
 
     def forget(self, adapter: Adapter) -> None:
-        """Drop everything if an adapter is in it."""
+        """Drop all stacks if they contain an adapter."""
         if any(adapter is one for one in self.adapters):
             self.adapters, self._used, self._finite, self._kept = [], {}, {}, {}
 
     def refresh(self, adapter: Adapter) -> None:
-        """Write an adapter's new matrices over its old ones."""
+        """Update an adapter's matrices in the stacks."""
         if id(adapter) not in self._used:
             return
         slot = next(number for number, one in enumerate(self.adapters) if one is adapter)
@@ -81,7 +81,7 @@ class Stacks:
         return found
 
     def down(self, names: Sequence[str], dtype: torch.dtype) -> tuple[Tensor, dict[str, tuple[int, int]]]:
-        """Return the matrices A of layers that adapters have, [sum of E r, in], and for each its first row and r."""
+        """Return the stacked matrices A of layers, [sum of E r, in], and the first row and r of each."""
 
         def make() -> tuple[Tensor, dict[str, tuple[int, int]]]:
             pieces, places, start = list[Tensor](), dict[str, tuple[int, int]](), 0
@@ -100,18 +100,18 @@ class Stacks:
         return [adapter.layers.get(name) for adapter in self.adapters]
 
     def _kept_or(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """Return what was made under a key, and make it the first time."""
+        """Return the cached value of a key; compute it with `make` the first time."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
 
 
 def stacked(layers: Sequence[LoraLinear | None], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the matrices A of layers, [E, r, in], and their matrices B with their scales, [E, out, r].
+    """Return the matrices A of E layers, [E, r, in], and their matrices B with their scales, [E, out, r].
 
     Args:
-        layers: E of one name, at least one of which is there; zeros stand for the others.
-        dtype: of the result; matrices of a trainer are float32, and are scaled before they are rounded.
+        layers: of one name; None: zeros in place of a missing layer.
+        dtype: of the result. A trainer's float32 matrices are scaled before they are rounded.
     """
     first = next(layer for layer in layers if layer is not None)
     ranks = [0 if layer is None else len(layer.lora_A.weight) for layer in layers]

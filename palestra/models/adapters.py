@@ -1,9 +1,9 @@
-"""LoRA: matrices of low rank beside layers whose own weights never change (Hu et al. 2021, "LoRA").
+"""LoRA: low-rank matrices next to layers whose own weights are frozen (Hu et al. 2021, "LoRA").
 
-A layer of weights W computes W x + scale B A x, with A [r, in] and B [out, r]. B is zero at first, so that a new
-adapter changes nothing. Only A and B have gradients and moments of an optimizer, and only they are published and saved.
-The head that predicts tokens is such a layer as well; for the embedding of tokens see `LoraEmbedding`. Where a model
-ties both, they share W and never a product: each may have matrices of its own, or none.
+A layer with weights W computes W x + scale B A x, with A [r, in] and B [out, r]. B starts at zero, so that a new
+adapter changes nothing. Only A and B have gradients and optimizer moments, and only they are published and saved. The
+language-model head is such a layer too; for token embeddings see `LoraEmbedding`. Tied head and embedding share W, but
+each has its own matrices or none.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ _A, _B = "lora_A", "lora_B"
 
 
 class LoraLinear(nn.Module):
-    """A linear layer with a product of low rank beside it.
+    """A linear layer with a low-rank product.
 
     Attributes:
-        weight, bias: those of the layer, which it shares with every other model on the same base.
-        lora_A, lora_B: linear layers without bias, of weights [r, in] and [out, r].
-        scale: factor of their product.
+        weight, bias: the layer's, shared with all models on the same base.
+        lora_A, lora_B: linear layers without bias, with weights [r, in] and [out, r].
     """
 
     def __init__(self, layer: nn.Linear, config: AdapterConfig) -> None:
-        """Stand in for a layer; the new weights are float32, and not filled yet."""
+        """Wrap a layer; the new float32 weights are not initialised yet."""
         super().__init__()
         self.weight, self.bias = layer.weight, layer.bias
         self.scale = config.scale
@@ -48,49 +47,45 @@ class LoraLinear(nn.Module):
         return out.view(*x.shape[:-1], -1)
 
     def add_product(self, out: Tensor, x: Tensor) -> Tensor:
-        """Return `out`, [N, out], plus the product of low rank with `x`, [N, in]."""
+        """Return `out`, [N, out], plus the low-rank product of `x`, [N, in]."""
         # The scale is applied where there are fewest numbers, and the sum is rounded once.
         return torch.addmm(out, F.linear(x, self.lora_A.weight) * self.scale, self.lora_B.weight.t())
 
     def products_at(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """Return the product of low rank with `x`, [M, in], at some of the outputs, int64 [M, K]: float32 [M, K].
+        """Return the low-rank product of `x`, [M, in], at some outputs, int64 [M, K]: float32 [M, K].
 
-        The matrices are rounded as in `add_product`, and so is the vector of low rank.
+        It is rounded as in `add_product`.
         """
         low = F.linear(x, self.lora_A.weight.to(x.dtype)) * self.scale
         return (self.lora_B.weight[tokens].to(x.dtype).float() * low.float().unsqueeze(1)).sum(dim=-1)
 
 
 def _unfilled(width: int, out: int, device: torch.device) -> nn.Linear:
-    """Return a float32 layer without bias whose weights, [out, width], are not filled."""
+    """Return a float32 layer without bias whose weights, [out, width], are not initialised."""
     layer = nn.Linear(width, out, bias=False, device="meta")  # which draws nothing from the process's generator
     layer.weight = nn.Parameter(torch.empty((out, width), device=device))
     return layer
 
 
 class Adapter:
-    """The matrices of low rank in one model.
+    """The low-rank matrices of one model.
 
     Attributes:
-        config: rank, scale and targets.
-        base: name of the model that they stand in, as `PolicyConfig.model` has it.
-        layers: the linear layers that have them, by their names in the model of transformers; also the head.
-        embedding: that of tokens, by its name, if it has some.
-        head: name of the layer that predicts tokens; None: the model has no linear one.
-        targets: ends of names that stand for all these and no others.
+        base: the model's name, as in `PolicyConfig.model`.
+        layers: adapted linear layers, including the head, by their names in the transformers model.
+        embedding: the adapted token embedding, by its name; empty if it has no matrices.
+        head: name of the language-model head; None: the model has no linear head.
+        targets: name suffixes that match exactly the adapted layers.
     """
 
     def __init__(
         self, model: nn.Module, config: AdapterConfig, base: str, names: Collection[str] | None = None
     ) -> None:
-        """Put matrices beside layers of a model; they are not filled yet.
+        """Replace layers of a transformers model in place; the matrices are not initialised yet, and the base's weights
+        are unchanged.
 
         Args:
-            model: of transformers; its layers are replaced in place, and their weights are not touched.
-            names: layers that get them; None: those that `config` names.
-
-        Raises:
-            ConfigError: the model has no such layer, or one is too narrow.
+            names: layers to adapt; None: those that `config` selects.
         """
         linear, head, embedding = linear_layers(model), head_layer(model), embedding_layer(model)
         known: dict[str, nn.Linear | nn.Embedding] = {**linear, **head, **embedding}
@@ -109,16 +104,16 @@ class Adapter:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of all layers that have matrices."""
+        """Return the names of all adapted layers."""
         return [*self.layers, *self.embedding]
 
     @property
     def on_head(self) -> bool:
-        """Return whether the head that predicts tokens has matrices."""
+        """Return whether the language-model head is adapted."""
         return self.head in self.layers
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return each matrix with its name in the model of transformers, always in the same order."""
+        """Return each matrix with its name in the transformers model, always in the same order."""
         linear = [
             (f"{name}.{key}.weight", getattr(layer, key).weight)
             for name, layer in self.layers.items()
@@ -128,16 +123,14 @@ class Adapter:
         return [*linear, *embedding]
 
     def body_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the matrices that the last hidden states depend on: all but those of the head."""
+        """Return the matrices that affect the last hidden states: all except the head's."""
         return [(name, p) for name, p in self.named_parameters() if not name.startswith(f"{self.head}.")]
 
     def fill(self, seed: int) -> None:
-        """Draw A uniformly as PEFT does (He et al. 2015, with a = sqrt(5)), and set B to zero.
+        """Initialise A uniformly as PEFT does (He et al. 2015, with a = sqrt(5)), and B to zero; see
+        `LoraEmbedding.fill` for the embedding.
 
-        For the embedding it is the other way round; see `LoraEmbedding.fill`.
-
-        Args:
-            seed: of the draw, which is made on the CPU, so that it is the same for every device.
+        Numbers are drawn on the CPU, so that they are the same for every device.
         """
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -150,11 +143,7 @@ class Adapter:
             embedding.fill(draw)
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy matrices, [r, in] and [out, r], by the names of `named_parameters`.
-
-        Raises:
-            ModelError: one is missing, or has another shape.
-        """
+        """Copy matrices, [r, in] and [out, r], by the names of `named_parameters`."""
         for name, parameter in self.named_parameters():
             if name not in weights or weights[name].shape != parameter.shape:
                 raise ModelError(f"the adapter has no matrix {name} of shape {tuple(parameter.shape)}")
@@ -162,14 +151,14 @@ class Adapter:
                 parameter.copy_(weights[name])
 
     def freeze(self, dtype: torch.dtype) -> None:
-        """Round the matrices, which have no gradient from here on: for an engine, or a policy that is never trained."""
+        """Round the matrices and drop their gradients, for an engine or a frozen policy."""
         for _, parameter in self.named_parameters():
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(dtype)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers of a model of transformers by name, without the head that predicts tokens."""
+    """Return the linear layers of a transformers model by name, except the language-model head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
@@ -177,27 +166,23 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def head_layer(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layer of a model that predicts tokens, by its name; empty: there is none."""
+    """Return the linear language-model head by its name; empty if there is none."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear) and one is head}
 
 
 def embedding_layer(model: nn.Module) -> dict[str, nn.Embedding]:
-    """Return the embedding of tokens of a model, by its name; empty: there is none."""
+    """Return the token embedding by its name; empty if there is none."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     return {n: one for n, one in model.named_modules() if isinstance(one, nn.Embedding) and one is embedding}
 
 
 def target_layers(linear: Collection[str], known: Collection[str], config: AdapterConfig) -> list[str]:
-    """Return the names of the layers that an adapter is for.
+    """Return the names of the layers that an adapter's `targets` select.
 
     Args:
         linear: the model's linear layers without its head.
-        known: these, and the head and the embedding.
-        config: its `targets` are all linear layers, or endings of names.
-
-    Raises:
-        ConfigError: a target is no layer's.
+        known: these, head and embedding.
     """
     targets = [config.targets] if isinstance(config.targets, str) else config.targets
     everything = ALL_LINEAR in targets
@@ -211,15 +196,12 @@ def target_layers(linear: Collection[str], known: Collection[str], config: Adapt
 
 
 def merge(model: nn.Module, weights: Mapping[str, Tensor], scale: float) -> None:
-    """Add the products of an adapter to a model's own weights, which are float32.
+    """Add the products of an adapter to a model's own float32 weights.
 
-    A model whose head and embedding are tied is untied if the adapter is for one of them: their products differ.
+    If the adapter changes a tied head or embedding, the two are untied.
 
     Args:
         weights: matrices [r, in] and [out, r], by the names of `Adapter.named_parameters`.
-
-    Raises:
-        ModelError: the model has no such layer, or one of another shape.
     """
     head, embedding = head_layer(model), embedding_layer(model)
     known: dict[str, nn.Linear | nn.Embedding] = {**linear_layers(model), **head, **embedding}
@@ -260,7 +242,7 @@ def _ends(name: str, target: str) -> bool:
 
 
 def _check_rank(name: str, layer: nn.Linear | nn.Embedding, rank: int) -> None:
-    """Raise ConfigError if a product of this rank could be any change of the layer, so that it is none of low rank."""
+    """Raise ConfigError if the rank is so large that the product is not low-rank for this layer."""
     out, width = layer.weight.shape
     if isinstance(layer, nn.Embedding):
         out, width = width, out

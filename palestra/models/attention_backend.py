@@ -1,4 +1,4 @@
-"""What stands behind the attention of a model's layers: the backend of the forward pass that is running."""
+"""The interface between a model's attention layers and the attention of the running forward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 
 class AttentionBackend(Protocol):
-    """Computes the attention of one layer over a flat batch of N tokens; knows which tokens belong together."""
+    """Computes one layer's attention over a flat batch of N tokens, and knows which tokens belong together."""
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
@@ -20,25 +20,23 @@ class AttentionBackend(Protocol):
         """Return the attention output of each query head at each token, [N, H, D]; head h reads key head h // (H // K).
 
         Args:
-            layer: number of the layer, from 0, by which a cache finds its keys and values.
-            query: [1, H, N, D], in the compute precision, as keys and values.
+            layer: index of the layer, from 0, which selects its keys and values in a cache.
+            query: [1, H, N, D], in the compute precision, like keys and values.
             key: [1, K, N, D].
             value: [1, K, N, D].
-            scale: factor of the scores before the softmax.
-            window: a token sees itself and the `window - 1` tokens before it; None: all before it.
+            window: a token attends to itself and the `window - 1` tokens before it; None: to all tokens before it.
         """
         ...
 
 
 class AttentionSlot:
-    """Holds what the layers of one model have in common in the forward pass that is running.
+    """State that the layers of one model share during a forward pass.
 
     Attributes:
         attention: the backend; None between passes.
-        rotation: cosines and sines that the layers were given for rotary embedding, and the same in the form in which
-            kernels multiply by them; None between passes, and without kernels.
-        shared_out: whether the model's weights are shared out over ranks, and whole only while transformers' own
-            modules compute.
+        rotation: cosines and sines for rotary embedding, as given to the layers and as kernels use them; None between
+            passes, and without kernels.
+        shared_out: whether the weights are sharded over ranks, and whole only while transformers' own modules compute.
     """
 
     attention: AttentionBackend | None = None
@@ -46,12 +44,12 @@ class AttentionSlot:
     shared_out: bool = False
 
     def clear(self) -> None:
-        """Forget the pass."""
+        """Drop the state of the pass."""
         self.attention = self.rotation = None
 
 
 def recomputed(forward: Callable[..., Any], slot: AttentionSlot) -> Callable[..., Any]:
-    """Return a layer's forward pass that is computed again in the backward pass, with the attention that it had."""
+    """Wrap a layer's forward so that the backward pass recomputes it with the same attention."""
 
     def compute(*inputs: Any, **named: Any) -> Any:
         attention = slot.attention
@@ -72,7 +70,7 @@ def recomputed(forward: Callable[..., Any], slot: AttentionSlot) -> Callable[...
 
 
 class TrialAttention:
-    """Plain causal attention of one sequence, which records the layers that called it and the shape of their keys."""
+    """Causal attention of one sequence that records which layers called it and the shape of their keys."""
 
     def __init__(self) -> None:
         self.shape = (0, 0)
@@ -81,7 +79,7 @@ class TrialAttention:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Return plain causal attention, [N, H, D]; see `AttentionBackend`."""
+        """Return causal attention, [N, H, D]; see `AttentionBackend`."""
         self.shape = (key.shape[1], key.shape[3])
         self.layers.add(layer)
         seen = torch.ones((key.shape[2], key.shape[2]), dtype=torch.bool, device=key.device).tril()

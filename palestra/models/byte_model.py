@@ -10,7 +10,7 @@ from palestra.models.quiet import quiet_transformers
 
 
 def make_tiny(folder: Path) -> None:
-    """Write a model of two layers with random weights from a fixed seed, one token a byte, and the ChatML format."""
+    """Write a two-layer model with one token per byte, random weights from a fixed seed, and the ChatML format."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = byte_tokenizer()
@@ -23,7 +23,7 @@ def make_tiny(folder: Path) -> None:
 
 
 def text_settings(tokenizer: Any, width: int = 64) -> dict[str, Any]:
-    """Return what configurations of tiny text models have in common: two layers, and a head tied to the embedding."""
+    """Return the common settings of tiny text models: two layers, and a head tied to the embedding."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": width,
@@ -40,11 +40,7 @@ def text_settings(tokenizer: Any, width: int = 64) -> dict[str, Any]:
 
 
 def write_random(folder: Path, make: Callable[[], Any], tokenizer: Any) -> None:
-    """Write a model with random weights from a fixed seed, and its tokenizer.
-
-    Args:
-        make: makes the model of transformers, with weights from torch's generator.
-    """
+    """Write a model with random weights from a fixed seed, and its tokenizer."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -56,7 +52,7 @@ def write_random(folder: Path, make: Callable[[], Any], tokenizer: Any) -> None:
 
 
 def byte_tokenizer(more: Sequence[str] = ()) -> Any:
-    """Return a tokenizer of transformers with one token a byte, ChatML's control tokens, and further ones."""
+    """Return a transformers tokenizer with one token per byte, ChatML's control tokens, and the tokens `more`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

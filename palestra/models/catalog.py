@@ -1,4 +1,4 @@
-"""A model's name to a folder that transformers can load, made or downloaded once and kept in a cache."""
+"""Resolves a model's name to a folder that transformers can load; built-in models are created once and cached."""
 
 from __future__ import annotations
 
@@ -30,14 +30,10 @@ _GGUF = f"{SMOLLM2}.Q4_1.gguf"
 
 
 def hub_model(name: str, ask: bool = True) -> Path | str:
-    """Return what transformers is to load: `org/model` if the hub answers, else its folder in the hub's cache.
+    """Return `org/model` if the hub answers, else the model's folder in the hub's cache.
 
     Args:
-        name: `org/model`.
-        ask: whether the hub may be asked; False: only its cache is looked at.
-
-    Raises:
-        ModelError: the model is not in the cache, and the hub can't be reached.
+        ask: whether to ask the hub; False: use only its cache.
     """
     import httpx
     import httpx2
@@ -62,11 +58,7 @@ def hub_model(name: str, ask: bool = True) -> Path | str:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the cache: `PALESTRA_CACHE`, or `palestra` in the user's cache folder.
-
-    Raises:
-        ModelError: neither is set, and the user has no home.
-    """
+    """Return the cache folder: `PALESTRA_CACHE`, or `palestra` in the user's cache folder."""
     base = os.environ.get("PALESTRA_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "palestra"
     try:
         return Path(base).expanduser()
@@ -75,14 +67,14 @@ def cache_folder() -> Path:
 
 
 def model_folder(name: str, ask: bool = True) -> Path | str:
-    """Return a folder in Hugging Face's layout, or `name` itself if transformers has to find the model.
+    """Return a folder in Hugging Face's layout, or `name` itself if transformers has to resolve the model.
 
     Args:
         name: a built-in model, a folder, or `org/model` of the Hugging Face hub.
-        ask: whether the hub may be asked for a model; False: only its cache is looked at.
+        ask: whether to ask the hub for the model; False: use only its cache.
 
     Raises:
-        ModelError: the weights are not there, or the hub that has them can't be reached.
+        ModelError: the weights are missing, and the hub can't be reached.
     """
     if name == SMOLLM2:
         return _smollm2()
@@ -111,11 +103,11 @@ def model_folder(name: str, ask: bool = True) -> Path | str:
 
 
 def exact_model(name: str) -> Path:
-    """Return the folder of a model that a tenant has named. A relative folder is never looked at.
+    """Return the folder of a model named by a tenant; relative folders are refused.
 
     Args:
-        name: a built-in model, an absolute folder (of the operator's list, or a checkpoint of a job), or `org/model` of
-            the Hugging Face hub, whose files are fetched unless they are in the hub's cache.
+        name: a built-in model, an absolute folder (from the operator's list, or a job's checkpoint), or `org/model` of
+            the Hugging Face hub, downloaded if necessary.
 
     Raises:
         ModelError: there is no such model.
@@ -127,9 +119,9 @@ def exact_model(name: str) -> Path:
 
 
 def _hub_folder(name: str) -> Path:
-    """Return the folder of a hub model's configuration, tokenizer and safetensors, fetched if necessary.
+    """Return the folder of a hub model's configuration, tokenizer and safetensors, downloaded if necessary.
 
-    Pickled weights and code are not fetched, because loading them would run what they contain.
+    Pickled weights and code are never downloaded, because loading them would execute them.
     """
     import huggingface_hub
     from huggingface_hub.errors import (
@@ -176,10 +168,7 @@ def _smollm2() -> Path:
 
 
 def _made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """Return the cached folder `name`, after filling it with `make` if it does not exist.
-
-    It is filled under a temporary name and renamed, so that it is whole or not there.
-    """
+    """Return the cached folder `name`; create it with `make` if it does not exist, atomically."""
     folder = cache_folder() / "models" / name
     if (folder / "config.json").is_file():
         return folder

@@ -1,12 +1,11 @@
-"""Load a decoder-only transformers model whose attention is computed by a function of ours.
+"""Loads a decoder-only transformers model whose attention is computed by an `AttentionBackend`.
 
-All sequences of a batch lie flat, one after another, in one row: [1, N]. Everything except attention then works on N
-rows without any padding. Attention is left to an `AttentionBackend`, which knows where each sequence begins and which
-tokens may see each other.
+All sequences of a batch are concatenated into one row, [1, N], so everything except attention works on N tokens without
+padding. The backend knows where each sequence begins and which tokens may attend to each other.
 
-The engine and the trainer share this forward pass, so that both round at the same places. In bfloat16 the inputs and
-outputs of matrix products are rounded, and keys, values and embeddings; norms, rotary embedding and the sum of the
-residual stream are float32, and so are the logits of the `EXACT_LOGITS` most probable tokens.
+Engine and trainer share this forward pass, so that both round at the same points. In bfloat16, the inputs and outputs
+of matrix products are rounded, as are keys, values and embeddings. Norms, rotary embedding, the residual stream and the
+`EXACT_LOGITS` largest logits are float32.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ ALL_ATTENTION_FUNCTIONS.register(FLAT_ATTENTION, _flat_attention)
 
 
 def _replaced(embedded: Tensor, pictures: PictureRows) -> dict[str, Any]:
-    """Return what a text model of transformers takes in the place of ids where some tokens stand for pictures."""
+    """Return the inputs of a transformers text model in place of ids, for a batch with pictures."""
     first, *further = torch.split(pictures.values.to(embedded.dtype), embedded.shape[1], dim=1)
     given: dict[str, Any] = {"inputs_embeds": embedded.index_copy(0, pictures.rows, first).unsqueeze(0)}
     if further:
@@ -92,20 +91,19 @@ def _replaced(embedded: Tensor, pictures: PictureRows) -> dict[str, Any]:
 class CausalLM:
     """A transformers model that computes flat batches, with attention by an `AttentionBackend`.
 
-    Every model that goes through transformers' attention interface is supported, with full attention or a sliding
-    window. The constructor compares a flat forward pass over a few tokens with the model's own, because a model that
-    computes something else would be trained wrongly without any error.
+    It supports every model that uses transformers' attention interface, with full attention or a sliding window. The
+    constructor compares a flat forward pass over a few tokens with the model's own pass: a model that computed
+    something else would be trained wrongly without any error.
 
     Attributes:
-        model, config: the transformers model, and the configuration of what reads its tokens.
-        compute_dtype: precision of matrix products.
-        vocab_size: number of tokens, V.
-        max_positions: longest sequence that the model was made for, in tokens.
-        layers, key_heads, head_dim: what the size of a key-value cache depends on.
-        vision: its tower, and where it finds pictures; None: it reads text only.
-        adapter: matrices of low rank beside its layers; None: it has none.
-        packed: its matrices in another layout, for sampling alone, see `Kernels.pack`; None: it has plain ones.
-        unread: the files that its weights are still in, see `load_parted`; None: it has them.
+        model, config: the transformers model, and the configuration of its text model.
+        vocab_size: V.
+        max_positions: context length in tokens.
+        layers, key_heads, head_dim: determine the size of a key-value cache.
+        vision: its vision tower and picture source; None: a text-only model.
+        adapter: its low-rank matrices; None: no adapter.
+        packed: its matrices in a layout for sampling only, see `Kernels.pack`; None: plain matrices.
+        unread: files that still hold its weights, see `load_parted`; None: they are loaded.
     """
 
     adapter: Adapter | None = None
@@ -113,18 +111,15 @@ class CausalLM:
     _owner: CausalLM | None = None  # whose weights these are; None: its own
 
     def __init__(self, model: Any, vision: Vision | None = None, unread: PartedFiles | None = None) -> None:
-        """Take over a transformers model and try a flat forward pass, unless its weights are not there yet.
+        """Wrap a transformers model and check a flat forward pass, unless its weights are not loaded yet.
 
-        Computes in the precision of the model's matrices until `compute_in` changes that. Parameters with one dimension
-        (of norms, biases) are converted to float32 in place.
+        It computes in the precision of the model's matrices until `compute_in` changes that. One-dimensional parameters
+        (norms, biases) are converted to float32 in place.
 
         Args:
-            model: a causal language model, loaded with the attention that this module registers.
-            vision: of a model that sees; only its text model has that attention.
-            unread: the files of weights that are not there; `try_out` has to be called when they are.
-
-        Raises:
-            ModelError: flat batches don't support the architecture.
+            model: loaded with the attention that this module registers.
+            vision: for a vision-language model; only its text model uses that attention.
+            unread: files of weights that are not loaded yet; then call `try_out` after loading them.
         """
         text = model if vision is None else vision.tower.text
         config = text.config
@@ -150,11 +145,7 @@ class CausalLM:
                 kernels().shorten_layers(text)
 
     def try_out(self) -> None:
-        """Compare a flat forward pass of a few tokens with the model's own forward pass.
-
-        Raises:
-            ModelError: the results differ, or the model can't be called this way.
-        """
+        """Compare a flat forward pass of a few tokens with the model's own forward pass."""
         device, trial = self.device, TrialAttention()  # which records the layers that call it
         ids = self._trial_ids()
         try:
@@ -181,10 +172,10 @@ class CausalLM:
         return torch.arange(_TRIAL_TOKENS, device=self.device) * 7919 % self.vocab_size
 
     def trial_logits(self, attention: AttentionBackend | None = None) -> Tensor:
-        """Return the logits of a few tokens that are always the same, float32 [T, V].
+        """Return the logits of a few fixed tokens, float32 [T, V].
 
         Args:
-            attention: that of the pass; None: plain causal attention.
+            attention: None: causal attention.
         """
         ids = self._trial_ids()
         with torch.no_grad():  # not in inference mode, whose tensors FSDP could not use again in a pass with a gradient
@@ -199,39 +190,29 @@ class CausalLM:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Return the decoder layers, in their order.
-
-        Raises:
-            ModelError: the model has no list of them.
-        """
+        """Return the decoder layers in order."""
         for module in self._text.modules():  # not of a tower, which may have as many layers
             if isinstance(module, nn.ModuleList) and len(module) == self.layers:
                 return list(module)
         raise ModelError(f"{self.config.model_type} models have no list of {self.layers} layers")
 
     def share_out(self) -> None:
-        """Let transformers' own modules compute all layers from now on, because ranks gather weights for these."""
+        """Make transformers' own modules compute all layers, because ranks gather their weights."""
         self._slot.shared_out = True
 
     def recompute_blocks(self) -> None:
-        """Let each decoder layer keep its input alone, and compute itself again in the backward pass.
-
-        Activations take the memory of one layer then, and a step about a third longer.
-
-        Raises:
-            ModelError: the model has no list of layers.
-        """
+        """Enable activation checkpointing for each decoder layer: less memory, and about a third more time per step."""
         for block in self.blocks:
             block.forward = recomputed(block.forward, self._slot)
 
     @property
     def token_bytes(self) -> int:
-        """Return how many bytes the keys and values of one token take in a cache."""
+        """Return the bytes that the keys and values of one token take in a cache."""
         return self.layers * 2 * self.key_heads * self.head_dim * self.compute_dtype.itemsize
 
     @property
     def base(self) -> CausalLM | None:
-        """Return the model whose weights these are, beside an adapter if there is one; None: its own."""
+        """Return the model whose weights this one shares; None: it has its own."""
         return self._owner
 
     @property
@@ -248,9 +229,9 @@ class CausalLM:
         self.compute_dtype = dtype
 
     def round_to(self, dtype: torch.dtype) -> None:
-        """Round all weights with two dimensions or more, and compute in that precision: for weights that never change.
+        """Round all weights with two dimensions or more, and compute in that precision, for frozen weights.
 
-        Products round the same weights of a float32 model to the same numbers, so nothing but the memory differs.
+        Products round a float32 model's weights to the same numbers anyway, so only the memory changes.
         """
         for parameter in self.model.parameters():
             if parameter.ndim >= 2:
@@ -258,9 +239,9 @@ class CausalLM:
         self.compute_in(dtype)
 
     def on_same_weights(self) -> CausalLM:
-        """Return a model on the same weights, without a copy of them; no pass of this one may be running.
+        """Return a model that shares these weights; no pass of this one may be running.
 
-        Each has its own layers, so that passes of both may run at the same time, and one may get an adapter.
+        Each has its own layers, so both may run passes at the same time, and either may get an adapter.
         """
         shared: dict[int, Any] = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
         made = copy.deepcopy(self, shared | self._pictures())
@@ -268,7 +249,7 @@ class CausalLM:
         return made
 
     def copied(self) -> CausalLM:
-        """Return another model with the same weights: those that may change are its own, all others stand once."""
+        """Return a copy with its own trainable weights; frozen weights are shared."""
         own = {id(weight) for _, weight in self.own_parameters()}
         kept = (*self.model.parameters(), *self.model.buffers())
         shared: dict[int, Any] = {id(tensor): tensor for tensor in kept if id(tensor) not in own}
@@ -277,29 +258,28 @@ class CausalLM:
         return made
 
     def _pictures(self) -> dict[int, Any]:
-        """Return what a copy of this model shares with it besides weights: the place where pictures are found."""
+        """Return the picture source, which copies of this model share."""
         pictures = None if self.vision is None else self.vision.pictures
         return {} if pictures is None else {id(pictures): pictures}
 
     def free_adapter(self) -> None:
-        """Free the matrices of the adapter now, if there is one; the model can't be used any more.
+        """Free the adapter's matrices now, if there is one; the model is unusable afterwards.
 
-        A model refers to itself by its hooks, so that its memory would wait for the garbage collector, which may not
-        look for as long as it takes to load dozens of other adapters.
+        Hooks make the model part of a reference cycle, and the garbage collector may run only after dozens of other
+        adapters were loaded.
         """
         for _, weight in () if self.adapter is None else self.adapter.named_parameters():
             weight.data = weight.data.new_empty(0)
 
     def add_adapter(self, config: AdapterConfig, base: str, layers: Collection[str] | None = None) -> Adapter:
-        """Put matrices of low rank beside layers, see `Adapter`; the weights are those of another, and never change."""
+        """Add an adapter, see `Adapter`; the base's weights are shared and frozen."""
         assert self._owner is not None
         self.adapter = Adapter(self.model, config, base, layers)
         return self.adapter
 
     def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        """Return a context that rounds the inputs of matrix products to the compute precision.
-
-        Float32 rounds nothing.
+        """Return a context that rounds the inputs of matrix products to the compute precision; float32
+        rounds nothing.
         """
         if self.compute_dtype == torch.float32:
             return contextlib.nullcontext()
@@ -314,9 +294,6 @@ class CausalLM:
 
         Args:
             pictures: each with the row [F] of each of its placeholders.
-
-        Raises:
-            ModelError: the model reads text only, or placeholders and embeddings are not as many.
         """
         if not pictures:
             return None
@@ -326,11 +303,11 @@ class CausalLM:
             return self.vision.rows(pictures)
 
     def positions(self, sequence: TokenSequence) -> Tensor:
-        """Return the positions of a sequence's tokens: int64 [N], or [3, N] where those of pictures lie in a plane.
+        """Return the positions of a sequence's tokens: int64 [N], or [3, N] for models with 2D picture positions.
 
         Raises:
-            ModelError: a picture has another number of placeholders than it has embeddings.
-            PalestraError: the model takes no pictures of this size, or one can't be found.
+            ModelError: a picture has another number of placeholders than embeddings.
+            PalestraError: a picture is missing, or its size is not supported.
         """
         if self.vision is None or not sequence.media:
             return torch.arange(len(sequence.ids))
@@ -347,11 +324,12 @@ class CausalLM:
         """Return the last layer's normalised output, float32 [N, hidden].
 
         Args:
-            ids: [N] token ids, all sequences one after another.
+            ids: [N] token ids of all sequences, concatenated.
             positions: [N], the position of each token within its sequence, or [3, N]; see `positions`.
-            attention: knows which tokens see each other.
-            pictures: embeddings in place of those of some tokens; None: all tokens are text.
-            weights: of `head_weights`, which embeddings may share; None: autograd keeps the gradients of both apart.
+            attention: decides which tokens attend to each other.
+            pictures: embeddings that replace those of some tokens; None: all tokens are text.
+            weights: from `head_weights`, so that tied embeddings share them; None: autograd keeps both gradients
+                separately.
         """
         text = self._text
         self._slot.attention = attention
@@ -368,7 +346,7 @@ class CausalLM:
         return hidden
 
     def head_weights(self) -> HeadWeights | None:
-        """Return the output layer's weights for a pass by a `RoundedHead`; None: `logits` has to call its module."""
+        """Return the output layer's weights for a pass with a `RoundedHead`; None: `logits` must call the module."""
         head: Any = self.model.get_output_embeddings()
         plain = type(head) is nn.Linear and getattr(head, "bias", None) is None and head.weight.dtype == torch.float32
         own = self.packed is None and not self._slot.shared_out and self.compute_dtype == torch.bfloat16
@@ -377,14 +355,13 @@ class CausalLM:
     def logits(
         self, hidden: Tensor, corrections: list[Correction] | None = None, rounded: RoundedHead | None = None
     ) -> Tensor:
-        """Return the scores of all tokens, float32 [M, V], for hidden states [M, hidden].
+        """Return the logits, float32 [M, V], of hidden states [M, hidden].
 
-        In bfloat16 the `EXACT_LOGITS` largest of each row are computed in float32; their gradient is that of the
-        product.
+        In bfloat16 the `EXACT_LOGITS` largest of each row are computed in float32; their gradient is the product's.
 
         Args:
-            corrections: of these logits, where they are computed a second time; see `sharpened`.
-            rounded: the output layer, on its `head_weights`; None: the model's own module.
+            corrections: reused when the same logits are recomputed; see `sharpened`.
+            rounded: the output layer with rounded weights; None: the model's own module.
         """
         head = self.model.get_output_embeddings()
         with self._autocast(hidden.device):
@@ -406,7 +383,7 @@ class CausalLM:
         return list(self.model.named_parameters())
 
     def own_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the weights that may change, see `named_parameters`: of the adapter, or all if none is shared."""
+        """Return the trainable weights: the adapter's, or all if none is shared; see `named_parameters`."""
         if self.adapter is not None:
             return self.adapter.named_parameters()
         if self._owner is not None:
@@ -414,25 +391,27 @@ class CausalLM:
         return self._changing(self.named_parameters())
 
     def saved_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the weights that `save` writes, see `named_parameters`: of the adapter, or all, also frozen ones."""
+        """Return the weights that `save` writes: the adapter's, or all, including frozen ones; see
+        `named_parameters`.
+        """
         return self.named_parameters() if self.adapter is None else self.adapter.named_parameters()
 
     def own_shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of the weights that may change by their names, packed or not."""
+        """Return the shapes of the trainable weights by name, packed or not."""
         plain = {name: weight.shape for name, weight in self.own_parameters()}
         return plain if self.packed is None else plain | self.packed.shapes()
 
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that may change with their names, [n, d] or [d]; packed ones are unpacked one by one."""
+        """Yield the trainable weights with their names, [n, d] or [d]; packed ones are unpacked one by one."""
         yield from self.own_parameters()
         if self.packed is not None:
             yield from self.packed.weights()
 
     def take_weights(self, given: Mapping[str, Tensor]) -> None:
-        """Copy new weights into the model, and pack those that are packed.
+        """Copy new weights into the model, and pack them again where it is packed.
 
         Args:
-            given: tensors [n, d] or [d], of all the names and shapes of `own_shapes`.
+            given: tensors [n, d] or [d], with the names and shapes of `own_shapes`.
         """
         for name, parameter in self.own_parameters():
             parameter.copy_(given[name])
@@ -442,24 +421,24 @@ class CausalLM:
             self.packed.take(given)
 
     def body_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the weights that may change and that the last hidden states depend on: without those of the head."""
+        """Return the trainable weights that affect the last hidden states: all except the head's."""
         if self.adapter is not None:
             return self.adapter.body_parameters()
         body = list(self.model.base_model.named_parameters())
         return self._changing(body, f"{self.model.base_model_prefix}.")
 
     def _changing(self, named: list[tuple[str, nn.Parameter]], prefix: str = "") -> list[tuple[str, nn.Parameter]]:
-        """Return weights without those of a tower that is not trained; `prefix` is what their names lack."""
+        """Return weights without those of a frozen vision tower; `prefix` is missing from their names."""
         if self.vision is None or self.vision.trained:
             return named
         return [(name, weight) for name, weight in named if not self.vision.owns(prefix + name)]
 
     def save(self, folder: Path, tokenizer: Any, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Write what may change, configuration and tokenizer for Hugging Face's libraries, loadable without Palestra.
+        """Write trainable weights, configuration and tokenizer into an existing folder, loadable by Hugging Face's
+        libraries.
 
         Args:
-            folder: where to write; it has to exist.
-            weights: tensors [n, d] or [d] by the names of `saved_parameters`, where this process has parts of them;
+            weights: tensors [n, d] or [d] by the names of `saved_parameters`, if this process has only parts of them;
                 None: the model's own.
         """
         tokenizer.save_pretrained(folder)
@@ -476,11 +455,7 @@ class CausalLM:
             (folder / name).write_bytes(content)
 
     def read(self, folder: Path) -> dict[str, Tensor]:
-        """Return the weights that `save` has written, [n, d] or [d] by the names of `saved_parameters`, on the CPU.
-
-        Raises:
-            ModelError: those of an adapter can't be read.
-        """
+        """Return the weights that `save` wrote, [n, d] or [d] by the names of `saved_parameters`, on the CPU."""
         if self.adapter is not None:
             return read_adapter(folder).weights
         files = sorted(folder.glob("model*.safetensors"))
@@ -491,12 +466,9 @@ def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = 
     """Load a model's weights onto a device.
 
     Args:
-        name: a catalog name, a folder, or a Hugging Face name. The folder may be an adapter's: it is merged.
-        dtype: of the weights with two dimensions or more; the others are float32.
-        device: where the parameters are put; None: the CPU.
-
-    Raises:
-        ModelError: the weights are missing, or flat batches don't support the architecture.
+        name: a catalog name, a folder, or a Hugging Face name; an adapter's folder is merged into its base.
+        dtype: of weights with two dimensions or more; the others are float32.
+        device: None: the CPU.
     """
     adapter = saved_adapter(name)
     folder = model_folder(name if adapter is None else adapter.base)
@@ -523,12 +495,9 @@ def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = 
 
 
 def check_architecture(folder: Path) -> None:
-    """Refuse a model that transformers can't load for a trainer, from its configuration alone.
+    """Raise ModelError for a model that transformers can't load for a trainer, from its configuration alone.
 
-    What only a pass shows, such as capped scores, is found when the model is loaded.
-
-    Raises:
-        ModelError: the architecture is unknown, or its attention can't be replaced.
+    Features that only show in a pass, such as capped logits, are detected when the model is loaded.
     """
     with one_line(f"the model in {folder} can't be trained"), quiet_transformers(), torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, **NO_CODE)
@@ -537,11 +506,7 @@ def check_architecture(folder: Path) -> None:
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load a model's tokenizer, which has to have a chat template.
-
-    Raises:
-        ModelError: the tokenizer can't be loaded, or has no chat template.
-    """
+    """Load a model's tokenizer, which must have a chat template."""
     folder = model_folder(tokenizer_source(name))
     with one_line(f"the tokenizer of {name!r} can't be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, **NO_CODE)

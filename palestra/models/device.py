@@ -1,4 +1,4 @@
-"""The machine that models run on: which device, how much memory, and how freed memory is kept for the next pass."""
+"""The machine's devices and memory, and malloc settings that keep freed memory for the next pass."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 
 
 def device_of(name: DeviceName, setting: str) -> torch.device:
-    """Return the torch device for a configured name; `auto` is the GPU if there is one.
-
-    Raises:
-        ConfigError: `cuda` on a machine without a CUDA device.
-    """
+    """Return the torch device of a configured name; `auto` is the GPU if there is one."""
     import torch  # here alone: a server without a model of its own asks for memory, and loads no torch
 
     there = torch.cuda.is_available()
@@ -39,7 +35,7 @@ def device_of(name: DeviceName, setting: str) -> torch.device:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether torch has fast products of bfloat16 on this processor: not without AVX-512 (50 times slower)."""
+    """Return whether this processor has fast bfloat16 products: without AVX-512 they are 50 times slower."""
     import torch
 
     there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -47,12 +43,10 @@ def multiplies_bfloat16() -> bool:
 
 
 def precision_of(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the precision of products on a device: float32 on a processor that does not multiply bfloat16.
+    """Return the precision of products on a device: float32 on a processor without fast bfloat16 products.
 
-    Deterministic jobs keep the configured one: slow products of bfloat16 give a row the same bits beside any others.
-
-    Args:
-        dtype: the configured value, `bfloat16` or `float32`.
+    Deterministic jobs keep the configured precision, because slow bfloat16 products give a row the same bits in any
+    batch.
     """
     import torch
 
@@ -64,12 +58,11 @@ def precision_of(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def reproducible_products() -> None:
-    """Let products give a row the same bits whatever the number of rows beside it, on Intel's processors.
+    """Make products give a row the same bits in batches of any size, on Intel processors.
 
-    There MKL, which computes float32, chooses its kernels by the shape of a product, unless it is in the strict mode of
-    its conditional numerical reproducibility; and so does oneDNN, which computes bfloat16, where it uses the tiles of
-    AMX. Both read these variables before their first product in the process, and never again. Whether the products of a
-    machine keep the promise, `check_determinism` finds out.
+    MKL (float32) chooses kernels by shape unless its strict conditional numerical reproducibility is on; oneDNN
+    (bfloat16) does so when it uses AMX tiles. Both read these variables once, before the first product of the process.
+    `check_determinism` finds out whether a machine's products keep the promise.
     """
     processor = _processor()
     if "GenuineIntel" in processor:
@@ -79,7 +72,7 @@ def reproducible_products() -> None:
 
 
 def make_deterministic(deterministic: bool) -> None:
-    """Have this process compute reproducibly, if a job is deterministic; before its first product."""
+    """Make this process compute reproducibly for a deterministic job. Call it before the first product."""
     if deterministic:
         import torch
 
@@ -88,7 +81,7 @@ def make_deterministic(deterministic: bool) -> None:
 
 
 def _processor() -> str:
-    """Return what the system says of the processor; empty where it does not."""
+    """Return the system's description of the processor, or an empty text."""
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -96,14 +89,11 @@ def _processor() -> str:
 
 
 def tune_malloc() -> bool:
-    """Make glibc's malloc keep freed memory, in one heap for all threads started later.
+    """Make glibc's malloc keep freed memory, in one heap for all threads started later; False: not glibc.
 
-    Otherwise page faults on large temporaries take a third of a training step (docs/benchmarks.md). It has to be called
-    before the process starts its first thread: heaps of earlier threads stay in use, all in turn, and each of them
-    keeps what the largest temporaries need, which together is half as much memory again as one heap needs.
-
-    Returns:
-        False if the C library has no such settings.
+    Otherwise page faults on large temporaries take a third of a training step (docs/benchmarks.md). Call it before the
+    first thread starts: threads keep using earlier heaps in turn, each of which keeps what the largest temporaries
+    need, about half as much memory again.
     """
     mallopt = _of_glibc("mallopt")
     if mallopt is None:
@@ -112,10 +102,10 @@ def tune_malloc() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Return to the system what malloc keeps of freed memory, as far as the C library can.
+    """Return malloc's free memory to the system, as far as the C library can.
 
-    Steps of other sizes leave other holes between what is in use, so that a heap which only keeps memory grows by about
-    30 MB a step. Giving it back takes a step a second or two longer, and is therefore done now and then.
+    Steps of different sizes fragment the heap, which would grow by about 30 MB a step. Returning memory makes a step
+    one or two seconds longer, so it is done only now and then.
     """
     trim = _of_glibc("malloc_trim")
     if trim is not None:
@@ -123,7 +113,7 @@ def return_freed_memory() -> None:
 
 
 def _of_glibc(name: str) -> Callable[..., int] | None:
-    """Return a function of glibc; None: the C library has none of this name."""
+    """Return a function of glibc; None: the C library does not have it."""
     if not sys.platform.startswith("linux"):
         return None
     found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
@@ -131,29 +121,30 @@ def _of_glibc(name: str) -> Callable[..., int] | None:
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use: `PALESTRA_CORES`, or all that the system gives it."""
+    """Return how many cores this process may use: `PALESTRA_CORES`, or all that the system grants."""
     return len(allowed_cores())
 
 
 def allowed_cores() -> list[int]:
-    """Return the numbers of the cores that this process may use; see `available_cores`."""
+    """Return the indices of the cores that this process may use; see `available_cores`."""
     here = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     given = os.environ.get(CORES_VARIABLE)
     return list(here)[: None if given is None else max(int(given), 1)]
 
 
 def memory_bytes() -> int:
-    """Return how many bytes of memory this process may use: `PALESTRA_MEMORY_GIB`, or all that the machine has."""
+    """Return how many bytes of memory this process may use: `PALESTRA_MEMORY_GIB`, or all of the machine's."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     given = os.environ.get(MEMORY_VARIABLE)
     return machine if given is None else min(machine, int(float(given) * 2**30))
 
 
 def available_bytes(*, swap: bool = False) -> int:
-    """Return the memory that this process may still get: what the kernel says, or less where the job is limited.
+    """Return the memory, in bytes, that this process can still allocate: the kernel's estimate, or less if the job is
+    limited.
 
     Args:
-        swap: whether memory on the disk counts, with which a job runs slowly and is not ended.
+        swap: whether swap counts; with it a job runs slowly instead of being killed.
     """
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if Path("/proc/meminfo").exists() else []
     sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}

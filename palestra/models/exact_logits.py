@@ -16,29 +16,29 @@ _EXACT_ROWS = 64  # positions whose weights of the head, [rows, EXACT_LOGITS, hi
 
 
 class AdaptedHead(Protocol):
-    """An output layer with weights [V, hidden] beside which there are products of low rank."""
+    """An output layer with weights [V, hidden] and low-rank products."""
 
     weight: nn.Parameter
 
     def products_at(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """Return the products of low rank for rows `x`, [M, hidden], at tokens, int64 [M, K]: float32 [M, K]."""
+        """Return the low-rank products of rows `x`, [M, hidden], at tokens, int64 [M, K]: float32 [M, K]."""
         ...
 
 
 def is_adapted(head: object) -> TypeGuard[AdaptedHead]:
-    """Return whether an output layer has products of low rank.
+    """Return whether an output layer has low-rank products.
 
-    Not by `isinstance`: from Python 3.12 on, that does not see the parameters of a module.
+    `isinstance` does not work: from Python 3.12 on it does not see a module's parameters.
     """
     return hasattr(head, "products_at")
 
 
 class Correction(NamedTuple):
-    """What the largest logits of each row lack.
+    """Corrections that make the largest logits of each row exact.
 
     Attributes:
-        tokens: int64 [M, K], whose logits they are.
-        lacking: float32 [M, K], what is added to them.
+        tokens: int64 [M, K].
+        lacking: float32 [M, K], added to their logits.
     """
 
     tokens: Tensor
@@ -52,15 +52,14 @@ def sharpened(
     dtype: torch.dtype,
     corrections: list[Correction] | None = None,
 ) -> Tensor:
-    """Replace the largest logits of each row by float32 products with the rounded weights, in place.
+    """Replace the largest logits of each row, in place, by float32 products with the rounded weights.
 
     Args:
         logits: [M, V], changed in place and returned.
         hidden: [M, hidden].
         head: the output layer, weights [V, hidden].
-        dtype: precision to which the weights are rounded, as in the product that made the logits.
-        corrections: gets what was added, unless it has that already, of the same logits computed before; None: it is
-            not kept.
+        dtype: precision to which the weights were rounded for these logits.
+        corrections: filled on the first call, reused when the same logits are recomputed; None: not kept.
     """
     found = corrections[0] if corrections else _correction(logits, hidden, head, dtype)
     if corrections is not None and not corrections:
@@ -69,7 +68,7 @@ def sharpened(
 
 
 def _correction(logits: Tensor, hidden: Tensor, head: nn.Linear | AdaptedHead, dtype: torch.dtype) -> Correction:
-    """Return what the largest logits of each row lack; see `sharpened`."""
+    """Return the corrections of the largest logits; see `sharpened`."""
     bias = getattr(head, "bias", None)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         largest = _largest(logits)
@@ -88,7 +87,7 @@ def _correction(logits: Tensor, hidden: Tensor, head: nn.Linear | AdaptedHead, d
 def _largest(logits: Tensor) -> Tensor:
     """Return the tokens of the `EXACT_LOGITS` largest logits of each row, int64 [M, K], for logits [M, V].
 
-    They lie in those blocks of tokens that have the largest maxima, which takes a tenth of the time to find.
+    Searching only the blocks of tokens with the largest maxima takes a tenth of the time.
     """
     rows, size = logits.shape
     whole, count = size // _BLOCK, min(EXACT_LOGITS, size)

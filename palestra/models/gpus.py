@@ -1,7 +1,7 @@
-"""What the graphics cards of this machine do, by NVML, the library of NVIDIA's driver.
+"""Utilisation of this machine's GPUs, by NVML, the library of NVIDIA's driver.
 
-A machine without the library, the driver or a card has no figures, and that is no error. Calls of a driver can hang, so
-`GpuMeter` makes them in a thread that nothing else waits for.
+Without the library, the driver or a GPU there are no figures and no error. Driver calls can hang, so `GpuMeter` makes
+them in a thread that no other code waits for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MISSING = "the package nvidia-ml-py is not installed"
 
 
 class GpuReader:
-    """Reads the cards of this machine. Not for several threads at the same time."""
+    """Reads the GPUs of this machine. Not thread-safe."""
 
     def __init__(
         self,
@@ -33,19 +33,18 @@ class GpuReader:
         library: Callable[[], Any] = lambda: importlib.import_module("pynvml"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read nothing yet.
+        """Create the reader.
 
         Args:
-            visible: the cards that are read, as `CUDA_VISIBLE_DEVICES` has them, numbers being those of the driver (and
-                of CUDA with `CUDA_DEVICE_ORDER=PCI_BUS_ID`, or with cards of one kind); None: all.
-            clock: monotonic seconds.
+            visible: GPUs as in `CUDA_VISIBLE_DEVICES`, numbered like the driver's (CUDA's too with
+                `CUDA_DEVICE_ORDER=PCI_BUS_ID`, or if all are of one kind); None: all.
         """
         self._visible, self._library, self._clock = visible, library, clock
         self._nvml: Any = None  # once it has begun
         self._problem, self._begin_at = "", 0.0
 
     def read(self) -> GpuReading:
-        """Return what the cards do now, or why nothing is known of them."""
+        """Return the present figures of the GPUs, or the reason why there are none."""
         for _ in range(2):  # a driver that was loaded again has forgotten those who had begun
             if not self._begun():
                 return GpuReading((), self._problem)
@@ -58,7 +57,7 @@ class GpuReader:
         return GpuReading((), "NVML forgets that it was begun with")
 
     def _begun(self) -> bool:
-        """Return whether the library has begun; it is tried again a minute after it could not."""
+        """Return whether NVML is initialised; after a failure it is retried once a minute."""
         if self._nvml is not None:
             return True
         if self._clock() < self._begin_at:
@@ -94,7 +93,7 @@ class GpuReader:
                 yield GpuUse(index=index, problem=f"NVML: {error}")
 
     def _card(self, index: int, handle: Any) -> GpuUse:
-        """Return the figures of a card; those that it has not are None."""
+        """Return the figures of a GPU; None for those that it does not have."""
         nvml = self._nvml
         name = self._figure(lambda: nvml.nvmlDeviceGetName(handle))
         memory = self._figure(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
@@ -112,7 +111,7 @@ class GpuReader:
         )
 
     def _figure(self, ask: Callable[[], T]) -> T | None:
-        """Return a figure of a card; None: this kind of card has none, or not for this user."""
+        """Return a figure of a GPU; None: not supported by this GPU, or not permitted."""
         try:
             return ask()
         except self._nvml.NVMLError as error:
@@ -122,7 +121,7 @@ class GpuReader:
 
 
 def card_names(visible: str) -> Iterator[int | str]:
-    """Yield the cards of `CUDA_VISIBLE_DEVICES`: numbers, or ids such as GPU-… and MIG-…"""
+    """Yield the GPUs of `CUDA_VISIBLE_DEVICES`: numbers, or ids such as GPU-… and MIG-…"""
     for name in (part.strip() for part in visible.split(",")):
         if name.isdecimal():
             yield int(name)
@@ -133,14 +132,13 @@ def card_names(visible: str) -> Iterator[int | str]:
 
 
 class GpuMeter:
-    """What the cards do, as it was read at most two seconds ago."""
+    """GPU figures that are at most two seconds old."""
 
     def __init__(self, read: Callable[[], GpuReading], clock: Callable[[], float] = time.monotonic) -> None:
-        """Read nothing yet.
+        """Create the meter.
 
         Args:
             read: asks the driver, and may hang.
-            clock: monotonic seconds.
         """
         self._read, self._clock = read, clock
         self._lock, self._done = threading.Lock(), threading.Event()
@@ -149,7 +147,7 @@ class GpuMeter:
         self._due = 0.0
 
     def now(self) -> GpuReading:
-        """Return what is known now; waits for a reading, `WAIT_SECONDS` at most. Any thread may call it."""
+        """Return the newest figures; wait at most `WAIT_SECONDS` for a reading. Thread-safe."""
         with self._lock:
             if self._began is None and self._clock() >= self._due:
                 self._began, self._done = self._clock(), threading.Event()

@@ -10,7 +10,7 @@ def unpack_bits(bits: Tensor, vocab_size: int) -> Tensor:
     """Return a bool [..., V] mask for packed bits, int32 [..., B] with B = ceil(V / 32).
 
     Args:
-        bits: the packed masks; bit i of a word is token 32 x (number of the word) + i.
+        bits: bit i of word w is token 32 * w + i.
     """
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     return ((bits.unsqueeze(-1) >> shifts) & 1).bool().flatten(-2)[..., :vocab_size]

@@ -1,4 +1,4 @@
-"""Weights that workers may read at any time, kept until newer ones take their place."""
+"""Weights that workers may read at any time, until newer ones replace them."""
 
 from __future__ import annotations
 
@@ -20,39 +20,32 @@ if TYPE_CHECKING:
 
 
 def open_files() -> Path:
-    """Return the folder with the files that this process has open; a process that was forked has one of its own."""
+    """Return the folder that lists this process's open files; it differs after a fork."""
     return Path(f"/proc/{os.getpid()}/fd")
 
 
 @dataclass(frozen=True, slots=True)
 class KeptSource:
-    """Weights whose files others look after, such as a folder of past versions.
-
-    Attributes:
-        source: what is read.
-    """
+    """Weights in files that another component owns, such as a folder of past versions."""
 
     source: WeightSource
 
 
 class KeptFile:
-    """Weights in a file without a name, which is freed with this object, or with this process, however that ends.
+    """Weights in an unlinked file, freed with this object or when the process ends, however it ends.
 
-    Other processes of the same user read it through `/proc`. Where a system has no `/proc`, or other machines read it,
-    the file keeps its name until this object is gone, and a process that is killed leaves it behind.
+    Other processes of the same user read it through `/proc`. Without `/proc`, or if other machines read it, the file
+    keeps its name until this object is freed, and a killed process leaves it behind.
     """
 
     def __init__(self, source: WeightSource, matrices: dtype, folder: Path | None = None) -> None:
         """Write the weights.
 
         Args:
-            source: the weights; it may change once this has returned.
-            matrices: precision of tensors with two dimensions or more, as the engines have them. Others stay as they
-                are, because a model keeps its norms in the precision of its files.
-            folder: that other machines see, too; None: only processes of this machine read the weights.
-
-        Raises:
-            OSError: there is no room, or the folder can't be written to.
+            source: may change once this has returned.
+            matrices: precision of tensors with two dimensions or more, as engines have them; others keep theirs,
+                because a model keeps its norms in the precision of its files.
+            folder: shared with other machines; None: only processes of this machine read the weights.
         """
         path = (folder or weight_folder()) / f"palestra-{os.getpid()}-{secrets.token_hex(8)}.safetensors"
         self._matrices = matrices
@@ -71,12 +64,9 @@ class KeptFile:
         self._places = _mapped(path, written)
 
     def replace(self, source: WeightSource) -> bool:
-        """Write other weights in the place of these, if they are of the same names, shapes and precisions.
+        """Overwrite with weights of the same names, shapes and precisions; False: they differ, and nothing is written.
 
-        The system has given the file its memory already, which takes longer than all else.
-
-        Returns:
-            False: they are not, and nothing is written.
+        Reusing the file's memory saves the time to allocate it, which is longer than writing.
         """
         given = dict(source.tensors())
         if given.keys() != self._places.keys() or not all(
@@ -91,36 +81,24 @@ class KeptFile:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class HeldFile:
-    """The weights of a file until nothing refers to this object; then the file may be written again.
-
-    Attributes:
-        source: what is read.
-    """
+    """A file's weights, which must not be overwritten while this object is referenced."""
 
     source: WeightSource
 
 
 class WeightKeeper:
-    """Keeps weights so that workers can read them at any time, and uses the memory of one that is not needed again."""
+    """Keeps weights readable by workers, and reuses the memory of replaced ones."""
 
     def __init__(self, matrices: str, folder: Path | None = None) -> None:
-        """Keep none yet.
-
-        Args:
-            matrices: name of the precision of torch; see `KeptFile`.
-            folder: see `KeptFile`.
-        """
+        """Begin without weights; see `KeptFile` for the arguments."""
         self._matrices, self._folder = matrices, folder
         self._spare: list[KeptFile] = []  # at most one
 
     def keep(self, source: WeightSource) -> HeldFile | KeptSource:
-        """Keep weights; those of a folder stay there.
+        """Keep weights; weights in a folder stay there.
 
         Args:
-            source: the weights; it may change once this has returned.
-
-        Raises:
-            OSError: there is no room, or the folder can't be written to.
+            source: may change once this has returned.
         """
         import torch  # here, because a keeper is made on the event loop
 
@@ -134,23 +112,23 @@ class WeightKeeper:
         return held
 
     def _taken(self) -> KeptFile | None:
-        """Return a file that is not needed again, which no other call gets; several threads may keep weights."""
+        """Take a file that is free for reuse; thread-safe."""
         try:
             return self._spare.pop()
         except IndexError:
             return None
 
     def _take_back(self, file: KeptFile) -> None:
-        """Keep a file for later weights, in the place of the one before.
+        """Keep a file for later weights, instead of the previous one.
 
-        One that other machines read is never written over: a network's file system may show them what was there before.
+        A file that other machines read is never overwritten: a network file system may show them its old content.
         """
         if self._folder is None:
             self._spare[:] = [file]
 
 
 def _mapped(path: Path, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, [n, d] or [d], of a file by name: what is written into them is in the file."""
+    """Return the tensors, [n, d] or [d], of a file by name, mapped: writing to them changes the file."""
     import torch
 
     whole = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
@@ -164,11 +142,11 @@ def _mapped(path: Path, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _precision(tensor: Tensor, matrices: dtype) -> dtype:
-    """Return the precision in which a weight, [n, d] or [d], is kept."""
+    """Return the precision in which a weight, [n, d] or [d], is stored."""
     return matrices if tensor.ndim > 1 else tensor.dtype
 
 
 def _rounded(source: WeightSource, matrices: dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights, [n, d] or [d], in the precisions in which they are kept."""
+    """Yield the weights, [n, d] or [d], in their stored precisions."""
     for name, tensor in source.tensors():
         yield name, tensor.detach().to("cpu", _precision(tensor, matrices))

@@ -1,7 +1,7 @@
-"""What a package of kernels may compute in place of torch's operators, on a CPU.
+"""Interface of packages with CPU kernels that replace torch's operators.
 
 A package is found by an entry point of the group `palestra.kernels`: a function without arguments that returns a
-`Kernels`. Without one, and wherever the kernels can't be used, torch's operators compute the same.
+`Kernels`. Without one, and wherever kernels can't be used, torch's operators compute the same.
 """
 
 from __future__ import annotations
@@ -27,94 +27,94 @@ Attention = Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor | 
 
 
 class PackedProduct(Protocol):
-    """Layers that read the same input, multiplied together.
+    """Layers with the same input, multiplied together.
 
     Attributes:
-        names: of the layers in the model of transformers.
-        width: how many inputs they have.
+        names: of the layers in the transformers model.
+        width: number of inputs.
     """
 
     names: list[str]
     width: int
 
     def whole_product(self, rows: Tensor) -> Tensor:
-        """Return what all layers make of rows [N, in], [N, out]."""
+        """Return the outputs of all layers for rows [N, in], [N, out]."""
         ...
 
 
 class PackedWeights(Protocol):
-    """The matrices of a model in a layout of the kernels, in place of the plain ones."""
+    """A model's matrices in the layout of the kernels, replacing the plain ones."""
 
     def __iter__(self) -> Iterator[PackedProduct]: ...
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Return the output layer's product with hidden states [M, hidden], [M, V]."""
+        """Return the logits [M, V] of hidden states [M, hidden]."""
         ...
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of the weights that are packed and nowhere else, by the names of their parameters."""
+        """Return the shapes of the weights that exist only in packed form, by parameter name."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight that is packed and nowhere else, [out, in], by the name of its parameter."""
+        """Yield the weights that exist only in packed form, [out, in], by parameter name."""
         ...
 
     def take(self, given: Mapping[str, Tensor]) -> None:
-        """Pack new weights: at least those that `shapes` names, [out, in] each."""
+        """Pack new weights, [out, in] each: at least those named by `shapes`."""
         ...
 
 
 class PackedLayer(Protocol):
-    """A part of a packed matrix that computes what a linear layer does."""
+    """A part of a packed matrix that replaces a linear layer."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the layer's output, [..., out], for [..., in]."""
         ...
 
     def whole_product(self, layers: Sequence[nn.Module], x: Tensor) -> Tensor:
-        """Return what all layers of the matrix make of x [N, in], [N, out].
+        """Return the outputs of all layers of the matrix for x [N, in], [N, out].
 
         Args:
-            layers: these layers; this is the first of them.
+            layers: the first one is this layer.
         """
         ...
 
 
 class Kernels:
-    """What kernels may take over. This class leaves everything to torch; a package overrides what it computes."""
+    """Operations that kernels may replace. This class leaves all of them to torch; a package overrides some."""
 
     def __init__(self, problem: str = "") -> None:
-        """Say in one line why kernels that are installed are not used."""
+        """Create kernels; `problem` says in one line why installed kernels are not used."""
         self._problem = problem
 
     def numerics(self) -> tuple[str, str]:
-        """Return what computes models in bfloat16 on a CPU, and why it is no kernel, which may be empty."""
+        """Return what computes bfloat16 models on a CPU, and why it is not a kernel (may be empty)."""
         return TORCH, self._problem
 
     def shorten_layers(self, model: nn.Module) -> None:
-        """Let layers of a transformers model on a CPU compute in fewer steps, where there are kernels for them."""
+        """Replace layers of a transformers model on a CPU by faster ones, where kernels exist."""
 
     def pack(self, model: CausalLM, exact: bool) -> None:
-        """Set `model.packed` if the model, which only samples from now on, can be packed.
+        """Set `model.packed` if a model that only samples can be packed.
 
         Args:
-            exact: whether products must have the same bits for any number of rows.
+            exact: whether products must give the same bits for any number of rows.
         """
 
     def pack_base(self, model: CausalLM) -> dict[str, PackedLayer]:
-        """Return packed copies of a base's linear layers by their names, also of its output layer; {}: none."""
+        """Return packed copies of a base's linear layers and output layer by name; {}: none."""
         return {}
 
     def decoding(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Attention:
-        """Return the attention of one new token of each row of a cache; see `DecodeAttention`."""
+        """Return the attention of one new token for each row of a cache; see `DecodeAttention`."""
         return _by_torch
 
     def prompts(self, pieces: Sequence[tuple[Tensor, int, int]]) -> Attention:
-        """Return the attention of pieces of prompts; see `PrefillAttention`."""
+        """Return the attention of chunks of prompts; see `PrefillAttention`."""
         return _by_torch
 
     def trees(self, trees: Sequence[Sequence[tuple[int, int, int]]]) -> Attention:
-        """Return the attention, with a gradient, within trees that lie one after another.
+        """Return the attention, with a gradient, within concatenated trees.
 
         Args:
             trees: the runs of each, see `palestra.trainer.packing.Tree`.

@@ -27,26 +27,17 @@ _Key = tuple[str, torch.dtype, torch.device]
 
 
 def load_model(name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
-    """Load the weights and the tokenizer of a model.
+    """Load the weights and the tokenizer of a model; an adapter's folder is merged into its base.
 
     Args:
-        name: as `PolicyConfig.model` has it, or a folder; that of an adapter is merged into its base.
-        dtype: of the weights with two dimensions or more.
-
-    Raises:
-        ModelError: missing weights, or an unsupported architecture.
+        dtype: of weights with two dimensions or more.
     """
     return load_causal_lm(name, dtype, device), load_tokenizer(name)
 
 
 def picture_tokens(name: str, tokenizer: Any, pictures: Pictures) -> PictureTokens | None:
-    """Return what writes the placeholders of a model whose weights another process has; None: it reads text only.
-
-    Args:
-        name: as `PolicyConfig.model` has it, or a folder.
-
-    Raises:
-        ModelError: the model's configuration can't be read, or its family is not supported.
+    """Return what writes the placeholders for a model whose weights are in another process; None: it
+    reads text only.
     """
     with one_line(f"model {name!r} can't be loaded"):
         layout = find_layout(model_folder(base_of(name)))
@@ -56,15 +47,15 @@ def picture_tokens(name: str, tokenizer: Any, pictures: Pictures) -> PictureToke
 class LoadedModels:
     """Models of one process, for its engine and its trainer.
 
-    Every method returns a model that no other caller has, with its tokenizer; models whose weights never change share
-    those of the same name, precision and device. Weights that nothing uses any more are freed.
+    Each method returns a model that no other caller has, with its tokenizer. Frozen models share weights of the same
+    name, precision and device. Unused weights are freed.
     """
 
     def __init__(self, load: LoadModel = load_model, pictures: Pictures | None = None) -> None:
-        """Load nothing yet.
+        """Create an empty registry.
 
         Args:
-            pictures: where models that see find the pictures of their prompts; None: there are none.
+            pictures: source of the prompts' pictures for vision-language models; None: none.
         """
         self._read, self._pictures = load, pictures
         self._bases: WeakValueDictionary[_Key, CausalLM] = WeakValueDictionary()
@@ -74,16 +65,12 @@ class LoadedModels:
     def own(
         self, name: str, dtype: torch.dtype, device: torch.device, vision: VisionTraining | None = None
     ) -> tuple[CausalLM, Any]:
-        """Load a model with weights of its own, which may be changed.
+        """Load a model with trainable weights of its own.
 
         Args:
-            name: as `PolicyConfig.model` has it; an adapter's folder is merged into its base.
-            dtype: of the weights with two dimensions or more.
-            vision: what may change of a model that sees; None: all but what pictures pass through.
-
-        Raises:
-            ModelError: missing weights, or an unsupported architecture.
-            ConfigError: `vision` is given, and the model reads text only.
+            name: as in `PolicyConfig.model`; an adapter's folder is merged into its base.
+            dtype: of weights with two dimensions or more.
+            vision: trainable parts of a vision-language model; None: all but what pictures pass through.
         """
         model, tokenizer = self._load(name, dtype, device)
         if model.vision is not None:
@@ -96,14 +83,11 @@ class LoadedModels:
         return model, tokenizer
 
     def frozen(self, name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
-        """Load a model that is never changed, which computes in the precision of its weights.
+        """Load a frozen model that computes in the precision of its weights.
 
         Args:
-            name: as `PolicyConfig.model` has it; an adapter's folder is its base with that adapter.
-            dtype: of the weights with two dimensions or more.
-
-        Raises:
-            ModelError: missing weights, or an unsupported architecture.
+            name: as in `PolicyConfig.model`; an adapter's folder is its base with that adapter.
+            dtype: of weights with two dimensions or more.
         """
         saved = saved_adapter(name)
         model, tokenizer = self._on_base(name if saved is None else saved.base, dtype, device)
@@ -117,18 +101,14 @@ class LoadedModels:
     def adapted(
         self, name: str, config: AdapterConfig, seed: int | None, dtype: torch.dtype, device: torch.device
     ) -> tuple[CausalLM, Any]:
-        """Load a model with an adapter of its own, which may be changed, on weights that are never changed.
+        """Load a model with a trainable adapter on frozen weights.
 
         Args:
-            name: as `PolicyConfig.model` has it; an adapter's folder is its base, and the adapter to begin with.
-            config: rank, scale and targets, which have to be those of an adapter to begin with.
-            seed: of the weights of an adapter that is new, float32 as for a trainer. None: for an engine, which gets
-                the weights of every version; they are in the base's precision, and have no gradient.
-            dtype: of the base's weights with two dimensions or more, in which it computes.
-
-        Raises:
-            ModelError: missing weights, or an unsupported architecture.
-            ConfigError: the adapter does not fit the model, or the adapter to begin with is of another kind.
+            name: as in `PolicyConfig.model`; an adapter's folder is its base, with that adapter as the start.
+            config: must match the adapter to start with.
+            seed: for initialising a new float32 adapter of a trainer. None: for an engine, which gets every version's
+                weights; they are in the base's precision, without a gradient.
+            dtype: of the base's weights with two dimensions or more, and of its products.
         """
         saved = saved_adapter(name)
         base = name if saved is None else saved.base
@@ -146,14 +126,14 @@ class LoadedModels:
         return model, tokenizer
 
     def _load(self, name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
-        """Load a model and its tokenizer; one that sees gets the place where its pictures are found."""
+        """Load a model and its tokenizer, and give a vision-language model its picture source."""
         model, tokenizer = self._read(name, dtype, device)
         if model.vision is not None:
             model.vision.pictures = self._pictures
         return model, tokenizer
 
     def _on_base(self, name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
-        """Return a model on the shared weights of one, which are loaded unless they are in memory."""
+        """Return a model on the shared weights of a base, loaded unless they are in memory."""
         with self._one_at_a_time:
             key = (canonical_name(name), dtype, device)
             base = self._bases.get(key)
@@ -175,7 +155,7 @@ def canonical_name(name: str) -> str:
 
 
 def _lasting_name(name: str) -> str:
-    """Return the name of a base that is written beside its adapter: without what depends on the present folder."""
+    """Return a base's name to store with its adapter, independent of the current directory."""
     if name in BUILT_IN or not Path(name).is_dir():
         return name
     folder = Path(name).resolve()
@@ -184,7 +164,7 @@ def _lasting_name(name: str) -> str:
 
 
 def _check_same(name: str, saved: SavedAdapter, adapter: Adapter) -> None:
-    """Raise ConfigError unless an adapter to begin with is of the kind that is to be trained."""
+    """Raise ConfigError unless the adapter to start with matches the configuration."""
     theirs, ours = saved.config, adapter.config
     for key in ("rank", "alpha", "rslora"):
         if getattr(theirs, key) != getattr(ours, key):

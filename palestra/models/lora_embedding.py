@@ -1,4 +1,4 @@
-"""LoRA beside the embedding of tokens, whose inputs are token ids; with PEFT's names and shapes."""
+"""LoRA for token embeddings, with PEFT's names and shapes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ LORA_EMBEDDING = ("lora_embedding_A", "lora_embedding_B")  # names of the matric
 
 
 class LoraEmbedding:
-    """A product of low rank beside an embedding: token t has W[t] + scale B A[:, t].
+    """A low-rank product next to an embedding: token t has W[t] + scale B A[:, t].
 
-    The matrices are parameters of the embedding itself, which adds the product by a hook, so that an embedding that
-    scales its numbers, as Gemma's does, scales those of the product as well.
+    The matrices are parameters of the embedding itself, and a hook adds the product, so that an embedding that scales
+    its output, as Gemma's does, scales the product too.
 
     Attributes:
-        weight: of the embedding, [V, d], which it shares with every other model on the same base.
+        weight: the embedding's, [V, d], shared with all models on the same base.
         lora_embedding_A: [r, V].
         lora_embedding_B: [d, r].
-        scale: factor of the product.
     """
 
     def __init__(self, layer: nn.Embedding, config: AdapterConfig) -> None:
-        """Put matrices beside an embedding; they are float32, and not filled yet."""
+        """Add float32 matrices to an embedding; they are not initialised yet."""
         (count, width), place = layer.weight.shape, filled_device(layer.weight)
         self.weight = layer.weight
         self.lora_embedding_A = nn.Parameter(torch.empty((config.rank, count), device=place))
@@ -39,7 +38,7 @@ class LoraEmbedding:
         layer.register_forward_hook(self._added, prepend=True)
 
     def add_product(self, out: Tensor, ids: Tensor) -> Tensor:
-        """Return `out`, [N, d], plus the product of low rank for `ids`, [N]."""
+        """Return `out`, [N, d], plus the low-rank product of `ids`, [N]."""
         low = F.embedding(ids, self.lora_embedding_A.t()).to(self.weight.dtype) * self.scale
         return torch.addmm(out, low, self.lora_embedding_B.t())
 
@@ -59,11 +58,13 @@ class LoraEmbedding:
 
 
 def filled_device(weight: Tensor) -> torch.device:
-    """Return where matrices beside a weight, [n, d], are made: with it, or on the CPU while it has no numbers."""
+    """Return the device for matrices next to a weight, [n, d]: the weight's, or the CPU while it is on
+    the meta device.
+    """
     return torch.device("cpu") if weight.is_meta else weight.device
 
 
 def embedding_factor(layer: nn.Embedding) -> float:
-    """Return the number by which an embedding multiplies its weights; 1 for most models."""
+    """Return the factor by which an embedding multiplies its weights; 1 for most models."""
     factor = getattr(layer, "embed_scale", 1.0)
     return float(factor.to(layer.weight.dtype) if isinstance(factor, Tensor) else factor)

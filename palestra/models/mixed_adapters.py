@@ -1,7 +1,7 @@
 """Rows of several adapters in one pass over their base (Chen et al. 2023, "Punica"; Sheng et al. 2023, "S-LoRA").
 
-The products with the base's weights are those of all rows together. The products of low rank are grouped: the matrices
-of all adapters in the pass are stacked, padded with zeros to the largest rank, and each row meets those of its own.
+All rows share the products with the base's weights. The low-rank products are grouped: the matrices of all adapters in
+the pass are stacked, padded with zeros to the largest rank, and each row is multiplied with its own.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _PADDED = 2  # a product of equally many rows of each adapter may have so many t
 
 
 class MixedModel:
-    """A model on the weights of a base, through which rows of any adapters on it pass together.
+    """A model on a base's weights that computes rows of any of its adapters in one pass.
 
     Attributes:
-        model: what computes; it has no adapter of its own.
-        base: the model whose weights these are.
+        model: has no adapter of its own.
+        base: owns the weights.
     """
 
     def __init__(self, base: CausalLM, exact: bool = False, sampling: bool = False) -> None:
-        """Make another model on a base's weights.
+        """Create a model on a base's weights.
 
         Args:
-            base: without an adapter; no pass of it may be running.
-            exact: whether the numbers of a row must be the same bit for bit with any rows beside it in its pass, as far
-                as the base's own products keep that: each adapter's rows are then multiplied by themselves.
-            sampling: whether there is never a gradient, so that kernels may pack the base's matrices; not where it is
-                exact, because products of plain matrices are what `check_determinism` tries.
+            base: without an adapter or a running pass.
+            exact: whether a row's numbers must be the same bit for bit in any batch, as far as the base's own products
+                allow: then each adapter's rows are multiplied separately.
+            sampling: whether gradients are never needed, so that kernels may pack the base's matrices. An exact model
+                is not packed, because `check_determinism` tests products of plain matrices.
         """
         self.base, self._exact = base, exact
         self.model = base.on_same_weights()
@@ -64,10 +64,7 @@ class MixedModel:
         """Return the last layer's normalised output, float32 [N, hidden]; see `CausalLM.hidden`.
 
         Args:
-            ids: [N] token ids.
-            positions: [N], the position of each token within its sequence.
-            attention: knows which tokens see each other.
-            runs: how many of the rows, in order, have which adapter, N in all; None: the base alone.
+            runs: (adapter, number of rows) in order, N rows in all; None: the base alone.
         """
         rows = RowGroups(runs, ids.device)
         self._now.begin(rows, self._way(rows, runs, self._aligned))
@@ -77,10 +74,10 @@ class MixedModel:
             self._now.clear()
 
     def logits(self, hidden: Tensor, runs: Runs) -> Tensor:
-        """Return the scores of all tokens, float32 [M, V], for hidden states [M, hidden]; see `CausalLM.logits`.
+        """Return the logits, float32 [M, V], of hidden states [M, hidden]; see `CausalLM.logits`.
 
         Args:
-            runs: how many of the rows, in order, have which adapter, M in all; None: the base alone.
+            runs: (adapter, number of rows) in order, M rows in all; None: the base alone.
         """
         if not any(adapter is not None and adapter.on_head for adapter, _ in runs):
             return self.model.logits(hidden)
@@ -92,15 +89,15 @@ class MixedModel:
             self._now.clear()
 
     def refresh(self, adapter: Adapter) -> None:
-        """Take over an adapter's new weights into what is kept of them."""
+        """Update cached copies of an adapter's matrices."""
         self._stacks.refresh(adapter)
 
     def forget(self, adapter: Adapter) -> None:
-        """Drop what is kept of an adapter's matrices, which are not needed any more."""
+        """Drop cached copies of an adapter's matrices."""
         self._stacks.forget(adapter)
 
     def _way(self, rows: RowGroups, runs: Runs, aligned: bool) -> _Add | None:
-        """Return what adds the products of low rank of linear layers in a pass; None: no row has an adapter."""
+        """Return what adds the low-rank products of linear layers in a pass; None: no row has an adapter."""
         if not any(rows.adapters):
             return None
         if len(rows.adapters) == 1:  # the numbers of a policy that has a pass for itself never depend on passes before
@@ -136,7 +133,7 @@ class _Separate:
     """The rows of each adapter are multiplied by themselves, as in a pass of their own."""
 
     def __init__(self, rows: RowGroups, least: int) -> None:
-        """Keep rows, of which a product gets at least so many; some are multiplied twice if there are fewer."""
+        """Keep the rows; a product gets at least `least` of them, so that fewer rows are multiplied twice."""
         self._rows, self._least = rows, least
 
     def __call__(self, name: str, out: Tensor, x: Tensor) -> Tensor:
@@ -166,14 +163,14 @@ class _Grouped:
 
 
 class _KeptGroups:
-    """The products of `_Grouped` with matrices that are kept between passes, also of adapters without rows.
+    """The products of `_Grouped`, with matrices cached between passes, including adapters without rows.
 
-    Where the adapters have about as many rows each, their rows are padded to equally many, and multiplied in one batch:
-    a grouped product takes some time for every group.
+    If the adapters have about equally many rows, they are padded to equal numbers and multiplied in one batch: a
+    grouped product has a cost per group.
     """
 
     def __init__(self, rows: RowGroups, stacks: Stacks, dtype: torch.dtype, now: _Pass) -> None:
-        """Keep rows, which lie by the adapters of the stacks; `now` says which layers read the same input."""
+        """Keep rows in the order of the stacks' adapters; `now` knows which layers read the same input."""
         self._stacks, self._dtype, self._now = stacks, dtype, now
         self._number = len(stacks.adapters)
         sizes = rows.sizes[: self._number]
@@ -216,13 +213,13 @@ class _KeptGroups:
 
 
 class _Dense:
-    """One product with all matrices A, of which each row keeps those of its adapter, and one with all matrices B.
+    """One product with all matrices A, masked to each row's adapter, and one with all matrices B.
 
-    Layers that read the same input, such as queries, keys and values, have their matrices A in one product.
+    Layers that read the same input, such as queries, keys and values, share the first product.
     """
 
     def __init__(self, rows: RowGroups, stacks: Stacks, dtype: torch.dtype, now: _Pass) -> None:
-        """Keep the rows of a pass; `now` says which layers read the same input."""
+        """Keep the rows of a pass; `now` knows which layers read the same input."""
         self._rows, self._stacks, self._dtype, self._now = rows, stacks, dtype, now
         slots = {id(adapter): slot for slot, adapter in enumerate(stacks.adapters)}
         numbers = [slots.get(id(adapter), -1) for adapter in rows.adapters]
@@ -245,7 +242,7 @@ class _Dense:
         return out.addmm_(self._low[name], up)
 
     def _masked(self, ranks: tuple[int, ...]) -> Tensor:
-        """Return which numbers of low rank are none of a row's adapter, bool [N, sum of E r]."""
+        """Return which low-rank numbers belong to other adapters than a row's own, bool [N, sum of E r]."""
         found = self._masks.get(ranks)
         if found is None:
             slots = torch.arange(len(self._stacks.adapters), device=self._rows.device)
@@ -257,15 +254,14 @@ _Add = _One | _Separate | _Grouped | _KeptGroups | _Dense
 
 
 class _Pass:
-    """The pass that is running: what adds the products of low rank, and the input that was rounded last.
+    """The running pass: its low-rank products, and the input that was rounded last.
 
     Attributes:
-        add: for linear layers; None: no row of the pass has an adapter.
+        add: for linear layers; None: no row has an adapter.
         rows: None: no pass is running.
-        least: so many rows of an adapter at least are computed together where its rows are multiplied by themselves.
-        readers: for each layer that reads another input than the layer before, it and those after it that read the
-            same; known after the first pass.
-        leader: the first layer that reads the input that was rounded last.
+        least: minimum number of rows in a product, where each adapter's rows are multiplied separately.
+        readers: groups of consecutive layers that read the same input; known after the first pass.
+        leader: the first layer that reads the input rounded last.
     """
 
     add: _Add | None = None
@@ -279,7 +275,7 @@ class _Pass:
         self.readers: dict[str, list[str]] = {}
 
     def begin(self, rows: RowGroups, add: _Add | None) -> None:
-        """Keep the rows of a pass, and what adds their products of low rank."""
+        """Begin a pass with its rows and their low-rank products."""
         self.rows, self.add = rows, add
 
     def flat(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -297,15 +293,14 @@ class _Pass:
 
 
 class _MixedLinear(nn.Module):
-    """A linear layer of a base, with the products of low rank of a pass beside it.
+    """A linear layer of a base, with the low-rank products of a pass.
 
     Attributes:
-        weight, bias: those of the layer.
-        packed: what computes the same with a packed matrix; None: there is none.
+        packed: the same layer as a packed matrix; None: not packed.
     """
 
     def __init__(self, name: str, layer: nn.Linear, now: _Pass, packed: PackedLayer | None) -> None:
-        """Share the weights of the layer of a name; `now` is of the model."""
+        """Share the weights of a named layer; `now` is the model's running pass."""
         super().__init__()
         self._name, self._now, self.packed = name, now, packed
         self.weight, self.bias = layer.weight, layer.bias
@@ -320,7 +315,7 @@ class _MixedLinear(nn.Module):
         return out.view(*x.shape[:-1], -1)
 
     def whole_product(self, layers: Sequence[_MixedLinear], x: Tensor) -> Tensor:
-        """Return what all layers of a packed matrix make of x [N, in], with the products of low rank: [N, out]."""
+        """Return the outputs of all layers of a packed matrix for x [N, in], with the low-rank products: [N, out]."""
         assert self.packed is not None
         flat = self._now.flat(self._name, x, self.weight.dtype)
         whole = self.packed.whole_product(layers, flat)
@@ -348,13 +343,13 @@ def _add_at(layer: LoraLinear, out: Tensor, x: Tensor, tokens: Tensor) -> Tensor
 
 
 class _MixedEmbedding:
-    """Adds the products of low rank of a pass to what an embedding returns: those of each adapter by themselves.
+    """Adds a pass's low-rank products to an embedding's output, separately for each adapter.
 
-    There is one embedding, so that a grouped product would save a call for each adapter in a pass, and no more.
+    There is only one embedding, so a grouped product would save little.
     """
 
     def __init__(self, name: str, now: _Pass) -> None:
-        """Stand beside the embedding of a name; `now` is of the model."""
+        """Attach to a named embedding; `now` is the model's running pass."""
         self._name, self._now = name, now
 
     def __call__(self, _layer: nn.Module, inputs: Any, out: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def numerics(kernels: bool) -> dict[str, str]:
     """Return what computes in this process, by the name of the choice.
 
     Args:
-        kernels: whether it computes in bfloat16 on a CPU, for which functions are compiled.
+        kernels: whether it computes bfloat16 on a CPU, with compiled kernels.
     """
     import torch
 
@@ -42,14 +42,11 @@ def numerics(kernels: bool) -> dict[str, str]:
 
 
 def check_numerics(before: Mapping[str, str], now: Mapping[str, str], whose: str) -> None:
-    """Refuse to compute a deterministic job's numbers in two ways.
+    """Raise ConfigError if a deterministic job's numbers would be computed in two ways.
 
     Args:
-        before: what computed the steps so far, or computes in the job's own process.
+        before: of the steps so far, or of the job's own process.
         whose: whose numbers `before` made, for the message.
-
-    Raises:
-        ConfigError: they differ.
     """
     if differing := differences(before, now):
         raise ConfigError(
@@ -58,7 +55,7 @@ def check_numerics(before: Mapping[str, str], now: Mapping[str, str], whose: str
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return what differs between two results of `numerics`, in words; "": nothing does. Reasons are not compared."""
+    """Describe the differences between two results of `numerics`, ignoring reasons; "": they are equal."""
     names = [name for name in {**before, **now} if name != PROBLEM and before.get(name) != now.get(name)]
     said = [f"{name} {before.get(name) or 'none'}, here {now.get(name) or 'none'}" for name in names]
     why = f" ({now[PROBLEM]})" if KERNELS in names and now.get(PROBLEM) else ""

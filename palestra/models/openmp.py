@@ -1,9 +1,9 @@
-"""OpenMP's threads, which compute the products of torch on a CPU: how they wait for one another, and when they end.
+"""OpenMP's threads, which compute torch's products on a CPU: how they wait, and when they end.
 
-Every thread that computes in parallel gets a pool of such threads, which stays until the thread ends. GNU's OpenMP,
-which torch's builds for Linux use, lets the threads of a pool spin between two operations. But as soon as all pools of
-a process together are larger than the machine, it lets them sleep after a microsecond, and a pass of a small model
-takes nearly twice as long (docs/benchmarks.md). So a thread that computes now and then gives its pool back in between.
+Every thread that computes in parallel gets a pool of such threads, until it ends. GNU's OpenMP, used by torch's Linux
+builds, lets them spin between operations. But once all pools of a process are larger than the machine, they sleep after
+a microsecond, and a pass of a small model takes nearly twice as long (docs/benchmarks.md). So a thread that computes
+only now and then releases its pool in between.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ _SOFT = 1  # omp_pause_soft: settings such as the number of threads are kept
 
 
 def release_threads() -> bool:
-    """End the threads of the calling thread's pool; its next parallel operation starts them again, in about 0.2 ms.
+    """End the threads of the calling thread's pool; False: torch's OpenMP can't, or torch is not loaded.
 
-    Returns:
-        False if torch's OpenMP can't do that, or torch is not loaded.
+    The next parallel operation starts them again, in about 0.2 ms.
     """
     if not sys.platform.startswith("linux") or "torch" not in sys.modules:
         return False

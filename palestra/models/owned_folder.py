@@ -1,7 +1,7 @@
-"""A folder in shared memory that goes with the process that made it, however that process ends.
+"""A folder in shared memory that is removed after the process that made it, however that process ends.
 
-The kernel frees nothing in shared memory when processes are killed. So a folder is locked by its owner, and the
-process that makes the next one removes those without a lock.
+The kernel does not free shared memory of killed processes. So the owner locks its folder, and the next process to make
+one removes folders without a lock.
 """
 
 from __future__ import annotations
@@ -17,20 +17,13 @@ from palestra.models.weight_file import weight_folder
 
 
 class OwnedFolder:
-    """A new folder, private to this user.
-
-    Attributes:
-        path: of the folder.
-    """
+    """A new folder, private to this user."""
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
-        """Remove folders of this prefix whose owners have ended, and make a new one.
+        """Remove folders of this prefix whose owners have ended, and create a new one.
 
         Args:
-            parent: where it is made; None: in shared memory.
-
-        Raises:
-            OSError: it can't be made.
+            parent: None: shared memory.
         """
         parent = parent or weight_folder()
         for left in parent.glob(f"{prefix}*"):
@@ -45,7 +38,7 @@ class OwnedFolder:
                 os.close(self._lock)
 
     def remove(self) -> None:
-        """Remove the folder and what is in it; does nothing the second time."""
+        """Remove the folder with its content; idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)

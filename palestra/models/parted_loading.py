@@ -1,7 +1,7 @@
-"""Models whose weights stay in their files, for the ranks of a trainer, each of which reads its own rows.
+"""Models whose weights stay in their files, for a trainer's ranks, each of which reads its own rows.
 
-Such a model may be larger than what one rank has of memory: it is made on torch's meta device, shared out there, and
-filled afterwards. Its flat forward pass is tried when its weights are there.
+Such a model may be larger than one rank's memory: it is created on torch's meta device, sharded, and then filled. Its
+flat forward pass is checked after that.
 """
 
 from __future__ import annotations
@@ -26,18 +26,14 @@ from palestra.models.vision.processor import sees
 
 
 class PartedFiles:
-    """The weights in a folder of safetensors, of which any rows can be read.
+    """The weights in a folder of safetensors files, readable by rows.
 
     Attributes:
         shapes: of all weights, by name.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the headers of the files.
-
-        Raises:
-            ModelError: one is damaged.
-        """
+        """Read the headers of the files."""
         self._names: dict[Path, list[str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         try:
@@ -49,14 +45,7 @@ class PartedFiles:
             raise ModelError(f"the model in {folder} can't be read: {error}") from error
 
     def rows(self, wanted: Mapping[str, slice]) -> Iterator[tuple[str, Tensor]]:
-        """Yield rows of weights with their names, [n, d] or [d], on the CPU and as they are in the files.
-
-        Args:
-            wanted: which rows, by the names of weights.
-
-        Raises:
-            ModelError: a file can't be read.
-        """
+        """Yield rows of weights with their names, [n, d] or [d], on the CPU and in the precision of the files."""
         for path, names in self._names.items():
             try:
                 with safe_open(path, framework="pt") as file:
@@ -69,23 +58,19 @@ class PartedFiles:
 def load_parted(name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
     """Load a model's tokenizer, and a model whose weights are still in its files; see `CausalLM.unread`.
 
-    A model that sees, one with an adapter to be merged, and one that transformers stores under other names than it
-    computes with are loaded whole.
+    Loaded whole are vision-language models, models with an adapter to merge, and models that transformers stores under
+    other names than it computes with.
 
     Args:
-        name: as `PolicyConfig.model` has it, or a folder.
-        dtype: of the weights with two dimensions or more.
-        device: where the weights of a model are put that is loaded whole.
-
-    Raises:
-        ModelError: missing weights, or an unsupported architecture.
+        dtype: of weights with two dimensions or more.
+        device: for models that are loaded whole.
     """
     made = None if adapter_folder(name) is not None else _without_weights(name, dtype)
     return load_model(name, dtype, device) if made is None else (made, load_tokenizer(name))
 
 
 def _without_weights(name: str, dtype: torch.dtype) -> CausalLM | None:
-    """Return a model on the meta device; None: it has to be loaded whole."""
+    """Return a model on the meta device; None: it must be loaded whole."""
     found = model_folder(name)
     folder = found if isinstance(found, Path) else exact_model(name)
     files = PartedFiles(folder)

@@ -11,7 +11,7 @@ from palestra.errors import ModelError, PalestraError
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hide the progress bars of transformers inside of the block, because they would run through the command's own."""
+    """Hide transformers' progress bars in the block, because they would break the command's own."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -32,13 +32,10 @@ NO_PICKLE: dict[str, Any] = NO_CODE | {"use_safetensors": True}
 
 @contextlib.contextmanager
 def one_line(what: str) -> Iterator[None]:
-    """Turn whatever a model's files make transformers raise into one line; shortages of memory stay as they are.
+    """Turn any error of transformers about a model's files into one line; out-of-memory errors pass through.
 
     Args:
-        what: what failed, in words, such as "model 'x' can't be loaded".
-
-    Raises:
-        ModelError: the files are damaged, of another kind, or not supported.
+        what: what failed, such as "model 'x' can't be loaded".
     """
     try:
         yield

@@ -1,8 +1,7 @@
-"""The output layer of a model that is trained in bfloat16, whose weights are rounded once a pass.
+"""The output layer of a model trained in bfloat16, whose weights are rounded once per pass.
 
-Scores of all positions do not fit into memory, so a trainer computes them chunk by chunk, forward and backward. Each
-chunk would round the largest matrix of a small model again and add a gradient of its size to the others. So would the
-embeddings, where the model has them from the same matrix.
+Logits of all positions do not fit into memory, so a trainer computes them in chunks, forward and backward. Otherwise
+each chunk, and tied embeddings, would round the largest matrix of a small model again and add a gradient of its size.
 """
 
 from __future__ import annotations
@@ -22,24 +21,25 @@ _ROWS = 4096  # of the gradient of the weights, which are computed at a time
 
 
 class HeadWeights:
-    """The weights of an output layer in one pass, and of the embeddings where both are one matrix.
+    """An output layer's weights in one pass, and those of tied embeddings.
 
-    A pass computes with `whole`, so that autograd asks for its gradient when scores and embeddings have given theirs.
+    A pass computes with `whole`, so that autograd asks for its gradient only after logits and embeddings have added
+    theirs.
     """
 
     def __init__(self, head: nn.Linear) -> None:
-        """Take the weights, float32 [V, hidden], of a layer without a bias."""
+        """Take the float32 weights [V, hidden] of a layer without a bias."""
         self.gradient, self._of = _Gradient(), head.weight
         self.whole: Tensor = _Weights.apply(head.weight, self.gradient)  # type: ignore[no-untyped-call]
 
     def call(self, model: nn.Module, given: dict[str, Any]) -> Any:
-        """Return what a model returns, whose embeddings may have the same weights.
+        """Call a model whose embeddings may have the same weights.
 
-        Then, on a CPU, the gradient of its embeddings is the rows of the tokens alone, and they are added to that of
-        the scores. On a GPU, rows of equal tokens would be added in any order.
+        On a CPU, the embeddings' gradient is then only the rows of the tokens, added to the logits' gradient. On a GPU
+        the order of adding equal tokens would be undefined.
 
         Args:
-            model: all of the model but the output layer.
+            model: all of the model except the output layer.
         """
         name = self._table_of(model)
         if name is None:
@@ -52,7 +52,7 @@ class HeadWeights:
             table.sparse = before
 
     def _table_of(self, model: nn.Module) -> str | None:
-        """Return the name of the embeddings with the same weights; None: their gradient is torch's."""
+        """Return the name of tied embeddings; None: torch computes their gradient."""
         if self._of.device.type != "cpu":
             return None
         for name, module in model.named_modules():
@@ -62,39 +62,39 @@ class HeadWeights:
 
 
 def is_called_as_it_is(module: nn.Module) -> bool:
-    """Return whether nothing listens to a module's calls or has taken the place of its `forward`."""
+    """Return whether a module has neither hooks nor a replaced `forward`."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return not any(hooks) and "forward" not in vars(module)
 
 
 class RoundedHead:
-    """Scores by one layer for several chunks of one pass; its gradient reaches the weights behind those of all chunks.
+    """Logits by one layer for several chunks of a pass; the weights' gradient comes after those of all chunks.
 
-    It rounds where `nn.Linear` does under autocast; sums over positions are rounded less often.
+    It rounds where `nn.Linear` does under autocast, but rounds sums over positions less often.
     """
 
     def __init__(self, weights: HeadWeights) -> None:
-        """Round the weights of a layer."""
+        """Round a layer's weights."""
         self._gradient = weights.gradient
         self._weight: Tensor = _Rounding.apply(weights.whole, self._gradient)  # type: ignore[no-untyped-call]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the scores, bfloat16 [M, V], for hidden states [M, hidden]."""
+        """Return the logits, bfloat16 [M, V], of hidden states [M, hidden]."""
         found: Tensor = _Product.apply(hidden, self._weight, self._gradient)  # type: ignore[no-untyped-call]
         return found
 
 
 class _Gradient:
-    """The gradient of the weights in one backward pass, of which some chunks are not computed yet.
+    """The weights' gradient in one backward pass, with chunks still to be computed.
 
-    A pass that fails, or does not ask for the gradient of the weights, leaves a part behind, which the next forgets.
+    A pass that fails, or needs no gradient of the weights, leaves chunks behind, which the next pass drops.
     """
 
     def __init__(self) -> None:
         self._begin(None)
 
     def _begin(self, backward_pass: int | None) -> None:
-        """Forget what earlier backward passes have left; None: no pass has begun."""
+        """Drop what earlier backward passes left; None: no pass has begun."""
         self._pass, self._bytes = backward_pass, 0
         self._parts: list[tuple[Tensor, Tensor]] = []
         self._sum: Tensor | None = None
@@ -109,21 +109,21 @@ class _Gradient:
             self._compute()
 
     def whole(self) -> Tensor | None:
-        """Return the gradient, float32 [V, hidden], and forget it; None: no chunk had one in this pass."""
+        """Return and drop the gradient, float32 [V, hidden]; None: no chunk of this pass had one."""
         self.finish()
         found = self._sum
         self._begin(None)
         return found
 
     def finish(self) -> None:
-        """Compute what chunks of this pass have left, and forget what earlier passes have."""
+        """Compute this pass's remaining chunks, and drop those of earlier passes."""
         if self._pass != _backward_pass():
             self._begin(None)
         elif self._parts:
             self._compute()
 
     def _compute(self) -> None:
-        """Add the gradient of the chunks that are kept, and forget them."""
+        """Add the gradient of the stored chunks, and drop them."""
         of_scores = [part for part, _ in self._parts]
         hidden = torch.cat([part for _, part in self._parts])
         vocabulary = of_scores[0].shape[1]
@@ -146,7 +146,7 @@ def _backward_pass() -> int:
 
 
 class _Context(FunctionCtx):
-    """What a forward pass leaves to the backward pass."""
+    """Values that the forward pass saves for the backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -166,7 +166,7 @@ class _Weights(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, of_rows: Tensor | None) -> tuple[Tensor | None, None]:
-        """Return float32 [V, hidden], with that of embeddings, dense where their module chooses so."""
+        """Return float32 [V, hidden], including the embeddings' gradient, dense where their module chooses so."""
         found = ctx.gradient.whole()
         if of_rows is None:
             return found, None
@@ -178,7 +178,7 @@ class _Weights(Function):
 
 
 class _Rounding(Function):
-    """Weights, rounded; all chunks have given their gradients when autograd asks for that of the weights."""
+    """Rounded weights; autograd asks for their gradient after that of all chunks."""
 
     @staticmethod
     def forward(ctx: _Context, weight: Tensor, gradient: _Gradient) -> Tensor:
@@ -190,7 +190,7 @@ class _Rounding(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, _: None) -> tuple[None, None]:
-        """Compute the gradient here, so that those of scores take no memory for the rest of the pass."""
+        """Compute the gradient here, so that the logits' gradients are freed early."""
         ctx.gradient.finish()
         return None, None
 
@@ -209,7 +209,7 @@ class _Product(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, *of_scores: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of the hidden states, float32 [M, hidden]; that of the weights is made later."""
+        """Return the gradient of the hidden states, float32 [M, hidden]; the weights' gradient comes later."""
         rounded, weight = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
             ctx.gradient.add(of_scores[0], rounded)

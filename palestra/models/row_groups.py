@@ -16,22 +16,21 @@ Layer = TypeVar("Layer", LoraLinear, LoraEmbedding)
 
 
 class RowGroups:
-    """The rows of a pass by their adapters.
+    """The rows of a pass, grouped by adapter.
 
     Attributes:
-        adapters: those in the pass, each once, behind those that were to come first; None: the base alone.
-        sizes: how many rows each has.
-        order: int64 [N], which puts the rows of an adapter one after another; None: they lie so.
+        adapters: each once, those given first in front; None: the base alone.
+        sizes: number of rows of each.
+        order: int64 [N], sorts the rows by adapter; None: they are sorted.
         back: int64 [N], the inverse of `order`.
     """
 
     def __init__(self, runs: Runs, device: torch.device, first: Sequence[Adapter] = ()) -> None:
-        """Sort rows.
+        """Group rows.
 
         Args:
-            runs: how many of the rows, in order, have which adapter.
-            device: of `order` and `back`.
-            first: adapters whose rows come first, in this order, also those that have none.
+            runs: (adapter, number of rows) in order.
+            first: adapters to put first, even without rows.
         """
         places: dict[int, list[int]] = {id(adapter): [] for adapter in first}
         by_id: dict[int, Adapter | None] = {id(adapter): adapter for adapter in first}
@@ -53,33 +52,31 @@ class RowGroups:
         return self._start
 
     def layers(self, name: str) -> list[LoraLinear | None]:
-        """Return the linear layer of each adapter of a name; None: it has none there."""
+        """Return each adapter's linear layer of a name; None where it has none."""
         return [None if adapter is None else adapter.layers.get(name) for adapter in self.adapters]
 
     def embeddings(self, name: str) -> list[LoraEmbedding | None]:
-        """Return the embedding of tokens of each adapter, of a name; None: it has none."""
+        """Return each adapter's token embedding of a name; None where it has none."""
         return [None if adapter is None else adapter.embedding.get(name) for adapter in self.adapters]
 
     def sorted(self, rows: Tensor) -> Tensor:
-        """Return rows [N, d] by adapter."""
+        """Return rows [N, d] sorted by adapter."""
         return rows if self.order is None else rows.index_select(0, self.order)
 
     def restored(self, rows: Tensor) -> Tensor:
-        """Return rows [N, d] that lie by adapter in the order of the pass."""
+        """Return rows [N, d] in the order of the pass, given those sorted by adapter."""
         return rows if self.order is None else rows.index_select(0, self.back)
 
 
 def separately(
     rows: RowGroups, layers: Sequence[Layer | None], least: int, add: Callable[..., Tensor], out: Tensor, *given: Tensor
 ) -> Tensor:
-    """Return numbers [N, k] to which each adapter's layer has added something in its own rows.
+    """Return numbers [N, k] to which each adapter's layer added something in its own rows.
 
     Args:
-        layers: of each adapter in `rows`; None: its rows stay as they are.
-        least: so many rows at least are computed together; some are computed twice if there are fewer.
-        add: is given a layer, and rows of `out` and of `given`; returns rows like those of `out`.
-        out: [N, k].
-        given: [N, ...] each.
+        layers: of each adapter in `rows`; None: its rows are unchanged.
+        least: minimum number of rows in a call; fewer rows are computed twice.
+        add: gets a layer, and rows of `out` and `given`; returns rows like those of `out`.
     """
     pieces = []
     parts = (torch.split(rows.sorted(part), rows.sizes) for part in (out, *given))

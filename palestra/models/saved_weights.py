@@ -15,16 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SavedWeights(WeightSource):
-    """Weights in the files of a folder, in Hugging Face's layout or, of an adapter, in PEFT's.
-
-    Attributes:
-        folder: has `model*.safetensors`, or the files of an adapter.
-    """
+    """Weights in the files of a folder, in Hugging Face's layout, or PEFT's for an adapter."""
 
     folder: Path
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors, [n, d] or [d], of one file after another; see `WeightSource`."""
+        """Yield the tensors, [n, d] or [d], file by file; see `WeightSource`."""
         from safetensors.torch import load_file
 
         from palestra.models.adapter_files import adapter_folder, read_adapter

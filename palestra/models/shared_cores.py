@@ -1,7 +1,7 @@
-"""How many threads to compute with where other processes use the cores as well.
+"""Chooses the number of threads when other processes use the cores too.
 
-Threads that compute a product together wait for the slowest of them. On two cores beside one busy process two threads
-therefore take longer than a single one, which has a core to itself (docs/benchmarks.md).
+Threads of one product wait for the slowest of them. On two cores with one busy process, two threads therefore take
+longer than one (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GUEST = 8  # from this column on the numbers are part of earlier ones
 
 
 def set_threads(threads: int | None) -> None:
-    """Set how many threads arithmetic of the calling thread uses; None: leave them as they are."""
+    """Set how many threads the calling thread's arithmetic uses; None: unchanged."""
     if threads is not None:
         torch.set_num_threads(threads)
 
@@ -34,17 +34,17 @@ class _Look(NamedTuple):
 
 
 class SharedCores:
-    """Chooses how many threads a piece of work has, by what other processes used while the work before it was done.
+    """Chooses the number of threads for a piece of work by the cores that others used during the last one.
 
     Attributes:
-        threads: for the next piece of work; None: torch's own number.
+        threads: None: torch's default.
     """
 
     def __init__(self, threads: int | None, fixed: bool) -> None:
         """Begin with all cores.
 
         Args:
-            threads: what the user has set; None: all cores that others leave.
+            threads: the user's setting; None: all cores that others leave.
             fixed: whether the number must not change, because results depend on it.
         """
         self.threads = threads
@@ -53,17 +53,13 @@ class SharedCores:
         self._before: _Look | None = None
 
     def begin(self) -> None:
-        """Set the threads of the calling thread, which begins to compute now."""
+        """Set the threads of the calling thread, which begins to compute."""
         set_threads(self.threads)
         if self._adapts and self._most > 1:
             self._before = _look()
 
     def note(self, least_seconds: float) -> None:
-        """Choose the threads anew if the work since `begin` took long enough to tell what others use.
-
-        Args:
-            least_seconds: how long that is. Shorter work leaves everything as it is.
-        """
+        """Choose the threads again if the work since `begin` took at least `least_seconds`."""
         if self._before is None or time.monotonic() - self._before.at < least_seconds:
             return
         now = _look()
@@ -73,12 +69,12 @@ class SharedCores:
 
 
 def _cores() -> set[int]:
-    """Return the numbers of the cores on which this process may run, perhaps more than `PALESTRA_CORES` lets it use."""
+    """Return the cores on which this process may run, possibly more than `PALESTRA_CORES` allows."""
     return os.sched_getaffinity(0)
 
 
 def _look() -> _Look:
-    """Return what was used up to now."""
+    """Return the cumulative use of the cores."""
     cores = {f"cpu{number}" for number in _cores()}
     busy = 0
     for line in _STAT.read_text(encoding="ascii").splitlines():

@@ -1,7 +1,7 @@
-"""Files in the format of safetensors that are written piece by piece.
+"""Writes safetensors files piece by piece.
 
-The library of that format makes a copy of all that it writes, which takes as much memory as the file, and as long as
-writing it.
+The library of that format copies everything it writes, which takes as much memory as the file, and as long as writing
+it.
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -39,14 +39,11 @@ Shaped = tuple[str, Sequence[int], torch.dtype]  # name, shape and type of a ten
 
 
 def write_weights(source: WeightSource, path: Path, dtype: torch.dtype | None = None) -> FileWeights:
-    """Write weights into a file, and return what reads them there. A file of this name is replaced as a whole.
+    """Write weights into a file, atomically, and return their reader.
 
     Args:
-        source: the weights; it may change once this has returned.
-        dtype: precision of what is written; None: of each tensor as it is.
-
-    Raises:
-        OSError: the file can't be written; a part of it is not left behind.
+        source: may change once this has returned.
+        dtype: precision in the file; None: each tensor's own.
     """
     part = path.with_name(f"{path.name}.part")
     try:
@@ -58,14 +55,10 @@ def write_weights(source: WeightSource, path: Path, dtype: torch.dtype | None = 
 
 
 def write_tensors(named: Sequence[tuple[str, Tensor]], path: Path, dtype: torch.dtype | None = None) -> None:
-    """Write tensors into a file.
+    """Write tensors of any shape and device into a file.
 
     Args:
-        named: of any shape and on any device, each with a name of its own.
-        dtype: precision of what is written; None: of each tensor as it is.
-
-    Raises:
-        OSError: the file can't be written, or not as a whole.
+        dtype: precision in the file; None: each tensor's own.
     """
     typed = in_aligned_order([(tensor.detach(), (name, tensor.shape, dtype or tensor.dtype)) for name, tensor in named])
     header, _ = lay_out([shaped for _, shaped in typed])
@@ -77,17 +70,14 @@ def write_tensors(named: Sequence[tuple[str, Tensor]], path: Path, dtype: torch.
 
 
 def in_aligned_order(typed: list[tuple[Tensor, Shaped]]) -> list[tuple[Tensor, Shaped]]:
-    """Return tensors of any shape in an order in which each begins at a multiple of the size of its numbers."""
+    """Return tensors of any shape in an order in which each is aligned to its element size."""
     return sorted(typed, key=lambda one: -one[1][2].itemsize)
 
 
 def lay_out(shaped: Sequence[Shaped]) -> tuple[bytes, list[int]]:
-    """Return how a file of tensors begins, and at which byte of it each of them does; the last place is the file's end.
+    """Return the header of a file of tensors, and the offset of each tensor and of the file's end.
 
-    A file begins with the length of a description, and the description, padded to a multiple of 8 bytes.
-
-    Args:
-        shaped: the tensors, in the order of the file; see `in_aligned_order`.
+    The header is the length of a description, and the description, padded to a multiple of 8 bytes.
     """
     entries: dict[str, Any] = {}
     ends = [0]

@@ -1,7 +1,6 @@
-"""The weights of a policy in a file, for engines in processes of their own on the same machine.
+"""A policy's weights in a file, for engines in other processes on the same machine.
 
-The file is in the format of safetensors, in a folder of shared memory where the machine has one, so that it is written
-and read at the speed of memory.
+It is a safetensors file in shared memory, if the machine has it, so that it is written and read at the speed of memory.
 """
 
 from __future__ import annotations
@@ -26,26 +25,18 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def weight_folder() -> Path:
-    """Return the folder for weight files: shared memory, or temporary files where the machine has none."""
+    """Return the folder for weight files: shared memory, or temporary files."""
     return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
 @dataclass(frozen=True, slots=True)
 class FileWeights(WeightSource):
-    """Weights in a file that `write_weights` made (`palestra.models.tensor_file`).
-
-    Attributes:
-        path: of the file.
-    """
+    """Weights in a file written by `write_weights` (`palestra.models.tensor_file`)."""
 
     path: Path
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors, [n, d] or [d], each mapped from the file. See `WeightSource`.
-
-        Raises:
-            ModelError: there is no such file, or it is damaged.
-        """
+        """Yield the tensors, [n, d] or [d], mapped from the file; see `WeightSource`."""
         try:
             with safetensors.safe_open(self.path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - an object of Rust, over which one can't iterate

@@ -1,8 +1,7 @@
-"""The weights of a policy on their way from a trainer to `Engine.sync_weights`.
+"""The transfer of a policy's weights from a trainer to `Engine.sync_weights`.
 
-Trainer and engine do not know each other. A source stands between them, and says how the tensors travel: as they are,
-where both are in one process, or by a folder. This module loads no torch, because the fake trainer and the fake engine
-run without it.
+Trainer and engine do not know each other. A source decides how tensors travel: directly within one process, or by a
+folder. This module does not import torch, because the fake trainer and engine run without it.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
 class WeightSource(ABC):
     """The weights of one version of a policy, for an engine to read.
 
-    A source is valid until the trainer takes its next optimizer step: an engine copies what it needs before
-    `sync_weights` returns.
+    A source is valid until the trainer's next optimizer step: an engine copies what it needs before `sync_weights`
+    returns.
     """
 
     __slots__ = ()
@@ -29,23 +28,16 @@ class WeightSource(ABC):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each weight once, as (name, tensor), under the names of `CausalLM.own_parameters`.
 
-        Tensors have the shapes of the parameters: matrices [n, d], norms and biases [d].
+        Matrices are [n, d], norms and biases [d].
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LocalWeights(WeightSource):
-    """Weights that are tensors of this process; they are not copied until an engine reads them.
-
-    Attributes:
-        named: each weight once, with its name.
-    """
+    """Weights that are tensors of this process, without a copy."""
 
     named: Sequence[tuple[str, Tensor]]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors themselves, [n, d] or [d], which change with the trainer's next update.
-
-        See `WeightSource`.
-        """
+        """Yield the tensors themselves, [n, d] or [d], which the trainer's next update changes; see `WeightSource`."""
         return iter(self.named)

@@ -31,17 +31,12 @@ RewardFunction = Callable[..., Any] | Mapping[str, Callable[..., Any]]
 def resolve_config(
     config: JobConfig | None, model: str | Mapping[str, str] | None, environment: EnvironmentMaker | str | None
 ) -> JobConfig:
-    """Return the job that a configuration and the arguments beside it describe.
+    """Return the job's configuration, with the user's arguments applied.
 
     Args:
-        config: the job; None for the defaults.
-        model: replaces the model of the job's one policy that is not frozen, or models by the policy's name, as
-            `with_models` reads them; None leaves them.
-        environment: a name sets `environment.name`; anything else leaves it.
-
-    Raises:
-        ConfigError: `config` is not a JobConfig, or names another environment, or it is not clear whose model is meant.
-        NotFound: `model` is the folder of a run that has no checkpoint yet.
+        model: replaces the model of the only policy that is not frozen; or models by policy name, see `with_models`;
+            None: unchanged.
+        environment: a name sets `environment.name`; anything else has no effect.
     """
     if config is not None and not isinstance(config, JobConfig):
         raise ConfigError(f"the configuration is a {type(config).__name__}; write palestra.JobConfig(steps=30, …)")
@@ -66,11 +61,11 @@ def resolve_config(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Play:
-    """How a user says what is played; one of the three, or the configuration does.
+    """How a user says what to play: one of the three, or the configuration does.
 
     Attributes:
         rollout: a function `(task, endpoint)`, or a `RolloutSpec`.
-        environment: the class of an environment, or a function without arguments that makes one, or a name.
+        environment: an environment's class, a factory, or a name.
         reward: scores the answer to a task's `prompt`; several functions by name give several rewards.
     """
 
@@ -80,14 +75,7 @@ class Play:
 
 
 def resolve_rollout(config: JobConfig, play: Play) -> Rollout | RolloutSpec | None:
-    """Return what plays an episode: a rollout function of the user's, or agents in an environment.
-
-    Returns:
-        The function or spec, or None if `config.environment` names the environment.
-
-    Raises:
-        ConfigError: none of the arguments says what is played, or more than one does, or one has a wrong type.
-    """
+    """Return the user's rollout function, or agents in an environment; None: `config.environment` names it."""
     rollout, environment, reward = play.rollout, play.environment, play.reward
     named, served = config.environment.name, config.environment.url
     _check_rollout(rollout)
@@ -162,14 +150,7 @@ def _check_two(rollout: Callable[..., Any]) -> None:
 
 
 def check_prompts(name: str, tasks: Iterable[Any], reward: RewardFunction) -> None:
-    """Refuse tasks that can not be asked or scored, before an episode is played; for jobs that are given a reward.
-
-    Args:
-        tasks: what `resolve_tasks` returned.
-
-    Raises:
-        ConfigError: a task has no `prompt`, or one that can't be asked, or lacks a column that a function needs.
-    """
+    """Raise ConfigError for tasks that can't be asked or scored by a reward function, before the first episode."""
     functions = reward.values() if isinstance(reward, Mapping) else (reward,)
     needed = {column for function in functions for column in needed_columns(function)}
     for number, task in enumerate(tasks):
@@ -191,11 +172,7 @@ def resolve_tasks(name: str, tasks: Tasks, most: int | None = None) -> list[dict
     Args:
         tasks: a sequence or an iterator of JSON objects, a data set of `datasets`, a DataFrame of pandas or polars, or
             the path of a JSONL file.
-        most: number of tasks to take from an iterator, which may be endless; None: all.
-
-    Raises:
-        ConfigError: `tasks` has none of these types, or the file has a line that is not a task.
-        InvalidRequest: a value of a task can't be stored; see `plain_object`.
+        most: limit for an iterator, which may be endless; None: all.
     """
     if isinstance(tasks, str | Path):
         return [dict(row) for row in task_rows(tasks)]

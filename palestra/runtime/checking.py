@@ -1,6 +1,6 @@
-"""What is wrong with a job on this machine, found before the job is started: each finding names the key to change.
+"""Finds problems of a job on this machine before it is started: each finding names the key to change.
 
-Nothing is written, and no model is loaded; `trial` does the rest with a short run of the job itself.
+No file is written and no model loaded; `trial` does the rest with a short run of the job itself.
 """
 
 from __future__ import annotations
@@ -48,12 +48,11 @@ MOST_STEPS = 100_000  # of a job, in which steps without an update are looked fo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckFinding:
-    """Something that will not work, or that is worth knowing.
+    """A problem, or a useful fact.
 
     Attributes:
-        key: what to change in the configuration, as a dotted key.
-        text: one sentence for people.
-        fatal: whether the job can't run, or can't learn; otherwise the finding is a warning.
+        key: the configuration key to change, dotted.
+        fatal: whether the job can't run or learn; otherwise the finding is a warning.
     """
 
     key: str
@@ -62,7 +61,7 @@ class CheckFinding:
 
 
 def check_job(config: JobConfig) -> list[CheckFinding]:
-    """Return what the configuration, this machine and the files that the job names make impossible."""
+    """Return the problems of a job with this configuration, this machine and the job's files."""
     checks: list[Callable[[JobConfig], Iterator[CheckFinding]]] = [_port, _folder, _devices, _engine]
     if config.kind == "training":
         checks += [_tasks, _environment, _algorithms, _groups, _updates]
@@ -72,7 +71,7 @@ def check_job(config: JobConfig) -> list[CheckFinding]:
 
 
 def existing_parent(folder: Path) -> Path:
-    """Return the folder, or the nearest folder above it that exists."""
+    """Return the folder, or its nearest existing parent."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.exists())
 
@@ -85,7 +84,7 @@ def _port(config: JobConfig) -> Iterator[CheckFinding]:
 
 
 def _folder(config: JobConfig) -> Iterator[CheckFinding]:
-    """Look at the run's folder: one that has a run, or can't be written."""
+    """Check the run's folder: whether it holds a run or can't be written."""
     folder = config.folder
     if config.run_dir is not None and (folder / "run.db").exists():
         yield CheckFinding(
@@ -99,7 +98,7 @@ def _folder(config: JobConfig) -> Iterator[CheckFinding]:
 
 
 def _devices(config: JobConfig) -> Iterator[CheckFinding]:
-    """Look for a device that is not there, and for a GPU in a job that is to be deterministic."""
+    """Check for missing devices, and for a GPU in a deterministic job."""
     if not config.loads_models:
         return
     import torch
@@ -121,7 +120,7 @@ def _devices(config: JobConfig) -> Iterator[CheckFinding]:
 
 
 def _engine(config: JobConfig) -> Iterator[CheckFinding]:
-    """Look for what the engine needs: a program, servers that run already, their keys."""
+    """Check what the engine needs: a program, running servers, their keys."""
     for key, table in config.engine.keyed_tables.items():
         for wrong, text in driver_of(table).check(config, key, table):
             yield CheckFinding(key=wrong, text=text)
@@ -183,12 +182,12 @@ def _environment_server(config: JobConfig) -> Iterator[CheckFinding]:
 
 
 def _first_task(config: JobConfig) -> dict[str, Any] | None:
-    """Return the first task of the job's files that is played; None: there is none, or `_tasks` finds fault with it."""
+    """Return the first task of the job's files; None: there is none, or `_tasks` reports a problem."""
     return next(iter(_tasks_of(config, "train" if _recorded(config) is None else "validation")), None)
 
 
 def _tasks_of(config: JobConfig, split: Split) -> Iterable[dict[str, Any]]:
-    """Return the tasks of a file of the job; none if there is no file, or one that `_tasks` finds fault with."""
+    """Return the tasks of a file of the job; empty without a file, or if `_tasks` reports a problem."""
     try:
         return read_files(config).get(split, ())
     except ConfigError:
@@ -196,7 +195,7 @@ def _tasks_of(config: JobConfig, split: Split) -> Iterable[dict[str, Any]]:
 
 
 def _recorded(config: JobConfig) -> RecordedEpisodes | None:
-    """Return the recorded episodes that the job trains; None: it plays, or its algorithm can't be made here."""
+    """Return the recorded episodes that the job trains on; None: it samples, or its algorithm can't be created here."""
     try:
         made = [create_algorithm(config.algorithm_of(name)) for name in config.trained_policies]
     except ConfigError:
@@ -205,13 +204,13 @@ def _recorded(config: JobConfig) -> RecordedEpisodes | None:
 
 
 def _algorithms(config: JobConfig) -> Iterator[CheckFinding]:
-    """Look for what the algorithms need, each table of the configuration once."""
+    """Check what the algorithms need, once for each table of the configuration."""
     for key, name in {config.algorithm_key(name): name for name in reversed(config.trained_policies)}.items():
         yield from _algorithm(config, key, name)
 
 
 def _algorithm(config: JobConfig, key: str, policy: str) -> Iterator[CheckFinding]:
-    """Look for what an algorithm needs: episodes of a run, conversations, a policy that teaches."""
+    """Check what an algorithm needs: a run's episodes, conversations, a teacher."""
     settings = config.algorithm_of(policy)
     try:
         algorithm = create_algorithm(settings)
@@ -229,7 +228,7 @@ def _algorithm(config: JobConfig, key: str, policy: str) -> Iterator[CheckFindin
 
 
 def _recordings(config: JobConfig, policy: str, recorded: RecordedEpisodes | None) -> Iterator[CheckFinding]:
-    """Look for the recorded episodes that an algorithm trains, if any."""
+    """Check the recorded episodes that an algorithm trains on, if any."""
     try:
         if recorded is not None and recorded.run_dir is not None:
             policies = learned_policies(recorded.run_dir, recorded.policy, policy)
@@ -249,7 +248,7 @@ def _recordings(config: JobConfig, policy: str, recorded: RecordedEpisodes | Non
 
 
 def _groups(config: JobConfig) -> Iterator[CheckFinding]:
-    """Look for groups that can't teach: rewards are compared within a group."""
+    """Check for groups without a learning signal: rewards are compared within a group."""
     needed = max(config.algorithm_of(name).smallest_group for name in config.trained_policies)
     if config.rollout.min_group_size < needed:
         yield CheckFinding(
@@ -260,7 +259,7 @@ def _groups(config: JobConfig) -> Iterator[CheckFinding]:
 
 
 def _updates(config: JobConfig) -> Iterator[CheckFinding]:
-    """Look for steps in which no policy is updated, so that their episodes are played for nothing."""
+    """Check for steps that update no policy, so that their episodes are useless."""
     updates = {name: config.policies[name].updates for name in config.trained_policies}
     period = math.lcm(*(one.every for one in updates.values()))
     steps = range(1, min(config.steps, period, MOST_STEPS) + 1)
@@ -276,7 +275,7 @@ def _updates(config: JobConfig) -> Iterator[CheckFinding]:
 
 
 def _models(config: JobConfig) -> Iterator[CheckFinding]:
-    """Look at the models of all policies: whether they are there, their context, memory and disk."""
+    """Check all policies' models: existence, context, memory and disk."""
     models, references = {}, {}
     for name, policy in config.policies.items():
         try:
@@ -306,7 +305,7 @@ def _models(config: JobConfig) -> Iterator[CheckFinding]:
 
 
 def _caches(config: JobConfig, needed: ModelMemory) -> Iterator[CheckFinding]:
-    """Look whether keys and values have the memory that `cache_gib` gives them, which they take when they need it."""
+    """Check that memory is available for keys and values up to `cache_gib`, which is allocated on demand."""
     models, free = machine_bytes(config, needed), available_bytes()
     for key, table in config.engine.keyed_tables.items():
         computes = driver_of(table).computes(table)
@@ -324,7 +323,7 @@ def _caches(config: JobConfig, needed: ModelMemory) -> Iterator[CheckFinding]:
 
 
 def _disk(config: JobConfig, sizes: ModelMemory) -> Iterator[CheckFinding]:
-    """Compare the bytes of checkpoints and past versions with the room on the disk."""
+    """Compare the bytes of checkpoints and past versions with the free disk space."""
     # One more than are kept: the oldest is removed when the newest is whole.
     saved, disk = sizes.saved * (config.checkpoint.keep + 1), shutil.disk_usage(existing_parent(config.folder)).free
     said = [f"{config.checkpoint.keep + 1} checkpoints take {saved / GIB:.1f} GiB"]

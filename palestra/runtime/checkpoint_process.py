@@ -1,7 +1,7 @@
 """`python -m palestra.runtime.checkpoint_process SOCKET RUN CHECKPOINT FOLDER`: serves a checkpoint for the dashboard.
 
-The events that it sends: `{"phase": …}` while the model is loaded, `{"url": …, "key": …, "policies": …}` when it
-answers, or `{"failed": …}`. It ends with the dashboard, also where that is killed.
+It sends these events: `{"phase": …}` while the model is loaded, `{"url": …, "key": …, "policies": …}` when it answers,
+or `{"failed": …}`. It ends with the dashboard, even if that is killed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(run: Path, name: str, folder: Path) -> int:
 
     Args:
         name: of the checkpoint, such as `policy@step-20`.
-        folder: in which nothing is yet; nothing that is served is recorded, but a server needs one for its keys.
+        folder: an empty folder for the server's keys; calls are not recorded.
     """
     channel = BlockingChannel(with_owner(_end))
 
@@ -74,12 +74,7 @@ def main(run: Path, name: str, folder: Path) -> int:
 
 
 def config_for(run: Path, name: str, folder: Path) -> JobConfig:
-    """Return the job that serves a checkpoint; of other policies that the run has trained, the newest one.
-
-    Raises:
-        NotFound: there is no such checkpoint.
-        CheckpointError: it is damaged.
-    """
+    """Return the configuration of a job that serves a checkpoint, with the newest ones of the run's other policies."""
     saved = load_config(run / SAVED_CONFIG)
     if (place := all_checkpoints(saved, run).get(name)) is None:
         raise NotFound(f"{run} has no checkpoint {name!r}, or not any more")

@@ -1,6 +1,6 @@
-"""The checkpoint that `palestra dashboard` serves so that its user can talk to it: one at a time, in another process.
+"""The checkpoint served by `palestra dashboard` for its chat playground: one at a time, in another process.
 
-The dashboard's own process stays light: it loads no model, and what goes wrong with one leaves the page alone.
+The dashboard's own process loads no model, and a model's failure leaves the page alone.
 """
 
 from __future__ import annotations
@@ -34,21 +34,19 @@ IDLE = "it had nothing to do, and was ended"
 
 @dataclass(kw_only=True)
 class Served:
-    """A checkpoint that is loaded, answers, or has ended.
+    """A checkpoint that is loading, ready, or ended.
 
     Attributes:
         run: the run's name on the page.
         checkpoint: by name, such as `policy@step-20`.
         state: `loading`, `ready`, or `ended`.
-        phase: of the loading, in words.
-        reason: why it has ended, in words; empty: it was told to.
+        phase: of loading, for people.
+        reason: why it ended; empty: on request.
         url: of its server, once it is ready.
-        key: that calls its policies.
-        policies: by name.
-        began: monotonic seconds of its start.
-        used: monotonic seconds of the end of its last reply.
+        key: for calls of its policies.
+        began: start, in monotonic seconds.
+        used: end of its last reply, in monotonic seconds.
         calls: in flight.
-        end: tells it to end.
     """
 
     run: str
@@ -65,7 +63,7 @@ class Served:
     end: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, told: dict[str, Any]) -> None:
-        """Take over what the process has told; see `checkpoint_process`."""
+        """Apply an event of the process; see `checkpoint_process`."""
         self.phase = told.get("phase", self.phase)
         self.reason = told.get("failed", self.reason)
         if "url" in told:
@@ -74,7 +72,7 @@ class Served:
 
     @contextlib.contextmanager
     def called(self) -> Iterator[None]:
-        """Count a call as in flight while the block is open."""
+        """Count a call as in flight in this block."""
         self.calls += 1
         try:
             yield
@@ -84,7 +82,7 @@ class Served:
 
 
 class CheckpointServer:
-    """Serves one checkpoint at a time; another one takes its place."""
+    """Serves one checkpoint at a time; loading another replaces it."""
 
     def __init__(self) -> None:
         """Serve none yet."""
@@ -93,7 +91,7 @@ class CheckpointServer:
         self._changing = asyncio.Lock()
 
     async def load(self, run: str, folder: Path, checkpoint: str) -> Served:
-        """Begin to load a checkpoint; return at once. One that is there already is left alone.
+        """Begin to load a checkpoint, and return at once; no effect if it is loaded already.
 
         Args:
             run: name of the run on the page.
@@ -109,7 +107,7 @@ class CheckpointServer:
             return served
 
     async def end(self) -> None:
-        """End what is served, and return when nothing of it is left."""
+        """End the served checkpoint, and wait until it has released everything."""
         async with self._changing:
             await self._end()
 
@@ -120,10 +118,10 @@ class CheckpointServer:
             self._life = None
 
     def ready(self, run: str) -> Served:
-        """Return what is served of a run.
+        """Return the served checkpoint of a run.
 
         Raises:
-            Conflict: nothing of it is, or not yet.
+            Conflict: no checkpoint of the run is ready.
         """
         if self.served is None or self.served.run != run or self.served.state != "ready":
             raise Conflict("no checkpoint of this run is loaded, or not any more; load one first")

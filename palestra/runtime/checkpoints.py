@@ -14,9 +14,7 @@ class RunCheckpoint(NamedTuple):
     """A checkpoint of a run.
 
     Attributes:
-        policy: whose weights it has.
-        step: after which they were saved.
-        folder: that has them; it may be damaged, or removed meanwhile.
+        folder: may be damaged, or removed meanwhile.
     """
 
     policy: str
@@ -25,7 +23,7 @@ class RunCheckpoint(NamedTuple):
 
 
 def all_checkpoints(config: JobConfig, run_dir: Path) -> dict[str, RunCheckpoint]:
-    """Return the checkpoints of a run by names such as `policy@step-20`, of each policy the newest first."""
+    """Return the checkpoints of a run by names such as `policy@step-20`, each policy's newest first."""
     return {
         f"{policy}@step-{step_of(path)}": RunCheckpoint(policy, step_of(path), path)
         for policy in config.trained_policies
@@ -34,10 +32,10 @@ def all_checkpoints(config: JobConfig, run_dir: Path) -> dict[str, RunCheckpoint
 
 
 def newest_checkpoints(config: JobConfig, run_dir: Path | None = None) -> dict[str, Path]:
-    """Return the newest undamaged checkpoint of each policy that a job trains, by its name; of some there may be none.
+    """Return the newest undamaged checkpoint of each trained policy, by name; policies without one are left out.
 
     Args:
-        run_dir: its folder; None: the one that it names.
+        run_dir: None: the job's.
     """
     folder = config.folder if run_dir is None else run_dir
     found = {name: newest_path(checkpoints_of(folder, name, config)) for name in config.trained_policies}

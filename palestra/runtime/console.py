@@ -1,4 +1,4 @@
-"""What a person sees while a job runs: a line a step and the time that is left, or how many calls a model answers."""
+"""Terminal output of a running job: a line per step and the remaining time, or the number of answered calls."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ class Console:
         """Prepare the output; it begins when the console is entered.
 
         Args:
-            quiet: whether to print nothing.
-            file: gets the lines instead of standard output.
+            file: replaces standard output.
         """
         self._notes = notes
         self._config, self._beginning = config, beginning(config)
@@ -87,7 +86,7 @@ class Console:
             self._live.stop()
 
     def ready(self, job: LocalJob) -> None:
-        """Note that the data plane of `job` listens, and print its URL."""
+        """Print the URL of the job's data plane, which listens now."""
         self._job = job
         key = job.opened.folder.path / "api_key"
         self._say(f"data plane at {job.url}, its key in {key}; the page is {job.url}/dashboard")
@@ -111,7 +110,7 @@ class Console:
         """Print where the results are, or how to continue, when the job is over or was stopped.
 
         Args:
-            checkpoints: folders of the newest checkpoints, by the policy's name.
+            checkpoints: newest ones, by policy.
         """
         folder = self._config.folder
         if state != "completed":
@@ -160,7 +159,7 @@ class Console:
         return f"{models_of(self._config)}, {until}; tok/s: prompts and replies"
 
     def _say(self, text: str | Text) -> None:
-        """Print a line that stays on the screen."""
+        """Print a permanent line."""
         self._out.print(text)
         if self._plain is not None:
             self._plain.wrote(time.monotonic())
@@ -186,7 +185,7 @@ class Console:
                     loading_said = job is None
 
     def _situation(self, job: LocalJob | None) -> tuple[object, str]:
-        """Return a value that changes when there are news, and the job's situation as a line, which may be empty."""
+        """Return a value that changes with news, and the job's situation as a line, which may be empty."""
         if job is None:
             return self._beginning, self._beginning
         now, at = situation_of(job), time.monotonic()
@@ -197,7 +196,7 @@ class Console:
         return (now.moved, now.waits_for_workers, still >= STALLED_SECONDS), describe_situation(now, still, holders)
 
     def _now(self, job: LocalJob | None) -> Sequence[RenderableType]:
-        """Return the output below the lines; `job` is None while the model is being loaded."""
+        """Return the live output below the lines; `job` is None while the model is loading."""
         lines = [self._beginning]
         if job is not None:
             done = job.progress.step if self._config.token_budget is None else job.progress.sampled_tokens
@@ -206,7 +205,7 @@ class Console:
         return self._bars, *(Text(line, style="dim", no_wrap=False, overflow="fold") for line in lines)
 
     def _going_on(self, job: LocalJob) -> list[str]:
-        """Return lines about episodes, calls, tokens and rewards now, and where the time is spent."""
+        """Return lines about current episodes, calls, tokens and rewards, and where the time is spent."""
         context, store, episodes = job.plane.sessions.context, job.plane.store, job.progress.episodes
         parts = (
             []
@@ -235,7 +234,7 @@ def _warning(text: str) -> Text:
 
 
 def models_of(config: JobConfig) -> str:
-    """Return the models of a job in words, with their policies' names where there are several."""
+    """Describe the models of a job, with their policies' names if there are several."""
     if len(config.policies) == 1:
         return next(iter(config.policies.values())).model
     return ", ".join(
@@ -255,7 +254,7 @@ def _validation(row: dict[str, Any]) -> str:
 
 
 def console_of(config: JobConfig, file: IO[str] | None = None) -> Console:
-    """Return the console for this kind of job; `file` gets the lines instead of standard output."""
+    """Return the console for this kind of job; `file` replaces standard output."""
     return (ServingConsole if config.kind == "inference" else Console)(config, file=file)
 
 
@@ -263,7 +262,7 @@ class ServingConsole(Console):
     """Shows an inference job on a terminal, or as plain lines."""
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
-        """Print the totals when the job has ended, and what was lost; other events are not shown."""
+        """Print the totals when the job has ended, and losses; other events are not shown."""
         if kind == "numerics":
             self._say_numerics(data)
         elif kind == "served":
@@ -298,6 +297,8 @@ class ServingConsole(Console):
 
 
 def beginning(config: JobConfig) -> str:
-    """Return what a job does before it listens: servers take half a minute or more to start, and their logs say why."""
+    """Describe what a job does before it listens: servers take half a minute or more to start, and
+    their logs say why.
+    """
     found = [driver_of(table).beginning(config, table) for table in config.engine.tables]
     return "; ".join(text for text in found if text is not None) or LOADING

@@ -1,4 +1,4 @@
-"""What is wrong with the trainer and the engine of a job, found before anything is loaded or started."""
+"""Checks the trainer and engine of a job before anything is loaded or started."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from palestra.runtime.places import JobPlaces
 
 
 def check_trainer(config: JobConfig, places: JobPlaces) -> None:
-    """Refuse a trainer that this machine has no device for.
+    """Raise ConfigError if this machine has no device for the trainer.
 
     Args:
-        places: where its processes run; ranks with bundles of their own look at their machines themselves.
-
-    Raises:
-        ConfigError: there is no such device, or weights are to be kept in the memory in which they are anyway.
+        places: where its processes run; ranks with bundles of their own check their machines themselves.
     """
     if config.kind != "training" or not config.loads_models or places.trainer is not None:
         return
@@ -28,13 +25,10 @@ def check_trainer(config: JobConfig, places: JobPlaces) -> None:
 
 
 def check_reproducible(config: JobConfig, places: JobPlaces) -> None:
-    """Refuse a deterministic job that would compute on a GPU, which gives other bits from run to run.
+    """Raise ConfigError for a deterministic job that would compute on a GPU, whose bits differ from run to run.
 
     Args:
-        places: where its processes run; those with bundles of their own are on other machines, perhaps.
-
-    Raises:
-        ConfigError: a part of the job would.
+        places: where its processes run; those with bundles of their own may be on other machines.
     """
     if not (config.deterministic and config.loads_models):
         return
@@ -45,7 +39,7 @@ def check_reproducible(config: JobConfig, places: JobPlaces) -> None:
 
 
 def not_reproducible(key: str) -> str:
-    """Return what is wrong with a deterministic job that would compute on a GPU."""
+    """Return the error text for a deterministic job that would compute on a GPU."""
     return (
         "deterministic = true is only kept on a CPU, and this machine would use its GPU; "
         f"set {key} = 'cpu', or deterministic = false"
@@ -53,18 +47,14 @@ def not_reproducible(key: str) -> str:
 
 
 def devices(config: JobConfig) -> dict[str, DeviceName]:
-    """Return what the models of a job compute on, by key, where that is not the part of another project's server."""
+    """Return the devices of a job's models, by key, except for other projects' servers."""
     found = {key: driver_of(table).computes(table) for key, table in config.engine.keyed_tables.items()}
     devices = {f"{key}.device": computes.device for key, computes in found.items() if computes is not None}
     return devices | ({"trainer.device": config.trainer.device} if config.kind == "training" else {})
 
 
 def check_models(config: JobConfig) -> None:
-    """Refuse models that the engine would refuse after minutes.
-
-    Raises:
-        ConfigError: a policy has such a model; or what the engine needs is not installed.
-    """
+    """Raise ConfigError for models that the engine would refuse after minutes, and for missing packages."""
     for table in config.engine.tables:
         for key, text in driver_of(table).check_models(config, table):
             raise ConfigError(f"{key}: {text}")

@@ -1,7 +1,7 @@
-"""Engine workers as processes: `EngineProcesses` in the job, and the program that such a process runs.
+"""Engine workers as processes: `EngineProcesses` in the job, and the program of such a process.
 
-python -m palestra.runtime.engine_process FD, where FD is one end of a socket, whose other end the job's process has. So
-no other process can connect, and the worker ends when the job closes its end, or dies.
+python -m palestra.runtime.engine_process FD, where FD is one end of a socket pair with the job. So no other process can
+connect, and the worker ends when the job closes its end, or dies.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ PROGRAM = "palestra.runtime.engine_process"
 
 
 class EngineProcesses:
-    """Starts the workers of a job, all with the same models, on this machine or where a cluster has given them room."""
+    """Starts the workers of a job, all with the same models, on this machine or in a cluster."""
 
     def __init__(self, job: EngineJob, start: ProcessStarter = start_process, cards: CardTurns | None = None) -> None:
-        """Start none yet.
+        """Begin without workers.
 
         Args:
-            job: with what each worker has of threads and memory.
-            cards: on which the workers compute; None: on no card, or on those that each finds itself.
+            job: with each worker's threads and memory.
+            cards: GPUs of the workers; None: no GPU, or each finds its own.
         """
         self._start, self._cards = start, cards or CardTurns(())
         self._numerics: dict[str, str] = {}
@@ -61,10 +61,10 @@ class EngineProcesses:
         """Start a worker, and return when it has loaded its models.
 
         Args:
-            number: of the worker's place, for the names of logs: each gets the cards that the fewest others have.
+            number: for the names of logs; GPUs are assigned by least use.
 
         Raises:
-            EngineFailure: the process has died, or it can't load now what another one has loaded.
+            EngineFailure: the process died, or can't load what another one has loaded.
             PalestraError: the models can't be loaded.
         """
         visible = self._cards.take()
@@ -75,7 +75,7 @@ class EngineProcesses:
             raise
 
     async def _expected(self) -> dict[str, str]:
-        """Return what has to compute in each worker of a deterministic job; {}: anything may."""
+        """Return the numerics that each worker of a deterministic job must have; {}: any."""
         config = self._order.config
         if config.deterministic and not self._numerics:
             self._numerics = await in_thread(lambda: numerics_of(config))
@@ -123,7 +123,7 @@ class ProcessHost:
     """Starts processes for inference workers, on this machine or in bundles of a cluster; see `WorkerHost`."""
 
     def __init__(self, start: ProcessStarter | None = None) -> None:
-        """Start none yet.
+        """Begin without workers.
 
         Args:
             start: starts a worker in a bundle of its own; None: workers share this machine with the job.
@@ -162,7 +162,7 @@ async def _serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serve an engine to the job that has started this process."""
+    """Serve an engine to the job that started this process."""
     die_with_parent()
     # Ctrl-C reaches all processes of a terminal; the job decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

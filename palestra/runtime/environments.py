@@ -18,10 +18,9 @@ from palestra.extensions import extensions, load_extension
 
 
 def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEnvironment] | None:
-    """Return what makes an environment that the job names; None where workers outside play.
+    """Return a factory of the environment that the job names; None: external workers play.
 
     Raises:
-        ConfigError: there is no such environment, or a setting is wrong, or there is no key of the server.
         ModuleNotFoundError: the environment needs a package that is not installed.
     """
     chosen = config.environment
@@ -43,7 +42,7 @@ def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEn
 
 
 def _partner(chosen: EnvironmentConfig, url: str) -> Callable[[], Environment | ConcurrentEnvironment]:
-    """Return what makes an environment of another project's server."""
+    """Return a factory of an environment on another project's server."""
     make = load_extension(extensions(SERVERS)[chosen.protocol])
     known = [name for name in inspect.signature(make).parameters if name not in ("url", "key", "system", "clock")]
     if unknown := [name for name in chosen.settings if name not in known]:

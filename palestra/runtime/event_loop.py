@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def run_on_uvloop(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine as `asyncio.run` does, on uvloop, which is faster, for threads and processes that serve."""
+    """Run a coroutine like `asyncio.run`, on the faster uvloop, for threads and processes that serve."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
 

@@ -1,4 +1,4 @@
-"""The server of `palestra dashboard`: the page for runs in folders, whose user may load a checkpoint and talk to it."""
+"""The server of `palestra dashboard`: the page for runs in folders, with a chat playground for their checkpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PORT = 7413
 
 
 class TalkState(BaseModel):
-    """The answers about talking to a checkpoint of a run."""
+    """The page's state of the chat playground for a run."""
 
     able: bool = Field(description="Whether this page can load a checkpoint of the run.")
     why: str = Field("", description="Why it can't; empty: it can.")
@@ -50,7 +50,7 @@ class TalkState(BaseModel):
 
 
 class Load(BaseModel):
-    """Request of `POST …/talk/load`."""
+    """Body of the request that loads a checkpoint."""
 
     model_config = {"extra": "forbid"}
 
@@ -64,10 +64,7 @@ async def serve_folders(
 
     Args:
         port: 0: any free port. None: 7413, or any free port if that is in use.
-        ready: is called with the page's address and its access when the server listens.
-
-    Raises:
-        ConfigError: the address is in use.
+        ready: called with the page's address and access when the server listens.
     """
     listener = listen(host, PORT if port is None else port, or_any=port is None)
     access, stopping = OneTimeLink(), asyncio.Event()
@@ -86,7 +83,7 @@ def create_folder_app(
     """Return the application that shows runs, and serves a checkpoint of one of them to its user.
 
     Args:
-        access: the key, and the code of the link.
+        access: the key, and the link's code.
     """
     app = create_page_app(runs, access, stopping, MOST_BYTES)
     known = {run.name: run for run in runs}
@@ -102,12 +99,12 @@ def create_folder_app(
 
     @app.get(TALK, tags=["talk"])
     async def state(run: str, response: Response) -> TalkState:
-        """Return which checkpoints can be loaded, and how far the one is that was loaded last."""
+        """Return the loadable checkpoints, and the loading state of the last one."""
         return await state_of(find(run), response)
 
     @app.post(f"{TALK}/load", tags=["talk"])
     async def load(run: str, body: Load, response: Response) -> TalkState:
-        """Begin to load a checkpoint in a process of its own, in place of any other; return at once."""
+        """Begin to load a checkpoint in its own process, replacing any other; return at once."""
         found = find(run)
         now = await state_of(found, response)
         if not now.able:
@@ -126,17 +123,17 @@ def create_folder_app(
 
     @app.post(f"{TALK}/chat/completions", tags=["talk"])
     async def call(run: str, request: Request) -> StreamingResponse:
-        """Pass a call on to the checkpoint that is served, as `POST /v1/chat/completions`; nothing is recorded."""
+        """Forward a call to the served checkpoint, like `POST /v1/chat/completions`, without recording it."""
         return await _Passed.on(server.ready(find(run).name), await request.body())
 
     return app
 
 
 def talk_state(run: Run, now: Served | None, host: str) -> TalkState:
-    """Return what the page says of talking to a run's checkpoints.
+    """Return the state of the chat playground for a run.
 
     Args:
-        now: what was loaded last, of whatever run; None: nothing was.
+        now: the checkpoint loaded last, of any run; None: none.
     """
     checkpoints: list[str] = []
     try:
@@ -175,7 +172,7 @@ def _why_not(config: JobConfig, checkpoints: Sequence[str], host: str) -> str:
 
 
 class _Passed(StreamingResponse):
-    """An answer of a checkpoint's server, which is passed on as it comes."""
+    """A streamed answer of a checkpoint's server."""
 
     def __init__(self, served: Served, http: httpx2.AsyncClient, answer: httpx2.Response) -> None:
         headers = {**AS_IT_COMES, "content-type": answer.headers.get("content-type", "application/json")}
@@ -199,7 +196,7 @@ class _Passed(StreamingResponse):
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the answer on (called by the server); end the call where the client has gone."""
+        """Forward the answer (called by the server); cancel the call if the client disconnects."""
         try:
             with self._served.called():
                 await super().__call__(scope, receive, send)

@@ -1,4 +1,4 @@
-"""What has to be done again and again while a job is open: leases expire, episodes are counted, pictures removed."""
+"""Periodic work of an open job: expiring leases, counting episodes, removing pictures."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SWEEP_SECONDS = 600.0  # between two looks for pictures that nothing needs
 async def looked_after(
     store: RunStore, progress: JobProgress, seats: SeatBook | None, max_episode_seconds: float
 ) -> AsyncIterator[None]:
-    """Expire leases, of seats too, count episodes, and remove pictures that nothing needs, while the block is open.
+    """Expire leases, count episodes, and remove unused pictures while the block is open.
 
     Args:
-        seats: of the job's episodes; None: it has none.
-        max_episode_seconds: longest duration of one attempt at an episode.
+        seats: external players of the job's episodes; None: none.
+        max_episode_seconds: limit of one attempt at an episode.
     """
 
     async def watch() -> None:

@@ -1,4 +1,4 @@
-"""A job in a thread with an event loop of its own, a caller that waits for it, and what signals do meanwhile."""
+"""A job in a thread with its own event loop, its waiting caller, and the handling of signals."""
 
 from __future__ import annotations
 
@@ -33,18 +33,17 @@ OWN_WORKER = "palestra-train"  # worker id of the rollout function that runs in 
 
 
 class Interrupts:
-    """A context manager in which SIGINT and SIGTERM ask for a stop; `raise_received` then ends the caller's script.
+    """A context manager in which SIGINT and SIGTERM request a stop; `raise_received` then ends the caller's script.
 
-    The handlers are Python's, not those of an event loop, so that they also work if the caller blocks inside of a
-    running loop (a notebook). Outside of the main thread there are none, because Python delivers signals to the main
-    thread only.
+    The handlers are Python's, not an event loop's, so that they also work if the caller blocks inside a running loop (a
+    notebook). Outside the main thread there are none, because Python delivers signals only to the main thread.
     """
 
     def __init__(self, stop: Callable[[], bool]) -> None:
-        """Prepare the handlers, which are set while the block is open.
+        """Prepare the handlers, which are installed while the block is open.
 
         Args:
-            stop: asks the work to end; returns False if there is nothing to wait for.
+            stop: requests the end of the work; returns False if there is nothing to wait for.
         """
         self._stop = stop
         self._before: dict[signal.Signals, Any] = {}
@@ -62,14 +61,14 @@ class Interrupts:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not set by Python
 
     def raise_received(self, said: str) -> None:
-        """End the script if a signal was received: KeyboardInterrupt after SIGINT, exit code 143 after SIGTERM.
+        """End the script if a signal was received.
 
         Args:
             said: text of the KeyboardInterrupt.
 
         Raises:
-            KeyboardInterrupt, SystemExit: not subclasses of Exception, so that no handler in a script takes them for a
-                failed step.
+            KeyboardInterrupt, SystemExit: after SIGINT, or SIGTERM (exit code 143). They are not subclasses of
+                Exception, so a script's handlers do not mistake them for a failed step.
         """
         if self.received is signal.SIGINT:
             raise KeyboardInterrupt(said)
@@ -83,7 +82,7 @@ class Interrupts:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine here, or in a thread of its own if an event loop is running here (a notebook)."""
+    """Run a coroutine here, or in its own thread if an event loop is running here (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -110,8 +109,8 @@ class TrainResult:
         state: `completed`, or `running` if the run was stopped (`train` then raises).
         run_dir: the run's folder.
         metrics: the rows of metrics.jsonl.
-        checkpoints: newest checkpoint of each policy that is trained, by its name; it loads in transformers. A policy
-            without one is not in it.
+        checkpoints: newest checkpoint of each trained policy, by name; it loads in transformers. Policies without a
+            checkpoint are left out.
     """
 
     state: str
@@ -121,7 +120,7 @@ class TrainResult:
 
     @property
     def checkpoint(self) -> Path | None:
-        """Return the newest checkpoint of the only policy that is trained; None: there is none.
+        """Return the newest checkpoint of the only trained policy; None: no checkpoint.
 
         Raises:
             ConfigError: several policies are trained.
@@ -132,7 +131,7 @@ class TrainResult:
         return next(iter(self.checkpoints.values()), None)
 
     def __repr__(self) -> str:
-        """Return the result in a line, which has the number of rows and not the rows."""
+        """Return the result in a line, with the number of rows instead of the rows."""
         if len(self.checkpoints) > 1:
             shown = f"checkpoints={ {name: str(path) for name, path in self.checkpoints.items()} }"
         else:
@@ -142,7 +141,7 @@ class TrainResult:
 
 
 class JobThread:
-    """A job in a thread with an event loop of its own, where a user's rollout function can't block it."""
+    """A job in a thread with its own event loop, which a user's rollout function can't block."""
 
     def __init__(
         self,
@@ -154,9 +153,7 @@ class JobThread:
         """Prepare the thread; `start` starts it.
 
         Args:
-            config: the job.
-            console: is notified of the job's events.
-            play: what the process plays itself; see `local_job`.
+            play: played by this process; see `local_job`.
         """
         if config.engine.has_model:
             tune_malloc()  # here, because `start` is called in a thread that exists already, beside the console's
@@ -169,11 +166,7 @@ class JobThread:
         self._thread = threading.Thread(target=self._main, name="palestra-server", daemon=True)
 
     async def start(self) -> LocalJob:
-        """Start the job, and return it when its data plane listens.
-
-        Raises:
-            PalestraError: the job can't be started.
-        """
+        """Start the job, and return it when its data plane listens."""
         ready: asyncio.Future[LocalJob | None] = asyncio.get_running_loop().create_future()
         self._ready = _from_other_thread(ready)
         self.ended = asyncio.Event()
@@ -186,7 +179,7 @@ class JobThread:
         return job
 
     def stop(self) -> bool:
-        """Ask the job to end. Returns False if it does not listen yet; it then ends as soon as it would."""
+        """Ask the job to end; False: it does not listen yet, and ends when it would."""
         self._stopping = True  # before the check: a job that starts now reads it
         if self._loop is None or self._job is None:
             return False
@@ -196,11 +189,11 @@ class JobThread:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the learner's estimate of the seconds until its last step is done, or None."""
+        """Return the learner's estimate of the remaining seconds, or None."""
         return None if self._job is None else self._job.progress.seconds_left
 
     async def answer(self) -> None:
-        """Return when the job's event loop has done everything that it was asked before, or has ended."""
+        """Wait until the job's event loop has processed all earlier requests, or has ended."""
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._loop is None:
             return
@@ -211,11 +204,7 @@ class JobThread:
         await race(answered, self.ended.wait())
 
     def result(self) -> TrainResult:
-        """Wait for the end of the job and return its result.
-
-        Raises:
-            PalestraError: the job failed.
-        """
+        """Wait for the end of the job and return its result."""
         self._thread.join()
         if self._error is not None:
             raise self._error

@@ -58,11 +58,10 @@ log = logging.getLogger("palestra")
 async def local_job(
     config: JobConfig, report: Report, play: RolloutSpec | None = None, terms: JobTerms = USUAL
 ) -> AsyncIterator[LocalJob]:
-    """Open a job and serve its data plane while the block is open. Nothing is trained until `run` is called.
+    """Open a job and serve its data plane while the block is open. Training begins with `run`.
 
     Args:
-        report: is called with every event of the job, and its data.
-        play: what this process plays itself; None: the environment that `config.environment` names, or nothing.
+        play: played by this process; None: the environment that `config.environment` names, if any.
 
     Raises:
         ConfigError: the port is in use, the folder belongs to a running job, or the configuration can't be met.
@@ -115,7 +114,7 @@ async def local_job(
 
 
 def _algorithms(config: JobConfig, play: RolloutSpec | None, terms: JobTerms, known: bool) -> dict[str, Algorithm]:
-    """Return the algorithms of a job that trains; what it can't play is refused, before its model is loaded."""
+    """Return the algorithms of a training job; errors are raised before its model is loaded."""
     found = algorithms_of(config, play, terms.own_code)
     if play is None:
         environment_of(config)
@@ -151,7 +150,7 @@ async def _open_run(
 
 
 def _context(run: OpenRun) -> SessionContext:
-    """Return what the sessions of a run have in common."""
+    """Return the shared context of a run's sessions."""
     rollout = run.config.rollout
     return SessionContext(
         store=run.store,
@@ -167,7 +166,7 @@ def _context(run: OpenRun) -> SessionContext:
 
 
 async def _note_models(run: OpenRun, base: BaseConnection | None, scores: bool) -> None:
-    """Note what computes the job, and what its models get of pictures, so that the run's page can show it later."""
+    """Record the job's numerics and image settings, so that the run's page can show them later."""
     run.progress.numerics = await in_thread(lambda: _numerics(run.config)) if base is None else base.numerics
     if computes := run.progress.numerics:
         data = await note_numerics(run.store.log, computes, run.config.deterministic and not scores)
@@ -178,7 +177,7 @@ async def _note_models(run: OpenRun, base: BaseConnection | None, scores: bool) 
 
 
 async def _data_plane(run: OpenRun, context: SessionContext, scores: bool) -> DataPlane:
-    """Return the data plane of a run, whose key is published in its folder."""
+    """Return the data plane of a run, and publish its key in the run's folder."""
     config, path = run.config, run.folder.path
     keys = KeyRing(SecretFile(path).recent, config.name, os.environ.get("PALESTRA_API_KEY"), config.seats.roles)
     publish_key(path, lambda: keys.job_key)
@@ -201,7 +200,7 @@ async def _work(
     scored: Sequence[Task] | None,
     counts: Mapping[str, int],
 ) -> Learner | Serving | Scoring:
-    """Return what a job does: it scores tasks, trains, or serves."""
+    """Return the work of a job: scoring tasks, training, or serving."""
     if scored is not None:
         await _first_versions(run)
         return Scoring(run, scored)
@@ -215,9 +214,9 @@ async def _learner(run: OpenRun, trainer: Trainer, algorithms: Mapping[str, Algo
 
 
 async def _begin_again(run: OpenRun, parts: Parts, play: RolloutSpec | None, terms: JobTerms) -> Learner | None:
-    """Return a learner that begins at the newest checkpoint; None: the job trains nothing, and calls may begin.
+    """Return a learner that begins at the newest checkpoint; None: the job does not train, and calls may begin.
 
-    An engine of this process waits from here on, until the learner has published the checkpoint's weights.
+    An engine of this process waits until the learner has published the checkpoint's weights.
     """
     fresh = {} if parts.trainer is None else algorithms_of(run.config, play, terms.own_code)
     await _create_policies(run, parts.trainer, fresh, terms.weights)
@@ -232,7 +231,7 @@ async def _begin_again(run: OpenRun, parts: Parts, play: RolloutSpec | None, ter
 
 
 def _watchdog(plane: DataPlane, work: Learner | Serving | Scoring, plays_itself: bool) -> Watchdog | None:
-    """Return what ends a job that is stuck; None: the job trains nothing."""
+    """Return the watchdog of a training job, or None."""
     if not isinstance(work, Learner):
         return None
     return Watchdog(plane.config.watchdog, plane, plays_itself, plane.store.clock)
@@ -265,13 +264,13 @@ async def _create_policies(
 
 
 def _numerics(config: JobConfig) -> dict[str, str]:
-    """Return what computes a job that has no base server, with its threads; {}: nothing does."""
+    """Return the numerics of a job without a base server, with its threads; {}: it computes nothing."""
     found = numerics_of(config)
     return found and found | threads_of(config)
 
 
 async def _parts(config: JobConfig, terms: JobTerms, folder: RunFolder) -> tuple[Parts, BaseConnection | None]:
-    """Return the parts of a job, and the connection to its base server; None: it has a model of its own."""
+    """Return the parts of a job, and the connection to its base server; None: it has its own model."""
     if terms.scored is not None:
         config = config.model_copy(update={"kind": "inference"})  # scoring needs no trainer
     weights, places = terms.weights, terms.places
@@ -289,14 +288,14 @@ async def _parts(config: JobConfig, terms: JobTerms, folder: RunFolder) -> tuple
 
 
 def _seats(config: JobConfig, store: RunStore) -> SeatBook | None:
-    """Return the seats of a job's episodes; None: it has none."""
+    """Return the external players of a job's episodes, or None."""
     if config.kind != "training" or not config.seats.roles:
         return None
     return SeatBook(config.seats, config.rollout, store.episodes, store.clock, config.server.max_waiting_calls)
 
 
 async def _first_versions(run: OpenRun) -> None:
-    """Let roles with a pool be played by the models that are scored; with nothing trained, a pool has step 0 only."""
+    """Assign the scored models to roles with a pool; without training, a pool only has step 0."""
     roles = run.config.players
     for policy in sorted({roles.named[role] for role in roles.pools}):
         name = past_name(policy, 0)
@@ -310,8 +309,7 @@ async def serve(config: JobConfig, report: Report, ready: Callable[[LocalJob], N
     """Run a job in the foreground until its steps are done, or until SIGINT or SIGTERM.
 
     Args:
-        report: is called with every event of the job, and its data.
-        ready: is called with the job when its data plane listens.
+        ready: called with the job when its data plane listens.
     """
     tune_gc()
     await in_thread(lambda: check_models(config))

@@ -29,7 +29,7 @@ RETURN_SECONDS = LONGEST_PAUSE_SECONDS + 0.5  # after a restart, all earlier wor
 
 
 class LocalJob:
-    """A running job, with what its owner may see and do."""
+    """A running job, with its owner's view and controls."""
 
     def __init__(
         self,
@@ -44,9 +44,8 @@ class LocalJob:
         """Assemble a job; `run` runs it.
 
         Args:
-            plane: the state of the job's data plane.
-            player: plays episodes, in this process or in some of its own; None: no episodes are played here.
-            renewal: what is done when what trains the job is lost; None: that ends with this process.
+            player: plays episodes, in this process or in its own processes; None: no episodes are played here.
+            renewal: restarts training after its loss; None: training ends with this process.
             watchdog: ends the job when it is stuck; None: nothing is trained.
         """
         self.opened, self.plane, self.url = run, plane, url
@@ -62,16 +61,16 @@ class LocalJob:
 
     @property
     def plays_itself(self) -> bool:
-        """Return whether this process plays the episodes, or runners of its own do."""
+        """Return whether this process or its runners play the episodes."""
         return self._player is not None
 
     @property
     def api_key(self) -> str:
-        """Return the job's present key, which opens its data plane."""
+        """Return the job's present key for its data plane."""
         return self.plane.keys.job_key
 
     def stop(self) -> None:
-        """Make the job save and end, after finishing or dropping the present step; end the serving of a model."""
+        """Make the job save and end, after finishing or dropping the present step; end serving."""
         self._stopping = True
         self._work.stop()
 
@@ -97,7 +96,7 @@ class LocalJob:
         await self._unless_stuck(asyncio.ensure_future(race(*parts)))
 
     async def _unless_stuck(self, work: asyncio.Future[Any]) -> None:
-        """Await the work, or fail the job when the watchdog says so; what does not end then is left behind."""
+        """Await the work, or fail the job when the watchdog says so, abandoning work that does not end."""
         if self._watchdog is None:
             await work
             return
@@ -120,7 +119,7 @@ class LocalJob:
             watch.cancel()
 
     async def _work_on(self) -> None:
-        """Run the work to its end, and begin it again whenever what trains it was lost."""
+        """Run the work to its end, and restart it whenever its trainer is lost."""
         renewal = self._renewal
         if renewal is None:
             await self._work.run()
@@ -179,7 +178,7 @@ class LocalJob:
             self.plane.store.episodes.available.notify()
 
     async def linger(self) -> None:
-        """Wait until connected workers have been notified that the job is over, for LINGER_SECONDS at most."""
+        """Wait until connected workers know that the job is over, for LINGER_SECONDS at most."""
         until = time.monotonic() + LINGER_SECONDS
         while self.progress.over and time.monotonic() < until:
             if self.plane.workers.all_notified and time.monotonic() >= self._all_back_at:

@@ -14,15 +14,15 @@ OTHERS_SECONDS = 0.5  # between two looks at the others, for which the kernel wa
 
 
 class MemoryPeak:
-    """Looks at the memory of this process and of its descendants, from a thread, as long as it is entered.
+    """Samples the memory of this process and its descendants, from a thread, while it is entered.
 
     Attributes:
-        peak: most resident bytes of this process.
-        others: most bytes of its descendants together, such as engine servers, each with its share of shared memory.
+        peak: resident bytes of this process.
+        others: bytes of its descendants together, such as engine servers, each with its share of shared memory.
     """
 
     def __init__(self) -> None:
-        """Begin to look when it is entered."""
+        """Create without samples."""
         self.peak = self.others = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="palestra-memory", daemon=True)
@@ -36,7 +36,7 @@ class MemoryPeak:
         self._thread.join()
 
     def now(self) -> int:
-        """Return the resident memory of this process in bytes; 0 where there is no /proc."""
+        """Return the resident memory of this process in bytes; 0 without /proc."""
         try:
             pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
         except OSError:
@@ -53,7 +53,7 @@ class MemoryPeak:
 
 
 def child_processes(process: int) -> list[int]:
-    """Return the children of a process, their children, and so on; none where there is no /proc."""
+    """Return the descendants of a process; empty without /proc."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended

@@ -1,4 +1,4 @@
-"""What the files of a model say without being loaded."""
+"""Facts from a model's files, without loading it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _OF_TOWERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """What the files of a model say without being loaded.
+    """Facts from a model's files.
 
     Attributes:
         parameters: number of weights; None: the folder has no safetensors.
-        context: most positions; None: the model does not say.
-        sees: whether it has a tower for pictures.
-        tower: number of the tower's weights.
+        context: in tokens; None: unknown.
+        sees: whether it is a vision-language model.
+        tower: number of the vision tower's weights.
     """
 
     parameters: int | None
@@ -38,14 +38,7 @@ class ModelFacts:
 
 
 def model_facts(folder: Path) -> ModelFacts:
-    """Return what the files of a model say.
-
-    Args:
-        folder: has the model in Hugging Face's layout.
-
-    Raises:
-        ModelError: a file is missing or damaged.
-    """
+    """Return the facts about a model in Hugging Face's layout."""
     try:
         found: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
         context = (found.get("text_config") or found).get("max_position_embeddings")

@@ -1,4 +1,4 @@
-"""The least memory that the models of a job take, so that a job that can't fit is refused before anything is loaded.
+"""Minimum memory of a job's models, to refuse a job that can't fit before anything is loaded.
 
 Weights, gradients and optimizer moments are counted. Activations, keys and values come on top: `palestra check` runs
 two steps and prints what they took.
@@ -28,15 +28,15 @@ RANK_BYTES = 400 * 2**20  # a rank before it loads anything: its libraries, abov
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelMemory:
-    """Bytes that the models of a job take.
+    """Bytes of a job's models.
 
     Attributes:
-        trainer: in the trainer: weights, gradients and moments, and models that it only reads.
-        worker: in one inference worker.
-        shared: of `worker`, what an engine in the trainer's process has in common with the trainer.
-        kept: the copy of the trained weights that a job keeps for workers which are started later.
+        trainer: weights, gradients and moments, and frozen models.
+        worker: one inference worker.
+        shared: the part of `worker` that an engine in the trainer's process shares with the trainer.
+        kept: the copy of the trained weights for workers that are started later.
         saved: one checkpoint of each policy.
-        versions: past versions of pools, on the disk.
+        versions: past versions of pools, on disk.
     """
 
     trainer: int = 0
@@ -48,14 +48,11 @@ class ModelMemory:
 
 
 def read_facts(model: str, ask: bool = True) -> tuple[str, ModelFacts]:
-    """Return the folder of a model, or its exact name if it has none, and what its files say.
+    """Return a model's folder, or its exact name without one, and its facts.
 
     Args:
-        model: name or folder; of an adapter, its base is meant.
-        ask: whether the hub may be asked for a model; False: only its cache is looked at.
-
-    Raises:
-        ModelError: there is no such model, or its files can't be read.
+        model: name or folder; an adapter means its base.
+        ask: whether to ask the hub for the model; False: use only its cache.
     """
     from palestra.models.adapter_files import base_of
     from palestra.models.catalog import model_folder
@@ -83,11 +80,11 @@ def references_of(config: JobConfig) -> dict[str, str]:
 def memory_of(
     config: JobConfig, models: Mapping[str, tuple[str, ModelFacts]], references: Mapping[str, ModelFacts]
 ) -> ModelMemory:
-    """Return what the models of a job take.
+    """Return the memory of a job's models.
 
     Args:
-        models: folder and facts of each policy's model, by the policy's name.
-        references: facts of the references that the job names, by folder.
+        models: folder and facts of each policy's model.
+        references: facts by folder.
     """
     each = BYTES[getattr(config.engine, "dtype", "bfloat16")]
     sampled: dict[str, int] = {}  # parameters of models that never change, which are in memory once, by folder
@@ -133,27 +130,27 @@ def _is_in_process(config: JobConfig) -> bool:
 
 
 def _engine_devices(config: JobConfig) -> list[str]:
-    """Return on what the workers compute that processes of the job are, kind by kind."""
+    """Return the devices of the engine's workers in this job, kind by kind."""
     found = [driver_of(table).computes(table) for table in config.engine.tables]
     return [computes.device for computes in found if computes is not None]
 
 
 def is_on_card(device: str) -> bool:
-    """Return whether models with a configured device (`auto`, `cpu`, `cuda`) are on a graphics card of this machine."""
+    """Return whether a configured device (`auto`, `cpu`, `cuda`) is a GPU of this machine."""
     import torch
 
     return device != "cpu" and torch.cuda.is_available()
 
 
 def check_memory(config: JobConfig, weights: Mapping[str, str], places: JobPlaces) -> None:
-    """Refuse a job whose models can't fit into memory: the kernel would end it after minutes, without a reason.
+    """Raise an error if a job's models can't fit into memory: the kernel would kill it after minutes, without a reason.
 
     Args:
-        weights: folders to load models from, instead of the policies' `model`, by the policy's name.
+        weights: folders that replace the policies' `model`, by policy.
 
     Raises:
         ConfigError: the machine is too small; the message says how much is missing.
-        OutOfMemory: others use the memory now.
+        OutOfMemory: other processes use the memory now.
     """
     if not config.loads_models:
         return
@@ -168,12 +165,12 @@ def check_memory(config: JobConfig, weights: Mapping[str, str], places: JobPlace
 
 
 def check_more(config: JobConfig, weights: Mapping[str, str], count: int) -> None:
-    """Refuse more inference workers if their models do not fit into the machine's memory.
+    """Raise Conflict if more inference workers do not fit into the machine's memory.
+
+    The job's engine is embedded; workers on GPUs are counted by `worker_cards`.
 
     Args:
-        config: the job, whose engine is embedded. Workers on graphics cards are counted by `worker_cards`.
         weights: see `check_memory`.
-        count: of the workers that are about to start.
 
     Raises:
         Conflict: the message says how much is missing.
@@ -190,7 +187,7 @@ def check_more(config: JobConfig, weights: Mapping[str, str], count: int) -> Non
 
 
 def shortage(config: JobConfig, needed: ModelMemory) -> ConfigError | OutOfMemory | None:
-    """Return the error of a job whose models do not fit into the memory that is free; None: they may fit."""
+    """Return the error of a job whose models do not fit into the free memory; None: they may fit."""
     machine, cards = machine_bytes(config, needed), _card_bytes(config, needed)
     if machine > (free := available_bytes(swap=True)):
         return _shortage(config, machine, free, "memory", memory_bytes())
@@ -213,7 +210,7 @@ def shortage(config: JobConfig, needed: ModelMemory) -> ConfigError | OutOfMemor
 
 
 def machine_bytes(config: JobConfig, needed: ModelMemory) -> int:
-    """Return how much of the machine's own memory the models of a job take."""
+    """Return the main memory that a job's models take."""
     found = needed.kept if _trains_on_card(config) else needed.kept + needed.trainer
     for table in config.engine.tables:
         computes = driver_of(table).computes(table)
@@ -223,7 +220,7 @@ def machine_bytes(config: JobConfig, needed: ModelMemory) -> int:
 
 
 def _card_bytes(config: JobConfig, needed: ModelMemory) -> int:
-    """Return what is on graphics cards, without servers of other projects, which have shares of their own."""
+    """Return the GPU memory that a job's models take, without other projects' servers."""
     found = needed.trainer - needed.shared if _trains_on_card(config) else 0
     for table in config.engine.tables:
         computes = driver_of(table).computes(table)
@@ -253,7 +250,7 @@ def _check_rank(config: JobConfig, needed: ModelMemory, rank_memory_gib: float) 
 
 
 def _known_memory(config: JobConfig, weights: Mapping[str, str]) -> ModelMemory | None:
-    """Return what the models of a job take; None: one of them can't be read, which its loading says."""
+    """Return the memory of a job's models; None: a model can't be read, which its loading reports."""
     try:  # without the hub: who loads a model asks, once
         models = {name: read_facts(weights.get(name, each.model), ask=False) for name, each in config.policies.items()}
         references = dict(read_facts(model, ask=False) for model in references_of(config).values())
@@ -263,7 +260,7 @@ def _known_memory(config: JobConfig, weights: Mapping[str, str]) -> ModelMemory 
 
 
 def _free_unused() -> None:
-    """Give back memory of this process that nothing uses any more."""
+    """Free unused memory of this process."""
     import torch
 
     from palestra.models.device import return_freed_memory
@@ -274,7 +271,7 @@ def _free_unused() -> None:
 
 
 def amount(size: int) -> str:
-    """Return bytes as people read them."""
+    """Format bytes for people."""
     return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
 
 

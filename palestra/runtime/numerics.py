@@ -1,4 +1,4 @@
-"""What computes a job, noted with its run, and compared where a deterministic one goes on."""
+"""Records a job's numerics with its run, and compares them when a deterministic job continues."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from palestra.store.run_log import NUMERICS
 
 
 def numerics_of(config: JobConfig) -> dict[str, str]:
-    """Return what computes in a job's own process and in those that it starts, without their threads; {}: nothing does.
-
-    Args:
-        config: of a job that has no base server.
-    """
+    """Return what computes in a job's processes, without threads; {}: nothing does. The job has no base server."""
     if not config.engine.has_model:
         return {}
     import torch
@@ -34,7 +30,7 @@ def numerics_of(config: JobConfig) -> dict[str, str]:
 
 
 def threads_of(config: JobConfig) -> dict[str, str]:
-    """Return how many threads multiply, which may change how they round: as set, or all cores of this process."""
+    """Return the number of compute threads, which may change rounding: as set, or all cores of this process."""
     import torch
 
     every = f"{torch.get_num_threads()} of {available_cores()} cores"
@@ -45,22 +41,17 @@ def threads_of(config: JobConfig) -> dict[str, str]:
 
 
 def _engine_computes(config: JobConfig) -> list[Computes]:
-    """Return with what processes of the job compute its engine's models, kind by kind."""
+    """Return how the job's processes compute its engine's models, kind by kind."""
     found = [driver_of(table).computes(table) for table in config.engine.tables]
     return [computes for computes in found if computes is not None]
 
 
 async def note_numerics(log: RunLog, now: dict[str, str], deterministic: bool) -> dict[str, str]:
-    """Keep what computes with a run.
+    """Record the numerics of a run; return the event: `text` for people, and `problem`, why compiled kernels are not
+    used.
 
     Args:
-        deterministic: whether it may not differ from what computed so far.
-
-    Returns:
-        The event of it: `text` for people, and `problem`, why layers are computed without compiled functions.
-
-    Raises:
-        ConfigError: a deterministic run would be computed otherwise than before.
+        deterministic: whether they must equal the earlier ones.
     """
     known = await log.fact(NUMERICS)
     before: dict[str, str] = now if known is None else orjson.loads(known)

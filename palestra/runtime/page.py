@@ -1,4 +1,4 @@
-"""The page of a job that runs in this process: its own run, and what only this process knows of it."""
+"""The page of a job in this process: its run, and live data of the process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from palestra.server import DataPlane, create_app
 
 
 def create_job_app(plane: DataPlane, pool: WorkerPool | None = None, most_replicas: int | None = None) -> FastAPI:
-    """Return the application of a job: its data plane, and the page that shows the job.
+    """Return the application of a job: its data plane and its page.
 
     Args:
         pool: see `add_scaling_route`.
@@ -58,7 +58,7 @@ class _JobAccess:
         return self._keys.viewer_key
 
     def talk(self, request: Request) -> str | None:
-        """Return the key that calls the policies to those who have the job's key; see `PageAccess`."""
+        """Return the key for calling the policies to callers with the job's key; see `PageAccess`."""
         return self._keys.talk_key if self._keys.opens_job(request) else None
 
 

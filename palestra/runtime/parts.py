@@ -30,7 +30,7 @@ BASES = "palestra.base_servers"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """The parts of a job that depend on its engine: what samples, what trains, the policies."""
+    """The parts of a job that depend on its engine: engine, trainer, and policies."""
 
     engine: Engine
     trainer: Trainer | None  # without a policy yet; None: nothing is trained
@@ -40,21 +40,17 @@ class Parts:
 
 
 class BaseConnection(Renewable, Protocol):
-    """A job's connection to the base server that has its engine and its trainer.
+    """A job's connection to the base server with its engine and trainer.
 
     Attributes:
-        numerics: what computes there; see `palestra.models.numerics`.
+        numerics: of the base server; see `palestra.models.numerics`.
     """
 
     numerics: dict[str, str]
 
 
 def base_connector() -> Callable[[JobConfig, Mapping[str, str]], Awaitable[tuple[Parts, BaseConnection]]]:
-    """Return what connects a job to its base server: (configuration, folders of models by policy) -> its parts.
-
-    Raises:
-        ConfigError: no package that connects to base servers is installed.
-    """
+    """Return the function that connects a job to its base server: (configuration, model folders by policy) -> parts."""
     point = next(iter(extensions(BASES).values()), None)
     if point is None:
         raise ConfigError("a policy has `base`, and no package that connects to base servers is installed")
@@ -69,18 +65,13 @@ def build_parts(
     pictures: StoredPictures | None = None,
     places: JobPlaces = HERE,
 ) -> Parts:
-    """Build the parts of a job whose engine is in this process, and load the models to sample from.
+    """Build the parts of a job whose engine is in this process, and load the sampled models.
 
-    A trainer loads its own copy of one that it gets. `pooled_parts` builds the parts of a job whose engine has workers.
+    The trainer loads its own copies. `pooled_parts` is for engines with workers.
 
     Args:
-        weights: folders to load models from, instead of the policies' `model`, by the policy's name. None: none.
-        pictures: where the pictures of prompts are found; None: models that see are not shown any.
-        places: where the ranks of its trainer run.
-
-    Raises:
-        ModelError: weights are missing, or the architecture is not supported.
-        ConfigError: a `max_context` is more than its model has, or the engine is a pool of several kinds.
+        weights: folders that replace the policies' `model`, by policy.
+        pictures: source of the prompts' pictures; None: vision-language models get none.
     """
     if len(config.engine.tables) > 1:
         raise ConfigError(
@@ -102,11 +93,8 @@ async def pooled_parts(
     """Start the engine's workers, and build the other parts of a job in this process.
 
     Args:
-        weights: folders to load models from, instead of the policies' `model`, by the policy's name.
+        weights: folders that replace the policies' `model`, by policy.
         pictures: see `build_parts`; the workers read them in the same folder.
-
-    Raises:
-        PalestraError: a worker can't be started; see `build_parts`, and `EngineConfig.require_place`.
     """
     config.engine.require_place()
     job = EngineJob(config=config, weights=weights, pictures=pictures, trainer_is_here=places.trainer is None)
@@ -122,11 +110,7 @@ async def pooled_parts(
 
 
 def workers_of(job: EngineJob, host: ProcessHost) -> Workers:
-    """Return what starts the workers of a job, of one kind or several. Blocks for a moment.
-
-    Raises:
-        ConfigError: workers of several kinds would share the graphics cards of this machine.
-    """
+    """Return what starts the workers of a job, of one kind or several. Blocks briefly."""
     tables, policies = job.config.engine.tables, len(job.config.policies)
     if not host.in_bundles:
         _check_cards(tables)
@@ -193,7 +177,7 @@ async def _opened(job: EngineJob, workers: Workers, host: ProcessHost, places: J
 
 
 def _with_trainer(job: EngineJob, engine: Engine, sampled: Mapping[str, SampledPolicy], places: JobPlaces) -> Parts:
-    """Return the parts of a job with a trainer that has no policy yet, or with none if nothing is trained."""
+    """Return the parts of a job, with a trainer without policies if the job trains."""
     config = job.config
     runtimes = {
         name: PolicyRuntime(
@@ -210,7 +194,7 @@ def _with_trainer(job: EngineJob, engine: Engine, sampled: Mapping[str, SampledP
 
 
 def _trainer(job: EngineJob, places: JobPlaces) -> tuple[Trainer | None, Renewable | None]:
-    """Return a trainer that has no policy yet, and the same if its processes may be lost; None: nothing is trained."""
+    """Return a trainer without policies, and the same object if its processes may be lost; None: nothing is trained."""
     config, keep = job.config, job.config.checkpoint.keep
     if config.kind != "training":
         return None, None

@@ -1,4 +1,4 @@
-"""`JobPlaces`: where the processes of a job run beside its own."""
+"""`JobPlaces`: where the other processes of a job run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from palestra.runtime.runner_process import start_runner
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobPlaces:
-    """What starts the processes of a job.
+    """Starts the processes of a job.
 
     Attributes:
         runner: starts a runner of `environment.runners`.
-        engine: starts an inference worker in a bundle of its own; None: workers share this machine with the job.
-        trainer: starts a rank of the trainer in a bundle of its own; None: ranks share this machine with the job.
-        rank_memory_gib: memory of a rank's bundle; None: ranks have no bundles, or their memory is not known.
-        folder: for weights on their way between machines, all of which see it; None: there is only this machine.
+        engine: starts an inference worker in its own bundle; None: workers share this machine with the job.
+        trainer: starts a rank in its own bundle; None: ranks share this machine with the job.
+        rank_memory_gib: memory of a rank's bundle; None: unknown or no bundle.
+        folder: shared folder for weights that travel between machines; None: there is only this machine.
     """
 
     runner: RunnerStarter = start_runner

@@ -1,4 +1,4 @@
-"""What a job's own process plays: whether it fits the job, and the runners that play it, here or in processes."""
+"""The episodes that a job's own process plays: checks against the job, and its runners."""
 
 from __future__ import annotations
 
@@ -22,21 +22,13 @@ MOST_AT_ONCE = 256  # episodes played concurrently, unless the job sets another 
 
 
 def check_played_roles(config: JobConfig, play: RolloutSpec | None) -> None:
-    """Check that roles, seats and policies are those of the environment, where a job says anything of them.
-
-    Raises:
-        ConfigError: they are not.
-    """
+    """Check that roles, external players and policies fit the environment."""
     if config.roles or config.seats.roles or len(config.policies) > 1:
         check_roles(config, agents_of(_environment(config, play)))
 
 
 def algorithms_of(config: JobConfig, play: RolloutSpec | None, own_code: bool) -> dict[str, Algorithm]:
-    """Return the algorithm of each policy that is trained, by its name; the arguments are those of `local_job`.
-
-    Raises:
-        ConfigError: one can't be made, or does not fit what is played.
-    """
+    """Return the algorithm of each trained policy, by name; arguments as in `local_job`."""
     found: dict[str, Algorithm] = {}
     for name in config.trained_policies:
         found[name] = create_algorithm(config.algorithm_of(name), config.rollout.step_order, own_code=own_code)
@@ -46,12 +38,7 @@ def algorithms_of(config: JobConfig, play: RolloutSpec | None, own_code: bool) -
 
 
 def _environment(config: JobConfig, play: RolloutSpec | None) -> Any:
-    """Return an environment of the job, or what makes one where that is the user's; None: this process plays nothing.
-
-    Args:
-        config: the job.
-        play: what this process plays; None: what the configuration says.
-    """
+    """Return an environment of the job, or the user's factory of one; None: this process plays no episodes."""
     if play is not None:
         return play.environment
     make = environment_of(config)
@@ -59,9 +46,9 @@ def _environment(config: JobConfig, play: RolloutSpec | None) -> Any:
 
 
 def _check_choices(config: JobConfig, policy: str, play: RolloutSpec | None) -> None:
-    """Refuse agents none of which is held to choices, for an algorithm that trains every choice.
+    """Raise ConfigError if no agent's replies are restricted to choices, but an algorithm trains every choice.
 
-    What workers outside of this process send is known, and looked at, when the first step is trained.
+    For external workers this is only checked at the first step.
     """
     environment = _environment(config, play)
     if environment is None:
@@ -108,11 +95,7 @@ def _concurrency(config: JobConfig) -> int:
 
 
 def fleet_of(config: JobConfig, plane: DataPlane, url: str, starter: RunnerStarter) -> RunnerFleet | None:
-    """Return the processes that play the job's environment; None: a model is served, and nothing is played.
-
-    Args:
-        plane: whose key they get, and whose episodes they play.
-    """
+    """Return the processes that play the job's environment; None: a served model plays nothing."""
     count = config.environment.runners
     if count is None or config.kind == "inference":
         return None

@@ -27,10 +27,10 @@ MOST_REPLIES = 4096  # of one question, token by token
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChoiceQuestion:
-    """A conversation that the model is to continue, and the texts that its reply may be.
+    """A conversation for the model to continue, and its possible replies.
 
     Attributes:
-        messages: the conversation, in OpenAI's shape: `{"role": "user", "content": "…"}`, or `ChatMessage`s.
+        messages: in OpenAI's shape: `{"role": "user", "content": "…"}`, or `ChatMessage`s.
         choices: the texts, at least one.
     """
 
@@ -41,22 +41,22 @@ class ChoiceQuestion:
 def choice_probabilities(
     model: str, questions: Sequence[ChoiceQuestion], *, temperature: float = 1.0
 ) -> list[dict[str, float]]:
-    """Return how probable each choice of each question is, when the reply is held to the choices.
+    """Return the probability of each choice of each question, when the reply is restricted to the choices.
 
-    These are the probabilities with which the engine samples and which the trainer trains: at each token those of the
-    tokens that lead to a choice, and for a choice the sum over all ways to write it in tokens. Computed in float32.
+    These are the probabilities that the engine samples with and the trainer trains: at each token over the tokens that
+    lead to a choice, and for a choice summed over all its tokenizations. Computed in float32.
 
     Args:
-        model: name of a model, or folder of a model, of a checkpoint, or of a run, as in `train`.
+        model: a model's name, or the folder of a model, a checkpoint, or a run, as in `train`.
         questions: any number.
-        temperature: at which the reply would be sampled, above 0.
+        temperature: sampling temperature, above 0.
 
     Returns:
         For each question the probability of each choice, by its text; they add up to 1.
 
     Raises:
-        ConfigError: a question without choices, or with too many; or a temperature that is not above 0.
-        NotFound: `model` is the folder of a run that has no checkpoint yet.
+        ConfigError: a question has no choices or too many, or the temperature is not above 0.
+        NotFound: `model` is the folder of a run without a checkpoint.
         ModelError: the model can't be loaded.
     """
     import torch
@@ -110,7 +110,7 @@ def _longest(choices: Sequence[str]) -> int:
 
 
 def _text(renderer: Renderer, reply: Sequence[int]) -> str:
-    """Return what a reply says, without the token that ends it."""
+    """Return the text of a reply, without its stop token."""
     return b"".join(renderer.vocabulary.bytes_of(token) for token in reply if token not in renderer.stop_ids).decode()
 
 
@@ -120,7 +120,7 @@ def _message(message: ChatMessage | Mapping[str, Any]) -> ChatMessage:
 
 
 def _row(name: str, prompt: Ids, reply: Sequence[int], grammar: str, temperature: float) -> TrainSample:
-    """Return the row of one reply, all tokens of which count."""
+    """Return the row of one reply, all of whose tokens count."""
     ids = np.concatenate([prompt, np.array(reply, np.int32)])
     nothing = np.zeros(len(ids), np.float32)
     return TrainSample(

@@ -1,8 +1,7 @@
-"""What a job does when what trains it is lost: begin again from its newest checkpoint, in the same process.
+"""Restarts a job's training after a loss, from its newest checkpoint, in the same process.
 
-That is a base server that has forgotten the job, or a process of a sharded trainer.
-
-The data plane, the store and the episodes that are being played stay; calls wait until the weights are there again.
+A loss is a base server that has forgotten the job, or a dead process of a sharded trainer. Data plane, store and
+running episodes continue; calls wait until the weights are restored.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from palestra.waiting import race
 
 
 class Renewable(Protocol):
-    """What a job may lose, with its policies, and get again without them.
+    """A part of a job that may be lost with its policies, and be renewed without them.
 
     Attributes:
-        event_of_loss: kind of the event that is recorded.
+        event_of_loss: kind of the recorded event.
     """
 
     event_of_loss: str
 
     @property
     def loss(self) -> str:
-        """Return what has happened, in words; of the newest loss."""
+        """Describe the newest loss."""
         ...
 
     @property
@@ -36,14 +35,14 @@ class Renewable(Protocol):
         ...
 
     async def lost(self) -> None:
-        """Return at a loss."""
+        """Wait for a loss."""
         ...
 
     async def renew(self) -> None:
         """Begin again, without policies.
 
         Raises:
-            PalestraError: it was lost again, and `is_lost` says so; or it can't be had any more.
+            PalestraError: it was lost again, and `is_lost` says so; or it can't be renewed.
         """
         ...
 
@@ -53,22 +52,19 @@ class Renewal:
     """How a job begins again.
 
     Attributes:
-        base: what may be lost.
-        again: gives it the policies that are trained, and returns a learner that begins at the newest checkpoint; None:
-            the job trains nothing.
+        base: the part that may be lost.
+        again: restores its trained policies, and returns a learner that begins at the newest checkpoint; None: the job
+            does not train.
     """
 
     base: Renewable
     again: Callable[[], Awaitable[Learner | None]]
 
     async def unless_lost(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Run work until it ends, and return True; or until what it needs is lost, and return False.
+        """Run work until it ends, and return True; or until its base is lost, and return False.
 
         Args:
-            work: is cancelled at a loss, at any moment, as if the process had been killed.
-
-        Raises:
-            PalestraError: the work has failed, and nothing was lost.
+            work: cancelled at a loss, at any point, as if the process had been killed.
         """
         try:
             return (await race(work, self.base.lost())).index == 0
@@ -78,11 +74,7 @@ class Renewal:
             return False
 
     async def renew(self) -> Learner | None:
-        """Begin again, again if there is another loss meanwhile.
-
-        Raises:
-            PalestraError: the job can't begin again.
-        """
+        """Begin again, repeatedly if there are further losses meanwhile."""
         while True:
             try:
                 await self.base.renew()

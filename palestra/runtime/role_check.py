@@ -1,4 +1,4 @@
-"""What is odd in the roles of a job: policies that play nothing, roles that nothing has, and copies that pools need."""
+"""Checks the roles of a job: policies without roles, roles without policies, and copies for pools."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from palestra.errors import ConfigError
 
 
 def agents_of(environment: object) -> tuple[str, ...]:
-    """Return the names of an environment's agents; (): they are not known before an episode.
+    """Return the names of an environment's agents; (): unknown before an episode.
 
     Args:
-        environment: an environment, its class, or a function that makes one, which is called if need be.
+        environment: an environment, its class, or a factory, which is called if necessary.
     """
     found = getattr(environment, "roles", ())
     if callable(environment) and not (isinstance(found, tuple | list) and found):
@@ -23,10 +23,11 @@ def agents_of(environment: object) -> tuple[str, ...]:
 
 
 def impossible_roles(config: JobConfig, agents: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (key, sentence) for each seat or role that the environment lacks, and each policy that can learn nothing.
+    """Yield (key, sentence) for each external player or role that the environment lacks, and each policy without a
+    learning signal.
 
     Args:
-        agents: names of the environment's agents; (): not known before an episode.
+        agents: (): unknown before an episode.
     """
     if config.kind != "training" or not agents:
         return
@@ -63,22 +64,19 @@ def impossible_roles(config: JobConfig, agents: Sequence[str]) -> Iterator[tuple
 
 
 def check_roles(config: JobConfig, agents: Sequence[str]) -> None:
-    """Refuse a job whose seats, roles or policies do not fit the agents of its environment.
+    """Raise ConfigError if external players, roles or policies do not fit the environment's agents.
 
     Args:
-        agents: names of the environment's agents; (): not known before an episode.
-
-    Raises:
-        ConfigError: the message names the key.
+        agents: (): unknown before an episode.
     """
     for key, text in impossible_roles(config, agents):
         raise ConfigError(f"{key}: {text}")
 
 
 def odd_roles(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, sentence) for each policy that no role has.
+    """Yield (key, sentence) for each policy without a role.
 
-    That is possible where workers outside of the job call policies by their names.
+    That is valid if external workers call policies by name.
     """
     roles = config.players
     teachers = {config.teacher_of(name) for name in config.trained_policies}
@@ -93,7 +91,7 @@ def odd_roles(config: JobConfig) -> Iterator[tuple[str, str]]:
 
 
 def past_copies(config: JobConfig, policy: str) -> int:
-    """Return how many past versions of a policy the engine may have, each with weights of its own."""
+    """Return how many past versions of a policy the engine may hold, each with its own weights."""
     if config.kind != "training":
         return 0
     roles = config.players

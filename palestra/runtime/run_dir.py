@@ -22,14 +22,11 @@ MADE_BY_A_START = ("secret", "api_key", ".keys", "run.db", "run.db-wal", "run.db
 def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] = lambda text: None) -> JobConfig:
     """Return the configuration with the run's folder: the configured one, or a new `runs/<name>`, `runs/<name>-2`, …
 
-    A job that only serves its model goes on in the folder of one that did, under the same key, also without `resume`.
+    A job that only serves continues in the folder of an earlier one, under the same key, even without `resume`.
 
     Args:
         resume: whether to continue a run; the newest of the job's name if no folder is configured.
-        say: is called with a sentence for people if a folder other than `runs/<name>` is chosen.
-
-    Raises:
-        ConfigError: the folder has a run and `resume` is False, or has none and `resume` is True.
+        say: called with a sentence if a folder other than `runs/<name>` is chosen.
     """
     serves = config.kind == "inference"  # an address and a key, with which clients go on after a restart
     if config.run_dir is None:
@@ -57,7 +54,7 @@ def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] 
 
 
 def _has_served(folder: Path) -> bool:
-    """Return whether the run in a folder has served a model and trained nothing."""
+    """Return whether the run in a folder only served a model."""
     return (folder / SAVED_CONFIG).is_file() and read_toml(folder / SAVED_CONFIG).get("kind") == "inference"
 
 
@@ -66,12 +63,12 @@ def _can_be_served_from(folder: Path) -> bool:
 
 
 def weights_of_run(model: str) -> str:
-    """Return a model's name or folder as it is; of a run's folder, the checkpoint that `weights_of_policy` chooses.
+    """Return a model's name or folder unchanged; for a run's folder, the checkpoint from `weights_of_policy`.
 
-    `RUN/checkpoints/NAME` is that of one of the policies that a run has trained.
+    `RUN/checkpoints/NAME` names one of several trained policies.
 
     Raises:
-        NotFound: the run has no checkpoint yet.
+        NotFound: the run has no checkpoint.
         ConfigError: the run has trained several policies.
     """
     folder = Path(model)
@@ -89,19 +86,13 @@ def weights_of_run(model: str) -> str:
 def weights_of_policy(
     run_dir: Path, policy: str | None, option: str | None = None, step: int | None = None
 ) -> tuple[Path, int]:
-    """Return the folder of a policy's weights that a run has trained, and their step.
-
-    They are those that validated best, where the run keeps them, or else those of the newest good checkpoint.
+    """Return the folder of a policy's trained weights, and their step: the best validated, or else the newest
+    undamaged.
 
     Args:
-        policy: by name; None: the only one that the run has trained.
-        option: of the command, which names a policy, for the refusal; None: it has none.
-        step: of a checkpoint, in place of this choice.
-
-    Raises:
-        NotFound: the run has no checkpoint yet, or none of the step.
-        ConfigError: the run trains no such policy, or several and none is named.
-        CheckpointError: all checkpoints are damaged, or that of the step is.
+        policy: None: the only trained policy.
+        option: of the command, which names a policy, for the error message; None: there is none.
+        step: of a checkpoint, instead.
     """
     from palestra.trainer.checkpoint import best_weights, found, good, step_of
 
@@ -119,14 +110,11 @@ def weights_of_policy(
 
 
 def checkpoints_of_run(run_dir: Path, policy: str | None, option: str | None = None) -> Path:
-    """Return the folder of the checkpoints of a policy that a run trains.
+    """Return the folder of a trained policy's checkpoints.
 
     Args:
-        policy: by name; None: the only one that the run trains.
-        option: of the command, which names a policy, for the refusal; None: it has none.
-
-    Raises:
-        ConfigError: the run trains no such policy, or several and none is named.
+        policy: None: the only trained policy.
+        option: of the command, which names a policy, for the error message; None: there is none.
     """
     from palestra.trainer.checkpoint import found
 
@@ -149,7 +137,7 @@ class RunStart:
     """The start of a run in a folder, which can be undone."""
 
     def __init__(self, folder: Path) -> None:
-        """Note which folders and files exist before anything is made."""
+        """Record which folders and files exist at the beginning."""
         self._folder = folder
         missing = (parent for parent in (folder, *folder.parents) if not parent.exists())
         self._new_folders = list(missing)  # deepest first
@@ -158,13 +146,13 @@ class RunStart:
         self.succeeded = False
 
     def locked(self) -> None:
-        """Note which files exist, now that the folder is locked and no other process makes a run here."""
+        """Record the files again, now that the folder is locked against other processes."""
         self._is_new = not (self._folder / "run.db").exists()
         # The lock is removed last: with a new lock, another process would start with the remains of this run.
         self._made = (*(name for name in MADE_BY_A_START if not (self._folder / name).exists()), *self._made)
 
     def undo(self) -> None:
-        """Remove the files and folders that the start has made, if it did not succeed and there was no run before."""
+        """Remove the created files and folders, if the start failed and there was no run before."""
         if self.succeeded or not self._is_new:
             return
         for name in self._made:
@@ -182,7 +170,7 @@ def starting_in(folder: Path) -> Iterator[RunStart]:
 
     Raises:
         RunInUse: another process runs the job in this folder.
-        ConfigError: the folder can't be made or written.
+        ConfigError: the folder can't be created or written.
     """
     start = RunStart(folder)
     lock, itself = _locked(folder)
@@ -196,7 +184,7 @@ def starting_in(folder: Path) -> Iterator[RunStart]:
 
 
 def is_running(folder: Path) -> bool:
-    """Return whether a process of this machine runs the job in this folder. On another system than Linux: False."""
+    """Return whether a process of this machine runs the job in this folder; False on systems other than Linux."""
     return is_locked(folder / RUN_LOCK)
 
 

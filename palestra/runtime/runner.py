@@ -12,8 +12,8 @@ async def play_environment(url: str, key: str, worker_id: str, concurrency: int)
     """Play episodes until the job is over.
 
     Args:
-        worker_id: name that is recorded with each episode.
-        concurrency: episodes that are played at the same time.
+        worker_id: recorded with each episode.
+        concurrency: number of concurrent episodes.
 
     Raises:
         ConfigError: the job names no environment.

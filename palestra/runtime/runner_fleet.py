@@ -1,4 +1,4 @@
-"""`RunnerFleet`: keeps the runners of a job running, which play its environment in processes of their own."""
+"""`RunnerFleet`: keeps a job's runners alive, which play its environment in their own processes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ log = logging.getLogger("palestra.runtime")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerOrder:
-    """What a runner has to know of its job.
+    """What a runner needs to know about its job.
 
     Attributes:
         url: of the job's data plane.
         key: returns the job's present key.
-        concurrency: episodes that one runner plays at the same time.
+        concurrency: concurrent episodes of one runner.
     """
 
     url: str
@@ -40,7 +40,7 @@ class RunnerOrder:
 
 
 class RunnerDied(Exception):
-    """A runner has ended before the job was over; the message says how."""
+    """A runner ended before the job was over; the message says how."""
 
 
 RunnerStarter = Callable[[RunnerOrder, str], Awaitable[None]]
@@ -49,20 +49,14 @@ If it is cancelled, nothing of the runner is left."""
 
 
 class RunnerFleet:
-    """Replaces runners that die, with a growing pause, and has the episodes that they held played again immediately.
+    """Replaces dead runners, with a growing delay, and retries their episodes immediately.
 
-    Each process claims under a name of its own, so that a claim that the server takes only after its runner has died is
-    not mistaken for one of the runner's successor. As a context manager it runs them: inside of the block they play,
-    and at its end those that are left are ended.
+    Each process claims under its own name, so that a claim processed after its runner's death is not mistaken for one
+    of its successor. As a context manager it runs the runners, and ends remaining ones at the end of the block.
     """
 
     def __init__(self, count: int, order: RunnerOrder, start: RunnerStarter, plane: DataPlane) -> None:
-        """Prepare the fleet.
-
-        Args:
-            order: what each of them has to know.
-            plane: of the job, whose episodes runners claim.
-        """
+        """Prepare the fleet."""
         self._count, self._order, self._start = count, order, start
         self._plane = plane
         self._living: set[str] = set()  # names of the processes that run now
@@ -83,7 +77,7 @@ class RunnerFleet:
             await self._give_back_orphans("cancelled: the job was stopped")
 
     async def run(self) -> None:
-        """Play, until a runner can't be kept running.
+        """Play, until a runner can't be kept alive.
 
         Raises:
             WorkerCrashLoop: it died again and again.
@@ -91,7 +85,7 @@ class RunnerFleet:
         raise await asyncio.shield(self._failure)
 
     async def _keep(self, number: int) -> None:
-        """Run a runner, and others in its place, until the job is over."""
+        """Run a runner and its replacements until the job is over."""
         crashes = Crashes()
         while (died := await self._run(number)) is not None:
             try:
@@ -104,7 +98,7 @@ class RunnerFleet:
             await asyncio.sleep(pause)
 
     async def _run(self, number: int) -> str | None:
-        """Run one process until it ends. Returns how it died, or None if the job is over."""
+        """Run one process until it ends. Return how it died, or None if the job is over."""
         name = f"runner-{number}-{secrets.token_hex(3)}"
         self._living.add(name)
         self._plane.progress.runners += 1
@@ -123,7 +117,7 @@ class RunnerFleet:
         return None
 
     async def _sweep(self) -> None:
-        """Give back what a process gets after its death, by a claim that was still on its way."""
+        """Release episodes that a claim gives to a process after its death."""
         said = ""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
@@ -136,7 +130,7 @@ class RunnerFleet:
                     log.error("episodes of runners that died can't be given back now: %s", error)
 
     async def _give_back_orphans(self, reason: str) -> None:
-        """Give back the episodes of runners that don't run; see `_give_back`. None counts as an attempt."""
+        """Release the episodes of dead runners; see `_give_back`. Attempts are not counted."""
         runners = {name for name in self._plane.store.leases.workers if _NAME.fullmatch(name)}
         await self._give_back(runners - self._living, reason, counts=False)
 

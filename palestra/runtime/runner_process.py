@@ -1,4 +1,4 @@
-"""Runners as processes of this machine: `start_runner` in the job, and the program that such a process runs.
+"""Runners as processes of this machine: `start_runner` in the job, and the program of such a process.
 
 python -m palestra.runtime.runner_process SOCKET URL NAME CONCURRENCY, with the key in PALESTRA_API_KEY.
 """
@@ -18,14 +18,7 @@ KEY_VARIABLE = "PALESTRA_API_KEY"
 
 
 async def start_runner(order: RunnerOrder, worker_id: str) -> None:
-    """Run a runner as a process, until the job is over. See `RunnerStarter`.
-
-    Args:
-        worker_id: the name under which it claims episodes.
-
-    Raises:
-        RunnerDied: the process has ended otherwise.
-    """
+    """Run a runner as a process, until the job is over. See `RunnerStarter`."""
     words = (order.url, worker_id, str(order.concurrency))
     variables = {KEY_VARIABLE: order.key()}
     process = await start_process("palestra.runtime.runner_process", variables, *words, prints=True, computes=False)
@@ -38,7 +31,7 @@ async def start_runner(order: RunnerOrder, worker_id: str) -> None:
 
 
 def main() -> int:
-    """Play until the job is over; returns the exit code."""
+    """Play until the job is over; return the exit code."""
     from palestra.runtime.runner import play_environment
     from palestra.terminal import say
 

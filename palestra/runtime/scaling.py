@@ -1,4 +1,4 @@
-"""The route by which an operator changes the number of a running job's inference workers."""
+"""The route that changes the number of a running job's inference workers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def add_scaling_route(app: FastAPI, plane: DataPlane, pool: WorkerPool | None, m
 
     Args:
         pool: the job's engine; None: it has no workers.
-        most: workers that may be asked for; None: any number.
+        most: limit; None: any number.
     """
 
     @app.post("/engine/replicas", tags=["model"])
     async def resize(request: Request, wanted: Replicas) -> Replicas:
         """Change the number of inference workers, and answer when it is reached.
 
-        Workers that are added load the model and take the present weights first. Workers that are taken away finish
-        the calls that they have, also if the client leaves. It takes the job's key, and holds until the job ends.
+        New workers first load the model and take the present weights. Removed workers finish their calls first, even if
+        the client disconnects. The job's key is required. The change lasts until the job ends.
         """
         plane.keys.require_job(request)
         if most is not None and wanted.replicas > most:

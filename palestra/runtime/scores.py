@@ -1,4 +1,4 @@
-"""`Evaluation`: the outcome of each task on which models are scored, mean rewards, and their confidence intervals."""
+"""`Evaluation`: the outcome of each scored task, mean rewards, and their confidence intervals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Evaluation:
     note: str | None = None  # what has to be known to read the mean; None: nothing
 
     def __repr__(self) -> str:
-        """Return the mean in a line, with the number of outcomes and not the outcomes."""
+        """Return the mean in a line, with the number of outcomes instead of the outcomes."""
         means = [f"{name}={_number(self.of(name).mean)}" for name in self.policies] or [self._said()]
         scored = f"{self.scored} of {len(self.outcomes)} tasks scored"
         note = "" if self.note is None else f", note={self.note!r}"
@@ -54,23 +54,23 @@ class Evaluation:
 
     @property
     def scored(self) -> int:
-        """Return the number of tasks that have rewards."""
+        """Return the number of tasks with rewards."""
         return sum(outcome.reward is not None or bool(outcome.by_policy) for outcome in self.outcomes)
 
     @property
     def replays(self) -> int:
-        """Return how many attempts have failed and were played again."""
+        """Return how many failed attempts were retried."""
         return sum(outcome.replays for outcome in self.outcomes)
 
     @property
     def replayed(self) -> str:
-        """Return in words how many attempts were played again."""
+        """Describe how many attempts were retried."""
         return replayed_words(self.replays)
 
     def of(self, policy: str) -> Evaluation:
         """Return the evaluation of one of several policies that were scored together, with its own rewards.
 
-        A task in which the policy has not played has no reward, and is not in its mean.
+        A task in which the policy did not play has no reward, and is not in its mean.
 
         Raises:
             ConfigError: the policy was not scored.
@@ -83,16 +83,16 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the mean rewards by the names that they have in training, such as `white/validation/reward_mean`."""
+        """Return the mean rewards under their names in training, such as `white/validation/reward_mean`."""
         each = {of_policy(MEAN, name): self.of(name).mean for name in self.policies} or {MEAN: self.mean}
         return {name: mean for name, mean in each.items() if mean is not None}
 
     @property
     def rewards(self) -> list[float]:
-        """Return the rewards of the tasks that were scored.
+        """Return the rewards of the scored tasks.
 
         Raises:
-            ConfigError: several policies were scored, of which each has its own; see `of`.
+            ConfigError: several policies were scored, each with its own rewards; see `of`.
         """
         if self.policies:
             names = " and ".join(map(repr, self.policies))
@@ -112,17 +112,17 @@ class Evaluation:
 
     @property
     def mean(self) -> float | None:
-        """Return the mean reward of the tasks that were scored, or None if there is none; see `of`."""
+        """Return the mean reward of the scored tasks, or None without one; see `of`."""
         rewards = self.rewards
         return math.fsum(rewards) / len(rewards) if rewards else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Return the 95 % confidence interval of the mean over tasks; None: nothing is known of how rewards differ.
+        """Return the 95 confidence interval of the mean over tasks; None: it can't be estimated.
 
-        Where all rewards, also those of opponents, are 0 or 1, this is Wilson's score interval (1927), which is known
-        for equal rewards, too. Otherwise it is that of Student's t, and None where the rewards are equal, such as those
-        of a game that was won each time. With fewer than two rewards it is None.
+        If all rewards, including opponents', are 0 or 1, this is Wilson's score interval (1927), which is also defined
+        for equal rewards. Otherwise it is Student's t interval, or None if all rewards are equal, as in a game that was
+        always won. With fewer than two rewards it is None.
         """
         rewards, mean = self.rewards, self.mean
         count = len(rewards)
@@ -142,7 +142,7 @@ class Evaluation:
 
 
 def replayed_words(replays: int) -> str:
-    """Return in words how many attempts were played again."""
+    """Describe how many attempts were retried."""
     return f"{replays} attempt{' was' if replays == 1 else 's were'} played again"
 
 

@@ -1,4 +1,4 @@
-"""What takes the learner's place in a job that does not train: a model is served, or an evaluation is scored."""
+"""The work of a job that does not train, in place of the learner: serving a model, or scoring an evaluation."""
 
 from __future__ import annotations
 
@@ -18,24 +18,20 @@ SERVED = ("calls", "prompt_tokens", "completion_tokens")  # counters that are re
 
 
 class Serving:
-    """Serves the policies of one job, in the place where a training job has its `Learner`."""
+    """Serves the policies of a job, in place of a `Learner`."""
 
     def __init__(self, run: OpenRun, counts: Mapping[str, int]) -> None:
-        """Assemble the work, with the counters of `SessionContext`; `run` serves."""
+        """Create the work with the counters of `SessionContext`; `run` serves."""
         self._run = run
         self._counts = counts
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """Make `run` record what was served and return."""
+        """Make `run` record the totals and return."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Serve until `stop` is called.
-
-        Raises:
-            ConfigError: the folder has the run of a training job.
-        """
+        """Serve until `stop` is called."""
         if await self._run.store.log.fact("config_digest") is not None:
             raise ConfigError(
                 f"the run in {self._run.folder.path} trains a model; to serve it, name its checkpoint in "
@@ -52,14 +48,14 @@ class Serving:
 
 
 class Scoring:
-    """Scores the policies of a job on some tasks, in the place where a training job has its `Learner`."""
+    """Scores the policies of a job on some tasks, in place of a `Learner`."""
 
     def __init__(self, run: OpenRun, tasks: Sequence[Task]) -> None:
         self._run, self._tasks = run, tasks
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """Make `run` return, with the tasks that are scored so far."""
+        """Make `run` return with the tasks scored so far."""
         self._stopping.set()
 
     async def run(self) -> None:

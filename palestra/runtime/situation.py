@@ -1,4 +1,4 @@
-"""A job's present situation as a line for people: how far its phase is, and what it waits for."""
+"""A job's present situation as a line for people: the progress of its phase, and what it waits for."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ class Situation:
     """The state of a job at one moment.
 
     Attributes:
-        phase: present phase, in words.
-        step: number of steps that are done.
-        steps: number of steps of the job.
-        collected: progress of the phase's episodes; None: the phase has none, or they are not counted yet.
-        claimed: number of episodes that workers hold.
-        calls: number of model calls that were answered since the start.
-        busy_workers: number of workers that claim or play an episode now.
-        known_workers: number of workers that are connected.
+        phase: for people.
+        step: number of finished steps.
+        collected: progress of the phase's episodes; None: it has none, or they are not counted yet.
+        claimed: episodes held by workers.
+        calls: model calls answered since the start.
+        busy_workers: workers that claim or play an episode now.
+        known_workers: connected workers.
         plays_itself: whether this process plays the episodes.
-        seconds_left: estimate of the time until the last step is done; None: unknown.
+        seconds_left: estimated time until the last step is done; None: unknown.
     """
 
     phase: str
@@ -47,19 +46,19 @@ class Situation:
 
     @property
     def waits_for_workers(self) -> bool:
-        """Return whether there are episodes to play, and no worker that plays or claims them."""
+        """Return whether episodes are waiting, and no worker plays or claims them."""
         left = self.collected is not None and self.collected.done < self.collected.due
         return left and not (self.claimed or self.busy_workers or self.plays_itself)
 
     @property
     def moved(self) -> tuple[object, ...]:
-        """Return values that change when the job makes progress, or when the wait for workers begins or ends."""
+        """Return values that change with the job's progress, or when waiting for workers begins or ends."""
         # The wait for workers is part of it, so that a worker that arrives after a long wait does not show as stalled.
         return (self.phase, self.step, self.collected, self.calls, self.waits_for_workers)
 
 
 def situation_of(job: LocalJob) -> Situation:
-    """Return the job's present situation; may be called from any thread."""
+    """Return the job's present situation; thread-safe."""
     plane, progress = job.plane, job.progress
     return Situation(
         phase=progress.phase,
@@ -76,11 +75,11 @@ def situation_of(job: LocalJob) -> Situation:
 
 
 def describe_situation(now: Situation, still_seconds: float, holders: Sequence[Holder] = ()) -> str:
-    """Return a line that describes what a job is doing.
+    """Describe what a job is doing, in one line.
 
     Args:
-        still_seconds: for how long the job has made no progress.
-        holders: holders of its episodes, named after STALLED_SECONDS.
+        still_seconds: how long the job has made no progress.
+        holders: of its episodes, named after STALLED_SECONDS.
     """
     text = now.phase
     if now.collected is not None:
@@ -97,7 +96,7 @@ def describe_situation(now: Situation, still_seconds: float, holders: Sequence[H
 
 
 def held_by(holders: Sequence[Holder]) -> str:
-    """Return a text about the workers with most episodes: how many, for how long, and the last sign of life."""
+    """Describe the workers with most episodes: how many, for how long, and the last sign of life."""
     count = Counter(holder.worker_id for holder in holders)
     parts = []
     for worker, number in count.most_common(SHOWN_HOLDERS):
@@ -120,8 +119,8 @@ def clock(seconds: float) -> str:
 class PlainLines:
     """Decides when to write a line about the situation if no terminal shows it continuously.
 
-    A line with news comes PLAIN_SECONDS after the last line of any kind at the earliest. An unchanged line is repeated
-    after REPEAT_SECONDS, then after twice as long each time.
+    A line with news comes at least PLAIN_SECONDS after the last line of any kind. An unchanged line is repeated after
+    REPEAT_SECONDS, then after twice as long each time.
     """
 
     PLAIN_SECONDS = 10.0
@@ -134,7 +133,7 @@ class PlainLines:
         self._news: object = None
 
     def wrote(self, now: float) -> None:
-        """Note that another line was written at the time `now`."""
+        """Record that another line was written at the time `now`."""
         self._at, self._repeat = now, self.REPEAT_SECONDS
 
     def due(self, news: object, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""Which models the policies of a job begin with: models by name, checkpoints, and what runs have trained."""
+"""The initial models of a job's policies: models by name, checkpoints, and results of runs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from palestra.runtime.run_dir import weights_of_policy, weights_of_run
 def with_models(config: JobConfig, models: str | Mapping[str, str]) -> JobConfig:
     """Return the job with other models for its policies.
 
-    The folder of a run stands for its weights that validated best, or else its newest good checkpoint. If the run has
-    trained several policies, each policy takes the checkpoint of the policy of its own name; `RUN/checkpoints/NAME`
-    names that of another one.
+    The folder of a run means its best validated weights, or else its newest undamaged checkpoint. If the run has
+    trained several policies, each policy takes the checkpoint of its own name; `RUN/checkpoints/NAME` names another
+    one.
 
     Args:
-        models: a model's name or folder, for the one policy that is not frozen; or the folder of a run that has trained
-            several policies, for all policies of the job that are not frozen; or models by the policy's name.
+        models: a model's name or folder, for the only policy that is not frozen; the folder of a run with several
+            trained policies, for all policies that are not frozen; or models by policy name.
 
     Raises:
-        ConfigError: the job or the run has no policy of a name, or it is not clear whose model is meant.
-        NotFound: a run has no checkpoint yet.
+        ConfigError: a policy does not exist, or it is unclear which model is meant.
+        NotFound: a run has no checkpoint.
         CheckpointError: all checkpoints of a run are damaged.
     """
     if isinstance(models, str):
@@ -42,15 +42,10 @@ def with_models(config: JobConfig, models: str | Mapping[str, str]) -> JobConfig
 
 
 def with_checkpoints(config: JobConfig) -> JobConfig:
-    """Return the job with a checkpoint in place of each `policies.NAME.model` that is of a run; see `with_models`.
+    """Return the job with a checkpoint in place of each `policies.NAME.model` that names a run; see `with_models`.
 
-    That is the folder of a run that has trained one policy, or `RUN/checkpoints/NAME`. The checkpoint is looked up
-    before the run begins, and the run's own configuration names it.
-
-    Raises:
-        NotFound: a run has no checkpoint yet.
-        ConfigError: a run has trained several policies, and none of them is named.
-        CheckpointError: all checkpoints of a run are damaged.
+    It may be the folder of a run with one trained policy, or `RUN/checkpoints/NAME`. The checkpoint is resolved before
+    the run begins, and the run's own configuration names it.
     """
     found = {name: weights_of_run(policy.model) for name, policy in config.policies.items()}
     policies = {name: policy.model_copy(update={"model": found[name]}) for name, policy in config.policies.items()}
@@ -58,7 +53,7 @@ def with_checkpoints(config: JobConfig) -> JobConfig:
 
 
 def trained_in(folder: str) -> tuple[str, ...]:
-    """Return the names of the policies that a run has trained; of what is not the folder of a run, none."""
+    """Return the names of the policies that a run has trained; empty for another folder."""
     run = Path(folder)
     if not ((run / "run.db").is_file() and (run / SAVED_CONFIG).is_file()):
         return ()
@@ -66,7 +61,7 @@ def trained_in(folder: str) -> tuple[str, ...]:
 
 
 def run_of(model: str) -> Path | None:
-    """Return the folder of the run that a folder is, or whose checkpoint it is; None: it is neither."""
+    """Return a folder's run, if it is a run or one of its checkpoints; None: it is neither."""
     place = Path(model)
     for run in (place, *place.parents):
         if (run / "run.db").is_file() and (run / SAVED_CONFIG).is_file():
@@ -77,18 +72,15 @@ def run_of(model: str) -> Path | None:
 def config_of_run(
     model: str, environment: str | None = None, overrides: Mapping[str, Any] | None = None
 ) -> JobConfig | None:
-    """Return the settings with which a run plays its episodes, for an evaluation of what it has trained.
+    """Return the settings with which a run plays its episodes, to evaluate its result.
 
-    Addresses, folders, trackers and seats are left out.
+    Addresses, folders, trackers and external players are left out. For the checkpoint of one of several policies, only
+    this policy is included. None: `model` does not belong to a run.
 
     Args:
         model: folder of a run or of one of its checkpoints.
-        environment: name of what is played now. What the run has played is played only if its name is given.
+        environment: name of the environment to play. The run's own is only used if it has this name.
         overrides: values by dotted key, which replace those of the run.
-
-    Returns:
-        The configuration; of the checkpoint of one of several policies, with this policy alone. None: `model` is of no
-        run.
     """
     if (run := run_of(model)) is None:
         return None

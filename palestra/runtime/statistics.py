@@ -1,6 +1,6 @@
-"""Means with their intervals, and whether two algorithms differ: paired tests, corrected for their number.
+"""Means with confidence intervals, and comparison of two algorithms: paired tests, corrected for their number.
 
-Everything here is a closed form over a handful of numbers, so that no library of statistics has to be installed.
+All formulas are closed forms over a handful of numbers, so that no library of statistics is needed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ MOST_EXACT = 16  # pairs up to which all assignments of signs are enumerated: 65
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean of independent values, such as one a seed, a task or a game.
+    """A mean of independent values, such as one per seed, task or game.
 
     Attributes:
-        mean: the mean.
-        half: half the width of the 95 % confidence interval of the mean, by Student's t; None: there is one value only.
-        count: number of values.
+        half: half the width of the 95 confidence interval of the mean, by Student's t; None: there is only one value.
     """
 
     mean: float
@@ -31,13 +29,13 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The difference of two algorithms over the seeds that both have.
+    """The difference of two algorithms over their common seeds.
 
     Attributes:
         estimate: mean of the differences, with its interval.
-        p_t: two-sided p of the paired t-test; None: one pair only, or all differences are equal and not 0.
+        p_t: two-sided p of the paired t-test; None: only one pair, or all differences are equal and not 0.
         p_exact: two-sided p of the exact permutation of signs; None: over `MOST_EXACT` pairs, unless all differences
-            are equal. It is there wherever `p_t` is not.
+            are equal. At least one of the two exists.
     """
 
     estimate: Estimate
@@ -46,18 +44,18 @@ class Difference:
 
     @property
     def p(self) -> float:
-        """Return the p of the t-test or, where there is none, the exact one."""
+        """Return the p of the t-test or, without one, the exact p."""
         p = self.p_exact if self.p_t is None else self.p_t
         assert p is not None
         return p
 
 
 def student_t(t: float, degrees: int) -> float:
-    """Return the probability that Student's t lies within -t and t (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4).
+    """Return the probability that Student's t is between -t and t (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4).
 
     Args:
-        t: the bound, at least 0.
-        degrees: degrees of freedom, at least 1.
+        t: at least 0.
+        degrees: at least 1.
     """
     angle = math.atan2(t, math.sqrt(degrees))
     sine, cosine = math.sin(angle), math.cos(angle)
@@ -72,11 +70,11 @@ def student_t(t: float, degrees: int) -> float:
 
 @cache
 def t_quantile(probability: float, degrees: int) -> float:
-    """Return the bound t within which Student's t lies with this probability, found by bisection.
+    """Return the t for which Student's t is between -t and t with this probability, by bisection.
 
     Args:
         probability: at least 0, below 1.
-        degrees: degrees of freedom, at least 1.
+        degrees: at least 1.
     """
     low, high = 0.0, 1.0
     while student_t(high, degrees) < probability:
@@ -88,7 +86,7 @@ def t_quantile(probability: float, degrees: int) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of independent values, with its 95 % interval."""
+    """Return the mean of independent values, with its 95 interval."""
     count = len(values)
     mean = math.fsum(values) / count
     if count == 1:
@@ -99,9 +97,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Difference:
     """Compare two algorithms by the differences `first - second`, seed by seed.
 
-    Args:
-        first: values of one algorithm, at least one.
-        second: values of the other, for the same seeds in the same order.
+    Both have values for the same seeds in the same order, at least one.
     """
     differences = [a - b for a, b in zip(first, second, strict=True)]
     found = estimate(differences)
@@ -111,7 +107,7 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Differ
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return the p-values corrected for their number (Holm 1979), in the given order.
 
-    The probability of even one false difference among all of them is at most the bound to which they are held.
+    The probability of even one false difference among all of them is at most the significance level.
     """
     corrected = [0.0] * len(p_values)
     largest = 0.0

@@ -1,4 +1,4 @@
-"""Checkpoints of a running job that its engine answers as, so that people can talk to them."""
+"""Loads checkpoints of a running job into its engine, for the chat playground."""
 
 from __future__ import annotations
 
@@ -27,30 +27,24 @@ class LoadedCheckpoint(BaseModel):
 
 
 class TalkCheckpoints:
-    """The checkpoint that the engine has beside the present policies: one at a time, because each is a whole model."""
+    """The engine's additional checkpoint: one at a time, because each is a whole model."""
 
     def __init__(self, config: JobConfig, folder: Path, policies: PolicySet) -> None:
-        """Load nothing.
+        """Begin without a checkpoint.
 
         Args:
-            policies: get the one that is loaded, as a past version.
+            policies: gets the loaded one, as a past version.
         """
         self._config, self._folder, self._policies = config, folder, policies
         self._lock, self._loaded = asyncio.Lock(), ""
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the checkpoints that there are, such as `policy@step-20`, the newest of each first."""
+        """Return the names of existing checkpoints, such as `policy@step-20`, each policy's newest first."""
         return list(all_checkpoints(self._config, self._folder))
 
     async def load(self, name: str) -> None:
-        """Let the engine answer as a checkpoint, in place of the one that was loaded before.
-
-        Raises:
-            NotFound: there is no such checkpoint, or not any more.
-            CheckpointError: it is damaged.
-            ModelError: its weights do not fit the model.
-        """
+        """Load a checkpoint into the engine, replacing the previous one."""
         async with self._lock:
             if name == self._loaded:
                 return
@@ -75,10 +69,11 @@ def add_checkpoint_route(app: FastAPI, plane: DataPlane, checkpoints: TalkCheckp
 
     @app.post("/v1/checkpoints/{name}", tags=["model"])
     async def load(request: Request, name: str) -> LoadedCheckpoint:
-        """Let the engine answer as a checkpoint of this job, beside its present policies, until another one is loaded.
+        """Let the engine answer as a checkpoint of this job, in addition to its present policies, until another is
+        loaded.
 
-        Calls that are made with the key for talking are not recorded. The key of an episode does not open this route:
-        an episode is played by the policies that the job gives it.
+        Calls with the chat playground's key are not recorded. An episode's key is refused: the job chooses the policies
+        that play an episode.
         """
         if not (plane.keys.opens_job(request) or plane.keys.opens_talk(request)):
             raise Forbidden("this is the key of an episode; a checkpoint is loaded with the job's key")

@@ -25,8 +25,8 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Files | None = None,
 
     Args:
         read: result of `read_files`; None: the files are read now.
-        given: splits whose tasks a client pushes: the environment generates none of them, and the client says which
-            task is the last.
+        given: splits whose tasks a client pushes; the environment generates none of them, and the client marks the last
+            task.
     """
     if config.kind == "inference" or await known.sealed():
         return
@@ -52,11 +52,7 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Files | None = None,
 
 
 def read_files(config: JobConfig) -> Files:
-    """Check the task files that a job names; a job that serves a model has none.
-
-    Raises:
-        ConfigError: there is no such file, a line is not a task, or there is no training task.
-    """
+    """Read and check the task files of a job; a serving job has none."""
     if config.kind == "inference" or config.tasks.train is None:
         return {}
     validation, train = config.tasks.validation, config.tasks.train
@@ -72,11 +68,7 @@ def check_sizes(files: Files, max_body_bytes: int) -> None:
     """Check that each task can be pushed to a data plane.
 
     Args:
-        files: tasks by split.
         max_body_bytes: the data plane's limit of a request body.
-
-    Raises:
-        ConfigError: one task alone exceeds the limit.
     """
     for file in files.values():
         for data in file:
@@ -89,10 +81,10 @@ def check_sizes(files: Files, max_body_bytes: int) -> None:
 
 
 def _named(data: dict[str, Any]) -> Task:
-    """Return a task from data of a file, which was checked when it was read."""
+    """Return a task from a file's data, which was checked when it was read."""
     return Task(task_id=name_in(data) or f"t{task_digest(data)}", data=data)
 
 
 def task_of(data: dict[str, Any]) -> Task:
-    """Return a task from its data, which has its name in `id` or gets one."""
+    """Return a task from its data, named by `id` or a new name."""
     return Task(task_id=task_id_of(TaskBody(data=data)), data=data)

@@ -1,4 +1,4 @@
-"""`JobTerms`: how a job is started, beside its configuration."""
+"""`JobTerms`: how a job is started, apart from its configuration."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ class JobTerms:
     """How a job is started.
 
     Attributes:
-        weights: folders to load models from, instead of the policies' `model`, by the policy's name.
-        scored: tasks to score the models on, once each, without training. None: the job does what its configuration
-            says.
-        own_code: whether `algorithm.name` may be a class of the user's own; never true in a server.
-        given: splits whose tasks are pushed to the job, so that its environment makes none; see `load_tasks`.
-        places: where its processes run beside this one.
-        most_replicas: inference workers that those who have the job's key may ask for; None: any number.
+        weights: folders that replace the policies' `model`, by policy.
+        scored: tasks to score the models on, once each, without training. None: the job follows its configuration.
+        own_code: whether `algorithm.name` may be a user's class; never true in a server.
+        given: splits whose tasks are pushed to the job, so that its environment generates none; see `load_tasks`.
+        places: where its other processes run.
+        most_replicas: limit of inference workers that holders of the job's key may request; None: any number.
     """
 
     weights: Mapping[str, str] = field(default_factory=dict)

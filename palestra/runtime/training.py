@@ -51,51 +51,50 @@ def train(
     resume: bool = False,
     quiet: bool = False,
 ) -> TrainResult:
-    """Train a model on episodes that are played in this process, showing progress.
+    """Train a model on episodes that are played in this process, and show progress.
 
     Exactly one of `rollout`, `environment`, `reward` and `config.environment` says how an episode is played. A rollout
-    function calls the model server, which listens on a loopback port, like a remote one. Environments run beside the
-    server, without HTTP: their code on the event loop must not block.
+    function calls the model server, which listens on a loopback port, like a remote one. Environments call it in the
+    same process, without HTTP: their code on the event loop must not block.
 
     Args:
-        rollout: a function `(task, endpoint)`, sync or async; it gets a task and a `ModelEndpoint` (base_url, api_key,
-            model for any OpenAI client) and returns a reward, rewards by agent, or a `RolloutResult`. An exception
-            gives the episode back and is no reward. Or a `RolloutSpec`: an environment, and the agents that act in it.
+        rollout: a function `(task, endpoint)`, sync or async. It gets a task and a `ModelEndpoint` (base_url, api_key,
+            model for any OpenAI client) and returns a reward, rewards by agent, or a `RolloutResult`. After an
+            exception the episode is released without a reward. Or a `RolloutSpec`: an environment, and its agents.
         tasks: JSON objects: a list, an iterator, a data set of `datasets`, a DataFrame, or the path of a JSONL file. A
-            rollout function, environment or reward gets each task with all of its keys; `id` also names it. From an
-            iterator, which may be endless, as many are taken as the job has groups. May be empty if the configuration
-            names files, or an environment that makes its own tasks; such an environment makes none where some are
-            given.
+            rollout function, environment or reward gets each task with all of its keys; `id` also names it. An iterator
+            may be endless: the job takes one task for each group. May be empty if the configuration names files, or an
+            environment that generates tasks; with tasks given, such an environment generates none.
         config: the job; None for the defaults. The server takes any free port, unless the job has `seats` and
-            `server.port` is given: their workers call it from other processes.
-        model: name of a model, or folder of a model, of a checkpoint, or of a run, which stands for its weights that
-            validated best (`checkpoints/best`), or else its newest checkpoint; or models by the policy's name. Of a run
-            that has trained several policies each policy takes the checkpoint of its own name, and
-            `RUN/checkpoints/NAME` is that of one. None: the configuration's.
-        environment: class of an environment, a function without arguments that makes one, or the name of one that ships
-            with Palestra (`palestra environments`). Or a class, an instance or an id of Gymnasium, which
-            `GymnasiumEnvironment` plays: actions are read from the reply's text.
+            `server.port` is given: external players call it from other processes.
+        model: a model's name, or the folder of a model, a checkpoint, or a run (its best validated weights in
+            `checkpoints/best`, or else its newest checkpoint); or models by policy name. For a run with several trained
+            policies, each policy takes the checkpoint of its own name; `RUN/checkpoints/NAME` names one. None: the
+            configuration's.
+        environment: an environment's class, a factory without arguments, or the name of one that ships with Palestra
+            (`palestra environments`). Or a class, an instance or an id of Gymnasium, which `GymnasiumEnvironment`
+            adapts: actions are read from the reply's text.
         reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or a function in TRL's form.
-            Either may ask by name for `finish_reason`, `messages`, `calls`, `prompt_tokens`, `completion_tokens` and
-            `completion_ids`. None is not scored, and left out. Several rewards by name, which the job weighs and
-            adds up (`algorithm.reward_weights`), are a dict of functions, or a function that returns a dict of numbers;
-            None in place of one leaves that one out.
-        validation_tasks: held-out tasks, in the same forms, in place of those of an environment; scored greedily every
+            Either may have parameters named `finish_reason`, `messages`, `calls`, `prompt_tokens`, `completion_tokens`
+            and `completion_ids`. A result of None is not scored, and left out. Several named rewards, which the job
+            weights and adds up (`algorithm.reward_weights`), are a dict of functions, or a function that returns a dict
+            of numbers; None leaves out one of them.
+        validation_tasks: held-out tasks, in the same forms, instead of the environment's; scored greedily every
             `evaluation.every_steps` steps.
-        concurrency: number of episodes that are played at the same time; None: one step's episodes, at most 64.
+        concurrency: number of concurrent episodes; None: one step's episodes, at most 64.
         resume: whether to continue the run in the configured folder (or the newest of the job's name).
-        quiet: whether to print nothing.
+        quiet: whether to suppress output.
 
     Returns:
         The run's folder, its newest checkpoint, and the rows of its metrics.
 
     Raises:
-        ConfigError: none of the arguments says what is played, or more than one does, or an argument has a wrong type,
-            or `concurrency` is below 1.
+        ConfigError: no argument says what to play, or several do; an argument has a wrong type; or `concurrency` is
+            below 1.
         InvalidRequest: a task is not a JSON object.
         PalestraError: the job failed; the message says why and what to do.
-        KeyboardInterrupt: after Ctrl-C. The step that is being trained is finished, the run is saved, and `resume`
-            continues it. A second Ctrl-C does not wait for that.
+        KeyboardInterrupt: after Ctrl-C. The present training step is finished, the run is saved, and `resume` continues
+            it. A second Ctrl-C does not wait for that.
         SystemExit: after SIGTERM, with exit code 143; the run is saved in the same way.
     """
     environment = adapted(environment)
@@ -125,10 +124,7 @@ def train_until_stopped(
     resume: bool = False,
     quiet: bool = False,
 ) -> tuple[TrainResult, Interrupts]:
-    """Train as `train` does, and also return the received signals, so that a caller may end as it likes.
-
-    The arguments are those of `train`.
-    """
+    """Train like `train`, and also return the received signals, so that the caller chooses how to end."""
     if concurrency is not None:
         concurrency = checked_count("concurrency", concurrency)
     played = resolve_rollout(config, play)
@@ -178,7 +174,7 @@ class Rollouts:
 
 
 def _check_job(config: JobConfig, splits: Mapping[str, Sequence[TaskData]]) -> None:
-    """Refuse a job that trains nothing, has no tasks, or has tasks of a file and given ones as well."""
+    """Raise ConfigError for a job without training or tasks, or with tasks both from files and as arguments."""
     if config.kind != "training":
         raise ConfigError(f"`train` is given a configuration with kind = {config.kind!r}; leave kind out")
     if config.tasks.train is not None and any(splits.values()):
@@ -188,9 +184,9 @@ def _check_job(config: JobConfig, splits: Mapping[str, Sequence[TaskData]]) -> N
 
 
 def _listening(config: JobConfig) -> ServerConfig:
-    """Return the server's settings with a free port, or with the port that a job with seats was given.
+    """Return the server's settings with a free port, or with the configured port of a job with external players.
 
-    Workers of seats run in other processes and have to know the port; a rollout function learns it from its endpoint.
+    These run in other processes and must know the port; a rollout function gets it from its endpoint.
     """
     if config.seats.roles and config.server.port_is_given:
         return config.server
@@ -203,12 +199,7 @@ def _has_tasks(config: JobConfig) -> bool:
 
 
 async def play_until_over(server: JobThread, user: Rollouts) -> None:
-    """Push the tasks and play episodes until the job is over or was stopped.
-
-    Args:
-        server: the job, which is started here.
-        user: the rollout function and its tasks.
-    """
+    """Push the tasks and play episodes until the job, which is started here, is over or was stopped."""
     job = await server.start()
     try:
         async with AsyncClient(job.url, job.api_key, worker_id=OWN_WORKER) as client:

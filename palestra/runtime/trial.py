@@ -1,4 +1,4 @@
-"""Two real steps of a job, in a folder that is removed afterwards: what they took is what `palestra check` prints.
+"""Two real steps of a job, in a temporary folder, which `palestra check` measures.
 
 The trial is the job itself: its model, its environment or the user's own function, its groups and its longest replies.
 Only the learning rate is changed, to nearly zero, so that both steps sample from the same model.
@@ -50,18 +50,17 @@ WORDS = 200  # of a prompt where nothing says what prompts are like
 
 @dataclass(kw_only=True, slots=True)
 class Trial:
-    """What was measured of the job's first steps; all of it also when the time was over before they ended.
+    """Measurements of the job's first steps, even if time ran out before they ended.
 
     Attributes:
-        rows: metrics of each step that ended, under the names of a job with one policy.
-        episodes, calls, completion_tokens: of all steps, those of a step that did not end included.
-        seconds: from the start until the end.
-        load_seconds: from the start until the data plane listened; None: the time was over before.
-        memory_bytes: most memory of this process and of those that it started.
-        gpu_bytes: most memory of the GPU; 0 where none is used.
+        rows: metrics of each finished step, under the names of a job with one policy.
+        episodes, calls, completion_tokens: of all steps, including an unfinished one.
+        load_seconds: from the start until the data plane listened; None: not reached.
+        memory_bytes: peak memory of this process and its children.
+        gpu_bytes: peak GPU memory; 0 without a GPU.
         checkpoint_bytes: of one checkpoint; 0: none was written.
-        stopped: whether the time was over before both steps ended.
-        stand_in: whether the user's agent plays outside, so that one question stood in for its episodes.
+        stopped: whether time ran out before both steps ended.
+        stand_in: whether one question replaced the episodes of an external agent.
     """
 
     rows: list[dict[str, float]] = field(default_factory=list)
@@ -78,24 +77,21 @@ class Trial:
 
 
 def plays_episodes(config: JobConfig) -> bool:
-    """Return whether training episodes are played; else recorded ones are trained."""
+    """Return whether training episodes are played; otherwise recorded ones are trained on."""
     return all(create_algorithm(config.algorithm_of(name)).recorded is None for name in config.trained_policies)
 
 
 def try_steps(
     config: JobConfig, report: Callable[[str], None], limit_seconds: float, rollout: Rollout | None = None
 ) -> Trial:
-    """Run two steps of a training job and return what they took.
+    """Run two steps of a training job and return measurements.
 
     Args:
-        config: the job, which has passed `check_job`.
-        report: is given a line when the trial gets further.
-        limit_seconds: after which the trial ends; what was measured until then is returned.
-        rollout: the user's function, which plays the episodes; None: the job's environment does, or a question that
-            stands in for an agent outside.
-
-    Raises:
-        PalestraError: the job can't run; the message says why.
+        config: has passed `check_job`.
+        report: called with a line on progress.
+        limit_seconds: timeout; returns what was measured until then.
+        rollout: the user's function that plays the episodes; None: the job's environment, or a question that replaces
+            an external agent.
     """
 
     def work(folder: Path) -> Trial:
@@ -108,11 +104,8 @@ def try_model(config: JobConfig, report: Callable[[str], None]) -> None:
     """Open a job that only serves its model, and close it.
 
     Args:
-        config: the job, which has passed `check_job`.
-        report: is given a line before the model is loaded.
-
-    Raises:
-        PalestraError: the model can't be loaded, or served with this configuration.
+        config: has passed `check_job`.
+        report: called with a line before the model is loaded.
     """
 
     async def opened(trial: JobConfig) -> None:
@@ -128,7 +121,7 @@ def try_model(config: JobConfig, report: Callable[[str], None]) -> None:
 
 
 def _in_trial_folder(config: JobConfig, work: Callable[[Path], T]) -> T:
-    """Return what `work` returns for a new folder, which is removed; a log that an error names is kept."""
+    """Return what `work` returns for a temporary folder; a log that an error names is kept."""
 
     def keeping_logs(folder: Path) -> T:
         try:
@@ -214,7 +207,7 @@ def _count(trial: Trial, config: JobConfig) -> None:
 
 
 async def _until_over(job: LocalJob, rollout: Rollout | None, concurrency: int) -> None:
-    """Run the job, with the user's function in a thread of its own, where blocking code stops nothing else."""
+    """Run the job, with the user's function in its own thread, where blocking code is harmless."""
     if rollout is None:
         await job.run()
         return
@@ -241,7 +234,7 @@ def _plays_outside(config: JobConfig) -> bool:
 
 
 def _stand_in_task(config: JobConfig) -> dict[str, Any]:
-    """Return the task that stands in for those that come later: a question, or a conversation that fits the context."""
+    """Return a task that replaces later ones: a question, or a conversation that fits the context."""
     if plays_episodes(config):
         return {"prompt": "word " * WORDS}
     half = "word " * (min(WORDS, config.policies[config.players.default].max_context // 10) // 2)
@@ -249,7 +242,7 @@ def _stand_in_task(config: JobConfig) -> dict[str, Any]:
 
 
 class _StandIn(Environment):
-    """One question, which is the task itself, and any answer; half of the answers earn something."""
+    """One question, which is the task itself, and any answer; half of the answers earn a reward."""
 
     blocking = False
 

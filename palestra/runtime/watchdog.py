@@ -1,4 +1,4 @@
-"""The watchdog: ends a training job in which nothing happens any more, and names the part that is stuck."""
+"""The watchdog: ends a training job without progress, and names the stuck part."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ NO_WORKER = "collectors: no worker plays; start one (palestra worker), or wait f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobActivity:
-    """What a job does at one moment.
+    """The activity of a job at one moment.
 
     Attributes:
-        part: of the job that is at work.
-        phase: what it does, in words.
+        part: of the job that is active.
+        phase: for people.
         collects: whether the phase waits for episodes.
         episodes: by state.
-        workers: that are claiming or playing.
-        plays_itself: whether runners of the job's own play its episodes.
-        engines: their loads.
-        holders: workers that hold episodes, those that have been silent longest first.
+        workers: number that claim or play.
+        plays_itself: whether the job's own runners play its episodes.
+        holders: workers that hold episodes, the longest silent first.
     """
 
     part: Part
@@ -44,10 +43,10 @@ class JobActivity:
 
 
 def stuck_part(now: JobActivity) -> str | None:
-    """Return which part of a job holds up all others, in words; None: the job is in order, and no worker plays.
+    """Describe which part of a job blocks all others; None: the job is in order, and no worker plays.
 
     Args:
-        now: a moment at which nothing has happened for long.
+        now: taken after a long time without progress.
     """
     if now.part is Part.TASKS:
         return None
@@ -89,16 +88,16 @@ class Watchdog:
         """Prepare; `run` watches.
 
         Args:
-            plane: whose tokens, steps and workers are looked at.
-            plays_itself: whether runners of the job's own play its episodes.
+            plane: its tokens, steps and workers are watched.
+            plays_itself: whether the job's own runners play its episodes.
         """
         self._config, self._plane, self._plays_itself, self._clock = config, plane, plays_itself, clock
 
     async def run(self) -> None:
-        """Watch until the job has been stuck for too long; a watchdog that is switched off watches for ever.
+        """Watch until the job has been stuck for too long; a disabled watchdog never returns.
 
         Raises:
-            JobStuck: nothing has happened for `seconds`; the message names the stuck part.
+            JobStuck: no progress for `seconds`; the message names the stuck part.
         """
         if not self._config.seconds:
             await asyncio.Event().wait()
@@ -118,11 +117,11 @@ class Watchdog:
                 )
 
     def _done(self) -> tuple[int, int]:
-        """Return what grows with every accepted token, and with every step."""
+        """Return numbers that grow with every accepted token and every step."""
         return self._plane.sessions.context.counts["completion_tokens"], self._plane.progress.step
 
     async def _why(self) -> str | None:
-        """Return which part is stuck, see `stuck_part`; the store may be it."""
+        """Return which part is stuck, possibly the store; see `stuck_part`."""
         try:
             async with asyncio.timeout(STORE_SECONDS):
                 return stuck_part(await self._situation())

@@ -1,1 +1,1 @@
-"""Records, lifecycles and wire formats that more than one room uses."""
+"""Records, lifecycles and wire formats shared by several packages."""

@@ -1,4 +1,4 @@
-"""Base servers that a service starts for jobs with `base = "shared"`: what they are, and how busy they are."""
+"""Base servers that a service starts for jobs with `base = "shared"`, and their load."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from palestra.types.states import BaseState
 
 
 class BaseKind(NamedTuple):
-    """What jobs need of a base server: those of one kind may share one.
+    """What jobs need from a base server; jobs with equal kinds may share one.
 
     Attributes:
-        model: the base, as the jobs name it.
-        deterministic: whether its samples and weights have the same bits with any other work beside them.
+        deterministic: whether its samples and weights have the same bits whatever else it computes.
     """
 
     model: str
@@ -23,13 +22,12 @@ class BaseKind(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseLoad:
-    """How busy a base server is, as it says itself.
+    """The load of a base server, as it reports it.
 
     Attributes:
-        waiting: requests in the queue of its trainer, those that are being computed included.
-        longest_wait: seconds since the oldest of them came; 0.0: there is none.
-        policies: of all jobs that are connected.
-        tokens: that the trainer has computed for the jobs that are there, each other request counted as some.
+        waiting: training requests in its queue, including running ones.
+        longest_wait: seconds since the oldest arrived; 0.0: none waits.
+        tokens: computed by the trainer for present jobs; each request without tokens counts a fixed number.
     """
 
     waiting: int = 0
@@ -40,18 +38,13 @@ class BaseLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseRecord:
-    """A base server, as the control store keeps it until it has ended.
+    """A base server in the control store.
 
     Attributes:
-        base_id: unique in the control store.
-        kind: its model, and whether it is deterministic.
-        state: of its lifecycle; see `states.TRANSITIONS`.
-        reason: of the newest change of state.
-        node: where it runs.
-        resources: what it holds there.
-        address: that jobs connect to, which stays when the server is started again; None before the first start.
+        reason: of the newest state change.
+        address: for jobs; kept across restarts. None before the first start.
         created_at: Unix seconds.
-        changed_at: Unix seconds of the newest change of state.
+        changed_at: Unix seconds of the newest state change.
         starts: how often it became LOADING.
     """
 

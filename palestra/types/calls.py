@@ -1,4 +1,4 @@
-"""The record of a model call, and what it is made of: token ids, logprobs, versions and sampling parameters."""
+"""The record of a model call, and its parts: token ids, logprobs, versions and sampling parameters."""
 
 from __future__ import annotations
 
@@ -60,21 +60,20 @@ FIRST_VERSION = PolicyVersion(0, 0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """The parameters with which the tokens of one call are sampled.
+    """Sampling parameters of one call.
 
     Attributes:
         temperature: 0: greedy.
-        max_tokens: longest reply.
-        seed: of this call; equal seeds on equal prompts and weights give equal tokens.
-        min_tokens: shortest reply: stop tokens can't be sampled before.
-        top_p: only the most probable tokens that together have this probability; 1: all.
-        top_k: only so many of the most probable tokens; 0: all.
+        seed: equal seeds on equal prompts and weights give equal tokens.
+        min_tokens: stop tokens can't be sampled before.
+        top_p: nucleus sampling; 1: all tokens.
+        top_k: 0: all tokens.
         stop_ids: tokens that end the reply, in addition to the policy's own.
-        presence_penalty: subtracted once from the score of a token that the reply contains.
-        frequency_penalty: subtracted as often as the reply contains the token.
-        logit_bias: pairs of a token and what is added to its score.
-        grammar: what the reply has to match, in llguidance's JSON form; "": anything.
-        top_logprobs: how many of the most probable tokens to report at each position.
+        presence_penalty: subtracted once from the logit of a token in the reply.
+        frequency_penalty: subtracted once for each occurrence of a token in the reply.
+        logit_bias: (token, summand of its logit).
+        grammar: for the reply, in llguidance's JSON form; "": unconstrained.
+        top_logprobs: number of most probable tokens to report at each position.
     """
 
     temperature: float
@@ -109,13 +108,11 @@ MOST_LISTED = 1024  # tokens in `logit_bias`, and in `stop_ids`
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledTokens:
-    """A piece of a reply: consecutive tokens sampled from one version of the policy.
+    """A part of a reply: consecutive tokens sampled from one version of the policy.
 
     Attributes:
-        ids: the tokens.
-        logprobs: of each token in the distribution it was sampled from, natural log; at temperature 0 of the softmax.
-        version: of the weights.
-        top: for each token pairs (token, logprob) of the most probable ones; (): not requested.
+        logprobs: of each token in the sampling distribution, natural log; at temperature 0 of the softmax.
+        top: for each token, (token, logprob) of the most probable ones; (): not requested.
     """
 
     ids: tuple[int, ...]
@@ -125,22 +122,14 @@ class SampledTokens:
 
 
 class VersionSpan(NamedTuple):
-    """A run of completion tokens that were sampled from one version of the policy.
-
-    Attributes:
-        version: of the weights.
-        tokens: how many consecutive tokens.
-    """
+    """A number of consecutive completion tokens from one version of the policy."""
 
     version: PolicyVersion
     tokens: int
 
 
 class MediaSpan(NamedTuple):
-    """An image in a prompt:
-
-    `tokens` placeholder ids from position `start` stand for the bytes with the SHA-256 `digest`.
-    """
+    """An image in a prompt: `tokens` placeholder ids from position `start`, for the bytes with the SHA-256 `digest`."""
 
     start: int
     tokens: int
@@ -148,9 +137,9 @@ class MediaSpan(NamedTuple):
 
 
 class TokenSequence(NamedTuple):
-    """Token ids, and the images for which some of them are placeholders.
+    """Token ids, and the images for some of them as placeholders.
 
-    Two sequences are equal up to a position only if both the ids and the digests of the images are.
+    Two sequences have a common prefix only if ids and image digests are equal.
 
     Attributes:
         ids: int32 [N].
@@ -162,10 +151,7 @@ class TokenSequence(NamedTuple):
 
 
 class GrammarSpan(NamedTuple):
-    """A reply in a row that was sampled to match a grammar:
-
-    `tokens` ids from position `start`, from the reply's beginning.
-    """
+    """A reply in a row sampled with a grammar: `tokens` ids from position `start`, from the reply's beginning."""
 
     start: int
     tokens: int
@@ -177,29 +163,29 @@ class GrammarSpan(NamedTuple):
 class Chat:
     """One call of a model, token by token.
 
-    Only what differs from `parent` is stored, because the prompts of a conversation would otherwise take quadratic
-    space; the properties read the rest through the parents.
+    Only the difference from `parent` is stored, because the prompts of a conversation would otherwise take quadratic
+    memory; the properties read the rest through the parents.
 
     Attributes:
         episode_id: of the episode.
         fence: of the lease under which the call was made.
         index: grows in the order in which the prompts of this lease were made; a failed call leaves a gap.
-        time_step: interaction with the environment to which the call belongs.
+        time_step: TimeStep of the environment to which the call belongs.
         agent: the agent that made the call.
         policy: the policy that was sampled.
-        parent: earlier call with which the prompt has most leading ids in common; None: it has none in common with any.
-        shared: how many leading prompt ids are the parent's, of its prompt and completion; 0 without a parent.
-        shared_messages: how many leading messages are the parent's messages and reply; 0 without a parent.
+        parent: earlier call with the longest common prefix; None: no common prefix with any.
+        shared: number of leading prompt ids that are the parent's prompt and completion; 0 without a parent.
+        shared_messages: number of leading messages that are the parent's messages and reply; 0 without a parent.
         new_messages: the other messages, as the agent sent them.
         prompt_tail: int32 [P - shared], the other prompt ids.
         media: images in the tail, by their positions in the whole prompt.
-        tools: tools that were offered, in OpenAI's shape.
+        tools: offered tools, in OpenAI's shape.
         reply: the completion, parsed.
         completion_ids: int32 [C], with the stop token if one was sampled.
         logprobs: float32 [C].
         versions: of the completion's tokens; their lengths add up to C.
         finish_reason: "length": the reply was cut at its token limit.
-        fork: where exact tokens of an earlier call were lost; None: nothing that the agent meant to keep was lost.
+        fork: where exact tokens of an earlier call were lost; None: the agent did not mean to keep lost tokens.
         stop: stop string that ended the reply; None: a stop token or the limit did.
         sampling: how the completion was sampled.
         request_digest: of the request body, to recognise a retry.
@@ -233,7 +219,7 @@ class Chat:
 
     @property
     def is_raw(self) -> bool:
-        """Return whether the prompt was text or token ids, and no messages."""
+        """Return whether the prompt was text or token ids instead of messages."""
         return not self.shared_messages and not self.new_messages
 
     @property
@@ -248,22 +234,22 @@ class Chat:
 
     @property
     def extends(self) -> Chat | None:
-        """Return the parent if the prompt starts with all of its prompt and completion, else None."""
+        """Return the parent if the prompt starts with its whole prompt and completion, else None."""
         return self.parent if self.parent is not None and self.shared == self.parent.tokens else None
 
     @property
     def prompt_ids(self) -> Ids:
-        """Return the ids of the prompt, int32 [P], put together from the parts of this call and its ancestors."""
+        """Return the ids of the prompt, int32 [P], assembled from this call and its ancestors."""
         return self._leading(self.prompt_tokens)
 
     @property
     def ids(self) -> Ids:
-        """Return the ids of prompt and completion, int32 [P + C], put together from this call and its ancestors."""
+        """Return the ids of prompt and completion, int32 [P + C], assembled from this call and its ancestors."""
         return self._leading(self.tokens)
 
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
-        """Return all messages of the prompt, put together from the parts of this call and its ancestors."""
+        """Return all messages of the prompt, assembled from this call and its ancestors."""
         pieces: list[tuple[ChatMessage, ...]] = [self.new_messages]
         end = self.shared_messages
         chat = self.parent
@@ -275,7 +261,7 @@ class Chat:
 
     @property
     def all_media(self) -> tuple[MediaSpan, ...]:
-        """Return the images of the whole prompt, in order; an ancestor's as far as the prompt shares its ids."""
+        """Return the images of the whole prompt, in order; an ancestor's if the prompt shares its ids."""
         spans = (
             span._replace(tokens=min(span.tokens, end - span.start))
             for call, end in self.lineage()
@@ -290,7 +276,7 @@ class Chat:
         return TokenSequence(self.ids, self.all_media)
 
     def lineage(self) -> Iterator[tuple[Chat, int]]:
-        """Yield this call and its ancestors, each with the number of its leading ids with which this call starts."""
+        """Yield this call and its ancestors, each with the number of its leading ids that this call starts with."""
         chat, end = self, self.tokens
         while True:
             yield chat, end

@@ -7,22 +7,22 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """The source of time for a server, an engine or a store; tests pass one that they can set."""
+    """The source of time for a server, an engine or a store; tests use one that they can set."""
 
     def now(self) -> float:
-        """Return Unix seconds, for people to read and to store.
+        """Return Unix seconds, for people and for storage.
 
         They may jump, so durations are not measured with them.
         """
         ...
 
     def monotonic(self) -> float:
-        """Return seconds that never go back. All durations and leases are measured with them."""
+        """Return seconds that never go back, for all durations and leases."""
         ...
 
 
 class SystemClock:
-    """The clocks of the machine, which every program outside of tests uses."""
+    """The clocks of the machine, used by all programs except tests."""
 
     def now(self) -> float:
         """Return Unix seconds from the machine's clock, which may jump."""

@@ -24,7 +24,7 @@ Amount = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 
 
 class ProcessBody(Body):
-    """What one process holds while it runs."""
+    """The resources of one process."""
 
     cpus: float = Field(
         1.0, ge=0, allow_inf_nan=False, description="Cores. A request that leaves them out on a shared base: 0.25."
@@ -44,7 +44,7 @@ class ProcessBody(Body):
 
 
 class BundleBody(ProcessBody):
-    """What each process of one role holds, in place of a part of what the job's own process holds."""
+    """The resources of each process of one role, apart from the job's own process."""
 
     role: Role = Field(
         description="`engine`: inference workers that the job starts (`engine.replicas`); `trainer`: ranks "
@@ -61,9 +61,9 @@ class BundleBody(ProcessBody):
     @model_validator(mode="wrap")
     @classmethod
     def _name_role_and_value(cls, given: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
-        """Let the first error of a bundle say of which role it is, and which value is wrong.
+        """Name the role and the value in the first error of a bundle.
 
-        A list of bundles knows them by their number alone, which is not what a user has written.
+        A list of bundles only has their indices, which users do not write.
         """
         try:
             return read(given)
@@ -81,7 +81,7 @@ class BundleBody(ProcessBody):
 
 
 class ResourcesBody(ProcessBody):
-    """What a job holds while it runs: resources of its own process, and its bundles (docs/how-to/nodes.md)."""
+    """The resources of a job: of its own process, and its bundles (docs/how-to/nodes.md)."""
 
     bundles: list[BundleBody] = Field(
         [],
@@ -133,7 +133,7 @@ class SubmitJob(Body):
 
 
 class JobView(Body):
-    """A job as the users of its tenant see it, in the answers of `/jobs`."""
+    """A job as its tenant's users see it, in the answers of `/jobs`."""
 
     job_id: str
     name: str
@@ -176,7 +176,7 @@ class JobList(Body):
 
 
 class TenantChangeView(Body):
-    """One change of the state of any job of the tenant, in the stream of `GET /events`."""
+    """A state change of any job of the tenant, in the stream of `GET /events`."""
 
     number: int = Field(description="1, 2, … in each tenant.")
     job_id: str
@@ -204,7 +204,7 @@ class ServerView(Body):
 
 
 class JobKeyView(Body):
-    """Answer of the route that replaces the key of a job's data plane: the new key, which is shown this once."""
+    """Answer of the route that replaces the key of a job's data plane: the new key, shown once."""
 
     api_key: str
 
@@ -230,7 +230,7 @@ class ArtifactView(Body):
 
 
 class NodeView(Body):
-    """A node of the cluster: how much it has, and how much of it is free."""
+    """A node of the cluster: its resources, and how much is free."""
 
     node_id: str
     alive: bool
@@ -249,7 +249,7 @@ class NodeView(Body):
 
 
 class QuotaBody(Body):
-    """The most that the jobs of a tenant may hold at the same time. None: as much as there is."""
+    """The resources that a tenant's jobs may use at the same time. None: unlimited."""
 
     jobs: int | None = Field(None, ge=0, lt=2**31, description="Jobs that may run; more wait. 0 pauses the tenant.")
     cpus: Amount | None = None
@@ -264,7 +264,7 @@ class QuotaBody(Body):
 
 
 class InUse(Body):
-    """The resources that the jobs of a tenant hold now."""
+    """The resources that a tenant's jobs use now."""
 
     jobs: int
     cpus: float
@@ -309,7 +309,7 @@ class ClusterView(Body):
 
 
 class Drain(Body):
-    """Request of `POST /cluster/drain`: start no further job, or start jobs again."""
+    """Request of `POST /cluster/drain`: stop or resume starting jobs."""
 
     on: bool = True
 
@@ -328,7 +328,7 @@ class ChangeRole(Body):
 
 
 class UserView(Body):
-    """A user of the tenant. A user who was removed stays in the list, with the time of the removal."""
+    """A user of the tenant. A removed user stays in the list, with the time of the removal."""
 
     name: str
     role: str
@@ -343,7 +343,7 @@ class AddTenant(Body):
 
 
 class ChangeTenant(Body):
-    """Request of `PATCH /tenants/{name}`: change what a tenant may hold at the same time."""
+    """Request of `PATCH /tenants/{name}`: change a tenant's quota."""
 
     quota: QuotaBody = Field(description="What is left out stays as it is; null takes a limit away.")
 
@@ -355,14 +355,14 @@ class SetPrivate(Body):
 
 
 class TenantView(Body):
-    """A tenant, and the most that its jobs may hold at the same time."""
+    """A tenant and its quota."""
 
     name: str
     quota: QuotaBody
 
 
 class LimitsBody(Body):
-    """The limits of a new key. None: the limit of the key with which the new one is made."""
+    """The limits of a new key. None: those of the key that creates it."""
 
     requests_per_minute: Annotated[float, Field(ge=1, lt=2**53, allow_inf_nan=False)] | None = None
     burst: Limit | None = Field(None, description="Requests that may come at the same moment.")
@@ -393,7 +393,7 @@ class MakeKey(Body):
 
 
 class KeyView(Body):
-    """A key without its secret, so that this answer opens nothing."""
+    """A key without its secret."""
 
     key_id: str
     user: str
@@ -406,13 +406,13 @@ class KeyView(Body):
 
 
 class NewKeyView(KeyView):
-    """A key that was just made, with its secret, which is shown this once."""
+    """A new key with its secret, shown once."""
 
     secret: str
 
 
 class IdentityView(Body):
-    """Answer of `GET /me`: the tenant and user to whom the calling key belongs, and what they may do."""
+    """Answer of `GET /me`: tenant, user and permissions of the calling key."""
 
     tenant: str
     user: str

@@ -1,4 +1,4 @@
-"""A conversation as a task: what `algorithm.name = "sft"` learns from where it learns from no run."""
+"""A conversation as a task, which `algorithm.name = "sft"` learns from if it has no run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_REPLIES = 1_000
 
 
 class _Conversation(BaseModel):
-    """The keys of a conversation; a task may have others, which are kept with the episode."""
+    """The keys of a conversation; other keys of the task are stored with the episode."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -27,11 +27,7 @@ class _Conversation(BaseModel):
 
 
 def read_conversation(task: Task) -> tuple[tuple[ChatMessage, ...], tuple[dict[str, Any], ...], float]:
-    """Return messages, tools and reward of a task that is a conversation.
-
-    Raises:
-        ConfigError: it is none, it has no reply, or it has too many.
-    """
+    """Return messages, tools and reward of a task that is a conversation."""
     try:
         found = _Conversation.model_validate(task.data)
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""Messages of the environment protocol, by which an environment is played over a network.
+"""Messages of the environment protocol, which plays an environment over a network.
 
-`docs/reference/environment-protocol.md` describes what they mean. A server refuses keys that it does not know, and a
-client ignores them, so that a server may say more than a client of the same version understands.
+`docs/reference/environment-protocol.md` describes them. A server refuses unknown keys. A client ignores them, so that a
+newer server of the same protocol version may send more.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ CLOSE_REFUSED, CLOSE_TOO_LARGE, CLOSE_ENDED = 1008, 1009, 4404
 
 
 class Lenient(BaseModel):
-    """Base of what a server says: keys that are not known are ignored."""
+    """Base of server messages: unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 class EnvironmentFacts(Lenient):
-    """Answer of `GET /v1/environment`: what is known of an environment before an episode."""
+    """Answer of `GET /v1/environment`: facts about an environment before an episode."""
 
     name: str = Field(description="The environment's class, for people.")
     protocol: int = Field(description="Version of the protocol that the server speaks.")
@@ -43,7 +43,7 @@ class EnvironmentFacts(Lenient):
 
 
 class SessionLine(Lenient):
-    """A session as the list of `GET /v1/sessions` has it."""
+    """A session in the list of `GET /v1/sessions`."""
 
     session_id: str
     state: Literal["idle", "resetting", "playing", "over", "failed"]
@@ -88,7 +88,7 @@ class Reset(Body):
 
 
 class Act(Body):
-    """Answer an observation. Nothing answers an action but what the environment shows next."""
+    """Answer an observation. The only response is the environment's next observation."""
 
     type: Literal["act"] = "act"
     observation_id: str
@@ -103,7 +103,7 @@ class CancelObservation(Body):
 
 
 class Abandon(Body):
-    """End the episode at any point; answered by `abandoned` when none of its work is running."""
+    """End the episode at any point; answered by `abandoned` when its work has stopped."""
 
     type: Literal["abandon"] = "abandon"
 
@@ -111,7 +111,7 @@ class Abandon(Body):
 class ClientMessage(
     RootModel[Annotated[Open | Reset | Act | CancelObservation | Abandon, Field(discriminator="type")]]
 ):
-    """What a client sends."""
+    """A client's message."""
 
 
 class Opened(Lenient):
@@ -125,10 +125,10 @@ class Opened(Lenient):
 
 
 class OfEpisode(Lenient):
-    """Base of all further messages of a server.
+    """Base of all further server messages.
 
     Attributes:
-        episode: the client's number of the episode that the message is about; 0: of none.
+        episode: the client's number of the episode; 0: no episode.
     """
 
     episode: int = Field(0, ge=0)
@@ -141,13 +141,13 @@ class Begun(OfEpisode):
 
 
 class Abandoned(OfEpisode):
-    """Nothing of the episode is running any more."""
+    """All work of the episode has stopped."""
 
     type: Literal["abandoned"] = "abandoned"
 
 
 class Observed(OfEpisode):
-    """An observation; see `palestra.types.messages.Observation`, whose fields these are."""
+    """An observation, with the fields of `palestra.types.messages.Observation`."""
 
     type: Literal["observation"] = "observation"
     id: str
@@ -172,7 +172,7 @@ class Observed(OfEpisode):
 
 
 class Withdrawn(OfEpisode):
-    """The environment no longer waits for an action, and ignores one that is on its way."""
+    """The environment no longer waits for an action, and ignores a late one."""
 
     type: Literal["withdrawn"] = "withdrawn"
     observation_id: str
@@ -186,7 +186,9 @@ class Over(OfEpisode):
 
 
 class SessionFailed(OfEpisode):
-    """A message of the client, or the episode, has failed. An episode that failed has no reward, and shows no more."""
+    """A message of the client, or the episode, has failed. A failed episode has no reward and no
+    further observation.
+    """
 
     type: Literal["failed"] = "failed"
     code: str = Field(

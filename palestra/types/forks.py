@@ -43,13 +43,12 @@ MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fork:
-    """The place where a prompt leaves the exact token ids of an earlier call, and the reason.
+    """The position where a prompt diverges from an earlier call's exact token ids, and the reason.
 
     Attributes:
-        reason: why it does.
-        call: index of the earlier call; None: a conversation of its own from the first message on.
-        message: index of the first message that differs.
-        position: index of the first token that differs.
+        call: index of the earlier call; None: a separate conversation from the first message on.
+        message: index of the first different message.
+        position: index of the first different token.
     """
 
     reason: ForkReason

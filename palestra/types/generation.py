@@ -1,4 +1,4 @@
-"""`GenerationRequest`: what an agent asks of a model."""
+"""`GenerationRequest`: an agent's request to a model."""
 
 from __future__ import annotations
 
@@ -12,36 +12,28 @@ from palestra.types.messages import ChatMessage, ToolChoice
 class GenerationRequest:
     """One request for samples: messages, or a prompt that is used unchanged, and how to sample.
 
-    A dialect makes it from the body of a request. Values that the job fixes are applied later (`sampling_of`).
+    A dialect creates it from a request body. Values that the job fixes are applied later (`sampling_of`).
 
     Attributes:
-        policy: name of the policy.
         messages: the conversation; () with `prompt`.
-        prompt: text or token ids in place of messages; None: there are messages.
-        choices: how many samples; each is recorded as a Chat.
-        max_tokens: longest reply; None: as the job allows.
-        min_tokens: shortest reply.
-        thinking_budget: longest reasoning in tokens that the caller wants; None: not given.
+        prompt: text or token ids instead of messages; None: there are messages.
+        choices: number of samples; each is recorded as a Chat.
+        max_tokens: None: the job's limit.
+        thinking_budget: limit of the reasoning, in tokens; None: unlimited.
         temperature: used if the job does not fix it; None: the job's.
         seed: used if the job does not fix it; None: derived from the job's.
-        top_p: 1: all tokens.
-        top_k: 0: all tokens.
-        stop: strings that end the reply and are not a part of it.
-        stop_token_ids: tokens that end the reply and are not a part of it, in addition to the policy's own.
-        presence_penalty: see `SamplingParams`.
-        frequency_penalty: see `SamplingParams`.
-        logit_bias: pairs of a token and what is added to its score.
-        top_logprobs: how many probable tokens to report to the listener at each position; they are not recorded.
-        tools: tools that the prompt describes, in OpenAI's shape.
+        stop: strings that end the reply and are not part of it.
+        stop_token_ids: tokens that end the reply and are not part of it, in addition to the policy's own.
+        top_logprobs: number of probable tokens to report at each position; not recorded.
         tool_choice: with `none`, text that looks like a tool call stays text.
         tool_name: with `required`: the tool to call; None: any.
         parallel_tool_calls: False: the reply ends with its first tool call.
-        response_schema: JSON schema that the content has to match; None: any content.
-        response_choices: texts of which the content has to be one; (): any content.
-        agent: the agent that asks; a subagent's name starts with its parent's, as in "planner/search".
-        time_step: interaction with the environment; None: every call is a TimeStep of its own.
-        digest: of the request's body, to recognise a retry.
-        retry: whether the client says that it has sent this request before.
+        response_schema: JSON schema of the content; None: any content.
+        response_choices: the allowed contents; (): any content.
+        agent: the caller; a subagent's name starts with its parent's, as in "planner/search".
+        time_step: TimeStep of the environment; None: every call is its own TimeStep.
+        digest: of the request body, to recognise a retry.
+        retry: whether the client marks the request as a retry.
     """
 
     policy: str
@@ -78,5 +70,5 @@ class GenerationRequest:
         return () if self.tool_choice == "none" else self.tools
 
     def choice_digest(self, choice: int) -> str:
-        """Return the digest by which a retry recognises a choice, by its number."""
+        """Return the digest of a choice, by index, to recognise a retry."""
         return self.digest if choice == 0 else f"{self.digest}.{choice}"

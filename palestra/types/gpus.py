@@ -1,4 +1,4 @@
-"""What graphics cards do, as their driver says."""
+"""Figures of GPUs from their driver."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class GpuUse(BaseModel):
-    """One graphics card. A figure that the driver has none of is null: the use of a card that is cut up by MIG, say."""
+    """One GPU. Figures that the driver lacks are null, for example the use of a GPU with MIG."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,11 +25,10 @@ class GpuUse(BaseModel):
 
 
 class GpuReading(NamedTuple):
-    """What the driver of a machine's cards said.
+    """The driver's answer about a machine's GPUs.
 
     Attributes:
-        cards: those that were asked for.
-        problem: why there are none; empty: there are, or none were asked for.
+        problem: why there are none; empty without a problem.
     """
 
     cards: tuple[GpuUse, ...] = ()

@@ -25,14 +25,13 @@ MOST = 1e9  # cores, GPUs or GiB: far more than any cluster has, and exact as a 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessResources:
-    """The resources of one process, or of processes that are on one machine together.
+    """The resources of one process, or of processes together on one machine.
 
     Attributes:
-        cpus: cores.
-        gpus: a part of one GPU below 1, whole GPUs above.
-        memory_gib: memory of its processes; 0: not counted, and they may use a share of the node.
-        gpu_kind: the kind of GPU that its node has to have, as Ray names it (`H100`); None: any node.
-        labels: that its node has to have.
+        gpus: a fraction of one GPU below 1, whole GPUs above.
+        memory_gib: 0: not counted; the processes may use a share of the node.
+        gpu_kind: required kind of GPU, as Ray names it (`H100`); None: any node.
+        labels: required labels of the node.
     """
 
     cpus: float = 1.0
@@ -42,12 +41,7 @@ class ProcessResources:
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        """Refuse amounts that no machine can give.
-
-        Raises:
-            InvalidRequest: a number is negative, over `MOST` or too fine, or `gpus` is neither a part of one nor whole;
-                or a kind of GPU is asked for without any GPU.
-        """
+        """Raise InvalidRequest for amounts that no machine can give."""
         for name, amount in (("cpus", self.cpus), ("gpus", self.gpus), ("memory_gib", self.memory_gib)):
             if not 0 <= amount <= MOST:  # also refuses NaN
                 raise InvalidRequest(
@@ -71,11 +65,11 @@ class ProcessResources:
 class Bundle(ProcessResources):
     """The resources of each process of one role, which may be on another node than the job's own process.
 
-    Attributes not listed here mean what they mean in `ProcessResources`.
+    Other attributes are those of `ProcessResources`.
 
     Attributes:
         role: `engine` (an inference worker), `trainer` (a rank) or `runner`.
-        count: how many processes there are, at least 1.
+        count: number of processes, at least 1.
     """
 
     role: Role
@@ -84,14 +78,13 @@ class Bundle(ProcessResources):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resources(ProcessResources):
-    """The resources that a job holds while it is STARTING or RUNNING: those of its own process, and its bundles.
+    """The resources of a STARTING or RUNNING job: those of its own process, and its bundles.
 
-    Attributes not listed here mean what they mean in `ProcessResources`.
+    Other attributes are those of `ProcessResources`.
 
     Attributes:
-        bundles: of its processes that may be on other nodes, each role once; (): all of the job is on one node.
-        placement: how its own process and its bundles are placed. `PACK`: on few nodes; `STRICT_PACK`: on one node;
-            `SPREAD`: on many nodes.
+        bundles: each role once; (): the whole job is on one node.
+        placement: `PACK`: on few nodes; `STRICT_PACK`: on one node; `SPREAD`: on many nodes.
     """
 
     bundles: tuple[Bundle, ...] = ()
@@ -99,7 +92,7 @@ class Resources(ProcessResources):
 
     @property
     def parts(self) -> tuple[ProcessResources, ...]:
-        """Return what the job's own process holds, then what each process of its bundles does, role by role."""
+        """Return the resources of the job's own process, then of each process of its bundles, role by role."""
         return (self, *(bundle for bundle in self.bundles for _ in range(bundle.count)))
 
 
@@ -110,17 +103,15 @@ class JobRequest:
     Attributes:
         name: for people; need not be unique.
         kind: `training`, or `inference`, which serves a model.
-        priority: jobs of a higher priority are placed first.
         config: a JobConfig as JSON.
-        resources: what the job holds while it runs.
-        attached: whether it is cancelled when its client has been gone for longer than the grace time.
-        restarts_limit: how often it is started again after its server or its machine was lost.
+        attached: whether it is cancelled when its client has been disconnected for longer than the grace time.
+        restarts_limit: how often it is restarted after the loss of its server or machine.
         private: whether only its owner and the tenant's admins see it.
-        time_limit_seconds: how long it may be RUNNING, over all of its starts; None: any time.
+        time_limit_seconds: total time as RUNNING, over all starts; None: unlimited.
         from_job: job of the same tenant whose weights it starts from; None: the configuration's model.
         from_step: step of that job's checkpoint; None without `from_job`.
-        from_newest: True: no step was requested, so `from_step` is the newest one at the time of submission.
-        adapters: that it has on a shared base; 0: it asks for none.
+        from_newest: whether `from_step` is the newest one at submission, because none was requested.
+        adapters: number on a shared base; 0: it does not use one.
     """
 
     name: str
@@ -140,28 +131,24 @@ class JobRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRecord:
-    """One job, as the control store keeps it.
+    """One job in the control store.
 
-    Attributes not listed here mean what they mean in `JobRequest`.
+    Other attributes are those of `JobRequest`.
 
     Attributes:
-        job_id: unique in the control store.
-        tenant, user: the owner.
-        state: of its lifecycle; see `states.TRANSITIONS`.
-        reason: of the newest change of state; "": there is nothing to say.
+        reason: of the newest state change; may be empty.
         created_at: Unix seconds.
-        changed_at: Unix seconds of the newest change of state.
+        changed_at: Unix seconds of the newest state change.
         starts: how often it became STARTING.
-        restarts_left: how often it may still be started again after a loss.
-        ran_seconds: how long it was RUNNING until `changed_at`, over all of its starts.
-        url: of its data plane; None: there is none at the moment.
-        run_dir: folder of its run; None before the first start.
-        node: where its own process runs or ran last; None before the first start.
-        bundle_nodes: where its bundles run or ran last, in the order of `Resources.parts` without its own process.
+        restarts_left: remaining restarts after a loss.
+        ran_seconds: total time as RUNNING until `changed_at`, over all starts.
+        url: of its data plane; None: not running.
+        run_dir: None before the first start.
+        node: of its own process, now or last; None before the first start.
+        bundle_nodes: of its bundles, now or last, in the order of `Resources.parts` without its own process.
         cancel_requested: whether it ends as soon as it can.
-        log_tail: last lines of its log, kept when it ends; None: there are none.
-        base_id: base server of the service on which it runs or ran last; None: it has a model of its own, or has not
-            been started.
+        log_tail: last lines of its log, kept when it ends.
+        base_id: the service's base server that it uses or used last; None: it has its own model, or was never started.
     """
 
     job_id: str
@@ -196,11 +183,11 @@ class JobRecord:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the job has ended, so that its state never changes again."""
+        """Return whether the job has ended for good."""
         return self.state not in OPEN_STATES
 
     def time_left(self, now: float) -> float | None:
-        """Return how many seconds of the time limit are left, at least 0; None: there is no limit.
+        """Return the remaining seconds of the time limit, at least 0; None: no limit.
 
         Args:
             now: Unix seconds.
@@ -211,7 +198,7 @@ class JobRecord:
         return max(self.time_limit_seconds - self.ran_seconds - since_changed, 0.0)
 
     def expected_seconds(self, now: float) -> float | None:
-        """Return for how many seconds from `now` (Unix seconds) the job will be RUNNING at most.
+        """Return the longest time, in seconds from `now` (Unix seconds), that the job will be RUNNING.
 
         None: unknown. Infinite: a served model, which runs until it is cancelled.
         """
@@ -224,16 +211,13 @@ class JobRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobChange:
-    """One change of a job's state.
+    """One state change of a job.
 
     Attributes:
-        job_id: of the job.
-        number: grows by one with every change of a job of the same tenant, so that numbers tell a tenant nothing about
-            the jobs of others.
+        number: grows by one with every change of the tenant's jobs, so that numbers reveal nothing about other tenants.
         at: Unix seconds.
-        previous: state before; None: the job was submitted.
-        following: state after.
-        reason: why, for people.
+        previous: None: the job was submitted.
+        reason: for people.
     """
 
     job_id: str
@@ -246,11 +230,10 @@ class JobChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobPage:
-    """A part of a list of jobs, newest first.
+    """A page of a list of jobs, newest first.
 
     Attributes:
-        jobs: the records of this page.
-        cursor: pass it to get the next page; None: this is the last one.
+        cursor: of the next page; None: this is the last one.
     """
 
     jobs: tuple[JobRecord, ...]
@@ -258,7 +241,7 @@ class JobPage:
 
 
 class JobFields(TypedDict, total=False):
-    """The columns of a job that the scheduler may set, together with a change of state or without one."""
+    """The job columns that the scheduler may set, with or without a state change."""
 
     url: str | None
     run_dir: str | None

@@ -1,4 +1,4 @@
-"""Chat messages in OpenAI's shape, and what an environment shows to an agent; content is always a list of parts."""
+"""Chat messages in OpenAI's shape, and observations of agents; content is always a list of parts."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ class ToolCall(BaseModel):
 class ChatMessage(BaseModel):
     """One message of a conversation.
 
-    Keys that carry no content for the model (`refusal: null`, `annotations: []`) are dropped.
+    Keys without content for the model (`refusal: null`, `annotations: []`) are dropped.
 
     Attributes:
         role: author of the message.
-        content: text and images; a string is taken as one text part, and None as no content.
-        name: the author's name, where the model's format has one.
-        reasoning_content: what an assistant thought before it answered.
-        tool_calls: the calls of an assistant's message.
-        tool_call_id: of a tool's message: the id of the call that it answers.
+        content: text and images; a string becomes one text part, and None no content.
+        name: the author's name, if the model's format supports it.
+        reasoning_content: an assistant's reasoning before its answer.
+        tool_calls: of an assistant's message.
+        tool_call_id: of a tool's message: the id of the answered call.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -117,19 +117,19 @@ def text_message(role: Role, text: str) -> ChatMessage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """Something that happened in an environment, for one agent to answer with an action.
+    """An event in an environment that one agent answers with an action.
 
     Attributes:
         id: unique in the episode.
         parents: observations whose actions caused this one; (): the episode's start.
-        agent: the agent that sees it; a subagent's name starts with its parent's, as in "planner/search".
-        content: messages that are new to the agent's conversation.
+        agent: name of the agent; a subagent's starts with its parent's, as in "planner/search".
+        content: messages to append to the agent's conversation.
         tools: tools that the agent may call, in OpenAI's shape.
-        choices: the texts that the agent's action may be, such as the legal moves of a game; (): any text.
-        reward: for the actions that caused it: a number, or several by name; None: not scored, which is not the same
-            as 0, also in place of one of several.
-        terminated: the agent's part has ended, so no action is expected.
-        truncated: the agent's part was cut off, by a limit for instance, which is not the same as ended.
+        choices: the allowed actions, such as the legal moves of a game; (): any text.
+        reward: for the actions that caused it: a number, or several by name. None, also in place of one of several: not
+            scored, which differs from 0.
+        terminated: the agent's part has ended, so it must not act.
+        truncated: the agent's part was cut off, for example by a limit.
         observed_at: Unix seconds.
         info: for people; recorded with the episode, as text.
     """
@@ -148,13 +148,12 @@ class Observation:
 
     @property
     def is_last(self) -> bool:
-        """Return whether the agent's part has ended or was cut off, so that no action is expected."""
+        """Return whether the agent's part has ended or was cut off, so that it must not act."""
         return self.terminated or self.truncated
 
     @property
     def tool_outputs(self) -> dict[str, str]:
-        """Return what the agent's tool calls returned, by call id:
-
-        `{"tool_outputs": …}` for agents that want a dict.
+        """Return the results of the agent's tool calls, by call id: `{"tool_outputs": …}` for agents that expect a
+        dict.
         """
         return {message.tool_call_id or "": message.text for message in self.content if message.role == "tool"}

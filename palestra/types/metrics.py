@@ -1,6 +1,6 @@
 """The metrics that every run writes to `metrics.jsonl`, each declared once with name, unit and formula.
 
-The docs and the checks are made from these tables. Metrics of a trainer, an algorithm or a loss are declared beside it
+Docs and checks use these tables. A trainer, an algorithm or a loss declares its own metrics
 (`trainer.base.TRAINER_METRICS`, `Algorithm.metrics`, `Loss.metrics`); `learner.metrics.metric_tables` joins all of
 them.
 """
@@ -20,7 +20,7 @@ class Metric:
     Attributes:
         name: key in the row, such as `train/reward_mean`.
         unit: such as `tokens`, `s` or `1`.
-        formula: how the number is computed, in a sentence for the docs.
+        formula: how to compute the number, in a sentence for the docs.
     """
 
     name: str
@@ -29,22 +29,15 @@ class Metric:
 
 
 def of_policy(name: str, policy: str) -> str:
-    """Return the name of a policy's metric in a job that trains several: `white/train/reward_mean`.
-
-    Args:
-        name: of the metric in a job that trains one, such as `train/reward_mean`.
-        policy: by name.
-    """
+    """Return the name of a policy's metric in a job that trains several: `white/train/reward_mean`."""
     return f"{policy}/{name}"
 
 
 def row_of_policy(row: Mapping[str, float], policy: str, rivals: Sequence[str]) -> dict[str, float]:
-    """Return a step's metrics as if a policy were the only one that is trained.
+    """Return a step's metrics as if a policy were the only trained one.
 
     Args:
-        row: metrics by name.
-        policy: by name.
-        rivals: all policies that are trained, where there are several; else empty, and the row is as it is.
+        rivals: all trained policies, if there are several; else empty, and the row is unchanged.
     """
     own = of_policy("", policy)
     others = tuple(of_policy("", rival) for rival in rivals)
@@ -244,10 +237,9 @@ OF_THE_JOB = frozenset(
 
 
 def of_policies(row: Mapping[str, float], name: str) -> dict[str, float]:
-    """Return a metric of each policy that has reported it, by the policy's name; of the only trained one by "".
+    """Return a metric of each policy that reported it, by policy; "" for the only trained one.
 
     Args:
-        row: metrics of a step.
         name: of the metric in a job that trains one policy, such as `train/reward_mean`.
     """
     found = {"": row[name]} if name in row else {}
@@ -260,21 +252,11 @@ def of_policies(row: Mapping[str, float], name: str) -> dict[str, float]:
 
 
 def names_of_policies(rows: Iterable[Mapping[str, float]], name: str) -> list[str]:
-    """Return the names under which rows have a metric: its own, and those of each of several trained policies.
-
-    Args:
-        rows: metrics of steps.
-        name: of the metric in a job that trains one policy.
-    """
+    """Return the keys under which rows have a metric: its own name, and one for each of several trained policies."""
     policies = dict.fromkeys(policy for row in rows for policy in of_policies(row, name))
     return [of_policy(name, policy) if policy else name for policy in policies]
 
 
 def by_policy(row: Mapping[str, float], policy: str) -> dict[str, float]:
-    """Return metrics that one of several trained policies has reported, with its name before those that are its own.
-
-    Args:
-        row: metrics by the names that they have where one policy is trained.
-        policy: by name.
-    """
+    """Return one policy's metrics, its own ones prefixed with its name."""
     return {name if name in OF_THE_JOB else of_policy(name, policy): value for name, value in row.items()}

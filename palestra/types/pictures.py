@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Pictures(Protocol):
-    """Pictures by the SHA-256 of their encoded bytes, in hex; read from any thread."""
+    """Pictures by the SHA-256 of their encoded bytes, in hex; thread-safe."""
 
     def size(self, digest: str) -> tuple[int, int]:
         """Return width and height of a picture, in pixels.
@@ -20,7 +20,7 @@ class Pictures(Protocol):
         ...
 
     def image(self, digest: str) -> Image:
-        """Return a picture, decoded and upright, in RGB.
+        """Return a decoded, upright picture, in RGB.
 
         Raises:
             PalestraError: see `size`.

@@ -1,4 +1,4 @@
-"""Where a job stands: written by the learner, read by `/status`, the terminal and the client."""
+"""The progress of a job: written by the learner, read by `/status`, the terminal and the client."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ from palestra.types.states import GroupState, JobState, check_transition
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRecord:
-    """A group as the store keeps it: the episodes of one task that are compared with one another.
+    """A group in the store: the episodes of one task that are compared with one another.
 
     Attributes:
-        kind: of its episodes.
         group_index: position in the canonical order of its kind.
-        step: train: the step that trains it; validation: the step before which it is scored.
-        task_id: of its task.
-        size: how many episodes it has.
-        state: of its lifecycle.
+        step: train: the step that trains on it; validation: the step before which it is scored.
+        size: number of episodes.
     """
 
     kind: EpisodeKind
@@ -50,8 +47,8 @@ class RolloutProgress:
     """The episodes that the server itself plays.
 
     Attributes:
-        playing: how many are being played now.
-        terminations: how many have ended, by `rollout.Termination`.
+        playing: running now.
+        terminations: number of ended ones, by `rollout.Termination`.
     """
 
     playing: int = 0
@@ -59,7 +56,7 @@ class RolloutProgress:
 
 
 class Part(StrEnum):
-    """The part of a training job that is at work, for whoever wants to know what holds up the others."""
+    """The active part of a training job, to find out what blocks the others."""
 
     LEARNER = "learner"
     TASKS = "tasks"
@@ -81,8 +78,7 @@ class PhaseProgress:
     """Progress of a phase that waits for episodes.
 
     Attributes:
-        done: episodes that are completed or discarded.
-        due: all episodes that the phase waits for.
+        done: completed or discarded episodes.
     """
 
     done: int
@@ -95,9 +91,9 @@ class HealthWarning:
 
     Attributes:
         code: stable name for programs: `no_calls`, `equal_rewards`, …
-        step: newest step that shows the sign.
+        step: newest step with the sign.
         text: meaning and remedy, in one line.
-        policy: that shows it; empty: the only one that is trained, or the whole job.
+        policy: empty: the only trained one, or the whole job.
     """
 
     code: str
@@ -111,30 +107,26 @@ class JobProgress:
     """The live state of one job, which is not stored.
 
     Attributes:
-        job: name of the run.
-        steps: how many steps the job has in all.
-        run_dir: its folder.
-        state: of its lifecycle.
+        steps: total number.
         reason: why it failed or waits; None otherwise.
-        phase: what the job is doing, for people; see `enter`.
-        part: of the job that is at work; see `inside`.
-        collecting: episodes for which this phase waits; None: it waits for none.
-        collected: how many of these are settled, about a second old; None where `collecting` is.
-        step: how many steps are finished.
-        sampled_tokens: tokens that the trained policy has sampled for these steps.
-        token_budget: sampled tokens with which training ends; None: it ends with `steps` only.
+        phase: for people; see `enter`.
+        part: the active part; see `inside`.
+        collecting: episodes that this phase waits for; None: none.
+        collected: number of settled ones, about a second old; None without `collecting`.
+        step: number of finished steps.
+        sampled_tokens: sampled by the trained policy for these steps.
+        token_budget: number of sampled tokens that ends training; None: only `steps` ends it.
         version: of the policy, as "incarnation.n".
-        last_metrics: the row of the last step.
-        episodes: how many there are by state, about a second old; None until the job is watched.
+        last_metrics: the last step's row.
+        episodes: number by state, about a second old; None until the job is watched.
         staleness: trained tokens of the last step, by their age in versions.
-        warnings: those that hold after the last step.
-        rollouts: the episodes that the server itself plays.
-        runners: how many processes of the job's own play its environment now.
-        step_seconds: how long the steps of this process took, without evaluations.
-        step_began: monotonic seconds at which the present step began; None: none has.
-        evaluation_seconds: how long evaluations took.
-        evaluations_left: number of evaluations that are still to be made.
-        numerics: what computes it; see `palestra.models.numerics`.
+        warnings: present ones, after the last step.
+        runners: number of the job's own runner processes.
+        step_seconds: durations of this process's steps, without evaluations.
+        step_began: monotonic seconds; None: no step has begun.
+        evaluation_seconds: durations of evaluations.
+        evaluations_left: remaining evaluations.
+        numerics: see `palestra.models.numerics`.
     """
 
     job: str
@@ -166,14 +158,14 @@ class JobProgress:
         """Begin a phase.
 
         Args:
-            phase: what the job is doing, for people.
-            collecting: the episodes for which the phase waits, if for any.
+            phase: for people.
+            collecting: the episodes that the phase waits for, if any.
         """
         self.phase, self.collecting, self.collected = phase, collecting, None
 
     @contextmanager
     def inside(self, part: Part) -> Iterator[None]:
-        """Say that a part of the job is at work while the block runs."""
+        """Mark a part of the job as active while the block runs."""
         before, self.part = self.part, part
         try:
             yield
@@ -181,22 +173,18 @@ class JobProgress:
             self.part = before
 
     def move(self, following: JobState, reason: str | None = None) -> None:
-        """Change the state of the job, with the reason for people.
-
-        Raises:
-            IllegalTransition: the lifecycle does not allow the change.
-        """
+        """Change the job's state, with a reason for people."""
         check_transition(f"job {self.job}", self.state, following)
         self.state, self.reason = following, reason
 
     @property
     def over(self) -> bool:
-        """Return whether the job has ended, so that its state never changes again."""
+        """Return whether the job has ended for good."""
         return self.state in (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the time of the remaining steps and evaluations; None until two steps are finished.
+        """Return the estimated time of the remaining steps and evaluations; None until two steps are finished.
 
         With a token budget, the remaining steps are those that sample the rest of it.
         """
@@ -214,14 +202,14 @@ class JobProgress:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span in words, such as `8 s`, `3 min` or `2.5 h`."""
+    """Return a rounded duration, such as `8 s`, `3 min` or `2.5 h`."""
     if seconds < 100:
         return f"{max(seconds, 0):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def exact_duration(seconds: float) -> str:
-    """Return a time span in words without rounding it, such as `45 s`, `1 h 30 min` or `0.5 s`."""
+    """Return an exact duration, such as `45 s`, `1 h 30 min` or `0.5 s`."""
     minutes, rest = divmod(seconds, 60)
     hours, minutes = divmod(int(minutes), 60)
     parts = [f"{number} {unit}" for number, unit in ((hours, "h"), (minutes, "min")) if number]

@@ -1,4 +1,4 @@
-"""The records that cross rooms: frozen, keyword-only, every field with its shape, unit and meaning of None."""
+"""Records shared by packages: frozen, keyword-only, with shapes, units and the meaning of None."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class Task:
     """One input of an environment.
 
     Attributes:
-        task_id: unique in the run.
-        data: any JSON object; the server hands it to the worker that claims an episode of the task.
+        data: any JSON object; workers get it when they claim an episode of the task.
     """
 
     task_id: str
@@ -43,32 +42,30 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeRecord:
-    """One attempt at a task, as the store keeps it.
+    """One attempt at a task, in the store.
 
     Attributes:
-        episode_id: unique in the run.
         kind: training, validation, or ad hoc (outside the schedule, never trained on).
         group_index: position of its group in the canonical order of its kind.
         sample_index: position in its group, 0 <= sample_index < group_size.
-        task: its input.
-        state: of its lifecycle; see `states.TRANSITIONS`.
+        state: see `states.TRANSITIONS`.
         fence: fencing token: grows with every claim, so that requests under an old lease are refused; 0 before the
             first.
-        attempts: claims used so far.
-        rewards: by agent; None until the episode is completed. Of an episode with named rewards, their weighted sum.
+        attempts: number of claims.
+        rewards: by agent, weighted sums if they are named; None until the episode is completed.
         step_rewards: by TimeStep; None: the reward is for the whole episode.
-        step_times: by TimeStep; None: a worker outside of the server played it.
-        metadata: JSON for people: what the worker handed in with the reward, beside `facts`.
+        step_times: by TimeStep; None: an external worker played it.
+        metadata: JSON for people, from the worker with the reward.
         worker_id: of the newest claim.
         lease_seconds: how long a claim is valid without a call or heartbeat.
-        named_rewards: the rewards of which the episode's is the weighted sum, by name; None in place of one: it was not
-            scored, which is not 0. None: the episode has no named rewards.
-        agent_step_rewards: of which agents `step_rewards` are the sums, in order of time; None: one agent played alone,
-            or a worker has not said it.
-        facts: how the episode was played, as a player of Palestra's own recorded it, or a worker that said that it was
-            cut off. Of a key that a worker's `metadata` has as well, `metadata` has the worker's value.
-        players: who plays a role that has a pool under the newest claim, by the role: a past version such as `white@5`,
-            or the policy itself. Empty: the job has no pools.
+        named_rewards: summands of the episode's reward, by name; None in place of one: not scored, which differs from
+            0. None: no named rewards.
+        agent_step_rewards: summands of `step_rewards` by agent, in order of time; None: one agent played, or a worker
+            did not report them.
+        facts: how the episode was played, recorded by Palestra's own players, or by a worker that reported it as cut
+            off. `metadata` wins for keys in both.
+        players: the policy of each role with a pool under the newest claim: a past version such as `white@5`, or the
+            policy itself. Empty: the job has no pools.
     """
 
     episode_id: str
@@ -97,7 +94,7 @@ class EpisodeRecord:
 
     @property
     def truncated(self) -> bool:
-        """Return whether the environment cut the episode off, by a limit of steps for instance."""
+        """Return whether the environment cut the episode off, for example by a step limit."""
         return self.facts.get("termination") == MAX_STEPS
 
     @property
@@ -107,18 +104,18 @@ class EpisodeRecord:
 
     @property
     def replays(self) -> int:
-        """Return how many attempts have failed and were followed by another one."""
+        """Return the number of failed attempts that were retried."""
         return max(self.attempts - 1, 0)
 
     @property
     def full_contexts(self) -> tuple[str, ...]:
-        """Return the agents whose context had no room for a reply, so that their part ended there."""
+        """Return the agents whose context was full, so that their part ended there."""
         found = self.facts.get(CONTEXT_FULL)
         return tuple(name for name in found if isinstance(name, str)) if isinstance(found, list) else ()
 
     @property
     def rewards_by_policies(self) -> dict[str, float] | None:
-        """Return the rewards without those of agents that were played by no policy, but drew their moves, say."""
+        """Return the rewards of agents played by policies, without random agents, for example."""
         found = self.facts.get(WITHOUT_POLICY)
         if self.rewards is None or not isinstance(found, list):
             return self.rewards
@@ -126,21 +123,20 @@ class EpisodeRecord:
 
     @property
     def unused_calls(self) -> frozenset[int]:
-        """Return the calls, by index, of workers that left their seat before they acted: they are not trained."""
+        """Return the indices of calls by external players that left before they acted; these are not trained on."""
         found = self.facts.get(UNUSED_CALLS)
         return frozenset(index for index in found if type(index) is int) if isinstance(found, list) else frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeStep:
-    """One interaction with the environment: the calls it took, and how the environment answered.
+    """One interaction with the environment: its calls, and the environment's answer.
 
     Attributes:
-        index: position in the episode.
         chats: calls of the agent before it acted.
         reward: None: not scored on its own.
-        observed_at: Unix seconds; with a worker outside of the server, when the first call arrived.
-        acted_at: Unix seconds; if no action was given, when the last call returned.
+        observed_at: Unix seconds; for an external worker, when the first call arrived.
+        acted_at: Unix seconds; without an action, when the last call returned.
         terminated: whether the episode ended here.
         truncated: whether the episode was cut off here.
     """
@@ -156,28 +152,25 @@ class TimeStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """Everything that happened in one episode: its interactions with the environment, in order."""
+    """All interactions with the environment in one episode, in order."""
 
     episode: EpisodeRecord
     steps: tuple[TimeStep, ...]
 
     @property
     def chats(self) -> tuple[Chat, ...]:
-        """Return every call of the episode, in the order in which their prompts were made."""
+        """Return all calls of the episode, in the order in which their prompts were made."""
         return tuple(sorted((chat for step in self.steps for chat in step.chats), key=lambda chat: chat.index))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RecordedEpisode:
-    """A completed episode of the past that a job takes over as one of its own.
+    """A completed past episode that a job adopts as its own.
 
     Attributes:
-        task: what was played.
-        rewards: by agent.
-        step_rewards: one for each TimeStep; None: the reward is for the whole episode.
-        step_times: one for each TimeStep; None: not known.
-        named_rewards: by name; None: the episode has none.
-        metadata: kept with the episode.
+        step_rewards: one per TimeStep; None: the reward is for the whole episode.
+        step_times: one per TimeStep; None: unknown.
+        named_rewards: None: the episode has none.
         calls: in order of their index, of fence 0, with policy and versions of the job; `episode_id` is not used.
     """
 
@@ -192,27 +185,24 @@ class RecordedEpisode:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainSample:
-    """One row: a token sequence that the engine saw, with what the loss needs at each position.
+    """One row: a token sequence that the engine processed, with the loss's inputs at each position.
 
     Attributes:
-        episode_id: of the episode.
-        policy: the policy that is trained.
         ids: int32 [N].
-        targets: int32 [N], trained at each position in place of the row's own token; None: the row's own tokens.
-        media: images for which some of the ids are placeholders.
-        loss_mask: bool [N], True where the token is trained: it was sampled, or could have been in place of another.
-        logprobs: float32 [N], as recorded at sampling; NaN where not sampled.
+        targets: int32 [N], trained at each position instead of the row's own token; None: the row's own tokens.
+        media: images for some of the ids as placeholders.
+        loss_mask: bool [N], whether the token is trained: it was sampled, or could have been instead of another.
+        logprobs: float32 [N], recorded at sampling; NaN where not sampled.
         versions: int32 [N, 2] (incarnation, n); -1 where not sampled.
         calls: int32 [N], index of the call that sampled the token, or could have; -1 elsewhere.
         advantages: float32 [N], 0 where not trained.
-        loss_weights: float32 [N], share in the loss; 0 where not trained.
-        temperatures: float32 [N], at which the token was sampled; 1 where not sampled.
-        grammars: replies in the row that had to match a grammar.
+        loss_weights: float32 [N], 0 where not trained.
+        temperatures: float32 [N], at sampling; 1 where not sampled.
         old_logprobs: float32 [N], of the policy before the step; None: the algorithm does not need them.
-        token_rewards: float32 [N], earned by single tokens, such as a penalty; None: only TimeSteps have rewards.
-        reference_logprobs: float32 [N], of the reference policy; None: there is no reference.
-        values: float32 [N], of the critic before the step: of the state before the token; None: there is no critic.
-        returns: float32 [N], what the critic learns to say, NaN where it learns nothing; None: there is no critic.
+        token_rewards: float32 [N], of single tokens, such as a penalty; None: only TimeSteps have rewards.
+        reference_logprobs: float32 [N]; None: no reference.
+        values: float32 [N], of the critic before the step, for the state before the token; None: no critic.
+        returns: float32 [N], the critic's targets, NaN where there is none; None: no critic.
     """
 
     episode_id: str
@@ -237,14 +227,12 @@ class TrainSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchManifest:
-    """The batch on which a step trains; committed before the step, so that a repeated step trains on the same batch.
+    """The batch of a training step; committed before the step, so that a repeated step trains on the same batch.
 
     Attributes:
-        step: number of the step, from 1.
-        versions: of each policy that is trained, before the step, by its name.
+        step: from 1.
+        versions: of each trained policy before the step, by name.
         episode_ids: in canonical order: (group index, sample index).
-        seed: of the job.
-        config_digest: of the job's configuration.
     """
 
     step: int
@@ -256,7 +244,7 @@ class BatchManifest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Something that happened in a job, for people and for clients that follow `/events`.
+    """An event of a job, for people and for clients that follow `/events`.
 
     Attributes:
         event_id: grows; gaps are possible.

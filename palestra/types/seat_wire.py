@@ -1,4 +1,4 @@
-"""Bodies of the routes by which workers play seats: observe, and act."""
+"""Bodies of the routes for external players: observe, and act."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MAX_ACTION_CALLS = 64
 
 
 class ObserveSeat(Body):
-    """Request of `POST /observe_seat`: wait until the seat has to act, until something changes, or for a time.
+    """Request of `POST /observe_seat`: wait until the player has to act, until something changes, or for a time.
 
-    It changes nothing: sent again, it gets the same observation until that is answered.
+    It is idempotent: sent again, it gets the same observation until that is answered.
     """
 
     episode_id: Name
@@ -32,7 +32,7 @@ class ObserveSeat(Body):
 
 
 class SeatObservation(Body):
-    """What the environment shows to a seat and waits to be answered."""
+    """An observation for an external player, waiting for an action."""
 
     observation_id: str
     agent: str = Field(description="The seat, or a subagent of it.")
@@ -48,7 +48,7 @@ class SeatObservation(Body):
 
 
 class SeatEvent(Body):
-    """Something that happened to another seat of the episode."""
+    """An event of another external player of the episode."""
 
     number: int = Field(description="Counts the events of the episode, from 1.")
     kind: Literal["seat_claimed", "seat_left", "seat_played", "seat_lost"] = Field(
@@ -82,7 +82,7 @@ class SeatAnswer(Body):
 
 
 class ActSeat(Body):
-    """Request of `POST /act_seat`: answer an observation. Sent again, the same action changes nothing."""
+    """Request of `POST /act_seat`: answer an observation. Repeating the same action has no effect."""
 
     episode_id: Name
     observation_id: Name
@@ -92,7 +92,7 @@ class ActSeat(Body):
 
     @model_validator(mode="after")
     def _is_short(self) -> ActSeat:
-        """Refuse an action whose parts together are longer than one of them may be."""
+        """Raise an error for an action whose parts together are longer than one of them may be."""
         calls = sum(len(call.id) + len(call.function.name) + len(call.function.arguments) for call in self.tool_calls)
         length = len(self.content) + len(self.reasoning_content or "") + calls
         if length > MAX_ACTION_CHARACTERS:

@@ -1,4 +1,4 @@
-"""The lifecycles: each is a StrEnum and a table of allowed moves, which `check_transition` enforces."""
+"""The lifecycles: each is a StrEnum and a table of allowed transitions, enforced by `check_transition`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STUCK = "stuck"  # what a job reports, with such a text, when the watchdog ends 
 
 
 class JobState(StrEnum):
-    """States of a job. STARTING and RUNNING go back to QUEUED when the job's server or machine was lost."""
+    """States of a job. STARTING and RUNNING go back to QUEUED when the job's server or machine is lost."""
 
     QUEUED = "queued"
     STARTING = "starting"
@@ -25,7 +25,7 @@ class JobState(StrEnum):
 
 
 class BaseState(StrEnum):
-    """States of a base server that a service has started. SERVING goes back to LOADING when the server has died."""
+    """States of a service's base server. SERVING goes back to LOADING when the server has died."""
 
     LOADING = "loading"
     SERVING = "serving"
@@ -35,7 +35,7 @@ class BaseState(StrEnum):
 class EpisodeState(StrEnum):
     """States of an attempt at a task.
 
-    CLAIMED goes back to REGISTERED when the lease expires or the worker gives it back.
+    CLAIMED goes back to REGISTERED when the lease expires or the worker releases it.
     """
 
     REGISTERED = "registered"
@@ -45,10 +45,10 @@ class EpisodeState(StrEnum):
 
 
 class GroupState(StrEnum):
-    """States of the episodes of one task as a group. Only a READY group is trained.
+    """States of the episodes of one task as a group. Only a READY group is trained on.
 
-    A DROPPED group has lost too many episodes, a SKIPPED one has nothing to teach (dynamic sampling); another group
-    replaces each of them.
+    A DROPPED group has lost too many episodes, a SKIPPED one has no learning signal (dynamic sampling); each is
+    replaced by another group.
     """
 
     OPEN = "open"
@@ -61,7 +61,7 @@ REPLACED = (GroupState.DROPPED, GroupState.SKIPPED)
 
 
 class TurnState(StrEnum):
-    """States of a conversation's turn in a session. Only tokens that are sampled in GENERATING are trained."""
+    """States of a conversation's turn in a session. Only tokens sampled in GENERATING are trained on."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -70,7 +70,7 @@ class TurnState(StrEnum):
 
 
 class AgentState(StrEnum):
-    """States of an agent in an episode of several agents: only one that is ACTING is asked for an action."""
+    """States of an agent in an episode of several agents: only an ACTING one may act."""
 
     WAITING = "waiting"
     ACTING = "acting"
@@ -78,10 +78,10 @@ class AgentState(StrEnum):
 
 
 class SeatState(StrEnum):
-    """States of a seat: an agent of an episode that a worker outside of the server plays.
+    """States of an external player's slot: an agent of an episode that an external worker plays.
 
-    A seat that its worker leaves, or whose lease runs out, is FREE again, or is PLAYED by its policy from then on,
-    or is LOST, where the environment scores that as a forfeit.
+    If its worker leaves or the lease expires, the slot becomes FREE again, or PLAYED by its policy from then on, or
+    LOST, if the environment scores that as a forfeit.
     """
 
     FREE = "free"
@@ -128,13 +128,10 @@ TRANSITIONS: Mapping[StrEnum, frozenset[StrEnum]] = {
 
 
 def check_transition(subject: str, current: StrEnum, following: StrEnum) -> None:
-    """Raise unless the lifecycle allows the state to change from `current` to `following`.
+    """Raise IllegalTransition unless the lifecycle allows `current` to become `following`.
 
     Args:
-        subject: what changes its state, in words, for the error.
-
-    Raises:
-        IllegalTransition: `TRANSITIONS` does not have this move.
+        subject: for the error message.
     """
     if following not in TRANSITIONS[current]:
         raise IllegalTransition(f"{subject} is {current} and can't become {following}")

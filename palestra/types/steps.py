@@ -1,4 +1,4 @@
-"""What is recorded of single steps of an episode beside its calls; workers have it, too, and no numpy."""
+"""Records of single steps of an episode; workers use them too, without numpy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ FinishReason = Literal["stop", "length"]
 
 
 class AgentStepReward(NamedTuple):
-    """What one agent has earned by an action, which may be another agent's.
+    """An agent's reward for an action, possibly of another agent.
 
     Attributes:
         time_step: of the action.
-        agent: who has earned it.
-        reward: how much.
     """
 
     time_step: int
@@ -22,10 +20,9 @@ class AgentStepReward(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """When an interaction with the environment happened, in Unix seconds.
+    """Times of an interaction with the environment, in Unix seconds.
 
     Attributes:
-        observed_at: when the observation was made.
         acted_at: when the action was given; None: there was none.
     """
 

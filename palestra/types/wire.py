@@ -20,7 +20,7 @@ from palestra.types.messages import MAX_NAMED, ChatMessage
 
 
 def _storable(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the JSON object unchanged if the store can return it unchanged.
+    """Return the JSON object if the store can return it unchanged.
 
     NaN would come back as null; integers over 64 bits and lone surrogates would make the store fail.
     """
@@ -56,13 +56,13 @@ RewardName = Annotated[str, Field(pattern=REWARD_NAME)]
 
 
 class Body(BaseModel):
-    """Base of all bodies: unknown keys are refused, so that a misspelled field is an error and not ignored."""
+    """Base of all bodies: unknown keys are refused, so that a misspelled field is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TaskBody(Body):
-    """One task: an input of the environment, as JSON, with an id by which repeated uploads are recognised."""
+    """One task: an input of the environment, as JSON, with an id that identifies repeated uploads."""
 
     id: Name | None = Field(
         None,
@@ -89,7 +89,7 @@ class TasksPushed(Body):
 
 
 class RegisterEpisode(Body):
-    """Request of `POST /register_episode`: an episode outside the schedule, which is recorded and never trained on."""
+    """Request of `POST /register_episode`: an episode outside the schedule, recorded but never trained on."""
 
     task: TaskBody
     request_id: Name = Field(
@@ -98,7 +98,7 @@ class RegisterEpisode(Body):
 
 
 class EpisodeRegistered(Body):
-    """Answer of `POST /register_episode`: the id with which the episode can be claimed."""
+    """Answer of `POST /register_episode`: the id for claiming the episode."""
 
     episode_id: str
 
@@ -123,7 +123,7 @@ class ClaimEpisode(Body):
 
 
 class ClaimedEpisode(Body):
-    """Everything that a worker needs to play one episode: its task, and a key for model calls."""
+    """Everything that a worker needs to play an episode: its task, and a key for model calls."""
 
     episode_id: str
     kind: str
@@ -151,9 +151,8 @@ class ClaimedEpisode(Body):
 
 
 class ClaimAnswer(Body):
-    """Answer of `POST /claim_episode`:
-
-    `claimed` with an episode; `waiting`: none now, ask again; `finished`: the job has ended.
+    """Answer of `POST /claim_episode`: `claimed` with an episode; `waiting`: none now, ask again; `finished`: the job
+    has ended.
     """
 
     status: Literal["claimed", "waiting", "finished"]
@@ -182,7 +181,7 @@ StepTimesBody = tuple[Moment, Moment | None]
 class EndEpisode(Body):
     """Request of `POST /end_episode`: complete an episode with its reward.
 
-    The same body again is answered 200, so that it may be sent again; another reward is answered 409.
+    Repeating the same body is answered 200; another reward is answered 409.
     """
 
     episode_id: Name
@@ -236,7 +235,7 @@ class EndEpisode(Body):
 
 
 class RolloutFacts(Body):
-    """Answer of `GET /rollout`: what a worker that plays an environment has to know of the job."""
+    """Answer of `GET /rollout`: what a worker that plays an environment needs to know about the job."""
 
     seed: int = Field(description="The job's; agents that draw do so from it.")
     default: str = Field(description="The policy that plays every agent without a role.")
@@ -255,9 +254,9 @@ class RolloutFacts(Body):
 
 
 class AbortEpisode(Body):
-    """Request of `POST /abort_episode`: the episode failed for a reason that is not the policy's.
+    """Request of `POST /abort_episode`: the episode failed, but not because of the policy.
 
-    It has no reward and is not trained.
+    It has no reward and is not trained on.
     """
 
     episode_id: Name
@@ -272,14 +271,14 @@ class PictureKept(Body):
 
 
 class EpisodeAnswer(Body):
-    """Answer of the routes that change an episode: its state after the change."""
+    """Answer of the routes that change an episode: its new state."""
 
     episode_id: str
     state: str
 
 
 class EpisodeHolder(Body):
-    """A worker that holds a claimed episode, and for how long it has been silent."""
+    """A worker that holds a claimed episode, and how long it has been silent."""
 
     episode_id: str
     worker_id: str
@@ -299,7 +298,7 @@ class HealthWarningBody(Body):
 
 
 class EngineWorker(Body):
-    """One inference worker of a job whose engine is several."""
+    """One inference worker of a job with several."""
 
     name: str
     state: str = Field(description="`starting`, `ready`, `updating` (takes new weights) or `draining`.")
@@ -381,12 +380,12 @@ class ErrorAnswer(Body):
 
 
 def task_id_of(task: TaskBody) -> str:
-    """Return the task's id, or the `id` in its data where that can be a name, or one made from a digest of its data."""
+    """Return the task's id, or the `id` in its data if that is a valid name, or one made from a digest of its data."""
     return task.id or name_in(task.data) or f"t{task_digest(task.data)}"
 
 
 def name_in(data: Mapping[str, Any]) -> str | None:
-    """Return the name that a task's own key `id` gives it; None: its value is not a short text or a whole number."""
+    """Return a task's name from its own key `id`; None: its value is not a short text or a whole number."""
     given = data.get("id")
     if type(given) is str:
         return given if 0 < len(given) <= MAX_NAME else None
@@ -396,5 +395,5 @@ def name_in(data: Mapping[str, Any]) -> str | None:
 
 
 def task_digest(data: Mapping[str, Any]) -> str:
-    """Return 15 hex digits that stand for the data of a task."""
+    """Return 15 hex digits derived from a task's data."""
     return hashlib.sha256(to_json({"data": data})).hexdigest()[:15]

@@ -14,7 +14,7 @@ REST_SECONDS = 0.02  # an agent's next call often comes sooner than that; a trai
 
 
 class CommandQueue:
-    """A queue that any thread may fill and one thread empties."""
+    """A queue of commands from any thread to one thread."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -35,23 +35,19 @@ class CommandQueue:
             self._queue.put(command)
 
     def check_open(self) -> None:
-        """Refuse to go on where no command is taken any more.
-
-        Raises:
-            EngineFailure: the thread has ended.
-        """
+        """Raise EngineFailure if the thread has ended."""
         if self._closed is not None:
             raise EngineFailure(self._closed)
 
     def future(self) -> Future[None]:
-        """Return a future for a command whose caller waits: the command sets its result, or `close` an error."""
+        """Return a future for a command: the command sets its result, or `close` sets an error."""
         future: Future[None] = Future()
         self._unsettled.add(future)
         future.add_done_callback(self._unsettled.discard)
         return future
 
     def failure(self) -> Future[str]:
-        """Return a future that gets the reason when the thread fails; it stays open where the thread ends in order."""
+        """Return a future of the reason why the thread fails; it stays pending if the thread ends normally."""
         future: Future[str] = Future()
         with self._lock:
             if self._failure is not None:
@@ -62,11 +58,10 @@ class CommandQueue:
         return future
 
     def run(self, wait: bool, rest: Callable[[], object] = lambda: None) -> None:
-        """Run the commands that are queued; with `wait`, block until there is one.
+        """Run the queued commands; with `wait`, block until there is one.
 
         Args:
-            wait: whether to block.
-            rest: called where no command comes for `REST_SECONDS`.
+            rest: called when no command comes for `REST_SECONDS`.
         """
         if wait:
             try:
@@ -83,11 +78,10 @@ class CommandQueue:
             command()
 
     def close(self, why: str, failed: bool) -> None:
-        """Refuse further commands, fail all unsettled futures, and run what was queued before.
+        """Refuse further commands, fail all pending futures, and run what was queued before.
 
         Args:
-            why: what later callers are given as the reason.
-            failed: whether the thread ended because of a defect, of which `failure` then speaks.
+            failed: whether the thread ended because of a defect, which `failure` then reports.
         """
         with self._lock:
             self._closed, self._failure = why, why if failed else None

@@ -46,15 +46,15 @@ class EmbeddedEngineConfig(PooledEngineConfig):
 
     @property
     def precision(self) -> Dtype:
-        """Return the precision in which the workers get weights."""
+        """Return the precision of the weights that workers get."""
         return self.dtype
 
     def resources(self, policies: int) -> Alike:
-        """Return what the workers that a job starts hold of a cluster."""
+        """Return the cluster resources of the job's workers."""
         return Alike(self.started_count, self.threads or 1, self.device)
 
     def check_job(self, job: JobConfig) -> None:
-        """Refuse a deterministic job whose workers divide the cores; see `EngineConfig`."""
+        """Refuse a deterministic job whose workers share the cores; see `EngineConfig`."""
         if job.deterministic and self.replicas > 1 and self.threads is None:
             raise ValueError(
                 "deterministic = true with engine.replicas needs engine.threads: products of another number of "

@@ -1,4 +1,4 @@
-"""The engine's loop, in its thread: schedule the passes of a turn, run them, deliver what was sampled."""
+"""The engine's loop, in its thread: schedule the passes of a step, run them, deliver the sampled tokens."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ from palestra.types.calls import PolicyVersion, SampledTokens
 
 
 class EngineCore:
-    """A scheduler, all policies and what runs them, and what becomes of their failures.
-
-    Attributes:
-        policies: by name.
-    """
+    """Runs one scheduling step at a time and turns exceptions into failures of the requests that caused them."""
 
     def __init__(
         self,
@@ -36,14 +32,13 @@ class EngineCore:
         deterministic: bool,
         kv_bytes: int,
     ) -> None:
-        """Prepare to answer requests.
+        """Create the core.
 
         Args:
-            policies: by name; each has a model of its own, and those on one base share its weights and its passes.
-            version: of the weights that the models have now.
-            config: the limits of a pass and of a batch.
-            deterministic: whether results must not depend on what is computed beside them.
-            kv_bytes: memory for the keys and values of all policies, kept prefixes included.
+            policies: by name; those on one base share its weights and its passes.
+            version: of the models' present weights.
+            deterministic: whether results must not depend on the batch.
+            kv_bytes: memory for keys and values of all policies, including cached prefixes.
         """
         self._config, self._deterministic = config, deterministic
         self.policies: dict[str, ServedPolicy] = {}
@@ -62,11 +57,11 @@ class EngineCore:
         return served
 
     def add(self, name: str, policy: PolicyModel, version: PolicyVersion) -> None:
-        """Take one more policy."""
+        """Add a policy."""
         self.scheduler.add_policy(self._serve(name, policy, version))
 
     def remove(self, name: str) -> None:
-        """Fail the requests of a policy, and forget its model."""
+        """Fail a policy's requests, and drop its model."""
         error = EngineFailure(f"{name} was removed")
         waiting = [request for request in self.scheduler.waiting if request.policy == name]
         self.scheduler.waiting = [request for request in self.scheduler.waiting if request.policy != name]
@@ -91,7 +86,7 @@ class EngineCore:
             self.flush()
 
     def step(self) -> None:
-        """Run one turn. A failure ends the request that causes it, or, if there is none, all of its policy."""
+        """Run one step. A failure ends the request that caused it, or else all requests of its policy."""
         try:
             for work in self.scheduler.schedule():
                 if not self._run(work):
@@ -102,7 +97,7 @@ class EngineCore:
         self.flush()
 
     def load(self) -> EngineLoad:
-        """Return how many requests wait and run now, and how many tokens were sampled, as `Engine.load` does."""
+        """Return waiting and running requests, and counters; see `Engine.load`."""
         # Read from other threads while the engine's may add a policy: a list of them is made in one piece.
         scheduler, (passes, prefilled, sampled) = self.scheduler, self._gone
         runners = {policy.runner for policy in list(self.policies.values())}
@@ -117,13 +112,13 @@ class EngineCore:
         )
 
     def fail_all(self, error: Exception) -> None:
-        """Fail every request, those that wait included."""
+        """Fail every request, including waiting ones."""
         waiting, self.scheduler.waiting = self.scheduler.waiting, []
         self._fail_begun(error, self.policies)
         self._outbox += [(request, _failure(error)) for request in waiting]
 
     def flush(self) -> None:
-        """Deliver the tokens and failures of the requests."""
+        """Deliver tokens and failures of the requests."""
         outbox, self._outbox = self._outbox, []
         for request, item in outbox:
             if not request.cancelled:
@@ -147,7 +142,7 @@ class EngineCore:
         return True
 
     def _prefill(self, runner: ModelRunner, pieces: Sequence[tuple[RunningRequest, int]]) -> None:
-        """Compute pieces of prompts, and sample the first token of each request whose prompt is then complete."""
+        """Compute chunks of prompts, and sample the first token of each request whose prompt is complete."""
         new = dict(pieces)
         self._one_by_one(
             [leader for leader, count in pieces if count],
@@ -164,7 +159,7 @@ class EngineCore:
         self._one_by_one(list(leaders), start)
 
     def _decode(self, runner: ModelRunner, requests: Sequence[RunningRequest]) -> None:
-        """Sample the next token of each running reply; replies whose grammar can't go on fail before that."""
+        """Sample the next token of each running reply; first fail replies whose grammar has no next token."""
         fault_point("during_generation")
         for name, policy in runner.policies.items():
             constrained = [one for one in requests if one.policy == name and one.matcher is not None]
@@ -178,7 +173,7 @@ class EngineCore:
         self._one_by_one([request for request in requests if request.row is not None], decode)
 
     def _one_by_one(self, requests: Sequence[RunningRequest], work: Callable[[Sequence[RunningRequest]], None]) -> None:
-        """Do `work` for requests together. If that fails, do it for each alone, and fail those that fail again.
+        """Run `work` for requests together. If it fails, run it for each alone, and fail those that fail again.
 
         `work` changes nothing before its last error, so that it can be repeated.
         """
@@ -204,7 +199,7 @@ class EngineCore:
     def _start(
         self, runner: ModelRunner, request: RunningRequest, leader: RunningRequest, sampled: SampledBatch, number: int
     ) -> None:
-        """Begin the reply of a request whose prompt `leader` has computed, with its first token."""
+        """Begin the reply of a request, whose prompt `leader` has computed, with its first token."""
         assert leader.keys is not None
         try:
             if request is leader:
@@ -241,7 +236,7 @@ class EngineCore:
     # Failures.
 
     def _fail(self, request: RunningRequest, error: Exception) -> None:
-        """Fail a request that has begun, and those that wait for its prompt."""
+        """Fail a running request, and those that wait for its prompt."""
         self._outbox += [(one, _failure(error)) for one in request.group]
         self.scheduler.remove(request)
 
@@ -260,7 +255,7 @@ class EngineCore:
         self._fail_begun(error, policies)
 
     def _fail_begun(self, error: Exception, policies: Collection[str]) -> None:
-        """Fail every request of some policies that has begun; what their models have computed is forgotten."""
+        """Fail all running requests of some policies, and drop what their models have computed."""
         self._outbox += [(request, _failure(error)) for request in self.scheduler.remove_all(policies)]
 
 

@@ -1,9 +1,9 @@
-"""Decoding passes that a GPU runs by one launch: CUDA graphs.
+"""CUDA graphs for decoding passes.
 
-A pass over a small model is some thousand kernels, which take less time than Python takes to launch them. So a pass
-over one bucket is recorded once, with as many rows as its storage has places, and run again with other ids, positions
-and lengths. What a record refers to stays where it is: new weights are written over the old ones, and storage that
-moves takes its records with it.
+A pass over a small model has thousands of kernels, which take less time than Python takes to launch them. So a pass
+over one bucket is captured once, with as many rows as its storage has, and replayed with other ids, positions and
+lengths. Captured addresses must stay valid: new weights overwrite the old ones in place, and reallocated storage drops
+its graphs.
 """
 
 from __future__ import annotations
@@ -28,31 +28,26 @@ KEPT_SHARE = 8  # buckets without rows, which keep their records, have at most t
 
 
 class DecodeGraphs:
-    """Records passes, and runs them again.
-
-    Attributes:
-        kept_bytes: see `__init__`.
-    """
+    """Captures decoding passes, and replays them."""
 
     def __init__(self, record: Record, kept_bytes: int) -> None:
-        """Prepare to record.
+        """Create without graphs.
 
         Args:
-            record: see `CudaRecorder`.
-            kept_bytes: buckets without rows keep their records while they have at most so many bytes together.
+            kept_bytes: limit, in bytes, of buckets without rows that keep their graphs.
         """
         self._record, self.kept_bytes = record, kept_bytes
         self._failed = False
 
     def scores(self, bucket: Bucket, policy: str, ids: Sequence[int], compute: Pass) -> Tensor | None:
-        """Compute the newest tokens of all rows of a bucket; returns scores of all tokens, float32 [rows, V].
+        """Compute the newest tokens of all rows of a bucket; return logits, float32 [rows, V].
 
-        None: passes of this model can't be recorded.
+        None: passes of this model can't be captured.
 
         Args:
-            bucket: with at least one row. Places without a row are computed as well, into their own first position.
+            bucket: with at least one row. Unused rows are computed too, into their own first position.
             ids: [rows], the newest token of each.
-            compute: the pass. It must not read anything from the device, nor change anything but the storage.
+            compute: the pass. It must not read from the device, and change only the storage.
         """
         if self._failed:
             return None
@@ -81,7 +76,9 @@ class DecodeGraphs:
         return scores[: len(bucket.rows)].clone()  # another record may have its temporary tensors there
 
     def _recorded(self, storage: Tensor, given: Tensor, compute: Pass) -> tuple[Tensor, Tensor, Callable[[], object]]:
-        """Return the tensor for ids, positions and lengths, int64 [3, places]; the scores; and what computes them."""
+        """Return the input tensor for ids, positions and lengths, int64 [3, rows of the storage]; the logits; and a
+        replay function.
+        """
         inputs = given.to(storage.device)
         ids, positions, lengths = inputs
 
@@ -92,7 +89,7 @@ class DecodeGraphs:
 
 
 def graphs_for(device: torch.device) -> DecodeGraphs | None:
-    """Return what records passes on a device; None: it has no graphs."""
+    """Return the graphs of a device; None: it does not support them."""
     if device.type != "cuda":
         return None
     kept = torch.cuda.get_device_properties(device).total_memory // KEPT_SHARE
@@ -100,17 +97,17 @@ def graphs_for(device: torch.device) -> DecodeGraphs | None:
 
 
 class CudaRecorder:
-    """Records computations on a CUDA device as graphs, whose temporary tensors share their memory."""
+    """Captures computations on a CUDA device as graphs that share memory for temporary tensors."""
 
     def __init__(self, device: torch.device) -> None:
-        """Prepare to record on a device."""
+        """Capture on `device`."""
         self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream):  # torch refuses a pool of which all graphs are gone: this one stays
             self._first = self._graph(lambda: torch.zeros(1, device=device))
 
     def __call__(self, compute: Compute) -> tuple[Tensor, Callable[[], object]]:
-        """Compute a few times; returns the result, and what computes it again into the same tensor."""
+        """Run a computation a few times; return its result, and a function that recomputes it into the same tensor."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for _ in range(2):  # libraries choose their kernels, and take the memory that they keep

@@ -18,12 +18,12 @@ GIB = 2**30
 
 
 class EmbeddedDriver(EngineDriver[EmbeddedEngineConfig]):
-    """transformers models, in the job's own process or in those of workers."""
+    """transformers models, in the job's own process or in workers."""
 
     section = EmbeddedEngineConfig
 
     def computes(self, table: EmbeddedEngineConfig) -> Computes:
-        """Return with what each worker computes; see `EngineDriver`."""
+        """Return how each worker computes; see `EngineDriver`."""
         return Computes(table.device, table.dtype, table.threads, table.cache_gib)
 
     def load(self, job: EngineJob, table: EmbeddedEngineConfig) -> LoadedEngine:
@@ -99,14 +99,11 @@ def worker_cards(
     *,
     trainer_is_here: bool = True,
 ) -> list[CardShare]:
-    """Return cards for one worker each, as many as there may be workers; none: the workers compute on CPUs.
+    """Return the GPUs of each possible worker; empty: the workers compute on CPUs.
 
     Args:
-        look: returns the cards that the job may use.
-        trainer_is_here: whether the trainer shares these cards; see `trainer_cards`.
-
-    Raises:
-        ConfigError: the engine is to compute on a card, and there is none.
+        look: returns the GPUs that the job may use.
+        trainer_is_here: whether the trainer shares these GPUs; see `trainer_cards`.
     """
     from palestra.models.device import device_of
 
@@ -119,11 +116,11 @@ def worker_cards(
 def worker_settings(
     settings: EmbeddedEngineConfig, cards: Sequence[CardShare], others: int = 0
 ) -> EmbeddedEngineConfig:
-    """Return the settings of each worker, with its part of the cores, and of the memory for keys and values.
+    """Return each worker's settings, with its part of the cores and of the key-value memory.
 
     Args:
-        cards: what `worker_cards` has returned.
-        others: processes of the engine that compute on this machine beside these workers.
+        cards: from `worker_cards`.
+        others: other engine processes that compute on this machine.
     """
     from palestra.models.device import available_cores, memory_bytes
 

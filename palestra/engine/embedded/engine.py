@@ -35,7 +35,7 @@ LOOK_SECONDS = 0.5  # between two looks at what other processes use
 
 
 class EmbeddedEngine:
-    """Implements `Engine` for one or more policies, each with a model of its own, on one device."""
+    """An `Engine` for one or more policies, each with its own model, on one device."""
 
     def __init__(
         self,
@@ -47,12 +47,9 @@ class EmbeddedEngine:
         """Start the engine's thread.
 
         Args:
-            policies: by name; no two of them share a model, because each has weights of its own.
-            deterministic: whether a reply must be the same bit for bit, no matter what is computed beside it.
-            version: of the weights that the models have now.
-
-        Raises:
-            ModelError: `deterministic`, and this machine's arithmetic can't keep it.
+            policies: by name, each with its own model.
+            deterministic: whether a reply must be the same bit for bit in any batch.
+            version: of the models' present weights.
         """
         self._policies, self._config, self._deterministic = dict(policies), config, deterministic
         if deterministic:
@@ -71,13 +68,10 @@ class EmbeddedEngine:
     # What others call, on any event loop.
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[SampledTokens]:
-        """See `Engine`.
+        """Stream a reply; see `Engine.generate`.
 
         Raises:
-            InvalidRequest: a prompt that the model can't read, a number out of its range, or a grammar that can't be
-                used.
-            GrammarRefused: the grammar is over a bound, perhaps at a token of the reply.
-            ModelError: the engine has no such policy.
+            GrammarRefused: the grammar exceeds a limit, perhaps at a token of the reply.
         """
         policy = self._policy(request.policy)
         _check_prompt(request.prompt, policy.model)
@@ -101,16 +95,9 @@ class EmbeddedEngine:
                 policy.grammars.release(running.matcher)
 
     async def score(self, policy: str, prompt: TokenSequence) -> list[float]:
-        """Compute a prompt by itself, between two turns; see `Engine.score`.
+        """Compute a prompt by itself, between two steps; see `Engine.score`.
 
-        Its keys and values are dropped afterwards; for that time they are beyond `cache_gib`.
-
-        Args:
-            prompt: [P] ids, and the pictures among them.
-
-        Raises:
-            InvalidRequest: an id that the model does not have, too many of them, or a picture that it can't see.
-            ModelError: the engine has no such policy.
+        Its keys and values are temporary, and not counted in `cache_gib`.
         """
         model = self._policy(policy).model
         _check_prompt(prompt, model)
@@ -119,14 +106,10 @@ class EmbeddedEngine:
         return found
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
-        """Copy new weights into the engine's model of a policy, as `Engine.sync_weights` describes.
+        """Copy new weights into the model of a policy; see `Engine.sync_weights`.
 
-        Replies of the policy that are being sampled continue under the new weights, or are finished first, as
-        `in_flight_updates` says; while the engine is paused they can't be finished, and so continue.
-
-        Args:
-            version: what tokens that are sampled from them say.
-            source: tensors of the model's names and shapes.
+        `in_flight_updates` says whether running replies continue under the new weights or are finished first. While the
+        engine is paused they can't be finished, and so continue.
         """
         self._policy(policy)
         served = self._core.policies[policy]
@@ -141,13 +124,7 @@ class EmbeddedEngine:
         await self._on_thread(lambda: served.load_weights(version, source), via=sync)
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
-        """Copy the model of a policy, and load other weights into the copy; see `Engine.add_policy`.
-
-        Args:
-            like: name of the policy whose model is copied.
-            version: what tokens that are sampled from it say.
-            source: tensors of the model's names and shapes; None: those of `like`.
-        """
+        """Copy the model of a policy, and load other weights into the copy; see `Engine.add_policy`."""
         known = self._policy(like)
 
         def add() -> None:
@@ -164,16 +141,9 @@ class EmbeddedEngine:
         await self._on_thread(add)
 
     async def add_model(self, name: str, policy: PolicyModel, version: PolicyVersion) -> None:
-        """Take one more policy, with a model of its own, which may be of another kind than all others.
+        """Add a policy with its own model, of any kind.
 
-        An adapter on a base of another policy shares its passes.
-
-        Args:
-            policy: its model, which no other policy has.
-
-        Raises:
-            ModelError: there is a policy of this name; or the engine is deterministic, and products of the model's
-                layers are not.
+        An adapter on the base of another policy shares its passes.
         """
 
         def add() -> None:
@@ -185,32 +155,28 @@ class EmbeddedEngine:
         await self._on_thread(add)
 
     async def remove_policy(self, name: str) -> None:
-        """Fail the requests of a policy, and free its memory; see `Engine.remove_policy`."""
+        """Fail a policy's requests, and free its memory; see `Engine.remove_policy`."""
         await self._on_thread(lambda: self._remove(name) if name in self._policies else None)
 
     async def pause(self) -> None:
-        """Finish the forward pass that runs, and begin no other until `resume`."""
+        """Finish the running forward pass; none starts until `resume`."""
         await self._on_thread(lambda: setattr(self, "_paused", True))
 
     async def resume(self) -> None:
-        """Let forward passes run again after `pause`; requests that waited continue where they were."""
+        """Allow forward passes again after `pause`."""
         await self._on_thread(lambda: setattr(self, "_paused", False))
 
     def version(self, policy: str) -> PolicyVersion:
-        """See `Engine`.
-
-        Raises:
-            ModelError: the engine has no such policy.
-        """
+        """Return the version of a policy's weights; see `Engine.version`."""
         self._policy(policy)
         return self._core.policies[policy].version
 
     def load(self) -> EngineLoad:
-        """Return how many requests wait and run, and the counters that `/metrics` shows."""
+        """Return waiting and running requests, and the counters of `/metrics`."""
         return self._core.load()
 
     async def close(self) -> None:
-        """Fail the requests that are open, and end what the engine has started."""
+        """Fail open requests, and stop the engine's thread."""
         with contextlib.suppress(EngineFailure):  # its thread has ended already
             self._commands.put(lambda: setattr(self, "_stopping", True))
         await in_thread(self._thread.join)  # not in a pool, for whose threads a process that ends would wait
@@ -219,7 +185,7 @@ class EmbeddedEngine:
         self._policies = {}
 
     async def failure(self) -> str:
-        """Wait until the engine can not go on by itself, and return the reason in one line."""
+        """Wait until the engine fails, and return the reason in one line."""
         return await asyncio.wrap_future(self._commands.failure())
 
     def _policy(self, name: str) -> PolicyModel:
@@ -296,7 +262,7 @@ class EmbeddedEngine:
         return not self._paused and self._core.scheduler.has_begun(policy)
 
     def _sync_drained(self) -> None:
-        """Replace the weights of the policies whose running replies are finished."""
+        """Replace the weights of policies whose running replies are finished."""
         due = [(policy, load) for policy, load in self._syncs if not self._must_wait(policy)]
         if due and not self._stopping:
             self._syncs = [sync for sync in self._syncs if sync not in due]
@@ -310,12 +276,12 @@ def _check_prompt(prompt: TokenSequence, model: CausalLM) -> None:
 
 
 def kv_bytes(model: CausalLM, config: EmbeddedEngineConfig) -> int:
-    """Return how many bytes an engine's keys and values may take.
+    """Return the memory limit, in bytes, of an engine's keys and values.
+
+    It is `cache_gib`; by default, a quarter of the memory that this process may use, or half of the free GPU memory.
 
     Args:
-        model: one of the engine's; it says on which device the others are, too.
-        config: `cache_gib`; without it, a quarter of the memory that this process may use, or half of what is free on
-            the GPU.
+        model: one of the engine's; its device is that of all.
     """
     if config.cache_gib is not None:
         return int(config.cache_gib * 2**30)
@@ -325,5 +291,5 @@ def kv_bytes(model: CausalLM, config: EmbeddedEngineConfig) -> int:
 
 
 def token_budget(model: CausalLM, config: EmbeddedEngineConfig) -> int:
-    """Return how many tokens of one model fit into the memory for keys and values, see `kv_bytes`."""
+    """Return how many tokens of one model fit into the key-value memory; see `kv_bytes`."""
     return kv_bytes(model, config) // model.token_bytes

@@ -1,8 +1,8 @@
-"""How much memory keys and values may take: requests that have begun come first, kept prefixes get what is left.
+"""The memory budget of keys and values: running requests first, cached prefixes get the rest.
 
-vLLM cuts its cache into blocks, hands them out as replies grow, and preempts a request when there are none left. Here
-a request reserves what its longest reply takes before it begins, so that nothing is ever preempted: a preempted reply
-would be computed again in other passes, and round differently.
+vLLM allocates its cache in blocks as replies grow, and preempts a request when there are none left. Here a request
+reserves memory for its longest possible reply before it begins, so nothing is preempted: a preempted reply would be
+recomputed in other passes, and round differently.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class KVBudget:
 
     @property
     def kept(self) -> int:
-        """Bytes of the keys and values that are kept for prompts to come, of all policies together."""
+        """Return the bytes of cached prefixes, of all policies together."""
         return sum(cache.tokens * each for cache, each in self.prefixes)
 
     def reserve(self, size: int) -> bool:
-        """Reserve bytes for a request, and drop prefixes that are in the way. False: requests leave too few."""
+        """Reserve bytes for a request, evicting cached prefixes; False: other requests leave too few."""
         if self.reserved + size > self.total:
             return False
         for cache, each in self.prefixes:
@@ -37,10 +37,10 @@ class KVBudget:
         return True
 
     def release(self, size: int) -> None:
-        """Return the bytes that `reserve` took for a request that has ended, so that others may begin."""
+        """Release the reservation of a request that has ended."""
         self.reserved -= size
 
     def room_for(self, prefixes: PrefixCache, each: int) -> int:
-        """Return how many tokens a policy's prefixes may have in all, if a token takes `each` bytes."""
+        """Return how many tokens a policy's cached prefixes may have in all, at `each` bytes per token."""
         others = self.kept - prefixes.tokens * each
         return max(0, (self.total - self.reserved - others) // each)

@@ -1,8 +1,7 @@
-"""Keys and values of the sequences that are being decoded, for one model, and attention over them.
+"""Keys and values of decoding sequences of one model, and attention over them.
 
-Sequences lie in buckets by capacity, which follows from a sequence's own length alone: all rows of a bucket are
-attended to in one call, and what a row is padded to never depends on its neighbours. A row that outgrows its bucket
-moves to the next one.
+Sequences are in buckets by capacity, which follows from a sequence's own length: all rows of a bucket are one attention
+call, and a row's padding never depends on other rows. A row that outgrows its bucket moves to the next one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ WIDE_STEP = 256
 
 
 def capacity_for(length: int) -> int:
-    """Return the smallest bucket for so many positions: steps of 64 to 1024, then 1/16 of the next power of two."""
+    """Return the smallest bucket for a length: steps of 64 up to 1024, then 1/16 of the next power of two."""
     step = STEP
     while length > 16 * step:
         step *= 2
@@ -31,15 +30,15 @@ def capacity_for(length: int) -> int:
 
 
 def wide_capacity_for(length: int) -> int:
-    """Return the smallest bucket for so many positions, where there are to be few buckets: powers of two from 256."""
+    """Return the smallest bucket for a length, with few different buckets: powers of two from 256."""
     return max(WIDE_STEP, 1 << (length - 1).bit_length())
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One sequence's place: `length` positions of `bucket` row `index` are filled.
+    """One sequence: `length` positions of row `index` of `bucket` are filled.
 
-    `position` is that of the next token for the model: less than `length` behind pictures that lie in a plane.
+    `position` is the model's position of the next token; after pictures with 2D positions it is less than `length`.
     """
 
     length: int
@@ -57,13 +56,12 @@ class Row:
 
 
 class Bucket:
-    """Rows of one capacity, kept without gaps.
+    """Rows of one capacity, stored without gaps.
 
     Attributes:
-        capacity: how many positions a row may have.
-        rows: in the order of their places.
-        storage: [layers, 2, places, key heads, capacity, head dim], at least as many places as rows.
-        captured: what was prepared for decoding passes over this storage, by policy; see `DecodeGraphs`.
+        capacity: positions of a row.
+        storage: [layers, 2, allocated rows, key heads, capacity, head dim].
+        captured: prepared decoding passes over this storage, by policy; see `DecodeGraphs`.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class Bucket:
         self.captured: dict[str, Any] = {}
 
     def add(self, row: Row) -> None:
-        """Give a row a place of zeros, the beginning of which the caller fills."""
+        """Append a row of zeros, whose beginning the caller fills."""
         if len(self.rows) == self.storage.shape[2]:
             layers, pair, rows, *shape = self.storage.shape
             wider = self.storage.new_empty((layers, pair, 2 * rows, *shape))
@@ -87,7 +85,7 @@ class Bucket:
         self.storage[:, :, row.index] = 0.0
 
     def remove(self, row: Row) -> None:
-        """Free a row's place; the last row takes it."""
+        """Remove a row; the last row moves to its index."""
         last = self.rows.pop()
         if last is not row:
             self.storage[:, :, row.index] = self.storage[:, :, last.index]
@@ -99,7 +97,7 @@ class KVCache:
     """All buckets of one policy's model.
 
     Attributes:
-        capacity: of the bucket for a sequence of so many positions.
+        capacity: returns the bucket size for a length.
     """
 
     def __init__(
@@ -112,11 +110,11 @@ class KVCache:
         capacity: Callable[[int], int] = capacity_for,
         kept_bytes: int = 0,
     ) -> None:
-        """Make an empty cache.
+        """Create an empty cache.
 
         Args:
-            capacity: of the bucket for a sequence of so many positions.
-            kept_bytes: buckets without rows stay while they have at most so many bytes together.
+            capacity: returns the bucket size for a length.
+            kept_bytes: limit, in bytes, of buckets without rows that stay allocated.
         """
         self._shape = (layers, heads, dim, dtype, device)
         self.capacity, self._kept_bytes = capacity, kept_bytes
@@ -126,7 +124,7 @@ class KVCache:
         """Add a row.
 
         Args:
-            prefix: a prompt's keys and values, [layers, 2, key heads, T, head dim].
+            prefix: keys and values of its prompt, [layers, 2, key heads, T, head dim].
             position: of the token after the prompt, see `Row`; None: T.
         """
         length = prefix.shape[3]
@@ -137,25 +135,25 @@ class KVCache:
         return row
 
     def remove(self, row: Row) -> None:
-        """Free the place of a sequence that has ended, and its bucket with the last row in it."""
+        """Remove a row whose sequence has ended, and its bucket if that is empty."""
         row.bucket.remove(row)
         if not row.bucket.rows:
             self.drop_empty(self._kept_bytes)
 
     def drop_empty(self, most: int = 0) -> None:
-        """Free buckets without rows, if they have more than so many bytes together."""
+        """Free empty buckets if they have more than `most` bytes together."""
         empty = [bucket for bucket in self._buckets.values() if not bucket.rows]
         if sum(bucket.storage.nbytes for bucket in empty) > most:
             for bucket in empty:
                 del self._buckets[bucket.capacity]
 
     def forget(self, policy: str) -> None:
-        """Drop what was prepared for passes of a policy: it refers to the weights, which are freed."""
+        """Drop prepared passes of a policy: they refer to its weights, which are freed."""
         for bucket in self._buckets.values():
             bucket.captured.pop(policy, None)
 
     def make_room(self, row: Row) -> None:
-        """Move a full row to the next bucket; the row stays where it is if there is no memory for that."""
+        """Move a full row to the next bucket; without memory for that, the row is unchanged."""
         if row.length < row.bucket.capacity:
             return
         bucket, moved = self._bucket(self.capacity(row.length + 1)), Row(row.length, row.position)
@@ -166,7 +164,7 @@ class KVCache:
         row.bucket, row.index = bucket, moved.index
 
     def in_order(self) -> list[Bucket]:
-        """Return the buckets with rows from the smallest; the flat batch of a decoding pass lies in this order."""
+        """Return the buckets with rows, smallest first: the order of a decoding pass's flat batch."""
         return [self._buckets[capacity] for capacity in sorted(self._buckets) if self._buckets[capacity].rows]
 
     def _bucket(self, capacity: int) -> Bucket:
@@ -176,14 +174,13 @@ class KVCache:
 
 
 class DecodeAttention:
-    """Attention of one decoding pass: every row of the cache adds one position, and sees all before it.
+    """Attention of a decoding pass: every row of the cache adds one position, and attends to all before it.
 
-    The bits of a row's result do not depend on how many rows are computed with it.
+    The bits of a row's result do not depend on the number of rows.
 
     Attributes:
-        parts: the storage of each bucket, [layers, 2, places, key heads, capacity, head dim], and how many positions of
-            its first rows are filled, int64 [rows], less than the capacity.
-        compiled: what kernels compute of it.
+        parts: each bucket's storage, [layers, 2, allocated rows, key heads, capacity, head dim], and the filled
+            positions of its first rows, int64 [rows], less than the capacity.
     """
 
     def __init__(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -193,7 +190,7 @@ class DecodeAttention:
 
     @classmethod
     def of(cls, buckets: Sequence[Bucket]) -> DecodeAttention:
-        """Return the attention of all rows of some buckets, which have at least one row each, and none that is full."""
+        """Return the attention of all rows of some buckets, each with at least one row and no full row."""
         if any(row.length >= bucket.capacity for bucket in buckets for row in bucket.rows):
             raise ValueError("a row is full; `make_room` moves it")
         return cls(
@@ -206,16 +203,12 @@ class DecodeAttention:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        """Write keys and values into the cache, and return what each query sees: [T, heads, head dim].
+        """Write keys and values into the cache, and return the attention output, [T, heads, head dim]; see
+        `AttentionBackend`.
 
-        Called once a layer, as `AttentionBackend` says. Queries beyond the cache's rows get zeros: they only make a
-        product larger.
+        Queries beyond the cache's rows only enlarge a product, and get zeros.
 
         Args:
-            query: [1, heads, T, head dim].
-            key: [1, key heads, T, head dim], of the tokens of this pass.
-            value: as `key`.
-            scale: factor of the scores before the softmax.
             window: how many positions a token sees, its own included; None: all before it.
         """
         count = sum(len(lengths) for _, lengths in self.parts)
@@ -226,7 +219,7 @@ class DecodeAttention:
     def _by_parts(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Iterator[Tensor]:
-        """Do what a call does, bucket by bucket with torch's attention: yield [rows, heads, head dim] of each."""
+        """Compute bucket by bucket with torch's attention: yield [rows, heads, head dim] of each."""
         start = 0
         for number, (storage, lengths) in enumerate(self.parts):
             rows = len(lengths)
@@ -236,7 +229,7 @@ class DecodeAttention:
             start += rows
 
     def _mask(self, number: int, window: int | None) -> Tensor:
-        """Return what is added to the scores of a part, [rows, 1, 1, capacity], once for all layers."""
+        """Return the mask added to the scores of a part, [rows, 1, 1, capacity], computed once for all layers."""
         mask = self._masks.get((number, window))
         if mask is None:
             storage, lengths = self.parts[number]
@@ -260,7 +253,7 @@ def _filled_up(pieces: list[Tensor], query: Tensor) -> Tensor:
 def _attended(
     new: tuple[Tensor, Tensor, Tensor], keys: Tensor, values: Tensor, lengths: Tensor, scale: float, mask: Tensor
 ) -> Tensor:
-    """Put keys and values of one token a row into a cache, and return what it sees, [R, H, D]."""
+    """Append keys and values of one token per row to a cache, and return the attention output, [R, H, D]."""
     query, key, value = (one[0].transpose(0, 1) for one in new)
     index = torch.arange(len(lengths), device=lengths.device)
     keys[index, :, lengths] = key
@@ -271,10 +264,12 @@ def _attended(
 
 
 class PrefillAttention:
-    """Causal attention within pieces of several prompts that lie one after another; fills in their keys and values."""
+    """Causal attention within concatenated chunks of several prompts; stores their keys and values."""
 
     def __init__(self, pieces: Sequence[tuple[Tensor, int, int]]) -> None:
-        """Each piece is (keys [layers, 2, key heads, P, head dim], tokens of it that are filled, tokens to add)."""
+        """Each chunk is (keys [layers, 2, key heads, P, head dim], number of filled tokens, number of
+        tokens to add).
+        """
         self._pieces, self._compiled = pieces, kernels().prompts(pieces)
         self._tokens = sum(new for _, _, new in pieces)
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
@@ -282,16 +277,12 @@ class PrefillAttention:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        """Write keys and values into the cache, and return what each query sees: [T, heads, head dim].
+        """Write keys and values into the cache, and return the attention output, [T, heads, head dim]; see
+        `AttentionBackend`.
 
-        Called once a layer, as `AttentionBackend` says. Tokens beyond the pieces get zeros: they only keep products
-        above one row.
+        Tokens beyond the chunks keep products above one row, and get zeros.
 
         Args:
-            query: [1, heads, T, head dim].
-            key: [1, key heads, T, head dim], of the tokens of this pass.
-            value: as `key`.
-            scale: factor of the scores before the softmax.
             window: how many positions a token sees, its own included; None: all before it.
         """
         new = query[:, :, : self._tokens], key[:, :, : self._tokens], value[:, :, : self._tokens]
@@ -301,7 +292,7 @@ class PrefillAttention:
     def _by_pieces(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> list[Tensor]:
-        """Do what a call does, piece by piece with torch's attention: return [tokens, heads, head dim] of each."""
+        """Compute chunk by chunk with torch's attention: return [tokens, heads, head dim] of each."""
         results = []
         start = 0
         for number, (kept, filled, new) in enumerate(self._pieces):
@@ -326,7 +317,7 @@ class PrefillAttention:
 
 
 def _seen(filled: int, new: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return a mask of what each new token sees, [new, filled + new] bool; None for plain causal attention."""
+    """Return the attention mask of new tokens, bool [new, filled + new]; None: causal attention."""
     if not filled and (window is None or new <= window):
         return None
     seen = torch.ones((new, filled + new), dtype=torch.bool, device=device).tril(diagonal=filled)

@@ -1,9 +1,8 @@
-"""The passes of a model: it computes what the scheduler plans, and has the keys and values of what is decoded.
+"""Runs a model's forward passes as the scheduler plans them, and owns the key-value cache of decoding.
 
-Policies whose weights are adapters on one base share a runner: their requests are computed in the same passes. What a
-row gets never depends on the rows beside it, except through the rounding of matrix products; in a deterministic engine
-that is excluded, too: prompts are computed whole and alone, no matter what was computed before, products have at least
-`MIN_ROWS` rows, and each adapter's rows are multiplied by themselves.
+Policies with adapters on one base share a runner and its passes. A row's result depends on other rows only through the
+rounding of matrix products. A deterministic engine excludes that too: prompts are computed whole and alone, without
+reuse; products have at least `MIN_ROWS` rows; and each adapter's rows are multiplied separately.
 """
 
 from __future__ import annotations
@@ -59,19 +58,18 @@ class PolicyModel:
 
 
 class ModelRunner:
-    """Prefills prompts, decodes replies and samples tokens, for one policy, or for several on one base.
+    """Prefills prompts, decodes replies and samples tokens, for one policy or several on one base.
 
     Attributes:
-        model: what computes; its weights are those of a policy, or the base's.
-        policies: those that it computes for, by name.
-        passes, prefilled_tokens, sampled_tokens: how many there have been.
+        model: a policy's own model, or the base.
+        passes, prefilled_tokens, sampled_tokens: counters.
     """
 
     def __init__(self, model: CausalLM, deterministic: bool) -> None:
-        """Prepare to run a model, for no policy yet.
+        """Create a runner without policies.
 
         Args:
-            deterministic: whether results must not depend on what is computed beside them.
+            deterministic: whether results must not depend on the batch.
         """
         # Rows of adapters never see pictures, so a model that does has no passes in common with others.
         mixes = model.base is not None and model.vision is None
@@ -87,16 +85,16 @@ class ModelRunner:
         self._cache = self._new_cache()
 
     def runs(self, model: CausalLM) -> bool:
-        """Whether requests of another policy, which has this model, can be computed in the same passes."""
+        """Return whether a policy with this model can be computed in the same passes."""
         return self._mixed is not None and model.base is self._mixed.base
 
     def refresh(self, policy: ServedPolicy) -> None:
-        """Take over the new weights of a policy."""
+        """Update the runner after a policy got new weights."""
         if self._mixed is not None and policy.model.adapter is not None:
             self._mixed.refresh(policy.model.adapter)
 
     def forget(self, name: str) -> None:
-        """Drop a policy and what was made of its weights, whose memory others get: stacks, and recorded passes."""
+        """Drop a policy, its stacked matrices and its recorded passes."""
         policy = self.policies.pop(name)
         self._cache.forget(name)
         if self._mixed is not None and policy.model.adapter is not None:
@@ -105,7 +103,7 @@ class ModelRunner:
     # Passes.
 
     def allocate_prompt(self, request: RunningRequest) -> None:
-        """Make room for the keys and values of a prompt, and copy those that an earlier prompt has left."""
+        """Allocate keys and values of a prompt, and copy those of a cached prefix."""
         m = self.model
         shape = (m.layers, 2, m.key_heads, len(request.prompt), m.head_dim)
         request.keys = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -114,10 +112,10 @@ class ModelRunner:
             request.prefilled = prefixes.copy_into(request.keys, request.prompt[:-1])
 
     def prefill(self, pieces: Sequence[tuple[RunningRequest, int]]) -> None:
-        """Compute the next tokens of some prompts; a prompt that is complete then has its last hidden state.
+        """Compute the next tokens of some prompts, and the last hidden state of each completed one.
 
         Args:
-            pieces: requests, each with how many further tokens of its prompt to compute.
+            pieces: requests, each with the number of further prompt tokens to compute.
         """
         parts = [r.prompt.ids[r.prefilled : r.prefilled + n].astype(np.int64) for r, n in pieces]
         ids = torch.cat([torch.from_numpy(part) for part in parts])
@@ -142,9 +140,9 @@ class ModelRunner:
         self.prefilled_tokens += end
 
     def decode(self, requests: Sequence[RunningRequest]) -> tuple[Sequence[RunningRequest], SampledBatch]:
-        """Compute the newest token of each reply and sample the one after it; returns both in the same order.
+        """Compute the newest token of each reply and sample the next one; return both in the same order.
 
-        If that fails, all replies are as before.
+        A failure leaves all replies unchanged.
 
         Args:
             requests: all that have a row, or one of them alone.
@@ -184,7 +182,7 @@ class ModelRunner:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _launched(self, order: Sequence[RunningRequest], attention: DecodeAttention) -> Tensor:
-        """Compute a pass step by step: the newest tokens of replies, whose rows `attention` has in the same order."""
+        """Compute a pass without a graph: the newest tokens of replies, in the order of `attention`'s rows."""
         ids = torch.tensor([request.last for request in order])
         positions = torch.tensor([request.row.position for request in order if request.row is not None])
         hidden = self._forward(ids, positions, attention, [(request.policy, 1) for request in order])
@@ -196,7 +194,7 @@ class ModelRunner:
         return self._logits(self._hidden(ids, positions, attention, rows), rows)
 
     def sample(self, requests: Sequence[RunningRequest], hidden: Tensor) -> SampledBatch:
-        """Sample the next token of B requests from their hidden states, [B, hidden]; the requests stay as they are."""
+        """Sample the next token of B requests from hidden states [B, hidden], without changing the requests."""
         return self._sampled(requests, self._scores(requests, hidden))
 
     def _scores(self, requests: Sequence[RunningRequest], hidden: Tensor) -> Tensor:
@@ -212,11 +210,11 @@ class ModelRunner:
         return sampled
 
     def score(self, policy: str, prompt: TokenSequence, piece: int | None) -> list[float]:
-        """Return the log-probability of each token of a prompt but the first, at temperature 1, [P - 1].
+        """Return the log-probability of each prompt token but the first, at temperature 1, [P - 1].
 
         Args:
-            prompt: [P] ids, and the pictures among them.
-            piece: the most tokens of a pass; None: all, as in a deterministic engine.
+            prompt: [P] ids and their pictures.
+            piece: largest number of tokens per pass; None: all, as in a deterministic engine.
         """
         m, ids, length = self.model, prompt.ids, len(prompt.ids)
         size = length if piece is None or self._deterministic else piece
@@ -284,7 +282,7 @@ class ModelRunner:
         return self._mixed.logits(hidden, self._runs(policies, len(hidden) - sum(count for _, count in policies)))
 
     def _runs(self, policies: Sequence[tuple[str, int]], lacking: int) -> Runs:
-        """Return how many rows have which adapter; the last, if any are lacking, are copies of the first."""
+        """Return (adapter, number of rows) in order; `lacking` rows are padded with copies of the first."""
         more = [(policies[0][0], lacking)] if lacking > 0 else []
         return [(self.policies[name].model.adapter, count) for name, count in (*policies, *more)]
 
@@ -304,26 +302,26 @@ class ModelRunner:
         """Add a reply.
 
         Args:
-            keys: those of its prompt, and the values, [layers, 2, key heads, P, head dim].
+            keys: keys and values of its prompt, [layers, 2, key heads, P, head dim].
             positions: of the prompt, [P] or [3, P].
         """
         assert positions is not None
         return self._cache.insert(keys, int(positions.max()) + 1)
 
     def remove_row(self, row: Row) -> None:
-        """Forget the keys and values of a reply."""
+        """Drop the keys and values of a reply."""
         self._cache.remove(row)
 
     def capacity(self, length: int) -> int:
-        """Return for how many positions there will be room where a reply has so many."""
+        """Return the bucket size for a reply of `length` positions."""
         return self._cache.capacity(length)
 
     def free_unused(self) -> None:
-        """Free what is kept for replies to come."""
+        """Free cached empty buckets."""
         self._cache.drop_empty()
 
     def clear(self) -> None:
-        """Forget all keys and values, after a failure that may have left them incomplete."""
+        """Drop all keys and values, after a failure that may have left them incomplete."""
         self._cache = self._new_cache()
         for policy in self.policies.values():
             policy.prefixes.clear()
@@ -336,16 +334,10 @@ class ModelRunner:
 
 @torch.inference_mode()
 def check_determinism(model: CausalLM, max_batch: int) -> None:
-    """Refuse to call results reproducible where this machine's matrix products say otherwise.
+    """Raise ModelError if this machine's matrix products depend on the number of rows.
 
-    A row must come out the same beside any number of other rows. Prompts run alone, so only the products of decoding,
-    with `MIN_ROWS` to `max_batch` rows, are tried: all layers' weights once, on random input.
-
-    Args:
-        max_batch: the most replies that are decoded at the same time.
-
-    Raises:
-        ModelError: a product gives other bits for another number of rows.
+    Prompts run alone, so only the products of decoding, with `MIN_ROWS` to `max_batch` rows, are tested: all layers'
+    weights once, on random input.
     """
     generator = torch.Generator().manual_seed(0)
     for name, width, product in _products(model, max_batch, generator):

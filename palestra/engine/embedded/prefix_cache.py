@@ -12,7 +12,7 @@ from palestra.tokens import TokenRun
 
 
 class _PrefixNode:
-    """A run of tokens with its keys and values; what comes before the run is in its ancestors."""
+    """A run of tokens with its keys and values; ancestors hold the tokens before it."""
 
     __slots__ = ("children", "keys", "parent", "tokens", "used")
 
@@ -24,9 +24,9 @@ class _PrefixNode:
 
 
 class PrefixCache:
-    """The prefixes of one policy and version, in at most `capacity` tokens; the least recently used is dropped first.
+    """Prefixes of one policy and version, at most `capacity` tokens, with LRU eviction.
 
-    Tokens are compared with the digests of what they stand for, so that two images never share their keys and values.
+    Tokens are compared together with image digests, so different images never share keys and values.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -34,13 +34,13 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
-        """Drop all keys and values, as when new weights make those that are kept useless."""
+        """Drop everything, for example after a weight update."""
         self.tokens = 0  # that are kept
         self._root = _PrefixNode(None, TokenRun(np.empty(0, np.int32)), None)
         self._clock = count(1)
 
     def copy_into(self, keys: Tensor, tokens: TokenRun) -> int:
-        """Copy the keys and values of the longest known beginning of a run of tokens, and return its length.
+        """Copy the keys and values of the longest cached prefix, and return its length in tokens.
 
         Args:
             keys: [layers, 2, key heads, at least N, head dim], filled from position 0.
@@ -54,11 +54,11 @@ class PrefixCache:
         return done
 
     def insert(self, tokens: TokenRun, keys: Tensor) -> None:
-        """Keep a copy of the keys and values that are not known yet.
+        """Cache a copy of the keys and values that are not cached yet.
 
         Args:
             tokens: [N].
-            keys: [layers, 2, key heads, N, head dim], those of the tokens.
+            keys: [layers, 2, key heads, N, head dim].
         """
         node, done = self._root, 0
         for found, common in self._path(tokens):
@@ -73,7 +73,7 @@ class PrefixCache:
             self.tokens += len(new.tokens)
 
     def shrink(self, tokens: int, but: _PrefixNode | None = None) -> None:
-        """Drop leaves, the least recently used first, until at most `tokens` tokens are left; never the leaf `but`."""
+        """Evict leaves, least recently used first, until at most `tokens` tokens are left; never the leaf `but`."""
         while self.tokens > max(tokens, 0):
             leaves = [leaf for leaf in self._leaves() if leaf is not but]
             if not leaves:
@@ -84,7 +84,7 @@ class PrefixCache:
             self.tokens -= len(oldest.tokens)
 
     def _path(self, tokens: TokenRun) -> Iterator[tuple[_PrefixNode, int]]:
-        """Yield the nodes with which `tokens` begins, each with how many of its tokens do."""
+        """Yield the nodes that match the beginning of `tokens`, each with the number of matching tokens."""
         node, done, now = self._root, 0, next(self._clock)
         while done < len(tokens):
             rest = tokens[done:]

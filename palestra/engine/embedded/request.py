@@ -28,7 +28,7 @@ class Unprepared(Exception):
 
 @dataclass(slots=True, eq=False)
 class RunningRequest:
-    """An `EngineRequest` and its state. It waits, its prompt is prefilled, then its reply is decoded."""
+    """An `EngineRequest` with its state: waiting, in prefill, or decoding."""
 
     asked: EngineRequest
     deliver: Callable[[Any], object]  # SampledTokens, then DONE or an exception
@@ -53,27 +53,27 @@ class RunningRequest:
 
     @property
     def policy(self) -> str:
-        """Name of the policy whose weights sample the reply."""
+        """Return the name of the sampled policy."""
         return self.asked.policy
 
     @property
     def sampling(self) -> SamplingParams:
-        """How the reply is sampled: temperature, limits, seed and grammar."""
+        """Return how the reply is sampled: temperature, limits, seed and grammar."""
         return self.asked.sampling
 
     @property
     def remaining(self) -> int:
-        """Tokens of the prompt that are not prefilled yet."""
+        """Return how many prompt tokens are not prefilled yet."""
         return len(self.prompt) - self.prefilled
 
     @property
     def group(self) -> tuple[RunningRequest, ...]:
-        """All requests that wait for this prompt, this one last."""
+        """Return all requests that wait for this prompt, this one last."""
         return (*self.followers, self)
 
     @property
     def last(self) -> int:
-        """The newest token, whose keys are not computed yet."""
+        """Return the newest token, whose keys are not computed yet."""
         return self.reply[-1]
 
     def append(self, token: int) -> None:
@@ -85,19 +85,19 @@ class RunningRequest:
             self.matcher.accept(token)
 
     def stops_at(self, token: int, stops: frozenset[int]) -> bool:
-        """Whether the reply ends with this token; `stops` are the policy's own stop tokens."""
+        """Return whether the reply ends with this token; `stops` are the policy's stop tokens."""
         if len(self.reply) >= self.sampling.max_tokens:
             return True
         return token in stops or token in self.sampling.stop_ids
 
     def banned(self, stops: frozenset[int]) -> tuple[int, ...]:
-        """Return the tokens that can't be sampled yet: none may end the reply before `min_tokens`."""
+        """Return the tokens that may not be sampled yet: stop tokens before `min_tokens`."""
         if len(self.reply) >= self.sampling.min_tokens:
             return ()
         return (*stops, *self.sampling.stop_ids)
 
     def promote_follower(self) -> RunningRequest | None:
-        """Return the follower that continues with what this request has computed of their prompt, if there is one."""
+        """Return the follower that takes over the computed part of the prompt, if there is one."""
         if not self.followers:
             return None
         heir, *others = self.followers

@@ -1,4 +1,4 @@
-"""Sample one token a row, without `multinomial`, which takes half as long as the model over a large vocabulary."""
+"""Samples one token per row, without `multinomial`: over a large vocabulary that takes half as long as the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOP = int(SAMPLING_RANGES["top_logprobs"][1])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSampling:
-    """How the next token of one row is sampled."""
+    """Sampling parameters of one row's next token."""
 
     sampling: SamplingParams
     uniform: float  # in [0, 1): where the distribution function is inverted
@@ -40,10 +40,10 @@ class SampledBatch:
 
 
 def sample(logits: Tensor, rows: Sequence[RowSampling]) -> SampledBatch:
-    """Invert each row's distribution function at its uniform number; temperature 0 takes the largest score.
+    """Invert each row's distribution function at its uniform number; temperature 0 takes the largest logit.
 
-    The distribution is softmax of (logits + bias - penalties) / temperature over the tokens that are allowed and in
-    the top k and top p; at temperature 0 that of temperature 1 over all that are allowed.
+    The distribution is softmax((logits + bias - penalties) / temperature) over the allowed tokens in top k and top p.
+    At temperature 0, reported probabilities are those of temperature 1 over all allowed tokens.
 
     Args:
         logits: [B, V], any floating type.
@@ -72,10 +72,10 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> SampledBatch:
 
 
 def _draw(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Return the token of each row at which the distribution function exceeds a uniform number, int64 [B].
+    """Return each row's token at which the distribution function exceeds a uniform number, int64 [B].
 
-    The function is added up over blocks of tokens first, and token by token in one block alone: over the whole
-    vocabulary in float64 it takes as long as all the rest of sampling.
+    Sums are taken over blocks first, then token by token in one block: in float64 over the whole vocabulary they take
+    as long as the rest of sampling.
     """
     blocks = F.pad(weights, (0, -weights.shape[1] % _BLOCK)).view(len(weights), -1, _BLOCK)
     sums = blocks.sum(dim=-1).double()
@@ -90,7 +90,7 @@ def _draw(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
 
 
 def _below(target: Tensor, sums: Tensor) -> Tensor:
-    """Return numbers [B, 1] of which each is less than the last sum of its row [B, N], in spite of rounding."""
+    """Return numbers [B, 1], each less than the last sum of its row [B, N] in spite of rounding."""
     return torch.minimum(target, torch.nextafter(sums[:, -1:], torch.zeros_like(target)))
 
 
@@ -114,7 +114,7 @@ def _is_cut(sampling: SamplingParams) -> bool:
 
 
 def _change(scores: Tensor, rows: Sequence[RowSampling]) -> None:
-    """Apply bias, penalties and exclusions to scores [B, V], in place, with few copies to a GPU for all rows."""
+    """Apply bias, penalties and exclusions to logits [B, V], in place, with few copies to a GPU."""
     bias, penalties = list[tuple[int, int, float]](), list[tuple[int, int, float]]()
     for number, row in enumerate(rows):
         s = row.sampling
@@ -138,7 +138,7 @@ def _change(scores: Tensor, rows: Sequence[RowSampling]) -> None:
 
 
 def _exclude(scores: Tensor, banned: Sequence[tuple[int, int]], masks: Mapping[int, Tensor]) -> None:
-    """Give tokens probability 0, unless a row's grammar allows nothing else."""
+    """Give tokens probability 0, unless a row's grammar allows only them."""
     if not banned:
         return
     at, tokens = torch.tensor(banned, device=scores.device).unbind(1)
@@ -167,14 +167,7 @@ def _keep_top(scores: Tensor, numbers: Sequence[int], sampling: Sequence[Samplin
 def _top(
     scores: Tensor, largest: Tensor, rest: Tensor, rows: Sequence[RowSampling]
 ) -> list[tuple[tuple[int, float], ...]]:
-    """Return ids and log-probabilities of the most probable tokens of each row, best first, where they are asked for.
-
-    Args:
-        scores: [B, V].
-        largest: [B, 1], the largest score of each row.
-        rest: [B, 1], its log-probability.
-        rows: B rows.
-    """
+    """Return ids and log-probabilities of each row's most probable tokens, best first, where requested."""
     found: list[tuple[tuple[int, float], ...]] = [() for _ in rows]
     asked = [number for number, row in enumerate(rows) if row.sampling.top_logprobs]
     if asked:

@@ -1,8 +1,8 @@
-"""Which requests the engine computes next. A request waits, is admitted, prefilled, decoded, and leaves.
+"""Decides which requests the engine computes next. A request waits, is admitted, prefilled, decoded, and leaves.
 
-Requests join and leave between two passes. A prompt that several requests have is computed once. The tokens of a pass
-belong to one policy, or to several whose weights are adapters on one base; other policies of an engine take turns. All
-share its memory and its limits.
+Requests join and leave between passes. A prompt shared by several requests is computed once. The tokens of a pass
+belong to one policy, or to several with adapters on one base; other policies take turns. All share the engine's memory
+and limits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from palestra.tokens import TokenRun
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A pass that computes pieces of prompts of the policies of one runner."""
+    """A pass over chunks of prompts of one runner's policies."""
 
     runner: ModelRunner
     pieces: list[tuple[RunningRequest, int]]  # each with how many further tokens of its prompt
@@ -31,25 +31,23 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """A pass that gives every running reply of the policies of one runner one more token."""
+    """A pass that adds one token to every running reply of one runner's policies."""
 
     runner: ModelRunner
     requests: list[RunningRequest]
 
 
 class Scheduler:
-    """The queues of an engine, and the memory that its requests have reserved."""
+    """The queues of an engine, and the memory reserved by its requests."""
 
     def __init__(
         self, policies: Mapping[str, ServedPolicy], config: EmbeddedEngineConfig, deterministic: bool, kv_bytes: int
     ) -> None:
-        """Make empty queues.
+        """Create empty queues.
 
         Args:
-            policies: by name; `add_policy` and `remove_policy` say how they change.
-            config: the limits of a pass and of a batch.
             deterministic: whether prompts are prefilled whole and alone.
-            kv_bytes: memory for the keys and values of all policies, kept prefixes included.
+            kv_bytes: memory for keys and values of all policies, including cached prefixes.
         """
         self._policies, self._config, self._deterministic = policies, config, deterministic
         self.budget = KVBudget(kv_bytes, prefixes=[(p.prefixes, p.model.token_bytes) for p in policies.values()])
@@ -59,9 +57,9 @@ class Scheduler:
         self.draining: set[str] = set()  # policies whose running replies new weights wait for: none are admitted
 
     def schedule(self) -> Iterator[Prefill | Decode]:
-        """Yield the passes of one turn; each is planned when the passes before it have been computed.
+        """Yield the passes of one step; each is planned after the previous one was computed.
 
-        First come up to `prefill_tokens` of the prompts, then the next token of every running reply.
+        First up to `prefill_tokens` of the prompts, then the next token of every running reply.
         """
         self._drop_cancelled()
         self._admit()
@@ -71,30 +69,30 @@ class Scheduler:
     # What the engine asks.
 
     def add(self, request: RunningRequest) -> None:
-        """Queue a new request; it begins when there is room."""
+        """Queue a new request; it begins when there is memory for it."""
         self.waiting.append(request)
 
     def add_policy(self, policy: ServedPolicy) -> None:
-        """Count the prefixes of one more policy."""
+        """Include a policy's cached prefixes in the memory budget."""
         self.budget.prefixes = [*self.budget.prefixes, (policy.prefixes, policy.model.token_bytes)]
 
     def remove_policy(self, name: str, gone: ServedPolicy) -> None:
-        """Forget a policy that has no requests any more."""
+        """Drop a policy without requests."""
         self.budget.prefixes = [(cache, each) for cache, each in self.budget.prefixes if cache is not gone.prefixes]
         self.draining.discard(name)
 
     def has_begun(self, policy: str | None = None) -> bool:
-        """Whether any request has begun; with a policy, any request of it."""
+        """Return whether any request has begun, of one policy or of all."""
         return any(policy in (None, r.policy) for queue in (self.prefilling, self.running) for r in queue)
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to compute."""
+        """Return whether there is no work."""
         return not self.has_begun() and all(r.policy in self.draining for r in self.waiting)
 
     @property
     def begun(self) -> int:
-        """Number of requests that were admitted and have not left: in prefill, with followers, or in decoding."""
+        """Return the number of admitted requests: in prefill, with followers, or decoding."""
         return len(self.running) + sum(len(r.group) for r in self.prefilling)
 
     # Waiting to prefill.
@@ -156,7 +154,7 @@ class Scheduler:
             yield from self._by_runner(pieces)
 
     def _pieces(self, most: int) -> list[tuple[RunningRequest, int]]:
-        """Return what to prefill next: of the oldest prompts at most so many tokens; or the oldest one, whole."""
+        """Return what to prefill next: at most `most` tokens of the oldest prompts, or the oldest prompt as a whole."""
         pieces: list[tuple[RunningRequest, int]] = []
         for request in self.prefilling[: 1 if self._deterministic else None]:
             if most <= 0:
@@ -190,8 +188,7 @@ class Scheduler:
         """Move a request whose prompt is computed from prefill to decode.
 
         Args:
-            request: one of the group of `leader`.
-            leader: the request for which the prompt was computed; it starts last of its group.
+            leader: the request for which the prompt was computed; it must start last of its group.
         """
         if request is leader:
             self.prefilling.remove(leader)
@@ -200,18 +197,18 @@ class Scheduler:
         self.running.append(request)
 
     def keep_prefix(self, request: RunningRequest, tokens: TokenRun, keys: Tensor) -> None:
-        """Keep what was computed for a request, for prompts to come; not what replaced weights have computed.
+        """Cache what was computed for a request, unless its weights were replaced.
 
         Args:
             tokens: [N] of its prompt and reply.
-            keys: [layers, 2, key heads, N, head dim], their keys and values.
+            keys: [layers, 2, key heads, N, head dim].
         """
         policy = self._policies[request.policy]
         if not self._deterministic and request.version == policy.version:
             policy.keep_prefix(tokens, keys, self.budget.room_for(policy.prefixes, policy.model.token_bytes))
 
     def finish(self, request: RunningRequest) -> None:
-        """Take out a reply that has ended, and keep its keys and values for requests that continue it."""
+        """Remove a finished reply, and cache its keys and values for requests that continue it."""
         row = request.row
         assert row is not None
         reply = np.array(request.reply[: row.length - len(request.prompt)], np.int32)  # the last token is not computed
@@ -220,7 +217,7 @@ class Scheduler:
         self.remove(request)
 
     def remove(self, request: RunningRequest) -> None:
-        """Take a request that has begun out of its queue, with its followers, and give back their memory."""
+        """Remove a request that has begun, with its followers, and release their memory."""
         for one in request.group:
             self._release(one)
         if request.row is None:
@@ -234,7 +231,7 @@ class Scheduler:
             self.running.remove(request)
 
     def remove_all(self, policies: Collection[str]) -> list[RunningRequest]:
-        """Take out and return all requests of some policies that have begun, with their keys and values."""
+        """Remove and return all requests of some policies that have begun, with their keys and values."""
         removed = [r for queue in (self.running, self.prefilling) for r in queue if r.policy in policies]
         self.running = [r for r in self.running if r.policy not in policies]
         self.prefilling = [r for r in self.prefilling if r.policy not in policies]
@@ -254,5 +251,5 @@ class Scheduler:
 
 
 def _key(request: RunningRequest) -> tuple[object, ...]:
-    """Return what two requests must have in common to share a prompt: its tokens, and the weights that read it."""
+    """Return what two requests must have in common to share a prompt: its tokens and the weights."""
     return (request.policy, request.version, *request.prompt.key)

@@ -1,4 +1,4 @@
-"""One policy of an engine: its weights, their version, and what they have computed for prompts to come."""
+"""One policy of an engine: its weights, their version, and its cached prefixes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,16 @@ class ServedPolicy:
     """A policy that an engine samples from.
 
     Attributes:
-        model: has its weights.
         stops: tokens that end its replies.
-        version: of its present weights.
-        prefixes: keys and values that its present weights have computed.
-        runner: computes its passes, perhaps together with those of other policies on the same base.
+        prefixes: keys and values computed by its present weights.
+        runner: computes its passes, perhaps together with policies on the same base.
     """
 
     def __init__(self, policy: PolicyModel, version: PolicyVersion, prefix_tokens: int, runner: ModelRunner) -> None:
         """Take over a policy's model.
 
         Args:
-            policy: the model, and what ends its replies.
-            prefix_tokens: the most tokens whose keys and values are kept for prompts to come.
+            prefix_tokens: limit of its cached prefixes, in tokens.
         """
         self.model, self.stops, self._grammars = policy.model, policy.stop_ids, policy.grammars
         self.version, self.runner = version, runner
@@ -42,33 +39,29 @@ class ServedPolicy:
         self._prefix_tokens = prefix_tokens
 
     def longest_bytes(self, request: RunningRequest) -> int:
-        """Return the bytes of keys and values that a request's longest reply needs."""
+        """Return the key-value bytes of a request's longest possible reply."""
         length = len(request.prompt)
         longest = min(length + request.sampling.max_tokens, self.model.max_positions)
         return self.runner.capacity(max(longest, length + 1)) * self.model.token_bytes
 
     def keep_prefix(self, tokens: TokenRun, keys: Tensor, room: int) -> None:
-        """Keep keys and values for prompts to come.
+        """Cache keys and values.
 
         Args:
             tokens: [N].
-            keys: [layers, 2, key heads, N, head dim], those of the tokens.
-            room: how many tokens the prefixes of the policy may have in all.
+            keys: [layers, 2, key heads, N, head dim].
+            room: limit of the policy's cached prefixes, in tokens.
         """
         self.prefixes.capacity = min(self._prefix_tokens, room)
         self.prefixes.insert(tokens, keys)
 
     def advance_grammars(self, requests: Sequence[RunningRequest]) -> list[PalestraError | None]:
-        """Find which tokens may come next in replies with a grammar; returns an error for each that has no next one."""
+        """Compute the allowed next tokens of replies with a grammar; return an error for each that has none."""
         assert self._grammars is not None
         return self._grammars.advance([r.matcher for r in requests if r.matcher is not None])
 
     def load_weights(self, version: PolicyVersion, source: WeightSource) -> None:
-        """Copy new weights into the model, all or none, and forget the prefixes that the old ones made.
-
-        Raises:
-            ModelError: a weight is missing, unknown, or has another shape.
-        """
+        """Copy new weights into the model, all or none, and drop cached prefixes."""
         own = self.model.own_shapes()
         given = dict(source.tensors())
         for name, tensor in given.items():

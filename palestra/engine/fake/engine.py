@@ -16,11 +16,10 @@ Script = Callable[[Ids, SamplingParams], Sequence[int]]
 
 
 def digits_script(length: int, stop_id: int) -> Script:
-    """Return a script whose replies are digits as bytes, drawn from the call's seed, and then the stop token.
+    """Return a script of replies with random digits, drawn from the call's seed, and the stop token.
 
     Args:
-        length: the most tokens of a reply, the stop token included.
-        stop_id: the token at the end of each reply.
+        length: largest number of tokens, including the stop token.
     """
 
     def reply(prompt_ids: Ids, sampling: SamplingParams) -> list[int]:
@@ -31,20 +30,20 @@ def digits_script(length: int, stop_id: int) -> Script:
 
 
 class FakeEngine:
-    """Implements `Engine` with a script, for any policy; every token has logprob -1, and is the most probable one.
+    """An `Engine` that answers from a script, for any policy; every token has logprob -1 and is the most probable one.
 
-    Of a request's sampling it obeys `max_tokens`, `stop_ids` and `top_logprobs`; the script gets all of it.
+    It honours `max_tokens`, `stop_ids` and `top_logprobs`; other sampling parameters are up to the script.
     """
 
     def __init__(
         self, script: Script, delay_seconds: float = 0.0, piece_tokens: int = 0, piece_delay_seconds: float = 0.0
     ) -> None:
-        """Prepare to answer from a script.
+        """Create the engine.
 
         Args:
-            script: makes the ids of a reply from a prompt, [P], and how it is to be sampled.
-            delay_seconds: time before the first piece of a reply.
-            piece_tokens: tokens of a piece; 0: a reply comes whole.
+            script: returns the ids of a reply for a prompt, [P], and its sampling parameters.
+            delay_seconds: before the first part of a reply.
+            piece_tokens: tokens per streamed part; 0: the whole reply.
         """
         self._script, self._delay = script, delay_seconds
         self._piece, self._piece_delay = piece_tokens, piece_delay_seconds
@@ -57,7 +56,7 @@ class FakeEngine:
         self._waiting = self._sampled_tokens = 0
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[SampledTokens]:
-        """Yield the tokens of a reply in the order in which they are sampled, as `Engine.generate` describes."""
+        """Stream a reply; see `Engine.generate`."""
         self._waiting += 1
         try:
             await self._running.wait()
@@ -87,57 +86,44 @@ class FakeEngine:
         return SampledTokens(ids=ids, logprobs=(-1.0,) * len(ids), version=self.version(request.policy), top=top)
 
     async def score(self, policy: str, prompt: TokenSequence) -> list[float]:
-        """Return -1 for each token of a prompt but the first, as for every token that is sampled.
-
-        Args:
-            prompt: [P] ids.
-        """
+        """Return -1 for each prompt token but the first."""
         return [-1.0] * (len(prompt.ids) - 1)
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
-        """Take the version of new weights, and no tensor: a function that writes replies has no weights.
-
-        Args:
-            version: what tokens that are sampled from them say.
-        """
+        """Set the version; there are no weights."""
         self._versions[policy] = version
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
-        """Take the version of one more policy, and no tensor.
-
-        Args:
-            like: not used, because all policies are one script.
-            version: what tokens that are sampled from it say.
-        """
+        """Add a policy with its version; there are no weights."""
         self._versions[name] = version
 
     async def remove_policy(self, name: str) -> None:
-        """Forget the version of a policy."""
+        """Remove a policy."""
         self._versions.pop(name, None)
 
     async def pause(self) -> None:
-        """Finish the forward pass that runs, and begin no other until `resume`."""
+        """Finish the running forward pass; none starts until `resume`."""
         self._running.clear()
 
     async def resume(self) -> None:
-        """Let forward passes run again after `pause`; requests that waited continue where they were."""
+        """Allow forward passes again after `pause`."""
         self._running.set()
 
     def version(self, policy: str) -> PolicyVersion:
-        """Return the version of the weights that a policy is sampled from now."""
+        """Return the version of a policy's weights."""
         return self._versions.get(policy, FIRST_VERSION)
 
     def load(self) -> EngineLoad:
-        """Return how many requests wait and run, and the counters that `/metrics` shows."""
+        """Return waiting and running requests, and the counters of `/metrics`."""
         return EngineLoad(waiting=self._waiting, running=self.running, sampled_tokens=self._sampled_tokens)
 
     async def failure(self) -> str:
-        """Wait until the engine can not go on by itself, and return the reason in one line."""
+        """Wait until the engine fails, and return the reason in one line."""
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         return await never  # a script has nothing that could break
 
     async def close(self) -> None:
-        """Fail the requests that are open, and end what the engine has started."""
+        """Fail open requests, and stop the engine."""
         self._closed = True
         self._running.set()
 
@@ -149,5 +135,5 @@ def _until_stop(reply: Sequence[int], sampling: SamplingParams) -> tuple[int, ..
 
 
 def _top(token: int, number: int) -> tuple[tuple[int, float], ...]:
-    """Return the token, and those with the next ids, each a little less probable."""
+    """Return the token and its successors by id, each a little less probable."""
     return tuple((token + k, -1.0 - k) for k in range(number))

@@ -1,4 +1,4 @@
-"""What a pool has to do and has done, counted where its callers are, so that replaced workers leave no gap."""
+"""Counters of a pool, kept on the caller's side so that replacing workers does not reset them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from palestra.engine.replay import TokenReplay
 
 
 class CallCounts:
-    """The requests of a pool that are open, and the tokens that it has given."""
+    """Open requests of a pool, and the tokens it has delivered."""
 
     def __init__(self) -> None:
         """Begin without requests."""
@@ -28,15 +28,15 @@ class CallCounts:
 
     @property
     def waiting(self) -> int:
-        """Return how many requests have no token yet."""
+        """Return the number of requests without a token."""
         return sum(not reply.tokens for reply in self._open)
 
     @property
     def running(self) -> int:
-        """Return how many requests have a token."""
+        """Return the number of requests with at least one token."""
         return sum(bool(reply.tokens) for reply in self._open)
 
     @property
     def sampled_tokens(self) -> int:
-        """Return how many tokens callers have got; those that were sampled again count once."""
+        """Return the number of delivered tokens; resampled ones count once."""
         return self._ended_tokens + sum(len(reply.tokens) for reply in self._open)

@@ -1,4 +1,4 @@
-"""A change of a pool's number of workers that is under way."""
+"""A running change of a pool's number of workers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from palestra.errors import Conflict, PalestraError
 
 @dataclass(eq=False, slots=True)
 class NumberChange:
-    """A change of the number of workers, which may be waited for several times, and outlives those who wait.
+    """A change of the number of workers, independent of the callers that wait for it.
 
     Attributes:
-        replicas: workers that there are to be.
-        ended: done when the number is reached, with None; or when it is not going to be, with the reason.
-        work: carries the change out.
+        replicas: the target.
+        ended: None when the target is reached, or the reason why it will not be.
+        work: the task that carries it out.
     """
 
     replicas: int
@@ -23,12 +23,12 @@ class NumberChange:
     work: asyncio.Task[None] | None = field(default=None)
 
     def end(self, why: PalestraError | None) -> None:
-        """Note that the number is reached (None), or why it is not; the first reason counts."""
+        """End the change: the target is reached (None), or the reason; the first reason counts."""
         if not self.ended.done():
             self.ended.set_result(why)
 
     def overtake(self, replicas: int) -> None:
-        """Give the change up, because another one asks for another number of workers."""
+        """End the change because another target was requested."""
         self.end(
             Conflict(
                 f"the change to {self.replicas} inference workers was overtaken by another one, to {replicas}; "

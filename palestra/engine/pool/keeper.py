@@ -1,4 +1,4 @@
-"""The life of an inference worker: it is started, gets what is wanted, serves, and is replaced when it is lost."""
+"""The life cycle of an inference worker: started, updated, serving, and replaced when it is lost."""
 
 from __future__ import annotations
 
@@ -26,19 +26,15 @@ class WorkerKeeper:
     """Keeps the workers of a pool running."""
 
     def __init__(self, state: PoolState, start: StartWorker, start_seconds: float) -> None:
-        """Prepare to keep workers.
+        """Create a keeper.
 
         Args:
-            start_seconds: how long that may take.
+            start_seconds: timeout for starting a worker.
         """
         self._state, self._start, self._start_seconds = state, start, start_seconds
 
     async def run(self, worker: InferenceWorker) -> NoReturn:
-        """Run a worker, and others in its place.
-
-        Raises:
-            PalestraError: it can't be kept running; or it was added later, and did not come to serve.
-        """
+        """Run a worker and its replacements."""
         failures = 0
         while True:
             try:
@@ -92,7 +88,7 @@ class WorkerKeeper:
             await self._state.notify()
 
     async def _admitted(self, worker: InferenceWorker) -> str:
-        """Give a worker what is wanted of all, let it serve, and return when it is given up."""
+        """Bring a worker up to date, let it serve, and return the reason when it is given up."""
         paused = False
         while True:
             try:
@@ -109,7 +105,7 @@ class WorkerKeeper:
         return await worker.lost()
 
     def _drop(self, refused: WantedPolicy | None, error: ModelError) -> None:
-        """Drop an added policy whose files are gone or damaged, so that its requests fail, and nothing else does."""
+        """Remove an added policy with missing or damaged files: only its requests fail."""
         if refused is None or refused.like is None or self._state.wanted.get(refused.name) is not refused:
             raise error
         log.error("%r can't be sampled from any more: %s", refused.name, error)

@@ -1,4 +1,4 @@
-"""`InferenceManager`: a pool of inference workers, which is one engine to the rest of the job."""
+"""`InferenceManager`: a pool of inference workers that is one engine to the rest of the job."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ MOST_ATTEMPTS = 3  # workers that one request may lose: a request that kills its
 
 
 class InferenceManager:
-    """Implements `Engine` with several workers, and replaces those that die or stand still.
+    """An `Engine` of several workers that replaces dead and stuck ones.
 
-    A reply whose worker is lost is sampled again by another one, under its seed. Nothing of the lost attempt is used
-    unless the caller has it already; see `TokenReplay`.
+    Another worker resamples a lost worker's reply with the same seed. The lost attempt is only used if the caller
+    already has tokens of it; see `TokenReplay`.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class InferenceManager:
         options: PoolOptions,
         check_room: CheckRoom | None = None,
     ) -> None:
-        """Prepare a pool; `open` starts its workers.
+        """Create a pool; `open` starts its workers.
 
         Args:
-            policies: names of those that every worker has from its start.
-            keep: keeps weights of a policy, named first, for workers that need them later.
-            check_room: is asked before workers are added to a pool that serves; None: there is room.
+            policies: names that every worker has from its start.
+            keep: keeps a named policy's weights for workers that need them later.
+            check_room: called before workers are added to a running pool; None: no check.
         """
         self._first, self._keep, self._options = frozenset(policies), keep, options
         self._check_room = check_room
@@ -65,11 +65,7 @@ class InferenceManager:
         self._calls = CallCounts()
 
     async def open(self) -> None:
-        """Start the workers, and return when all of them serve.
-
-        Raises:
-            PalestraError: one of them can't be started.
-        """
+        """Start the workers, and return when all of them serve."""
         try:
             self._check_number(self._options.replicas)
             added = [self._added_worker(later=False) for _ in range(self._options.replicas)]
@@ -84,12 +80,7 @@ class InferenceManager:
     # Requests
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[SampledTokens, None]:
-        """Stream a reply from one of the workers; see `Engine.generate`.
-
-        Raises:
-            InvalidRequest: no kind of worker can sample in this way.
-            ReplyLost: the caller has tokens of a worker that was lost, and sampling them again gave others.
-        """
+        """Stream a reply from one of the workers; see `Engine.generate`."""
         self._check_known(request.policy)
         replay, hashes = TokenReplay(), block_hashes(request.prompt)
         refusals: dict[str, InvalidRequest] = {}
@@ -128,13 +119,13 @@ class InferenceManager:
     async def _placed(
         self, request: EngineRequest, hashes: list[int], refusals: Mapping[str, InvalidRequest]
     ) -> InferenceWorker:
-        """Return the worker that gets a request, once there is one that serves and is of no kind that has refused."""
+        """Wait for and return a suitable worker for a request: one that serves, of a kind that has not refused it."""
         serving = await self._serving(refusals)
         found = [worker.candidate(request.policy, hashes) for worker in serving]
         return serving[place_request(len(request.prompt.ids), found)]
 
     async def _serving(self, refusals: Mapping[str, InvalidRequest]) -> list[InferenceWorker]:
-        """Return the workers that take a request, at least one; those that start are waited for."""
+        """Return workers that accept a request, at least one; wait for starting workers."""
         while True:
             self._state.check_open()
             able = [worker for worker in self._workers if worker.kind not in refusals]
@@ -146,7 +137,7 @@ class InferenceManager:
                 await self._state.changed.wait()
 
     async def score(self, policy: str, prompt: TokenSequence) -> list[float]:
-        """Return the log-probability of each token of a prompt but the first; see `Engine.score`."""
+        """Return the log-probability of each prompt token but the first; see `Engine.score`."""
         self._check_known(policy)
         refusals: dict[str, InvalidRequest] = {}
         losses = 0
@@ -166,12 +157,9 @@ class InferenceManager:
         raise EngineFailure(f"{MOST_ATTEMPTS} inference workers died while they scored this prompt")
 
     async def scores(self, policy: str, prompt: TokenSequence) -> list[list[float]]:
-        """Return the log-probabilities that each worker gives a prompt; see `score`.
+        """Return the log-probabilities of a prompt from each worker; see `score`.
 
-        Left out are workers that do not serve now, and those whose kind has no scores.
-
-        Raises:
-            EngineFailure: the pool was closed, or has failed; or a worker that still serves has no answer.
+        Workers that do not serve, and kinds without scores, are left out.
         """
         self._check_known(policy)
         found = []
@@ -193,8 +181,8 @@ class InferenceManager:
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
         """Give every worker new weights, one after another or all together; see `Engine.sync_weights`.
 
-        While the workers take them one after another, replies begin on older and on newer weights; each token says
-        which. When this returns, no worker that serves has the older ones.
+        If one after another, replies meanwhile begin on older and on newer weights; each token says which. After this
+        returns, all serving workers have the new ones.
         """
         self._check_known(policy)
         like = self._state.wanted[policy].like if policy in self._state.wanted else None
@@ -202,7 +190,7 @@ class InferenceManager:
         await self._want(WantedPolicy(name=policy, like=like, version=version, weights=kept))
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
-        """Give every worker one more policy; see `Engine.add_policy`."""
+        """Add a policy to every worker; see `Engine.add_policy`."""
         self._check_known(like)
         known = self._state.wanted.get(like)
         root = like if known is None or known.like is None else known.like
@@ -210,7 +198,7 @@ class InferenceManager:
         await self._want(WantedPolicy(name=name, like=root, version=version, weights=kept))
 
     async def remove_policy(self, name: str) -> None:
-        """Free the memory of an added policy in every worker; see `Engine.remove_policy`."""
+        """Remove an added policy from every worker; see `Engine.remove_policy`."""
         policy = self._state.wanted.get(name)
         if policy is not None and policy.like is not None:
             del self._state.wanted[name]
@@ -233,7 +221,7 @@ class InferenceManager:
         self._state.check_open()
 
     async def _hand_out(self) -> None:
-        """Bring all workers to what is wanted; one that starts meanwhile takes it before it serves."""
+        """Bring all workers up to date; a starting worker updates before it serves."""
         rolling = self._options.sync == "rolling"
         async with self._rolling if rolling else contextlib.nullcontext():
             workers = [worker for worker in self._workers if worker.is_ready]
@@ -252,9 +240,9 @@ class InferenceManager:
                     worker.lose(f"refused weights that another one has taken: {refusal}")
 
     async def _bring(self, worker: InferenceWorker) -> ModelError | None:
-        """Bring one worker to what is wanted, and return why it refuses; one that fails is given up.
+        """Bring one worker up to date; return its refusal; give it up if it fails.
 
-        The worker in its place takes the weights before it serves.
+        Its replacement takes the weights before it serves.
         """
         try:
             await worker.take(self._state.wanted)
@@ -267,12 +255,12 @@ class InferenceManager:
     # The whole
 
     async def pause(self) -> None:
-        """Let no worker begin another forward pass until `resume`; see `Engine.pause`."""
+        """Pause all workers; see `Engine.pause`."""
         self._state.paused = True
         await self._tell_paused()
 
     async def resume(self) -> None:
-        """Let all workers go on after `pause`; see `Engine.resume`."""
+        """Resume all workers; see `Engine.resume`."""
         self._state.paused = False
         await self._tell_paused()
 
@@ -280,13 +268,10 @@ class InferenceManager:
         await together(*(self._keeper.pause(worker) for worker in self._workers if worker.is_ready))
 
     def version(self, policy: str) -> PolicyVersion:
-        """Return the oldest version that a worker which serves has; see `Engine.version`.
+        """Return the oldest version among serving workers; see `Engine.version`.
 
-        A claim says it as the version that its episode may be sampled from, so the oldest is the safe one. It is the
-        newest as soon as `sync_weights` has returned.
-
-        Raises:
-            ModelError: the pool has no such policy.
+        A claim reports it as the version that its episode may be sampled from, so the oldest is the safe one. After
+        `sync_weights` it is the newest.
         """
         self._check_known(policy)
         served = [worker.version(policy) for worker in self._workers if worker.serves]
@@ -294,7 +279,7 @@ class InferenceManager:
         return min(served, default=FIRST_VERSION if known is None else known.version)
 
     def load(self) -> EngineLoad:
-        """Return the requests of the pool, and the sums of what its workers have done."""
+        """Return the pool's requests, and the sums of its workers' counters."""
         loads = [self._gone, *(worker.own_load for worker in self._workers)]
         return EngineLoad(
             waiting=self._calls.waiting,
@@ -309,11 +294,11 @@ class InferenceManager:
         )
 
     async def failure(self) -> str:
-        """Return when a worker can't be kept running, and say which and why."""
+        """Wait until a worker can't be kept running, and return which and why."""
         return str(await asyncio.shield(self._state.failure))
 
     async def next_loss(self) -> str:
-        """Return the next line about a worker that was lost, or did not start, and does not end the pool."""
+        """Wait for the next lost or failed worker that does not end the pool, and describe it."""
         return await self._state.news.get()
 
     async def close(self) -> None:
@@ -331,13 +316,12 @@ class InferenceManager:
     async def resize(self, replicas: int) -> None:
         """Change the number of workers while requests are answered, and return when it is reached.
 
-        Workers that are taken away get no new requests, finish those that they have, and are ended then. Workers that
-        are added start one after another. The change is carried out also where the caller is cancelled.
+        Removed workers finish their requests first. Added workers start one after another. Cancelling the caller does
+        not stop the change.
 
         Raises:
-            Conflict: the pool has workers of several kinds; or another call has asked for another number meanwhile.
-            PalestraError: there is no room for the workers, or one of them can't be started, and those that serve go
-                on; or the pool was closed.
+            Conflict: the pool has several kinds of workers, or another call requested another number.
+            PalestraError: a worker has no memory or can't be started; the others continue; or the pool was closed.
         """
         if self._options.kinds:  # it would not be said which kind becomes more, or fewer
             raise Conflict(
@@ -366,7 +350,7 @@ class InferenceManager:
             )
 
     async def _check_room_for(self, replicas: int) -> None:
-        """Refuse workers for which the machine has no room, before one of them is started."""
+        """Raise an error if the machine has no memory for more workers, before one is started."""
         stay = self._staying()
         if replicas > len(stay) and self._check_room is not None:
             # Also those that start now or again are still to take their memory.
@@ -377,9 +361,9 @@ class InferenceManager:
         return [worker for worker in self._workers if not worker.is_draining]
 
     def _changed_to(self, replicas: int) -> NumberChange:
-        """Begin a change of the number of workers, in the place of another one that is under way.
+        """Begin a change of the number of workers, replacing a running one.
 
-        Workers that are to be taken away take no further request from now on.
+        Workers to be removed get no further requests from now on.
         """
         before = self._change
         if before is not None and not before.ended.done():
@@ -395,9 +379,9 @@ class InferenceManager:
         return self._change
 
     async def _carry_out(self, change: NumberChange) -> None:
-        """Wait for the workers that leave, and add those that are missing, one after another.
+        """Wait for leaving workers, and add missing ones, one after another.
 
-        A worker that loads a model needs more memory than one that has it, and the others sample meanwhile.
+        A worker needs more memory while it loads a model, and the others go on sampling.
         """
         leaving = [self._tasks[worker] for worker in self._workers if worker.is_draining]
         if leaving:
@@ -408,7 +392,7 @@ class InferenceManager:
         change.end(problem)
 
     async def _problem_of(self, starting: Sequence[InferenceWorker]) -> PalestraError | None:
-        """Wait until workers serve or were given up, and return why one of them was; None: all serve."""
+        """Wait until workers serve or are given up; return the reason for one that is, or None."""
         await self._state.until(lambda: all(worker.has_served or worker not in self._workers for worker in starting))
         return next((worker.problem for worker in starting if worker.problem is not None), None)
 
@@ -423,7 +407,7 @@ class InferenceManager:
         return worker
 
     async def _keep_running(self, worker: InferenceWorker) -> None:
-        """Run a worker, and others in its place, until it is taken away or can't be kept running."""
+        """Run a worker and its replacements until it is removed or can't be kept running."""
         try:
             await race(self._keeper.run(worker), worker.left())
         except PalestraError as error:
@@ -438,7 +422,7 @@ class InferenceManager:
             await self._state.notify()
 
     def _give_up(self, worker: InferenceWorker, error: PalestraError) -> None:
-        """Let the pool fail with a worker that can't be kept running, unless the pool has served without the worker."""
+        """Fail the pool because of a worker that can't be kept running, unless the pool has served without it."""
         if not worker.later or worker.has_served:
             self._state.fail(error)
             return

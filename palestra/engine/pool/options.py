@@ -1,4 +1,4 @@
-"""How a pool of inference workers behaves, and what it asks of those who start its workers."""
+"""Options of a pool of inference workers, and the functions that start its workers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ CheckRoom = Callable[[int], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolOptions:
-    """How a pool behaves.
+    """Options of a pool.
 
     Attributes:
-        replicas: workers at the start.
-        most: workers that there may be, because each needs a place of its own; None: any number.
-        sync: whether new weights reach the workers one after another, so that the others go on, or all together.
-        stuck_seconds: a worker that has work and does none for so long is replaced.
-        prefix_tokens: tokens of each policy whose place is remembered, for each worker.
-        start_seconds: how long the start of a worker may take.
-        kinds: of the workers, by their number, where a request that one kind refuses may be one for another. The number
-            of workers stays as it is then. (): all workers are alike.
+        replicas: at the start.
+        most: limit, if each needs its own position in the cluster; None: any number.
+        sync: whether workers take new weights one after another or all together.
+        stuck_seconds: a worker with work but no progress for so long is replaced.
+        prefix_tokens: remembered prefixes per policy and worker, in tokens.
+        start_seconds: timeout for starting a worker.
+        kinds: by worker number, if a request that one kind refuses may go to another; the number of workers is then
+            fixed. (): all workers are alike.
     """
 
     replicas: int

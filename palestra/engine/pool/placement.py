@@ -1,4 +1,4 @@
-"""Which worker of a pool gets a request: a pure function of what is known of each worker."""
+"""Chooses the worker of a pool for a request: a pure function of each worker's state."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ class Candidate:
     """A worker that may get a request.
 
     Attributes:
-        known: tokens of the prompt's beginning that are in the worker's memory.
-        requests: that the worker has now.
-        version: of the policy's weights in the worker.
-        updating: whether it is taking new weights, during which requests may have to wait.
+        known: prompt tokens whose prefix is in its cache.
+        requests: its present number.
+        updating: whether it is taking new weights, so that requests may wait.
     """
 
     known: int
@@ -34,11 +33,10 @@ class Candidate:
 
 
 def place_request(prompt_tokens: int, candidates: Sequence[Candidate]) -> int:
-    """Return the number of the worker that should get a request.
+    """Return the index of the worker that should get a request.
 
-    Workers that take new weights come last. Of the others the one with the least work gets the request: what of the
-    prompt it does not know, and `REQUEST_TOKENS` for each request that it has. Of equal ones the longest known
-    beginning decides, then the newer weights, then the order.
+    Updating workers come last. Otherwise the least loaded worker gets it: uncached prompt tokens plus `REQUEST_TOKENS`
+    per open request. Ties go to the longest cached prefix, then the newer weights, then the order.
     """
 
     def order(number: int) -> tuple[bool, int, int, tuple[int, int], int]:

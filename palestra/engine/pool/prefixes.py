@@ -1,4 +1,4 @@
-"""Which beginnings of prompts a worker has computed lately, so that a prompt goes where its beginning is in memory."""
+"""Prefixes that a worker has computed lately, so that prompts are routed to their cached prefix."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ BLOCK_TOKENS = 16
 
 
 def block_hashes(tokens: TokenSequence, known: Sequence[int] = ()) -> list[int]:
-    """Return a hash for each whole block of a token sequence; each covers everything up to the end of its block.
+    """Return a hash for each whole block of a token sequence, covering all tokens up to the block's end.
 
-    Two sequences share their first k hashes if they agree in the first k blocks, in their ids and in the digests of
-    their images. Hashes are of this process: Python salts them.
+    Two sequences share k hashes if their first k blocks have equal ids and image digests. Python salts hashes, so they
+    are only valid in this process.
 
     Args:
-        tokens: [N] ids.
-        known: the hashes of a beginning of the sequence, which are not computed again.
+        known: hashes of the beginning, which are not recomputed.
     """
     data, width = tokens.ids.tobytes(), tokens.ids.itemsize * BLOCK_TOKENS
     found, before = list(known), known[-1] if known else 0
@@ -39,22 +38,22 @@ def _media_of(tokens: TokenSequence, number: int) -> tuple[tuple[int, str], ...]
 
 
 class PrefixIndex:
-    """The beginnings that one worker has probably in memory, by policy; the least recently used are forgotten."""
+    """Prefixes that one worker probably has cached, by policy, with LRU eviction."""
 
     def __init__(self, capacity_tokens: int) -> None:
         """Begin empty.
 
         Args:
-            capacity_tokens: of each policy; about what the worker's own prefix cache holds.
+            capacity_tokens: per policy; about the size of the worker's prefix cache.
         """
         self._capacity = max(capacity_tokens // BLOCK_TOKENS, 1)
         self._blocks: dict[str, OrderedDict[int, None]] = {}
 
     def known(self, policy: str, hashes: Sequence[int]) -> int:
-        """Return how many tokens of a sequence's beginning are known.
+        """Return the number of leading tokens that are probably cached.
 
         Args:
-            hashes: of `block_hashes`.
+            hashes: from `block_hashes`.
         """
         blocks = self._blocks.get(policy)
         if not blocks:
@@ -63,7 +62,7 @@ class PrefixIndex:
         return count * BLOCK_TOKENS
 
     def add(self, policy: str, hashes: Sequence[int]) -> None:
-        """Note that a sequence was sent to the worker; see `known`."""
+        """Record that a sequence was sent to the worker."""
         blocks = self._blocks.setdefault(policy, OrderedDict())
         for one in reversed(hashes):  # so that ends are forgotten before the beginnings that they need
             blocks[one] = None
@@ -72,5 +71,5 @@ class PrefixIndex:
             blocks.popitem(last=False)
 
     def clear(self, policy: str) -> None:
-        """Forget a policy's beginnings, as when new weights have made them useless."""
+        """Drop a policy's prefixes, for example after a weight update."""
         self._blocks.pop(policy, None)

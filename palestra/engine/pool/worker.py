@@ -1,4 +1,4 @@
-"""One inference worker of a pool: its engine, what it is sampling, and the weights that it has."""
+"""One inference worker of a pool: its engine, its requests, and its weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GRACE_SECONDS = 0.5  # between the failure of a request and the news that its wh
 
 
 class WorkerState(StrEnum):
-    """Where a worker is in its life; a worker that has died is starting again."""
+    """A worker's life cycle; a dead worker is starting again."""
 
     STARTING = "starting"
     READY = "ready"
@@ -34,10 +34,10 @@ class StartedWorker:
     """A worker that was started.
 
     Attributes:
-        engine: of the worker; its `failure` returns when the worker has died.
-        kill: ends the worker without waiting, even if it stands still; all calls of its engine fail then.
-        process: number of its process; None: it has none of this machine.
-        found: whether it was running already, and only who has started it can start it again.
+        engine: its `failure` returns when the worker has died.
+        kill: ends even a stuck worker immediately; all calls of its engine fail then.
+        process: pid; None: no process on this machine.
+        found: whether it was already running, so that only its owner can restart it.
     """
 
     engine: Engine
@@ -47,19 +47,17 @@ class StartedWorker:
 
 
 class InferenceWorker:
-    """One place of a pool: a worker, or the next one in its place."""
+    """A worker number of a pool, filled by a worker and its replacements."""
 
     def __init__(
         self, number: int, prefix_tokens: int, stuck_seconds: float, kind: str = "", *, later: bool = False
     ) -> None:
-        """Make a place without a worker yet.
+        """Create it without a worker.
 
         Args:
-            number: of the place, from 0.
-            prefix_tokens: see `PrefixIndex`.
-            stuck_seconds: a worker that has work and does none for so long is stuck.
-            kind: of the workers at this place, in a pool of several kinds; "": all workers are alike.
-            later: whether the place was added to a pool that serves.
+            stuck_seconds: a worker with work but no progress for so long is stuck.
+            kind: in a pool of several kinds; "": all workers are alike.
+            later: whether it was added to a running pool.
         """
         self.kind, self.later = kind, later
         self.number, self._stuck_seconds, self._prefix_tokens = number, stuck_seconds, prefix_tokens
@@ -95,14 +93,14 @@ class InferenceWorker:
     # Life
 
     def begin(self, started: StartedWorker) -> None:
-        """Take a worker that was started and has the weights of the start."""
+        """Attach a started worker, which has the initial weights."""
         self.engine, self.process, self.found = started.engine, started.process, started.found
         self.prefixes = PrefixIndex(self._prefix_tokens)
         self._have, self._taking = {}, asyncio.Lock()
         self._lost = asyncio.get_running_loop().create_future()
 
     def end(self) -> None:
-        """Forget the worker, which has died or was ended."""
+        """Detach a worker that has ended."""
         if self.engine is not None:
             self.before = added_loads(self.before, self.engine.load())
         self.engine, self.process, self.is_ready = None, None, False
@@ -114,14 +112,14 @@ class InferenceWorker:
             self._lost.set_result(why)
 
     async def lost(self) -> str:
-        """Return when the worker is given up, and say why."""
+        """Wait until the worker is given up, and return the reason."""
         return await asyncio.shield(self._lost)
 
     async def has_failed(self, engine: Engine) -> bool:
-        """Return whether a call has failed because the worker did, and not because of the call.
+        """Return whether a call failed because of the worker, not because of the call.
 
         Args:
-            engine: that answered the call; a worker that was replaced since then has another one.
+            engine: that answered the call; a replacement has another one.
         """
         if self.engine is not engine:
             return True
@@ -129,13 +127,13 @@ class InferenceWorker:
         return self.engine is not engine or self._lost.done()
 
     async def stuck(self, is_paused: Callable[[], bool]) -> str:
-        """Return when the worker has had work for `stuck_seconds` and has done none of it, and say so.
+        """Wait until the worker has had work without progress for `stuck_seconds`, and return a description.
 
-        A worker that is stopped, or waits for itself, keeps its socket open, so only progress counts: forward passes,
-        tokens, new weights that come bit by bit, and answers to calls.
+        A stopped or deadlocked worker keeps its socket open, so only progress counts: forward passes, tokens, received
+        weights, and answers to calls.
 
         Args:
-            is_paused: returns whether the pool is paused; a paused worker has to answer calls, and no requests.
+            is_paused: a paused worker must answer calls, but not requests.
         """
         seen, since = self._progress(), time.monotonic()
         while True:
@@ -153,12 +151,12 @@ class InferenceWorker:
         return load.passes, load.prefilled_tokens, load.sampled_tokens, load.moved_bytes, self._answered
 
     def drain(self) -> None:
-        """Take no more requests, and leave when those that there are have ended."""
+        """Take no more requests, and leave when the present ones have ended."""
         self.is_draining = True
         self._look_left()
 
     async def left(self) -> None:
-        """Return when the worker was drained and has no request any more."""
+        """Wait until the worker was drained and has no request."""
         await self._left.wait()
 
     def _look_left(self) -> None:
@@ -169,7 +167,7 @@ class InferenceWorker:
 
     @property
     def calls(self) -> int:
-        """Return how many calls the worker is answering, requests and others."""
+        """Return the number of calls being answered, including requests."""
         return self.requests + self._calls
 
     @contextlib.contextmanager
@@ -184,7 +182,7 @@ class InferenceWorker:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Count a call that is no request, such as an update, while the block runs."""
+        """Count another call, such as an update, while the block runs."""
         self._calls += 1
         try:
             yield
@@ -193,7 +191,7 @@ class InferenceWorker:
             self._answered += 1
 
     def candidate(self, policy: str, hashes: list[int]) -> Candidate:
-        """Return what a placement has to know of this worker.
+        """Return this worker's state for `place_request`.
 
         Args:
             hashes: of the prompt, see `block_hashes`.
@@ -217,14 +215,10 @@ class InferenceWorker:
         return bool(missing(wanted, self._have) or leftover(wanted, self._have))
 
     async def take(self, wanted: Mapping[str, WantedPolicy]) -> None:
-        """Bring the worker's policies to what is wanted, also to what comes to be wanted meanwhile.
+        """Bring the worker's policies up to date.
 
         Args:
-            wanted: by name; it may change while this runs.
-
-        Raises:
-            ModelError: weights do not fit the model.
-            EngineFailure: the worker has died, or was closed.
+            wanted: by name; changes during the call are applied too.
         """
         engine = self.engine
         if engine is None:
@@ -265,7 +259,7 @@ class InferenceWorker:
 
     @property
     def state(self) -> WorkerState:
-        """Return where the worker is in its life."""
+        """Return the worker's state."""
         if not self.is_ready:
             return WorkerState.STARTING
         if self.is_draining:
@@ -274,7 +268,7 @@ class InferenceWorker:
 
     @property
     def own_load(self) -> EngineLoad:
-        """Return the load of the worker that is there, and what it and those before it have done."""
+        """Return the present worker's load, with counters that include earlier workers."""
         now = EngineLoad(waiting=0, running=0) if self.engine is None else self.engine.load()
         return added_loads(now, self.before)
 

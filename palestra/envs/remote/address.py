@@ -1,4 +1,4 @@
-"""Where an environment server is, and what it says of its environment before an episode."""
+"""The address of an environment server, and the facts about its environment."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ class ServerAddress:
     """An environment server as one client knows it."""
 
     def __init__(self, url: str, key: str | None, retry_seconds: float, wait_seconds: float) -> None:
-        """Check and keep an address.
+        """Check and store an address.
 
         Args:
-            key: of the server; None: the variable `PALESTRA_ENVIRONMENT_KEY`.
-            retry_seconds: how long to try again while the server can't be reached.
-            wait_seconds: how long to wait for a session while all are in use.
-
-        Raises:
-            ConfigError: the URL is no URL, there is no key, or a number is no time.
+            key: None: the variable `PALESTRA_ENVIRONMENT_KEY`.
+            retry_seconds: how long to retry while the server can't be reached.
+            wait_seconds: how long to wait for a free session.
         """
         found = key or os.environ.get(KEY_VARIABLE)
         if not found:
@@ -41,7 +38,7 @@ class ServerAddress:
 
     @property
     def url(self) -> str:
-        """Return the server's URL, without a slash at its end."""
+        """Return the server's URL, without a trailing slash."""
         return self.endpoint.url
 
     @property
@@ -51,11 +48,7 @@ class ServerAddress:
         return f"{'wss' if scheme == 'https' else 'ws'}:{rest}/v1/session"
 
     def facts(self) -> EnvironmentFacts:
-        """Ask the server what is known of its environment before an episode, and wait for the answer.
-
-        Raises:
-            PalestraError: the server refuses the key, or can't be reached.
-        """
+        """Ask the server for the facts about its environment, and wait for the answer."""
         request = {
             "method": "GET",
             "url": f"{self.url}/v1/environment",
@@ -73,7 +66,7 @@ class _BoundedClient(httpx2.Client):
     """Holds no more than `MAX_MESSAGE_BYTES` of an answer, since the server may be a stranger's."""
 
     def request(self, method: str, url: Any, **settings: Any) -> httpx2.Response:
-        """Return the answer, read to its end.
+        """Return the complete answer.
 
         Raises:
             httpx2.RequestError: the server can't be reached, or its answer is too long.

@@ -34,13 +34,13 @@ ATTEMPTS = 3  # at the beginning of an episode, if sessions end meanwhile
 
 
 class RemoteEnvironment(ConcurrentEnvironment):
-    """An environment of a server of `palestra env serve`, or of any that speaks the environment protocol.
+    """An environment on a server started by `palestra env serve`, or any that speaks the environment protocol.
 
-    It is given to `palestra.train` as it is, or to `check_environment`: each episode then gets one of its own, as
-    calling it returns another one of the same server. Its session is kept from one episode to the next.
+    Pass it to `palestra.train` or `check_environment`: calling it returns another environment of the same server, one
+    for each episode. Its session is reused for the next episode.
 
-    If the connection is lost, or the server is killed, the attempt at the episode fails without a reward and is played
-    again; that is never the agent's loss. Between two episodes it costs nothing: the next one begins in a new session.
+    If the connection is lost or the server is killed, the attempt fails without a reward and is retried; it is never
+    the agent's loss. Between episodes the next one begins in a new session without a failed attempt.
     """
 
     reusable = True  # the server makes a new environment for each episode where it has to
@@ -55,18 +55,18 @@ class RemoteEnvironment(ConcurrentEnvironment):
         wait_seconds: float = WAIT_SECONDS,
         clock: Clock | None = None,
     ) -> None:
-        """Take the address of a server; `setup` begins a session.
+        """Store the address of a server; `setup` begins a session.
 
         Args:
             url: the server's URL, such as `http://10.0.0.7:7500`.
             key: of the server; None: the variable `PALESTRA_ENVIRONMENT_KEY`.
             system: system message of the agent of an environment with one agent; None: the environment's own.
-            retry_seconds: how long to try again while the server can't be reached.
-            wait_seconds: how long to wait for a session while all of the server's are in use.
-            clock: source of the times of observations; None: the system's clock.
+            retry_seconds: how long to retry while the server can't be reached.
+            wait_seconds: how long to wait while all of the server's sessions are in use.
+            clock: source of observation times; None: the system's clock.
 
         Raises:
-            ConfigError: the URL is no URL, there is no key, or a number is no time.
+            ConfigError: the URL or a number is invalid, or there is no key.
         """
         super().__init__(clock)
         checked_amount("wait_seconds", wait_seconds, endless=True)
@@ -96,7 +96,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
 
     @property
     def facts(self) -> EnvironmentFacts:
-        """Return what is known of the environment before an episode; the server is asked if no session has told it.
+        """Return the facts about the environment before an episode; asks the server if no session has told them.
 
         Raises:
             PalestraError: the server refuses the key, or can't be reached.
@@ -107,7 +107,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
 
     @property
     def roles(self) -> tuple[str, ...]:  # type: ignore[override]  # known when the server was asked
-        """Return the names of the agents, where they are the same in every episode."""
+        """Return the names of the agents, if they are the same in every episode."""
         return self.facts.roles
 
     @property
@@ -117,24 +117,24 @@ class RemoteEnvironment(ConcurrentEnvironment):
 
     @property
     def moves(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Return all texts that may be choices, as far as they are known before an episode."""
+        """Return all possible choices, as far as they are known before an episode."""
         return self.facts.moves
 
     @property
     def forfeit_reward(self) -> float:  # type: ignore[override]
-        """Return what an agent earns at most in an episode that its action has broken."""
+        """Return the largest reward of an agent in an episode that its action broke."""
         return self.facts.forfeit_reward
 
     @property
     def time_limits(self) -> Mapping[str, None]:
-        """Return the roles whose time the environment limits; its clock runs on the server, so none can be a seat."""
+        """Return the roles with time limits; their clock runs on the server, so they can't be external players."""
         return dict.fromkeys(self.facts.time_limited)
 
     async def setup(self) -> None:
-        """Begin a session; wait for one while all are in use.
+        """Begin a session; wait while all are in use.
 
         Raises:
-            PalestraError: the server refuses the request, or can't be reached, or no session has become free.
+            PalestraError: the server refuses the request, can't be reached, or no session became free.
         """
         await self._connect()
 
@@ -146,7 +146,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
             await link.close()
 
     async def start(self, task: Mapping[str, Any]) -> None:
-        """Begin an episode on the server, in a new session if the last one has ended between two episodes."""
+        """Begin an episode on the server, in a new session if the last one has ended."""
         self._alone, self._survivors, self._pictures = set(), set(), set()
         for attempt in range(1, ATTEMPTS + 1):
             link = self._link or await self._connect()
@@ -184,15 +184,15 @@ class RemoteEnvironment(ConcurrentEnvironment):
             self._work(f"cancel {observation_id}", self._link.send(type="cancel", observation_id=observation_id))
 
     def waits_only_for(self, observation_id: str) -> bool:
-        """Return whether nothing can happen in the environment until this observation is answered."""
+        """Return whether the environment is blocked until this observation is answered."""
         return observation_id in self._alone
 
     def survives_failure(self, observation_id: str) -> bool:
-        """Return whether the environment scores that the agent of this observation fails."""
+        """Return whether the environment scores the failure of this observation's agent."""
         return observation_id in self._survivors and observation_id in self._open
 
     async def abandon(self) -> None:
-        """End the episode, here and on the server, and wait until none of its work is running."""
+        """End the episode, here and on the server, and wait until its work has stopped."""
         await super().abandon()
         if self._playing and self._link is not None:
             self._playing = False
@@ -208,7 +208,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
         return link
 
     async def _next(self, link: SessionLink) -> ServerMessage:
-        """Return the next message about this episode, and drop those about earlier ones."""
+        """Return the next message about this episode; drop those about earlier ones."""
         while True:
             message = await link.receive()
             if isinstance(message, Opened) or message.episode != self._number:
@@ -218,7 +218,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
             return message
 
     async def _listen(self, link: SessionLink) -> None:
-        """Take what the server shows until the episode is over."""
+        """Receive messages until the episode is over."""
         while not isinstance(event := await self._next(link), Over):
             if isinstance(event, Observed):
                 self._show(event)

@@ -1,4 +1,4 @@
-"""`SessionLink`: one session with an environment server, over a WebSocket with which it ends."""
+"""`SessionLink`: one session with an environment server, over a WebSocket; it ends with the socket."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ _ERRORS: dict[str, type[PalestraError]] = {
 
 
 class SessionEnded(EnvironmentFailed):
-    """The session is no more: its connection was lost, its server has ended it, or others waited for its place."""
+    """The session has ended: its connection was lost, its server ended it, or it was evicted for a waiting client."""
 
 
 class SessionLink:
     """Sends and receives a session's messages.
 
     Attributes:
-        opened: the server's answer with which the session began.
+        opened: the server's answer that began the session.
     """
 
     def __init__(self, url: str, socket: ClientConnection, opened: Opened) -> None:
@@ -72,22 +72,16 @@ class SessionLink:
         self._url, self._socket = url, socket
 
     async def send(self, **message: Any) -> None:
-        """Send a message.
-
-        Raises:
-            InvalidRequest, PayloadTooLarge: the message can't be sent.
-            SessionEnded: the session has ended.
-        """
+        """Send a message."""
         text = encoded(message, self.opened.max_message_bytes)
         with _explained(self._url):
             await self._socket.send(text)
 
     async def receive(self) -> ServerMessage:
-        """Return the next message of the server.
+        """Return the server's next message.
 
         Raises:
-            SessionEnded: the session has ended.
-            EnvironmentFailed: the server has refused a message, or does not keep to the protocol.
+            EnvironmentFailed: the server has refused a message, or violates the protocol.
         """
         return await _receive(self._url, self._socket)
 
@@ -97,11 +91,10 @@ class SessionLink:
 
 
 async def open_session(address: ServerAddress, system: str | None) -> SessionLink:
-    """Return a new session; wait for one while all are in use, and try again while the server can't be reached.
+    """Return a new session; wait while all are in use, and retry while the server can't be reached.
 
     Raises:
-        TooManyRequests: none has become free in time.
-        PalestraError: the server refuses it, or can't be reached.
+        TooManyRequests: no session became free in time.
     """
     loop, endpoint = asyncio.get_running_loop(), address.endpoint
     until, attempt = math.inf, 0
@@ -167,7 +160,7 @@ async def _receive(url: str, socket: ClientConnection) -> ServerMessage:
 
 @contextlib.contextmanager
 def _explained(url: str) -> Iterator[None]:
-    """Raise the error that a closed connection stands for."""
+    """Raise the error that a closed connection means."""
     try:
         yield
     except ConnectionClosed as closed:
@@ -179,7 +172,7 @@ def _explained(url: str) -> Iterator[None]:
 
 
 def server_error(message: SessionFailed) -> PalestraError:
-    """Return the error that a message of the server stands for, in the server's words."""
+    """Return the error of a server's message, in the server's words."""
     return _ERRORS.get(message.code, EnvironmentFailed)(message.message)
 
 

@@ -21,12 +21,7 @@ MAX_INFO_CHARACTERS = 4_000
 
 
 def encoded(message: Mapping[str, Any], max_bytes: int) -> str:
-    """Return a message as JSON.
-
-    Raises:
-        InvalidRequest: it is no JSON: a lone surrogate, an integer of more than 64 bits, another type.
-        PayloadTooLarge: it is longer than `max_bytes`.
-    """
+    """Return a message as JSON."""
     try:
         found = orjson.dumps(message)
     except TypeError as error:
@@ -41,16 +36,13 @@ def message_of(
 ) -> dict[str, Any]:
     """Return an observation as the fields of its message.
 
-    The environment is a user's code, so no field is certain to have its annotated type; JSON would make null, which
-    means "not scored", of a reward that is no number.
+    The environment is a user's code, so field types are checked: JSON would turn a reward that is not a number into
+    null, which means "not scored".
 
     Args:
-        alone: whether nothing can happen until the observation is answered.
-        survives_failure: whether the environment scores that its agent fails.
-        sent: digests of the pictures whose files earlier messages had; those of this message are added. None: none.
-
-    Raises:
-        InvalidEnvironment: a field has another type, or a reward is not finite.
+        alone: whether the environment is blocked until the observation is answered.
+        survives_failure: whether the environment scores the failure of its agent.
+        sent: digests of pictures sent before; updated. None: none.
     """
     agent: Any = observation.agent
     content: Any = observation.content
@@ -87,7 +79,7 @@ def _pictures(content: tuple[ChatMessage, ...], sent: set[str]) -> dict[str, Any
 
 
 def _with_files(message: Observed, known: set[str]) -> tuple[ChatMessage, ...]:
-    """Return the messages of an observation, whose pictures have their files where these came with it."""
+    """Return the messages of an observation, whose pictures have their files if these came with it."""
     files = {}
     for digest, encoded in message.pictures.items():
         try:
@@ -112,11 +104,11 @@ def _with_files(message: Observed, known: set[str]) -> tuple[ChatMessage, ...]:
 
 
 def observation_of(message: Observed, observed_at: float, known: set[str] | None = None) -> Observation:
-    """Return the observation that a message holds.
+    """Return the observation of a message.
 
     Args:
         observed_at: Unix seconds of the client, whose clock times the actions too.
-        known: digests of the pictures whose files earlier messages had; those of this message are added. None: none.
+        known: digests of pictures received before; updated. None: none.
 
     Raises:
         EnvironmentFailed: a picture of the message has no file, or a wrong one.
@@ -147,7 +139,7 @@ def _reward(reward: StepReward | None) -> Any:
 
 
 def _info(info: Mapping[str, Any]) -> Any:
-    """Return information for people as JSON; what is no JSON, or long, becomes a text that is cut off."""
+    """Return information for people as JSON; anything else, or long values, become truncated text."""
     if not info:
         return {}
     try:

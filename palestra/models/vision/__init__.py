@@ -1,1 +1,1 @@
-"""Models that see: towers that turn pictures into embeddings, and where these stand among the embeddings of tokens."""
+"""Vision-language models: towers that turn pictures into embeddings, and how these replace token embeddings."""

@@ -1,4 +1,4 @@
-"""Keeps embeddings of pictures, and the pixels that a tower gets, so that they are not computed again."""
+"""Caches of picture embeddings, and of the pixels that a tower gets."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 class _KeptByDigest(ABC, Generic[T]):
-    """What was made of pictures, by their digests, in at most so many bytes; the least recently used is dropped first.
+    """An LRU cache by picture digest, limited in bytes.
 
-    A copy is empty: it belongs to another model, which another thread may be computing with.
+    Copying it gives an empty cache, because the copy belongs to another model, which another thread may use.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -35,14 +35,14 @@ class _KeptByDigest(ABC, Generic[T]):
         """Return how many bytes a picture's part takes."""
 
     def get(self, digest: str) -> T | None:
-        """Return what was made of a picture, or None."""
+        """Return the cached value of a picture, or None."""
         found = self._by_digest.get(digest)
         if found is not None:
             self._by_digest.move_to_end(digest)
         return found
 
     def put(self, digest: str, made: T) -> None:
-        """Keep what was made of a picture, unless it is larger than all that may be kept."""
+        """Cache the value of a picture, unless it is larger than the whole cache."""
         if digest in self._by_digest or self.bytes_of(made) > self._most:
             return
         self._by_digest[digest] = made
@@ -58,7 +58,7 @@ class _KeptByDigest(ABC, Generic[T]):
 
 
 class KeptEmbeddings(_KeptByDigest[Tensor]):
-    """The embeddings of pictures, [F, hidden] each, by weights that have not changed since."""
+    """Embeddings of pictures, [F, hidden] each, for unchanged weights."""
 
     def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
         super().__init__(most_bytes)
@@ -69,7 +69,7 @@ class KeptEmbeddings(_KeptByDigest[Tensor]):
 
 
 class KeptPixels(_KeptByDigest[Mapping[str, Tensor]]):
-    """What the tower gets of pictures, [1, …] each by the names of the image processor, for all versions of weights."""
+    """Tower inputs of pictures, [1, …] each by the names of the image processor, for all versions of weights."""
 
     def __init__(self, most_bytes: int = KEPT_PIXELS_BYTES) -> None:
         super().__init__(most_bytes)

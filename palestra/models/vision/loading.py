@@ -1,4 +1,4 @@
-"""Load models that see: transformers' weights, a tower, and what prepares pictures for it."""
+"""Loads vision-language models: transformers' weights, a tower, and the image processor."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ from palestra.models.vision.vision import Vision
 
 
 def load_seeing(folder: Path | str, dtype: torch.dtype, attention: str) -> tuple[Any, Vision]:
-    """Load a transformers model, and the part of it that sees.
+    """Load a transformers vision-language model and its tower.
 
     Args:
         folder: or the name of a model on the hub.
-        attention: name of the attention of the text model; the tower has torch's own.
-
-    Raises:
-        ModelError: the family is not supported.
+        attention: name of the text model's attention; the tower uses torch's.
     """
     from transformers import AutoModelForImageTextToText
 

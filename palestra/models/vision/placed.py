@@ -1,4 +1,4 @@
-"""Which tokens of a sequence are placeholders, and which row of a picture's embeddings each of them stands for."""
+"""Maps placeholders in a sequence to rows of a picture's embeddings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class PlacedPicture(NamedTuple):
 
     Attributes:
         digest: of its bytes.
-        positions: int64 [F], of its placeholders in the sequence, in order; the picture has F embeddings, or, where
-            the same picture follows itself directly, F is a multiple of that number.
+        positions: int64 [F], of its placeholders, in order. The picture has F embeddings, or a divisor of F if the same
+            picture occurs several times in direct succession.
     """
 
     digest: str
@@ -29,8 +29,8 @@ class PictureRows(NamedTuple):
     """Embeddings that replace those of placeholders in a flat batch.
 
     Attributes:
-        rows: int64 [M], rows of the flat batch, each at most once, the lowest first.
-        values: [M, hidden], in the order of the rows; wider where layers of the text model add further numbers, see
+        rows: int64 [M], rows of the flat batch, ascending and unique.
+        values: [M, hidden], in the order of the rows; wider if layers of the text model add further numbers, see
             `Tower`.
     """
 
@@ -41,13 +41,12 @@ class PictureRows(NamedTuple):
 def placed_pictures(ids: Ids, media: Sequence[MediaSpan], image_token: int) -> list[PlacedPicture]:
     """Return the pictures of a sequence in order, each with the positions of its placeholders.
 
-    Only tokens in a span stand for a picture: a model may sample the placeholder's id itself, and that is a token like
-    any other.
+    Only tokens in a span represent a picture: a model may sample the placeholder's id itself, as an ordinary token.
 
     Args:
         ids: int32 [N].
         media: spans of the ids; parts of one span that were cut apart are joined again.
-        image_token: id of a placeholder; a span has other ids as well, such as those between tiles.
+        image_token: id of a placeholder; a span contains other ids too, such as separators of tiles.
     """
     joined: list[MediaSpan] = []
     for span in media:

@@ -1,4 +1,4 @@
-"""Positions of three numbers, by which tokens of a picture lie in a plane (M-RoPE; Wang et al. 2024, "Qwen2-VL")."""
+"""Three-dimensional positions that arrange a picture's tokens in a plane (M-RoPE; Wang et al. 2024, "Qwen2-VL")."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AXES = 3  # time, row, column
 
 
 class Plane(NamedTuple):
-    """How the embeddings of a picture lie: `rows` times `columns` of them, row after row."""
+    """The grid of a picture's embeddings: `rows` times `columns`, row by row."""
 
     rows: int
     columns: int
@@ -27,16 +27,10 @@ def plane_positions(count: int, pictures: Iterable[tuple[PlacedPicture, Plane]])
     """Return the position of each token of a sequence, int64 [3, N]: time, row and column.
 
     Each text token has three equal numbers, one more than the token before. All placeholders of a picture have the time
-    at which the picture begins; rows and columns count from that number. The token after a picture has the largest of
-    the picture's numbers plus 1, so that after a picture of several rows a position is less than its token's index.
+    at which the picture begins; rows and columns count from that number. The token after a picture has the picture's
+    largest number plus 1, so after a picture of several rows a position is less than the token's index.
 
-    A position depends only on the tokens before it: sequences that begin alike have equal positions there.
-
-    Args:
-        pictures: those of the sequence, in order.
-
-    Raises:
-        ModelError: a picture has another number of placeholders than its plane, or they are not beside one another.
+    A position depends only on earlier tokens: sequences with a common prefix have equal positions there.
     """
     found = np.empty((AXES, count), np.int64)
     done = position = 0  # tokens that have their positions; position of the token after them
@@ -58,10 +52,10 @@ def plane_positions(count: int, pictures: Iterable[tuple[PlacedPicture, Plane]])
 
 
 def joined_positions(parts: Sequence[Tensor]) -> Tensor:
-    """Return the positions of a flat batch: int64 [N], or [3, N] if a part has pictures that lie in a plane.
+    """Return the positions of a flat batch: int64 [N], or [3, N] if a part has 2D picture positions.
 
     Args:
-        parts: positions of the sequences, one after another, [n] or [3, n] each.
+        parts: positions of the sequences, [n] or [3, n] each.
     """
     if all(part.ndim == 1 for part in parts):
         return torch.cat(list(parts))

@@ -1,4 +1,4 @@
-"""From a picture to what a tower gets of it, by an image processor of transformers that needs no torchvision."""
+"""Turns a picture into a tower's input with a transformers image processor that does not need torchvision."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ PROCESSOR_FILES = (
 
 
 class PictureProcessor:
-    """Prepares pictures for the tower of a model, whose weights are not needed for that.
+    """Prepares pictures for a model's tower, without the model's weights.
 
     Attributes:
-        image_token: id of the token that stands for one embedding of a picture.
-        layout: what stands in a prompt for a picture of a given size.
-        files: what the processor is made of, by file name; written beside the weights.
+        image_token: id of the token that represents one embedding.
+        layout: placeholders of a picture of a given size.
+        files: the processor's files by name, saved with the weights.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -40,9 +40,6 @@ class PictureProcessor:
 
         Args:
             folder: or the name of a model on the hub.
-
-        Raises:
-            ModelError: the family is not supported.
         """
         from transformers import AutoConfig
 
@@ -55,23 +52,20 @@ class PictureProcessor:
         self.image_token = int(config.image_token_index if found is None else found)
 
     def pixels(self, image: Image) -> dict[str, Tensor]:
-        """Return what the tower gets of a picture, [1, ...] each."""
+        """Return the tower's input for a picture, [1, ...] each."""
         return dict(self._processor(images=image, return_tensors="pt"))
 
 
 def sees(config: Any) -> bool:
-    """Return whether a transformers configuration is of a model with a tower for pictures."""
+    """Return whether a transformers configuration is of a vision-language model."""
     return getattr(config, "vision_config", None) is not None
 
 
 def find_layout(folder: Path | str) -> PictureLayout | None:
-    """Return the layout of a model's pictures, of which no weights are loaded; None: it reads text only.
+    """Return the picture layout of a model without loading weights; None: it reads text only.
 
     Args:
         folder: or the name of a model on the hub.
-
-    Raises:
-        ModelError: the family is not supported.
     """
     from transformers import AutoConfig
 
@@ -108,10 +102,10 @@ def _processor_class(model_type: str) -> Any:
 
 
 def _settings(layout: PictureLayout) -> dict[str, Any]:
-    """Return what a processor must take from the layout, which says how many embeddings stand in a prompt.
+    """Return the processor settings that follow from the layout, which fixes the number of placeholders.
 
-    In transformers 5.17 the limits in one model's files become the defaults of all models that are loaded later, and
-    5.23 takes no files with one limit alone.
+    In transformers 5.17 the limits in one model's files become the defaults of all models loaded later, and 5.23
+    rejects files with only one limit.
     """
     if not isinstance(layout, PatchLayout):
         return {}
@@ -119,7 +113,7 @@ def _settings(layout: PictureLayout) -> dict[str, Any]:
 
 
 def processor_files(folder: Path | str) -> dict[str, bytes]:
-    """Return the files of a model's processor, those that there are."""
+    """Return the existing files of a model's processor."""
     from huggingface_hub import try_to_load_from_cache
 
     found = dict[str, bytes]()

@@ -19,7 +19,7 @@ IMAGE_TOKENS = (
 
 
 def chat_template(picture: str) -> str:
-    """Return a template of ChatML, in which the content of a message is a text or a list of parts."""
+    """Return a ChatML template in which a message's content is a text or a list of parts."""
     return (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
         "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -31,12 +31,12 @@ def chat_template(picture: str) -> str:
 
 
 def make_tiny_vision(folder: Path, *, width: int = 64, longest: int = 2 * TILE, splits: bool = True) -> None:
-    """Write weights, tokenizer, processor and chat template of a tiny model that sees.
+    """Write weights, tokenizer, processor and chat template of a tiny vision-language model.
 
     Args:
         width: of the text model; the tower has half of it.
-        longest: the longer side of a picture before it is cut into tiles, in pixels.
-        splits: whether pictures are cut into tiles; otherwise each is one tile.
+        longest: longer side of a picture before it is split into tiles, in pixels.
+        splits: whether pictures are split into tiles; otherwise each is one tile.
     """
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 

@@ -19,9 +19,9 @@ Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
 
 def make_tiny_qwen(folder: Path, family: Family = "qwen2_vl", *, width: int = 64) -> None:
-    """Write weights, tokenizer, image processor and chat template of a tiny model that sees.
+    """Write weights, tokenizer, image processor and chat template of a tiny vision-language model.
 
-    A picture gets 4 to 16 embeddings, as many as its size in pixels asks for.
+    A picture gets 4 to 16 embeddings, depending on its size in pixels.
 
     Args:
         width: of the text model; the tower has half of it.

@@ -15,8 +15,8 @@ class Tower(Protocol):
     """What differs between families: the parts of a transformers model, and how its tower is called.
 
     Attributes:
-        text: the text model of transformers, which takes embeddings.
-        names: prefixes of the names of all weights that pictures pass through, up to the text model.
+        text: the transformers text model, which takes embeddings.
+        names: name prefixes of all weights before the text model.
     """
 
     text: Any
@@ -25,20 +25,20 @@ class Tower(Protocol):
     def __call__(self, pixels: Mapping[str, Tensor]) -> Tensor:
         """Return the embeddings of one picture, [F, hidden], in the order of its placeholders.
 
-        Where layers of the text model add something to their output at placeholders (DeepStack), that of each such
-        layer follows in the same row: [F, (1 + layers) * hidden].
+        If layers of the text model add to their output at placeholders (DeepStack), the numbers of each such layer
+        follow in the same row: [F, (1 + layers) * hidden].
 
         Args:
-            pixels: what the family's image processor gives for that picture alone.
+            pixels: output of the family's image processor for this picture alone.
         """
         ...
 
 
 class Idefics3Tower:
-    """Idefics3 and SmolVLM: tiles [1, n, 3, H, W] through SigLIP, whose patches are shuffled and projected.
+    """Idefics3 and SmolVLM: tiles [1, n, 3, H, W] through SigLIP, with pixel shuffle and projection.
 
-    transformers takes a tile of zeros as padding and drops it. Here one picture is computed at a time, so there is no
-    padding, and a picture that is black in a model whose pixels have mean 0 keeps its tile.
+    transformers drops tiles of zeros as padding. Here each picture is computed alone, without padding, so a black
+    picture keeps its tile in a model whose pixels have mean 0.
     """
 
     names: tuple[str, ...] = ("model.vision_model.", "model.connector.")
@@ -58,7 +58,7 @@ class Idefics3Tower:
 
 
 class LlavaTower:
-    """Llava 1.5: one picture [1, 3, H, W] through CLIP, of which one layer's patches are projected."""
+    """Llava 1.5: one picture [1, 3, H, W] through CLIP; the patches of one layer are projected."""
 
     names: tuple[str, ...] = ("model.vision_tower.", "model.multi_modal_projector.")
 
@@ -74,10 +74,10 @@ class LlavaTower:
 
 
 class QwenTower:
-    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: patches [n, numbers of a patch] and their grid; four of a square become one.
+    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: patches [n, numbers of a patch] and their grid; four neighbours are merged.
 
-    In Qwen2.5-VL most layers see a window of patches alone. In Qwen3-VL some layers of the tower give embeddings as
-    well, which the first layers of the text model add to their output.
+    In Qwen2.5-VL most layers attend to a window of patches. In Qwen3-VL some layers of the tower also give embeddings,
+    which the first layers of the text model add to their output.
     """
 
     names: tuple[str, ...] = ("model.visual.",)
@@ -104,11 +104,7 @@ SUPPORTED = tuple(_TOWERS)  # values of `model_type` in a model's config.json
 
 
 def tower_of(model: Any) -> Tower:
-    """Return the tower of a transformers model.
-
-    Raises:
-        ModelError: its family is not supported.
-    """
+    """Return the tower of a transformers model."""
     made = _TOWERS.get(model.config.model_type)
     if made is None:
         raise ModelError(

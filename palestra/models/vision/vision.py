@@ -24,16 +24,13 @@ if TYPE_CHECKING:
 
 
 class Vision:
-    """Computes embeddings of pictures, one picture a pass, so that none depends on those beside it.
+    """Computes embeddings of pictures, one picture per pass, so that none depends on others.
 
     Attributes:
-        tower: the family's modules, which are part of the transformers model.
-        processor: prepares pictures for the tower.
-        image_token, layout: those of the processor.
-        trained: whether the weights of the tower may change; otherwise it stays as it was loaded.
-        pictures: where pictures are found; None: none can be computed.
-        kept: embeddings that need not be computed again; None: the weights change after every step.
-        computed: how many pictures have passed through the tower.
+        trained: whether the tower's weights may change.
+        pictures: source of pictures; None: none can be computed.
+        kept: cached embeddings; None: the weights change after every step.
+        computed: number of pictures computed by the tower.
     """
 
     trained = False
@@ -48,17 +45,17 @@ class Vision:
         self.computed = 0
 
     def owns(self, name: str) -> bool:
-        """Whether a weight is one that pictures pass through before the text model."""
+        """Return whether a weight is used before the text model."""
         return name.startswith(self.tower.names)
 
     def embeddings(self, digest: str) -> Tensor:
-        """Return the embeddings of a picture, [F, hidden], with gradient where the tower is trained and one is wanted.
+        """Return the embeddings of a picture, [F, hidden], with a gradient if the tower is trained.
 
         Args:
             digest: of the picture's bytes.
 
         Raises:
-            ModelError: there is no place where pictures are found.
+            ModelError: there is no picture source.
             PalestraError: no picture has this digest, or it can't be decoded.
         """
         known = None if self.kept is None else self.kept.get(digest)
@@ -70,18 +67,18 @@ class Vision:
         return found
 
     def of_image(self, image: Image) -> Tensor:
-        """Return the embeddings of a picture that is at hand, [F, hidden]; see `embeddings`."""
+        """Return the embeddings of an image object, [F, hidden]; see `embeddings`."""
         return self._of_pixels(self.processor.pixels(image))
 
     def _of_pixels(self, pixels: Mapping[str, Tensor]) -> Tensor:
-        """Return the embeddings of a picture, [F, hidden], of which the tower gets `pixels`, [1, ...] each."""
+        """Return the embeddings, [F, hidden], for a tower input `pixels`, [1, ...] each."""
         device = next(iter(self.tower.text.parameters())).device
         self.computed += 1
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trained):
             return self.tower({name: tensor.to(device) for name, tensor in pixels.items()})
 
     def _pixels_of(self, digest: str) -> Mapping[str, Tensor]:
-        """Return what the tower gets of a stored picture, [1, ...] each; see `embeddings`."""
+        """Return the tower's input for a stored picture, [1, ...] each; see `embeddings`."""
         known = self._kept_pixels.get(digest)
         if known is not None:
             return known
@@ -97,35 +94,28 @@ class Vision:
         return placed_pictures(ids, media, self.image_token)
 
     def positions(self, ids: Ids, media: Sequence[MediaSpan]) -> Tensor:
-        """Return the positions of a sequence's tokens: int64 [N], or [3, N] where those of pictures lie in a plane.
-
-        Args:
-            ids: [N].
-            media: pictures among the ids.
+        """Return the positions of a sequence's tokens `ids` [N]: int64 [N], or [3, N] with 2D picture positions.
 
         Raises:
-            ModelError: a picture has another number of placeholders than it has embeddings.
-            PalestraError: the model takes no pictures of this size, or no picture has this digest.
+            ModelError: a picture has another number of placeholders than embeddings.
+            PalestraError: a picture's size is not supported, or no picture has this digest.
         """
         pictures = [(picture, self._plane(picture.digest)) for picture in self.placed(ids, media)]
         planes = [(picture, Plane(*plane)) for picture, plane in pictures if plane is not None]
         return torch.from_numpy(plane_positions(len(ids), planes)) if planes else torch.arange(len(ids))
 
     def _plane(self, digest: str) -> tuple[int, int] | None:
-        """Return rows and columns of a picture's embeddings; None: they have positions as text has."""
+        """Return rows and columns of a picture's embeddings; None: 1D positions like text."""
         if self.pictures is None:
             raise ModelError(f"picture {digest} can't be found: this model was given no pictures")
         return self.layout.plane(*self.pictures.size(digest))
 
     def rows(self, pictures: Sequence[tuple[PlacedPicture, NDArray[np.int64]]]) -> PictureRows | None:
-        """Return the embeddings of pictures for the rows of a flat batch; None: no placeholder is in the batch.
+        """Return the embeddings of pictures for the rows of a flat batch; None: the batch has no placeholder.
 
         Args:
-            pictures: each with the row [F] of each of its placeholders, below 0 for one that is not in the batch.
-                A row may be named several times, by sequences that have the picture in common.
-
-        Raises:
-            ModelError: a picture has another number of embeddings than the prompt has placeholders for it.
+            pictures: each with the row [F] of each of its placeholders, below 0 if it is not in the batch. Sequences
+                that share a picture may name a row several times.
         """
         found, total = dict[str, tuple[int, Tensor]](), 0
         rows, sources = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
