@@ -1,4 +1,4 @@
-"""`palestra algorithms`: what a job can name in `algorithm.name`, with formula, paper, settings and what it needs."""
+"""`palestra algorithms`: lists the values of `algorithm.name`, with formula, paper, settings and requirements."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the list, or one algorithm.
-
-    Raises:
-        ConfigError: there is no such algorithm; the message has the nearest one and the list.
-    """
+    """Print the list, or one algorithm."""
     from palestra.algorithms.registry import ALGORITHMS
     from palestra.config import parse_config
 
@@ -65,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _settings(section: type[BaseModel], values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield the dotted key, the default as text and the description of each setting of a section and of those in it."""
+    """Yield dotted key, default as text and description of each setting of a section, recursively."""
     from palestra.config.section import sections_of
 
     for key, field in section.model_fields.items():
@@ -79,12 +75,12 @@ def _settings(section: type[BaseModel], values: Mapping[str, Any], above: str = 
 
 
 def _outputs(config: AlgorithmConfig) -> list[str]:
-    """Return what the trainer has to compute for an algorithm before the loss, in words."""
+    """Describe what the trainer must compute for an algorithm before the loss."""
     from palestra.algorithms.registry import create_algorithm
 
     return [f"a forward pass for {name}" for name in sorted(create_algorithm(config).needs)]
 
 
 def _indented(first: str, text: str) -> None:
-    """Print a text in lines, whose first one begins with `first` and the others with as many spaces."""
+    """Print a text in lines: the first begins with `first`, the others are indented."""
     say(textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False))

@@ -1,4 +1,4 @@
-"""`palestra check`: whether a job will work on this machine, and what a step of it takes."""
+"""`palestra check`: whether a job will work on this machine, and what a step costs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MISTAKEN = 2  # exit code
 
 
 def add(commands: Any) -> None:
-    """Add the command `check`, which takes a job's configuration as `run` does."""
+    """Add the command `check`, with the same configuration options as `run`."""
     parser = add_command(
         commands,
         "check",
@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the job, try it for two steps where nothing stands against it, print both, and return the exit code."""
+    """Check the job, run two steps unless that is impossible, print both results, and return the exit code."""
     from palestra.client.arguments import checked_amount
     from palestra.config import find_mistakes
     from palestra.runtime.checking import CheckFinding, check_job
@@ -108,7 +108,7 @@ def _stoppable() -> Iterator[None]:
 def _tried(
     config: JobConfig, limit_seconds: float, rollout: Any, report: Callable[[str], None]
 ) -> tuple[list[CheckFinding], Trial | None]:
-    """Return what two steps find, and what they took; None of a job that only serves its model."""
+    """Return the findings of two steps, and their measurements; None for a job that only serves its model."""
     from palestra.runtime.checking import CheckFinding
     from palestra.runtime.trial import try_model, try_steps
 
@@ -160,7 +160,7 @@ def _key_in(text: str, config: JobConfig) -> str:
 
 @contextlib.contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield what shows how far the command is: one line that changes on a terminal, else lines on standard error."""
+    """Yield a progress reporter: one changing line on a terminal, else lines on standard error."""
     console = TerminalConsole(stderr=True, quiet=quiet)
     if quiet or not console.is_terminal:
         yield lambda text: None if quiet else say(f"palestra: {text}", file=sys.stderr)
@@ -178,7 +178,7 @@ def _as_json(findings: Sequence[CheckFinding], trial: Trial | None) -> dict[str,
 
 
 def _show(config: JobConfig, findings: Sequence[CheckFinding], trial: Trial | None, works: bool) -> None:
-    """Print a line for each finding, then what the trial took."""
+    """Print a line for each finding, then the trial's measurements."""
     from rich.text import Text
 
     console = TerminalConsole()
@@ -198,7 +198,7 @@ def _show(config: JobConfig, findings: Sequence[CheckFinding], trial: Trial | No
 
 
 def _table(config: JobConfig, trial: Trial) -> Table:
-    """Return the table of a trial: what, how much in each step, and a remark."""
+    """Return the table of a trial: quantity, value of each step, and a remark."""
     from rich.table import Table
 
     from palestra.models.device import available_bytes

@@ -1,4 +1,4 @@
-"""`palestra completion`: the script with which a shell completes commands, options and file names."""
+"""`palestra completion`: the shell script that completes commands, options and file names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the script, which knows every command of this version and asks no process when it completes."""
+    """Print the script, which contains every command of this version and starts no process."""
     import shtab
 
     # shtab is asked for files here and not where options are declared, so that no other command has to load it.

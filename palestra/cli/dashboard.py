@@ -71,10 +71,8 @@ async def _serve(runs: Any, arguments: argparse.Namespace) -> None:
 
 
 def _open(link: str, folder: Path) -> None:
-    """Open the link in the browser; say so where there is none.
-
-    The browser is given a file that leads to the link: the words of its command stand in the list of processes, where
-    any user of the machine could take the code before the browser has used it.
+    """Open a temporary redirect file instead of the URL: command-line arguments are visible to all local users, and the
+    URL contains a one-time code.
     """
     file = folder / "open.html"
     file.write_text(

@@ -11,7 +11,7 @@ from palestra.errors import NotFound
 
 
 def add(commands: Any) -> None:
-    """Add the command `demo`, with the few options of `recipes/addition.py`."""
+    """Add the command `demo`, with some options of `recipes/addition.py`."""
     parser = add_command(
         commands,
         "demo",
@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run `recipes/addition.py` of the checkout, or of the installed package."""
+    """Run `recipes/addition.py` of the checkout or the installed package."""
     from palestra.runtime import training  # noqa: F401 - where the client alone is installed, says what to install
 
     here = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""`palestra doctor`: what goes wrong in a run, since when, what it means and what to try."""
+"""`palestra doctor`: problems of a run, since when, what they mean and what to try."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the findings of the run; return 1 where there are some, or before the first step all episodes failed."""
+    """Print the run's findings; return 1 if there are any, or if all episodes failed before the first step."""
     from palestra.doctor.examination import examine  # reads a run store, which the client alone can't
 
     found = examine(arguments.run_dir)
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def as_json(found: Examination) -> str:
-    """Return an examination as JSON, in which all characters that a terminal could obey are escaped."""
+    """Return an examination as JSON with terminal control characters escaped."""
     from dataclasses import asdict
 
     return json.dumps(asdict(found))
@@ -88,7 +88,7 @@ def _when(finding: Finding) -> str:
 
 
 def _paragraph(label: str, text: str) -> None:
-    """Print a text in lines beside its label; what others wrote in it can't move the cursor."""
+    """Print a text in lines next to its label, with control characters removed."""
     lines = textwrap.wrap(one_line(text), WIDTH - LABEL, break_on_hyphens=False) or [""]
     for place, line in enumerate(lines):
         say(f"  {label if not place else '':<{LABEL - 2}}{line}")

@@ -1,4 +1,4 @@
-"""The end of a command's process, which no task or thread of a user's environment holds up."""
+"""Ends a command's process even if a task or thread of a user's environment does not end."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _own = threading.Event()  # set in a process that was started for one command
 
 
 def own_process() -> None:
-    """Note that this process ends with the command."""
+    """Mark this process as one that ends with the command."""
     _own.set()
 
 
 def end_soon() -> None:
-    """End the process with code 1 if it has not ended by itself after `EXIT_SECONDS`; in other processes, do nothing.
+    """End the process with code 1 if it still runs after `EXIT_SECONDS`; no effect in other processes.
 
     Commands call this when their work is done. Otherwise a task that can't be cancelled, or a thread that does not
     return, would keep the process alive.

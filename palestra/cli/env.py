@@ -27,7 +27,7 @@ PORT = 7500
 
 
 def add(commands: Any) -> None:
-    """Add the command `env`, with what can be done to an environment."""
+    """Add the command `env` with its subcommands."""
     parser = add_command(
         commands,
         "env",
@@ -83,11 +83,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until Ctrl-C; after SIGTERM, until the episodes that are being played are over.
-
-    Raises:
-        ConfigError: a number is out of range, the key can't be read, or there is no such environment.
-    """
+    """Serve until Ctrl-C; after SIGTERM, until running episodes are over."""
     import asyncio
 
     import uvloop
@@ -113,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _maker(reference: str, settings: str) -> Callable[[], Environment | ConcurrentEnvironment]:
-    """Return what makes the environment."""
+    """Return the environment's factory."""
     from palestra.envs import catalog_entry
 
     given = environment_settings(settings)
@@ -189,7 +185,7 @@ async def _serve_openenv(
 
 
 def _stopped() -> asyncio.Event:
-    """Return what is set by SIGINT and SIGTERM."""
+    """Return an event that SIGINT and SIGTERM set."""
     import asyncio
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()

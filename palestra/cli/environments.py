@@ -1,4 +1,4 @@
-"""`palestra environments`: what a job can name in `environment.name`, and what its agent sees."""
+"""`palestra environments`: lists the values of `environment.name`, and shows their observations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the list, or one environment with a task and the first observation of its agents."""
+    """Print the list, or one environment with a task and its agents' first observation."""
     import asyncio
 
     from palestra.envs import ConcurrentEnvironment, SerialEnvironment
@@ -84,7 +84,7 @@ def _settings(make: Any) -> list[str]:
 
 
 def _task(given: str | None) -> dict[str, Any] | None:
-    """Return the task of `--task`; None: it was not given."""
+    """Return the task of `--task`, or None."""
     if given is None:
         return None
     try:
@@ -98,7 +98,7 @@ def _task(given: str | None) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _own_errors(arguments: argparse.Namespace) -> Iterator[None]:
-    """Say in one line what an environment of the user's own raises."""
+    """Report errors of a user's environment in one line."""
     try:
         yield
     except PalestraError:

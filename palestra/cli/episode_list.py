@@ -1,4 +1,4 @@
-"""A list of episodes as lines of text: in the width of a terminal, or in full where a program reads them."""
+"""A list of episodes as lines of text: fitted to a terminal, or complete for programs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def episode_lines(
     """Yield a header and a line for each episode.
 
     Args:
-        now: Unix seconds, for how long an episode has been held.
-        width: columns of the terminal, into which the lines are made to fit; None: nothing is cut or wrapped.
-        trained: the step that trained an episode, by its id.
+        now: Unix seconds.
+        width: of the terminal, to which lines are fitted; None: nothing is cut or wrapped.
+        trained: the step that trained each episode, by id.
     """
     if not rows:
         yield Text("no such episodes")
@@ -68,7 +68,7 @@ def episode_lines(
 
 
 def rewards_of(row: EpisodeSummary) -> str:
-    """Return the reward of an episode as text; of several agents that of each, because those of a game add up to 0."""
+    """Return an episode's reward as text; for several agents each one's, because those of a game sum to 0."""
     if row.rewards is None or len(row.rewards) < 2:
         return "" if row.reward is None else f"{row.reward:.3g}"
     found = [f"{agent} {reward:.3g}" for agent, reward in row.rewards.items()]
@@ -77,7 +77,7 @@ def rewards_of(row: EpisodeSummary) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text, or its beginning and an ellipsis, of `most` characters together."""
+    """Return a text, truncated to `most` characters with an ellipsis."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

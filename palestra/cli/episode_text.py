@@ -1,4 +1,4 @@
-"""An episode's conversation as plain text: what was said, without tokens."""
+"""An episode's conversation as plain text, without tokens."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Show = Callable[[str, str], RenderableType]  # of a picture's digest, and the po
 
 
 def conversation(trajectory: Trajectory, show: Show) -> Group:
-    """Return every call with the messages that are new in it, and its reply.
+    """Return every call with its new messages and its reply.
 
     Args:
-        show: returns what is shown of a picture.
+        show: renders a picture.
     """
     return Group(*_blocks(trajectory, show))
 
 
 def _blocks(trajectory: Trajectory, show: Show) -> Iterator[RenderableType]:
-    """Yield the conversation; each block begins a line of its own."""
+    """Yield the conversation as blocks, each on its own lines."""
     before: Chat | None = None
     for chat in trajectory.chats:
         title = f"── call {chat.index}, {chat.agent}, step {chat.time_step}"
@@ -48,7 +48,7 @@ def _blocks(trajectory: Trajectory, show: Show) -> Iterator[RenderableType]:
 
 
 def _message(message: ChatMessage, policy: str, show: Show, note: str = "") -> Iterator[RenderableType]:
-    """Yield the role of a message, then its texts and pictures in the order in which the model reads them."""
+    """Yield the role of a message, then its texts and pictures in order."""
     name = f" {message.name}" if message.name else ""
     yield Text(f"[{message.role}{name}]{f' ({note})' if note else ''}", style="bold cyan")
     if message.reasoning_content:

@@ -1,4 +1,4 @@
-"""An episode's calls drawn as a tree: what went on from what, where it forked, and why."""
+"""An episode's calls drawn as a tree: which call continues which, forks, and their reasons."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _REPLY = 60  # characters of a reply that are shown
 
 
 def call_tree(trajectory: Trajectory, trie: TokenTrie, left_out: Collection[int] = ()) -> Tree:
-    """A call is below the call whose prompt and completion its own prompt starts with.
+    """Draw each call below the call whose prompt and completion its prompt starts with.
 
     Args:
-        left_out: indices of the calls that are not trained because they were abandoned.
+        left_out: indices of abandoned calls, which are not trained on.
     """
     chats = trajectory.chats
     root = Tree(Text(_totals(chats, trie)), guide_style="dim")

@@ -1,4 +1,4 @@
-"""What `palestra episodes` shows: the list of a run's episodes, or one of them token by token."""
+"""Output of `palestra episodes`: a run's episodes, or one of them token by token."""
 
 from __future__ import annotations
 
@@ -45,15 +45,7 @@ FOLDED = 26  # characters that stand for the tokens of a prompt
 
 
 def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None:
-    """Print the list, or the episode, that the command asks for.
-
-    Args:
-        arguments: of the command; see `episodes.add`.
-
-    Raises:
-        NotFound: no such episode.
-        StoreError: the run can't be read.
-    """
+    """Print the requested list or episode."""
     if arguments.json:
         _write_json(folder, arguments)
         return
@@ -86,7 +78,7 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
 
 
 def _write_json(folder: Path, arguments: argparse.Namespace) -> None:
-    """Write what the page gets from its routes: a line for each episode, or one for the episode that was asked for."""
+    """Write the JSON of the page's routes: a line per episode, or one for the requested episode."""
     from palestra.dashboard.episode import episode_answer, read_reading  # loads the learner, which takes a second
     from palestra.dashboard.runs import Run
     from palestra.dashboard.steps import episode_line
@@ -107,7 +99,7 @@ def _write_json(folder: Path, arguments: argparse.Namespace) -> None:
 
 
 def _ascii(answer: BaseModel) -> str:
-    """Return an answer as JSON in which all characters that a terminal could obey are escaped."""
+    """Return an answer as JSON with terminal control characters escaped."""
     return json.dumps(json.loads(answer.model_dump_json()))
 
 
@@ -155,7 +147,7 @@ def _show(console: TerminalConsole, view: EpisodeView, connection: Connection, c
 
 
 def _tokens(row: TrainSample, trained: bool, text_of: Callable[[int], str], unfold: bool) -> Table:
-    """A line for each sampled token; the others in one line a run of them, unless `unfold`."""
+    """Return a table with a line for each sampled token, and one for each run of other tokens unless `unfold`."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("place", "id", "text", "logprob", "loss", "version"):
         table.add_column(name, justify="left" if name in ("text", "loss") else "right", no_wrap=True)
@@ -181,6 +173,6 @@ def _tokens(row: TrainSample, trained: bool, text_of: Callable[[int], str], unfo
 
 
 def _shortened(text: str) -> str:
-    """The two ends of a text, in one line."""
+    """Return the two ends of a text, in one line."""
     shown = repr(text)[1:-1]
     return shown if len(shown) <= FOLDED else f"{shown[: FOLDED // 2 - 1]} … {shown[-(FOLDED // 2 - 2) :]}"

@@ -1,4 +1,4 @@
-"""`palestra episodes`: what was played in a run, and which tokens of it were trained."""
+"""`palestra episodes`: the episodes of a run, and which of their tokens were trained."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Read the run store and print what was asked for; a running job is not disturbed."""
+    """Read the run store and print the requested part, without disturbing a running job."""
     from palestra.cli.episode_view import show  # reads a run store, which the client alone can't
 
     folder, config = run_folder(arguments.run_dir)

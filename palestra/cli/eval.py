@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add the command `eval`, which takes a model, tasks, and what plays them."""
+    """Add the command `eval`, which takes a model, tasks, and an environment or function."""
     parser = add_command(
         commands,
         "eval",
@@ -103,7 +103,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Score the model, print the outcome of each task, and return the exit code that the help names."""
+    """Score the model, print the outcome of each task, and return the exit code documented in the help."""
     from palestra.client.arguments import checked_count
     from palestra.runtime.arguments import Play
     from palestra.runtime.evaluating import evaluate_until_stopped
@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> JobConfig:
-    """Return the job whose settings the evaluation has, with the models and the environment of the arguments."""
+    """Return the evaluation's configuration, with models and environment from the arguments."""
     from palestra.config import load_config, name_settings, parse_config
     from palestra.runtime.starting_points import config_of_run, with_checkpoints, with_models
 
@@ -169,7 +169,7 @@ def _models(given: Sequence[str]) -> dict[str, str]:
 
 
 def _show(found: Evaluation, quiet: bool) -> None:
-    """Print a line for each task, unless `quiet`, and the mean reward with its interval, of each policy."""
+    """Print a line for each task, unless `quiet`, and each policy's mean reward with its interval."""
     for outcome in () if quiet else found.outcomes:
         rewards = [f"{name} {reward:g}" for name, reward in outcome.by_policy.items()]
         if outcome.reward is not None:

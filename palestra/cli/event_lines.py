@@ -1,4 +1,4 @@
-"""The events of a job in words, a line each, as `palestra submit --watch` prints them."""
+"""Descriptions of a job's events, a line each, for `palestra submit --watch`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def show_events(job: Job) -> int:
-    """Print a line for each event until the job is over; return 0 where the job completed, 130 after Ctrl-C."""
+    """Print a line for each event until the job is over; return 0 if it completed, 130 after Ctrl-C."""
     try:
         policy = trained_of_several(job.view().config)
         for event in job.events():
@@ -27,7 +27,7 @@ def show_events(job: Job) -> int:
 
 
 def trained_of_several(config: Mapping[str, Any]) -> str:
-    """Return the name of the only policy that a job trains; empty where the job has no other one, or trains several."""
+    """Return the name of the only policy that a job with several policies trains; empty otherwise."""
     from palestra.config.policy import not_frozen
 
     policies = config.get("policies") or {}
@@ -36,7 +36,7 @@ def trained_of_several(config: Mapping[str, Any]) -> str:
 
 
 def describe(kind: str, data: Mapping[str, Any], policy: str) -> str:
-    """Return an event in words; an empty text for events that are not worth a line.
+    """Describe an event; return an empty text for one that is not printed.
 
     Args:
         policy: whose reward a step has, if the metrics do not say it; empty: the job's only one.
@@ -60,7 +60,7 @@ def describe(kind: str, data: Mapping[str, Any], policy: str) -> str:
 
 
 def _step(row: Mapping[str, Any], policy: str) -> str:
-    """Return the metrics of a step as a line; `policy` is as in `describe`."""
+    """Return the metrics of a step as a line; see `describe` for `policy`."""
     parts = [f"step {int(row['step']):>4}"]
     for own, mean in of_policies(row, "train/reward_mean").items():
         parts.append(f"{one_line(own) or policy} reward {mean:6.2f}".lstrip())

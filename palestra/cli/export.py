@@ -1,4 +1,4 @@
-"""`palestra export`: the trained model as a folder of its own, which transformers loads."""
+"""`palestra export`: copies the trained model into a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Copy a checkpoint whose files have their hashes; that of a job is fetched from the service first."""
+    """Copy a checkpoint after checking its hashes; a job's is first downloaded from the service."""
     if JOB_ID.fullmatch(arguments.source) is None:
         _copy(Path(arguments.source), arguments)
         return
@@ -78,18 +78,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _chosen_of(run_dir: Path, policy: str | None, paths: Iterable[str], step: int | None) -> str | None:
-    """Return a policy's best weights or newest checkpoint, or that of a step, among the files of a job.
-
-    Args:
-        run_dir: has the job's configuration.
-        policy: by name; None: the only one that is trained.
-        paths: of all files of the job's run.
-
-    Returns:
-        The path of its folder; None: there is none.
-
-    Raises:
-        ConfigError: the job trains no such policy, or several and none is named.
+    """Return the path of a policy's best weights, newest checkpoint, or that of a step, among a job's files; None: not
+    found.
     """
     from palestra.runtime.run_dir import checkpoints_of_run
     from palestra.trainer.checkpoint import BEST, newest_name
@@ -145,7 +135,7 @@ def _round(folder: Path, dtype: str) -> None:
 
 
 def _make_readable(folder: Path) -> None:
-    """Give a folder and its files the permissions of new ones: those of a run are its owner's alone."""
+    """Give a folder and its files default permissions: a run's files are private to their owner."""
     os.umask(mask := os.umask(0))
     for entry in (folder, *folder.rglob("*")):
         entry.chmod((0o777 if entry.is_dir() else 0o666) & ~mask)

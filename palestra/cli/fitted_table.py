@@ -1,4 +1,4 @@
-"""Tables that fit into the terminal: what is cut ends with an ellipsis, and the columns that matter stay."""
+"""Tables fitted to the terminal: truncated texts end with an ellipsis, and important columns stay."""
 
 from __future__ import annotations
 
@@ -22,15 +22,12 @@ def fitted_table(
     cut: Sequence[str] = (),
     dropped: Sequence[str] = (),
 ) -> Table:
-    """Return a table without lines that is at most as wide as the terminal, as long as its columns allow it.
+    """Return a borderless table that fits the terminal, as far as its columns allow.
 
     Args:
-        names: of the columns.
-        rows: of each a text for each column.
-        width: of the terminal, in columns; see `TerminalConsole` for what is no terminal.
-        right: columns that are aligned at the right.
-        cut: columns whose texts may be cut, those that matter least first; the last one keeps some words.
-        dropped: columns that are left out where that is not enough, those that matter least first.
+        right: right-aligned columns.
+        cut: columns whose texts may be truncated, the least important first; the last one keeps some words.
+        dropped: columns to leave out if that is not enough, the least important first.
     """
     texts = [[one_line(cell) for cell in row] for row in rows]
     sizes = {name: max(map(cell_len, (name, *(row[at] for row in texts)))) for at, name in enumerate(names)}

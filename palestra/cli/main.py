@@ -1,6 +1,6 @@
-"""`palestra COMMAND …`: one module a command; an error is one line on stderr and exit code 2.
+"""`palestra COMMAND …`: one module per command; an error is one line on stderr and exit code 2.
 
-What a command needs is imported when the command runs, so that `palestra --help` and shell completion stay quick.
+A command's dependencies are imported when it runs, so that `palestra --help` and shell completion stay fast.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _of_packages() -> Iterator[Any]:
 
 
 def command() -> int:
-    """Run the command for which this process was started; see `main`."""
+    """Run the command of this process; see `main`."""
 
     def begin(trains: bool) -> None:
         if trains:
@@ -110,7 +110,7 @@ def command() -> int:
 
 
 def main(arguments: Sequence[str] | None = None, begin: Callable[[bool], None] = lambda trains: None) -> int:
-    """Run one command and return its exit code: 2 for an error of usage, 130 after Ctrl-C.
+    """Run one command and return its exit code: 2 for a usage error, 130 after Ctrl-C.
 
     Args:
         arguments: the words after `palestra`; None: those of this process.
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None, begin: Callable[[bool], None] =
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    """Run the chosen command and put the errors that a user can do something about into one line."""
+    """Run the chosen command; print errors that a user can fix in one line."""
     try:
         return int(parsed.run(parsed) or 0)
     except PalestraError as error:

@@ -27,10 +27,10 @@ REWARDS = "palestra.rewards"  # entry points
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of examples as they are written, and ends the help of each option with its default."""
+    """Keeps the lines of examples, and ends each option's help with its default."""
 
     def __init__(self, prog: str) -> None:
-        """Leave room for long options."""
+        """Reserve width for long options."""
         super().__init__(prog, max_help_position=30)
         # argparse forgets the indent of the commands in a list, and would put the text of a long name below it.
         self._action_max_length = 16
@@ -49,18 +49,14 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Says what is wrong with arguments in one line, with the nearest name that exists, and exits with 2."""
+    """Reports wrong arguments in one line, with the nearest existing name, and exits with 2."""
 
     def __init__(self, **options: Any) -> None:
-        """Create a parser that takes options by their whole names alone: a wrong one must not start a long job.
-
-        Args:
-            options: of `ArgumentParser`.
-        """
+        """Create a parser without abbreviations of options: a typo must not start a long job."""
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        """Write the line; control characters that stand in arguments are shown and not obeyed.
+        """Write the line with control characters escaped.
 
         Raises:
             SystemExit: always, with code 2.
@@ -69,11 +65,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, printable(f"{self.prog}: {message}{see} `{self.prog} --help`\n"))
 
     def unknown_arguments(self, arguments: Sequence[str]) -> str:
-        """Return what to say of arguments that this command does not have.
-
-        Args:
-            arguments: those that were left when the others had been read.
-        """
+        """Describe arguments that this command does not have."""
         option = next((word.partition("=")[0] for word in arguments if word.startswith("-")), None)
         if option is None:
             return f"{arguments[0]!r} is one argument too many"
@@ -88,11 +80,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def commands_of(top: argparse.ArgumentParser) -> dict[str, CommandParser]:
-    """Return the parser of each command by name.
-
-    Args:
-        top: the parser of `palestra`.
-    """
+    """Return the parser of each command by name."""
     (found,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
     return dict(found.choices)
 
@@ -100,16 +88,12 @@ def commands_of(top: argparse.ArgumentParser) -> dict[str, CommandParser]:
 def add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int | None], summary: str, example: str
 ) -> argparse.ArgumentParser:
-    """Add a command, whose help begins with a summary and ends with an example.
+    """Add a command, whose help begins with a summary and ends with an example; return its parser.
 
     Args:
-        commands: the subparsers of `palestra`.
-        run: is called with the parsed arguments; returns the exit code, None for 0.
-        summary: one sentence without a full stop, which also stands in the list of commands.
-        example: at least one whole command line, each line indented by two spaces.
-
-    Returns:
-        The parser, to which the caller adds arguments.
+        run: called with the parsed arguments; returns the exit code, None for 0.
+        summary: one sentence without a full stop, also for the list of commands.
+        example: at least one command line, each indented by two spaces.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -123,7 +107,7 @@ def add_command(
 
 
 def add_set(parser: argparse.ArgumentParser) -> None:
-    """Add `--set KEY=VALUE`, which changes keys of the configuration; `overrides` reads what was given."""
+    """Add `--set KEY=VALUE`, which `overrides` parses."""
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
@@ -136,7 +120,7 @@ def add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def add_control(parser: argparse.ArgumentParser) -> None:
-    """Add `--control URL`, the control plane that a command talks to; its key is never an argument."""
+    """Add `--control URL`, the address of the control plane; its key is never an argument."""
     parser.add_argument(
         "--control",
         metavar="URL",
@@ -145,11 +129,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
 
 
 def time_span(text: str) -> float:
-    """Return the seconds of a time span such as `45s`, `90m`, `1.5h` or, in seconds, `300`.
-
-    Raises:
-        ArgumentTypeError: the text is no time span, or one that is not above 0.
-    """
+    """Return the seconds of a duration such as `45s`, `90m`, `1.5h` or, in seconds, `300`."""
     number, unit = (text[:-1], text[-1]) if text[-1:] in TIME_UNITS else (text, "s")
     try:
         seconds = float(number) * TIME_UNITS[unit]
@@ -161,11 +141,7 @@ def time_span(text: str) -> float:
 
 
 def overrides(settings: Sequence[str]) -> dict[str, Any]:
-    """Return the values of `--set` by dotted key: JSON where the text is JSON, else text; `none` takes a key out.
-
-    Raises:
-        ConfigError: one of the settings has no `=`.
-    """
+    """Return the values of `--set` by dotted key: JSON if the text is JSON, else text; `none` removes a key."""
     from palestra.config import UNSET
 
     found: dict[str, Any] = {}
@@ -184,11 +160,7 @@ def overrides(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def run_folder(path: Path) -> tuple[Path, JobConfig]:
-    """Return a run's folder and the configuration that the run was started with.
-
-    Raises:
-        NotFound: the path is not the folder of a run.
-    """
+    """Return a run's folder and its original configuration."""
     from palestra.config import load_saved_config
 
     if not (path / "run.db").is_file():
@@ -199,14 +171,11 @@ def run_folder(path: Path) -> tuple[Path, JobConfig]:
 def read_tasks(
     source: str, validation: Path | None = None
 ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-    """Return (training, validation) tasks of JSONL files or of a function.
+    """Return (training, validation) tasks from JSONL files or a function.
 
     Args:
         source: a file of training tasks, or `module:function`, which returns both.
-        validation: a file of held-out tasks, where `source` is a file; None: there are none.
-
-    Raises:
-        ConfigError: no such file or function, or a line that is no JSON object.
+        validation: a file of held-out tasks, if `source` is a file; None: none.
     """
     if ":" in source and not Path(source).is_file():
         train, held_out = load_function(source)()
@@ -217,13 +186,10 @@ def read_tasks(
 
 
 def load_function(reference: str, group: str | None = None) -> Any:
-    """Import what `module:function` or `path/to/file.py:function` names, and return it.
+    """Import and return the object named by `module:function` or `path/to/file.py:function`.
 
     Args:
-        group: of entry points, whose names are known, too; None: no names are.
-
-    Raises:
-        ConfigError: the module can't be imported, or has nothing of that name.
+        group: of entry points whose names are accepted too; None: none.
     """
     place, colon, name = reference.rpartition(":")
     if group is not None and not colon and (point := extensions(group).get(reference)) is not None:
@@ -251,11 +217,7 @@ def load_function(reference: str, group: str | None = None) -> Any:
 
 
 def environment_settings(text: str) -> dict[str, Any]:
-    """Return the settings of an environment, by name.
-
-    Raises:
-        ConfigError: the text is no JSON object.
-    """
+    """Return an environment's settings by name, from JSON."""
     try:
         given = json.loads(text)
     except ValueError as error:
@@ -266,15 +228,12 @@ def environment_settings(text: str) -> dict[str, Any]:
 
 
 def load_environment(reference: str | None) -> Any:
-    """Return a class or function of the user's own that makes environments; a name of one that ships as it is.
+    """Return a user's environment class or factory; names of shipped environments and None are returned unchanged.
 
-    This process is the user's own. A job that runs elsewhere names environments that ship alone.
+    This process is the user's own. Jobs elsewhere may only use shipped environments.
 
     Args:
         reference: as in FUNCTION, or a name; None: returned as it is.
-
-    Raises:
-        ConfigError: the module can't be imported, has nothing of that name, or that is no class and no function.
     """
     if reference is None or ":" not in reference:
         return reference

@@ -1,4 +1,4 @@
-"""What `palestra worker` plays: a function, an environment, agents in an environment, or what the job names."""
+"""What `palestra worker` plays: a function, an environment, agents in an environment, or the job's environment."""
 
 from __future__ import annotations
 
@@ -24,14 +24,11 @@ Played = Callable[["RolloutFacts"], "Rollout | RolloutSpec"]
 
 
 def load_played(reference: str | None, environment: str | None, settings: str) -> Played:
-    """Import what a worker is to play.
+    """Import what a worker plays.
 
     Args:
-        environment: in which an agent acts, as `reference` names an environment; None: the one that the job names.
-        settings: JSON of an object, the settings of the environment.
-
-    Raises:
-        ConfigError: there is no such thing, or it is nothing that can be played, or the settings are no JSON object.
+        environment: in which an agent acts, if `reference` names an agent; None: the job's.
+        settings: of the environment, as a JSON object.
     """
     given = environment_settings(settings)
     if reference is None or ":" not in reference:

@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Replace the secret that the job's keys are derived from; a job that runs continues under the new keys."""
+    """Replace the secret from which the job's keys are derived; a running job continues under the new keys."""
     if JOB_ID.fullmatch(arguments.source) is None:
         from palestra.store.key_files import rotate_keys
 

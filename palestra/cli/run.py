@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the job, and train, until its steps are done or Ctrl-C; return 130 where a signal stopped it."""
+    """Serve the job, and train, until its steps are done or Ctrl-C; return 130 after a signal."""
     from palestra.config import load_config
     from palestra.models.device import tune_malloc
     from palestra.runtime.checkpoints import newest_checkpoints
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _served(config: JobConfig, console: Console) -> JobProgress:
-    """Serve the job; what its environment leaves running does not hold up the end of the process."""
+    """Serve the job; work that its environment leaves behind does not delay the end of the process."""
     from palestra.runtime.local import serve
 
     try:

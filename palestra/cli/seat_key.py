@@ -1,4 +1,4 @@
-"""`palestra seat-key`: the key with which a person claims one seat of a job's episodes, and nothing else."""
+"""`palestra seat-key`: a key that lets a person claim only one external player's slot of a job's episodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the key of a seat's role, derived from the run's secret."""
+    """Print the key of an external player's role, derived from the run's secret."""
     from palestra.store.key_files import read_secret, seat_key
 
     folder, config = run_folder(arguments.folder)

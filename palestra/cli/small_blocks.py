@@ -1,4 +1,4 @@
-"""Starts a command that trains again, with settings of malloc that only the start of a process can make."""
+"""Restarts a training command with malloc settings that only apply at process start."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _STARTED = "PALESTRA_STARTED_AGAIN"  # the number of the process, which stays th
 
 
 def start_without_caches() -> None:
-    """Start this process again in its own place, with the same number and arguments, unless that was done already.
+    """Re-execute this process with the same pid and arguments, unless that was done already.
 
-    Why is in `malloc_without_caches`. Only a process that was started for a command may call it, and before all else. A
-    debugger keeps its process, and other C libraries than glibc have no such caches. Processes that this one starts get
-    the environment that it was given.
+    See `malloc_without_caches` for the reason. Only call this first, in a process that was started for a command. A
+    process under a debugger continues unchanged, and so does one with another C library than glibc. Child processes get
+    the original environment.
     """
     given = os.environ.get(MALLOC_VARIABLE, "")
     if os.environ.pop(_STARTED, None) == str(os.getpid()):
@@ -33,7 +33,7 @@ def start_without_caches() -> None:
 
 
 def _restore(given: str) -> None:
-    """Give the environment the tunables that it had before this process was started again."""
+    """Restore the tunables in the environment to those before the restart."""
     before = given.removesuffix(NO_CACHES).removesuffix(":")
     if before:
         os.environ[MALLOC_VARIABLE] = before

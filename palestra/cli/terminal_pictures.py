@@ -29,11 +29,9 @@ _CHUNK = 4096  # characters of base64 in one of kitty's commands
 
 
 def protocol_of(environment: Mapping[str, str]) -> Protocol | None:
-    """Return the protocol by which a terminal shows pictures, as its variables say; None: it shows none.
+    """Return the terminal's picture protocol, from environment variables; None: it has none.
 
-    Args:
-        environment: the variables of this process. Inside of tmux and screen, which pass pictures on only where they
-            are configured to, there is no protocol.
+    tmux and screen only pass pictures on if configured to, so there is none inside them.
     """
     term, program = environment.get("TERM", ""), environment.get("TERM_PROGRAM", "")
     if "TMUX" in environment or term.startswith(("screen", "tmux")):
@@ -47,10 +45,10 @@ def protocol_of(environment: Mapping[str, str]) -> Protocol | None:
 
 @dataclass(frozen=True)
 class TerminalPicture:
-    """A picture of a run as a line with a link to its file, and below it, where the terminal can, the picture.
+    """A run's picture as a line with a link to its file, and the picture below if the terminal supports it.
 
-    The picture has exactly the pixels that the model got, with gaps between its tiles or the squares of embeddings,
-    where the run has noted how the policy's model gets pictures; else it is the decoded picture.
+    It has exactly the pixels that the model got, with gaps between tiles or embedding squares, if the run has recorded
+    the model's image settings; otherwise it is the decoded picture.
     """
 
     pictures: Blobs
@@ -59,7 +57,7 @@ class TerminalPicture:
     layout: PictureLayout | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render the line, and the picture as a control segment, which no file or pipe gets."""
+        """Render the line, and the picture as a control segment, which is omitted for files and pipes."""
         try:
             image = decode_picture(self.pictures.get(self.digest), OF_A_RUN)
             shown, got = self._shown(image)
@@ -77,14 +75,14 @@ class TerminalPicture:
             yield Segment(f"{commands}\n", None, Control((ControlType.CARRIAGE_RETURN,)).segment.control)
 
     def _shown(self, image: Image) -> tuple[Image, str]:
-        """Return what is shown of the decoded picture, and words about how the model got it."""
+        """Return the pixels to show, and a description of how the model got them."""
         if (layout := self.layout) is None:
             return image, ""
         return apart(layout.seen(image), layout.cells(*image.size)), f", {layout.in_words(*image.size)}"
 
 
 def _commands(protocol: Protocol, png: bytes) -> Iterator[str]:
-    """Yield what a terminal is sent to show a picture at the cursor."""
+    """Yield escape sequences that show a picture at the cursor."""
     encoded = base64.b64encode(png).decode()
     if protocol == "iterm":
         yield f"\x1b]1337;File=inline=1;size={len(png)}:{encoded}\x07"

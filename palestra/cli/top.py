@@ -18,7 +18,7 @@ SECONDS = 2.0
 
 
 def add(commands: Any) -> None:
-    """Add the command `top`, which takes folders of runs, or shows the jobs of a service."""
+    """Add the command `top`, which takes folders of runs, or shows a service's jobs."""
     parser = add_command(
         commands,
         "top",
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _runs(folders: Sequence[Path], console: Console) -> Callable[[], RenderableType]:
-    """Return a function that looks at runs of this machine."""
+    """Return a function that reads runs of this machine."""
     from palestra.cli.top_view import view_of
     from palestra.dashboard.runs import runs_of
 
@@ -64,7 +64,7 @@ def _runs(folders: Sequence[Path], console: Console) -> Callable[[], RenderableT
 
 
 def _service(url: str | None, console: Console, stack: contextlib.ExitStack) -> Callable[[], RenderableType]:
-    """Return a function that looks at a service."""
+    """Return a function that reads a service."""
     from palestra.cli.top_service import service_view
     from palestra.client.control import ControlClient
 

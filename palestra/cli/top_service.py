@@ -1,4 +1,4 @@
-"""What `palestra top` draws of a service: machines, jobs and why each waits, and the newest running job."""
+"""`palestra top` for a service: machines, jobs and why each waits, and the newest running job."""
 
 from __future__ import annotations
 
@@ -28,14 +28,11 @@ READ_SECONDS = 5.0  # what a job's own server may take for an answer
 
 
 def service_view(control: ControlClient, width: int, now: float) -> RenderableType:
-    """Return what is drawn of a service.
+    """Return the drawing of a service.
 
     Args:
-        control: asks it, with the key of a user.
+        control: has a user's key.
         now: Unix seconds.
-
-    Raises:
-        PalestraError: the service can't be reached, or refuses the key.
     """
     jobs = list(islice(control.jobs(), JOBS))
     cluster: ClusterView = control.request("GET", "/cluster", ClusterView)

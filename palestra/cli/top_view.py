@@ -1,4 +1,4 @@
-"""What `palestra top` draws: a line for each run, and of the one that changed last curves, episodes and calls."""
+"""`palestra top` for runs: a line for each, and curves, episodes and calls of the one that changed last."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BROADEST = 200  # columns of a curve
 
 
 def view_of(runs: Sequence[Run], width: int, now: float) -> RenderableType:
-    """Return what is drawn; a run that can't be read says why.
+    """Return the drawing; a run that can't be read says why.
 
     Args:
         now: Unix seconds.
@@ -86,12 +86,7 @@ def _one(run: Run, width: int, now: float) -> list[RenderableType]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return numbers as bars, lowest to highest; of more than there is room for, means of consecutive ones.
-
-    Args:
-        values: the numbers, oldest first.
-        width: the most characters.
-    """
+    """Return numbers, oldest first, as bars; means of consecutive numbers if there are more than `width`."""
     if not values or width < 1:
         return ""
     count = min(len(values), width)
@@ -104,11 +99,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def curve_lines(rows: Sequence[Mapping[str, float]], width: int) -> list[RenderableType]:
-    """Return a line for each curve that a run has: its name, bars, the newest value and the range.
-
-    Args:
-        rows: metrics of the steps, oldest first.
-    """
+    """Return a line for each metric curve of a run: its name, bars, the newest value and the range."""
     lines: list[RenderableType] = []
     found = [
         (f"{whole.removesuffix(name).removesuffix('/')} {label}".lstrip(), whole)
@@ -142,8 +133,7 @@ def episodes_table(title: str, rows: Sequence[Sequence[str]], width: int, *more:
     """Return a table of episodes.
 
     Args:
-        rows: of each episode its id, task, state, reward, calls and tokens, and then what `more` names.
-        width: of the terminal, in columns.
+        rows: id, task, state, reward, calls and tokens of each, then the columns of `more`.
     """
     names = (title, "task", "state", "reward", "calls", "tokens", *more)
     return fitted_table(
@@ -155,7 +145,6 @@ def calls_table(calls: Sequence[SlowCall], width: int, now: float) -> Table:
     """Return a table of slow calls.
 
     Args:
-        width: of the terminal, in columns.
         now: Unix seconds.
     """
     rows = [
@@ -167,12 +156,12 @@ def calls_table(calls: Sequence[SlowCall], width: int, now: float) -> Table:
 
 
 def number(value: float | None) -> str:
-    """Return a number with three digits; empty: there is none."""
+    """Return a number with three digits; empty for None."""
     return "" if value is None else f"{value:.3g}"
 
 
 def _rewards(sole: float | None, by_policy: Mapping[str, float]) -> str:
-    """Return a mean reward as text; where several policies are trained, that of each."""
+    """Return a mean reward as text; each policy's if several are trained."""
     if not by_policy:
         return number(sole)
     return one_line(" ".join(f"{policy} {value:.3g}" for policy, value in by_policy.items()))

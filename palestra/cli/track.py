@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Begin the tracker's record of the run, and hand over all rows that there are."""
+    """Create the tracker's record of the run, and send all existing rows."""
     from palestra.tracking.follow import follow_run, tracked_run
     from palestra.tracking.process import alone
     from palestra.tracking.registry import check_trackers, create_tracker

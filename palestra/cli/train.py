@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train in this process until the steps are done; return 130 where a signal stopped the run."""
+    """Train in this process until the steps are done; return 130 after a signal."""
     from palestra.config import load_config, parse_config
     from palestra.runtime.arguments import Play
     from palestra.runtime.training import train_until_stopped

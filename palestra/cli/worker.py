@@ -1,4 +1,4 @@
-"""`palestra worker`: processes that play a job's episodes, kept running until the job is over."""
+"""`palestra worker`: processes that play a job's episodes, restarted until the job is over."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEY_VARIABLE = "PALESTRA_API_KEY"
 
 
 def add(commands: Any) -> None:
-    """Add the command `worker`, which takes the function and where the job is."""
+    """Add the command `worker`, which takes a function and the job's address."""
     parser = add_command(
         commands,
         "worker",
@@ -80,11 +80,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Keep worker processes running; a process that was started as one of them plays.
-
-    Raises:
-        ConfigError: a number is out of range, or a file can't be read.
-    """
+    """Keep worker processes running; in such a process, play."""
     import asyncio
 
     from palestra.client import Client
@@ -135,7 +131,7 @@ def _finder(arguments: argparse.Namespace) -> Find:
 
 
 async def _check(url: str, played: Played) -> None:
-    """Ask the job what has to be known before its episodes are played, so that a wrong key is found."""
+    """Ask the job for the facts needed to play, which also detects a wrong key."""
     from palestra.client import AsyncClient
 
     async with AsyncClient(url) as client:
@@ -143,7 +139,7 @@ async def _check(url: str, played: Played) -> None:
 
 
 def _player(client: AsyncClient, found: Rollout | RolloutSpec, facts: RolloutFacts) -> Rollout | EpisodePlayer:
-    """Return what plays the episodes: a function as it is, which the light client does without the collector."""
+    """Return what plays the episodes: a function as it is, for the light client without the collector."""
     if inspect.isroutine(found):
         return found
     from palestra.rollout import EnvironmentPlayer, RolloutSpec
@@ -152,14 +148,14 @@ def _player(client: AsyncClient, found: Rollout | RolloutSpec, facts: RolloutFac
 
 
 def _wait_for_parent(loop: asyncio.AbstractEventLoop, drain: Callable[[], None]) -> None:
-    """Drain a child whose parent has ended without a word: by SIGKILL, or because memory was short."""
+    """Drain a child whose parent ended abruptly: by SIGKILL, or out of memory."""
     os.read(0, 1)  # not by `sys.stdin`, whose lock a thread that waits would hold at the end of the process
     with contextlib.suppress(RuntimeError):  # the child has ended as well
         loop.call_soon_threadsafe(drain)
 
 
 async def _play(arguments: argparse.Namespace) -> None:
-    """Play episodes in this process until the job is over, or SIGTERM and the end of those that were begun."""
+    """Play episodes in this process until the job is over, or after SIGTERM until running ones are."""
     import asyncio
 
     from palestra.client import AsyncClient, Worker

@@ -1,4 +1,4 @@
-"""Clients of a job, for the scripts of users: claim episodes, call the model, hand in rewards.
+"""Clients of a job for user scripts: claim episodes, call the model, submit rewards.
 
 Importing this package loads neither torch nor ray, so that it is quick to install and to start.
 """

@@ -10,11 +10,7 @@ from palestra.errors import ConfigError
 
 
 def checked_count(name: str, value: Any, least: int = 1) -> int:
-    """Return a whole number, also one of numpy's, as an `int`.
-
-    Raises:
-        ConfigError: it is no whole number, or is smaller.
-    """
+    """Return an integer, including numpy's, as an `int`."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -25,14 +21,11 @@ def checked_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def checked_amount(name: str, value: Any, *, above_zero: bool = False, endless: bool = False) -> float:
-    """Return a number of seconds, cores or the like as a `float`.
+    """Return a number, such as seconds or cores, as a `float`.
 
     Args:
-        above_zero: whether 0 is refused as well.
-        endless: whether it may be infinite.
-
-    Raises:
-        ConfigError: it is no number, or NaN, or smaller than 0.
+        above_zero: whether to refuse 0.
+        endless: whether to allow infinity.
     """
     try:
         number = math.nan if isinstance(value, bool | str | bytes) else float(value)

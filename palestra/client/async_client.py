@@ -48,7 +48,7 @@ Find = Callable[[], tuple[str, str]]
 class AsyncClient:
     """The asynchronous client of a data plane; see `Client` for leases.
 
-    Every call is safe to send again, and is sent again for up to `retry_seconds` while the server can't be reached.
+    Every call is idempotent, and is retried for up to `retry_seconds` while the server can't be reached.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class AsyncClient:
         """Create a client of the data plane at `url`.
 
         Args:
-            url: URL of the server, as `palestra run` prints it, e.g. `http://127.0.0.1:7411`.
+            url: URL of the server, as printed by `palestra run`, e.g. `http://127.0.0.1:7411`.
             api_key: the job's key; None: the environment variable PALESTRA_API_KEY.
-            worker_id: a name to be recorded with each episode.
-            retry_seconds: how long a call is sent again while the server can't be reached.
-            find: returns the server's present URL and key. Called whenever the server can't be reached, because a job
-                that was started again may have another address.
+            worker_id: a name, recorded with each episode.
+            retry_seconds: how long to retry a call while the server can't be reached.
+            find: returns the server's present URL and key. Called whenever the server can't be reached, because a
+                restarted job may have another address.
 
         Raises:
-            ConfigError: there is no key, or `url` can't be the URL of a data plane.
+            ConfigError: there is no key, or `url` is not a valid URL.
         """
         self._settings = Settings(url, api_key, worker_id, retry_seconds)
         self._http = async_http_client(limits=LIMITS)
@@ -85,13 +85,13 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections. `async with` does it at the end of its block."""
+        """Close the connections, like the end of an `async with` block."""
         await self._http.aclose()
 
     async def begin_episode(self, *, allow_discard_timeout: float | None = None) -> Episode | None:
         """Claim the next episode, waiting for one; None when the job is over. See `Client.begin_episode`.
 
-        If the caller is cancelled, an episode that the server has just claimed for it is given back.
+        If the caller is cancelled, an episode just claimed for it is released.
 
         Args:
             allow_discard_timeout: lease of the episode in seconds; None: the job's setting.
@@ -107,7 +107,7 @@ class AsyncClient:
         return episode
 
     async def _give_back_claimed(self, call: ApiCall[ClaimAnswer]) -> None:
-        """Send a claim whose answer was not awaited once more, which gets the same episode, and give that back."""
+        """Repeat a claim whose answer was not awaited, which returns the same episode, and release that."""
         body = call.body.model_copy(update={"wait_seconds": 0.0})
         try:
             episode, _ = read_claim(await self._send(replace(call, body=body), GIVE_BACK_SECONDS))
@@ -126,7 +126,7 @@ class AsyncClient:
         named_rewards: Mapping[str, float | None] | None = None,
         truncated: bool = False,
     ) -> None:
-        """Hand in the reward of an episode. See `Client.end_episode`, also for errors.
+        """Submit the reward of an episode. See `Client.end_episode`, also for errors.
 
         Args:
             episode: the claimed episode.
@@ -140,7 +140,7 @@ class AsyncClient:
         await self._send(finish_call(episode, reward, **parts, truncated=truncated))
 
     async def facts(self) -> RolloutFacts:
-        """Return what a worker that plays an environment has to know of the job."""
+        """Return what a worker that plays an environment needs to know about the job."""
         return await self._send(facts_call())
 
     async def call_model(self, episode: Episode, call: ModelCall) -> ModelReply:
@@ -148,26 +148,26 @@ class AsyncClient:
 
         Args:
             episode: the claimed episode.
-            call: what is asked.
+            call: the request.
 
         Raises:
-            ContextOverflow: the prompt leaves no room for a reply.
+            ContextOverflow: the prompt leaves no space for a reply.
             EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
-            PalestraError: the call was refused, or the server did not answer for long.
+            PalestraError: the call was refused, or the server did not answer for too long.
         """
         return await self._send(model_call(episode, call))
 
     async def upload_picture(self, data: bytes, digest: str | None = None, episode: Episode | None = None) -> str:
-        """Upload a picture once, and return the digest by which messages may name it.
+        """Upload a picture once, and return its digest for use in messages.
 
         Args:
             data: the file: PNG, JPEG, WebP or GIF, with one frame.
-            digest: its SHA-256, in hex; None: it is computed.
-            episode: whose key is sent; None: the job's.
+            digest: its SHA-256, in hex; None: computed here.
+            episode: whose key to use; None: the job's.
 
         Raises:
-            InvalidRequest: the file is no picture that the job takes.
-            PayloadTooLarge: it is too large, or the run's pictures have no room for it.
+            InvalidRequest: the file is not a supported picture.
+            PayloadTooLarge: it is too large, or the run's pictures have no capacity for it.
         """
         name = picture_digest(data) if digest is None else digest
         now = time.monotonic()
@@ -180,23 +180,23 @@ class AsyncClient:
         return name
 
     async def abort_episode(self, episode: Episode, reason: str = "", *, discard: bool = False) -> None:
-        """Give an episode back without a reward, because of a failure that is not the policy's doing.
+        """Release an episode without a reward, because of a failure not caused by the policy.
 
         Args:
             episode: the claimed episode.
             reason: text to record with the attempt.
-            discard: whether to drop the episode instead of having it played again.
+            discard: whether to drop the episode instead of retrying it.
         """
         await self._send(abort_call(episode, reason, discard))
 
     async def heartbeat(self, episode: Episode) -> None:
-        """Renew the lease of an episode outside of `async with client.episode()`. See `Client.heartbeat`."""
+        """Renew the lease of an episode outside `async with client.episode()`. See `Client.heartbeat`."""
         await self._send(heartbeat_call(episode))
 
     async def push_tasks(
         self, train: Sequence[Mapping[str, Any]] | str | Path, validation: Sequence[Mapping[str, Any]] | str | Path = ()
     ) -> None:
-        """Give the job all of its tasks in one push. See `Client.push_tasks`.
+        """Push all tasks of the job at once. See `Client.push_tasks`.
 
         Args:
             train: tasks to train on; JSON objects, or the path of a JSONL file.
@@ -220,11 +220,11 @@ class AsyncClient:
 
     @asynccontextmanager
     async def seat(self, role: str, *, episode_id: str | None = None) -> AsyncIterator[AsyncSeat | None]:
-        """Claim a seat of an episode for an `async with` block. See `Client.seat`.
+        """Claim an external player's slot of an episode for an `async with` block. See `Client.seat`.
 
         Args:
-            role: name of the seat.
-            episode_id: of the only episode to play in; None: any.
+            role: name of the role.
+            episode_id: of the only episode to join; None: any.
         """
         claimed, over = None, False
         while claimed is None and not over:
@@ -241,7 +241,7 @@ class AsyncClient:
     async def _held(
         self, episode: Episode, end: Callable[[], Exchange[None]], settle: Callable[[BaseException], Exchange[bool]]
     ) -> AsyncIterator[None]:
-        """Renew a lease for a block, which ends with `end`, or with an error that is raised unless it is settled."""
+        """Renew a lease for a block, then call `end`; an error is raised again unless it is settled."""
         try:
             async with renewed(self.heartbeat, episode):
                 yield
@@ -257,7 +257,7 @@ class AsyncClient:
         return await drive_async(self._http, steps, self._has_moved)
 
     async def _has_moved(self, url: str) -> bool:
-        """Return whether the server's address is no more that of a request. Of several callers, one looks it up."""
+        """Return whether the server's address has changed since a request. Only one of several callers looks it up."""
         if self._find is None:
             return False
         async with self._finding:
@@ -270,12 +270,10 @@ class AsyncClient:
 async def drive_async(
     http: httpx2.AsyncClient, steps: Exchange[T], has_moved: Callable[[str], Awaitable[bool]] | None = None
 ) -> T:
-    """Carry out the actions that an exchange yields, and return its result; see `palestra.client.client.drive`.
+    """Execute the actions that an exchange yields, and return its result; see `palestra.client.client.drive`.
 
     Args:
-        http: the client to send requests with.
-        steps: generator of `exchange`, which yields requests to send and pauses to make.
-        has_moved: returns whether the server of a URL that can't be reached has another one now; None: it never has.
+        has_moved: returns whether an unreachable server has a new URL now; None: never.
     """
     try:
         action = next(steps)

@@ -26,9 +26,9 @@ LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 class Client:
     """The synchronous client of a data plane; safe to share between threads.
 
-    An episode belongs to the client that claimed it for as long as its lease is renewed: by the server during each
-    model call of the episode, by `with client.episode()` while the block is open, and by `heartbeat`. When a lease has
-    not been renewed for its duration (`rollout.lease_seconds`), the episode is given to another worker.
+    An episode belongs to the client that claimed it as long as its lease is renewed: by the server during each model
+    call of the episode, by `with client.episode()` while the block is open, and by `heartbeat`. If a lease is not
+    renewed for its duration (`rollout.lease_seconds`), another worker gets the episode.
     """
 
     def __init__(
@@ -42,15 +42,14 @@ class Client:
         """Create a client of the data plane at `url`.
 
         Args:
-            url: URL of the server, as `palestra run` prints it, e.g. `http://127.0.0.1:7411`.
+            url: URL of the server, as printed by `palestra run`, e.g. `http://127.0.0.1:7411`.
             api_key: the job's key; None: the environment variable PALESTRA_API_KEY.
-            worker_id: a name to be recorded with each episode.
-            retry_seconds: how long a call is sent again while the server can't be reached, for instance while it
-                restarts. The first failure, and the server's return, are logged as warnings of the logger
-                `palestra.client`.
+            worker_id: a name, recorded with each episode.
+            retry_seconds: how long to retry a call while the server can't be reached, for example while it restarts.
+                The first failure and the server's return are logged as warnings of the logger `palestra.client`.
 
         Raises:
-            ConfigError: there is no key, or `url` can't be the URL of a data plane.
+            ConfigError: there is no key, or `url` is not a valid URL.
         """
         self._settings = Settings(url, api_key, worker_id, retry_seconds)
         self._http = http_client(limits=LIMITS)
@@ -64,18 +63,18 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections. `with` does it at the end of its block."""
+        """Close the connections, like the end of a `with` block."""
         self._http.close()
 
     def begin_episode(self, *, allow_discard_timeout: float | None = None) -> Episode | None:
         """Claim the next episode, waiting for one; None when the job is over.
 
-        The lease of an episode that is claimed in this way is only renewed by its model calls. Prefer `with
-        client.episode()`, or call `heartbeat` if more time than the lease may pass between two calls.
+        Only model calls renew the lease of this episode. Prefer `with client.episode()`, or call `heartbeat` if more
+        time than the lease may pass between two calls.
 
         Args:
-            allow_discard_timeout: lease of the episode in seconds: without a sign of life for so long, the episode is
-                given to another worker. None: the job's setting.
+            allow_discard_timeout: lease of the episode in seconds: after so long without a sign of life, another worker
+                gets the episode. None: the job's setting.
 
         Raises:
             Unauthorized: the key is not the job's.
@@ -98,17 +97,17 @@ class Client:
         named_rewards: Mapping[str, float | None] | None = None,
         truncated: bool = False,
     ) -> None:
-        """Hand in the reward of an episode. When the call returns, the reward is on the server's disk.
+        """Submit the reward of an episode. When the call returns, the reward is on the server's disk.
 
         Args:
             episode: the claimed episode.
-            reward: a finite number, or one for each agent by name; None: there are named rewards. Or a
-                `RolloutResult`, which has all that follows; one without a score leaves the episode out of training.
+            reward: a finite number, or one for each agent by name; None: there are named rewards. Or a `RolloutResult`,
+                which contains all of the following; one without a score leaves the episode out of training.
             step_rewards: for each TimeStep, in order, a reward, or rewards by agent; None: none.
             metadata: JSON to record with the episode; `palestra episodes` shows it.
-            named_rewards: several rewards of the episode, by name, which the job weighs and adds up
-                (`algorithm.reward_weights`). None in place of one: it was not scored, which is not 0.
-            truncated: whether the episode was cut off before its end, by a limit of steps for instance.
+            named_rewards: several rewards of the episode, by name, which the job weights and adds up
+                (`algorithm.reward_weights`). None in place of one: not scored, which differs from 0.
+            truncated: whether the episode was cut off before its end, for example by a step limit.
 
         Raises:
             Conflict: the episode was given to another worker, or ended before with another reward.
@@ -118,35 +117,35 @@ class Client:
         self._send(finish_call(episode, reward, **parts, truncated=truncated))
 
     def abort_episode(self, episode: Episode, reason: str = "", *, discard: bool = False) -> None:
-        """Give an episode back without a reward, because of a failure that is not the policy's doing.
+        """Release an episode without a reward, because of a failure not caused by the policy.
 
         Args:
             episode: the claimed episode.
             reason: text to record with the attempt.
-            discard: whether to drop the episode instead of having it played again.
+            discard: whether to drop the episode instead of retrying it.
         """
         self._send(abort_call(episode, reason, discard))
 
     def heartbeat(self, episode: Episode) -> None:
-        """Renew the lease of an episode that is played outside of a `with` block.
+        """Renew the lease of an episode that is played outside a `with` block.
 
         Needed only if more time than the lease may pass between two model calls of the episode.
 
         Raises:
-            EpisodeLeaseExpired, EpisodeEnded: the episode does not belong to this client any more.
+            EpisodeLeaseExpired, EpisodeEnded: the episode no longer belongs to this client.
         """
         self._send(heartbeat_call(episode))
 
     def upload_picture(self, data: bytes, episode: Episode | None = None) -> str:
-        """Upload a picture, and return the digest by which messages may name it; sent again, it changes nothing.
+        """Upload a picture, and return its digest for use in messages. Repeating it has no effect.
 
         Args:
             data: the file: PNG, JPEG, WebP or GIF, with one frame.
-            episode: whose key is sent; None: the job's.
+            episode: whose key to use; None: the job's.
 
         Raises:
-            InvalidRequest: the file is no picture that the job takes.
-            PayloadTooLarge: it is too large, or the run's pictures have no room for it.
+            InvalidRequest: the file is not a supported picture.
+            PayloadTooLarge: it is too large, or the run's pictures have no capacity for it.
         """
         digest = picture_digest(data)
         self._send(upload_call(data, digest, None if episode is None else episode.api_key))
@@ -155,28 +154,29 @@ class Client:
     def push_tasks(
         self, train: Sequence[Mapping[str, Any]] | str | Path, validation: Sequence[Mapping[str, Any]] | str | Path = ()
     ) -> None:
-        """Give the job all of its tasks in one push; pushing the same tasks again changes nothing.
+        """Push all tasks of the job at once; pushing the same tasks again has no effect.
 
         Args:
             train: tasks to train on: JSON objects, whose key `id`, if present, also names the task; or the path of a
-                JSONL file with one of them a line.
+                JSONL file with one per line.
             validation: tasks to evaluate on, in the same forms.
 
         Raises:
-            ConfigError: there is no such file, or a line is not a JSON object; nothing is pushed.
+            ConfigError: the file is missing, or a line is not a JSON object; nothing is pushed.
             InvalidRequest: a task is not a JSON object.
         """
         self._run(push(self._settings, train, validation))
 
     @contextmanager
     def episode(self) -> Iterator[Episode | None]:
-        """Claim an episode for a `with` block, in which `episode.reward` is set. Gives None when the job is over.
+        """Claim an episode for a `with` block that sets `episode.reward`. Gives None when the job is over.
 
-        The lease is renewed while the block is open, and its end hands in the reward. An exception in the block,
-        KeyboardInterrupt and SystemExit too, gives the episode back for another attempt and is raised again.
+        The lease is renewed while the block is open, and its end submits the reward. After an exception in the block,
+        including KeyboardInterrupt and SystemExit, the episode is released for another attempt, and the exception is
+        raised again.
 
         Raises:
-            InvalidRequest: the block ended without setting a reward; the episode was given back.
+            InvalidRequest: the block ended without setting a reward; the episode was released.
         """
         episode = self.begin_episode()
         if episode is None:
@@ -191,20 +191,21 @@ class Client:
 
     @contextmanager
     def seat(self, role: str, *, episode_id: str | None = None) -> Iterator[Seat | None]:
-        """Claim a seat of an episode that the server plays, for a `with` block. Gives None when the job is over.
+        """Claim an external player's slot of an episode for a `with` block. Gives None when the job is over.
 
-        The seat's lease is renewed while the block is open. A seat that is not over at the block's end is given back,
-        also after an exception, which is raised again. A seat may be lost meanwhile, because another seat's worker is
-        gone or this one's time ran out: then its observations end, or a model call of the seat fails with 409, which
-        ends the block. `seat.lost` says so after the block; claim again.
+        The slot's lease is renewed while the block is open. A slot that is not over at the block's end is released,
+        also after an exception, which is raised again. A slot may be lost meanwhile, because another player's worker is
+        gone or this one's time ran out: then its observations end, or its next model call fails with 409, which ends
+        the block. Check `seat.lost` after the block, and claim again.
 
         Args:
-            role: name of the seat; one of the job's `seats.roles`.
-            episode_id: of the only episode to play in, which another worker of it may tell; None: any.
+            role: name of the role; one of the job's `seats.roles`.
+            episode_id: of the only episode to join, as reported by another worker of it; None: any.
 
         Raises:
-            NotFound: the job has no such seat, or no such episode.
-            Conflict: the job has no seats, or this client (its `worker_id`) holds another seat of the episode.
+            NotFound: the job has no such role, or no such episode.
+            Conflict: the job has no external players, or this client (its `worker_id`) holds another slot of the
+                episode.
         """
         claimed, over = None, False
         while claimed is None and not over:
@@ -221,7 +222,7 @@ class Client:
     def _held(
         self, episode: Episode, end: Callable[[], Exchange[None]], settle: Callable[[BaseException], Exchange[bool]]
     ) -> Iterator[None]:
-        """Renew a lease for a block, which ends with `end`, or with an error that is raised unless it is settled."""
+        """Renew a lease for a block, then call `end`; an error is raised again unless it is settled."""
         try:
             with renewed_in_thread(lambda episode: self._send(heartbeat_call(episode), retry_seconds=0.0), episode):
                 yield
@@ -238,11 +239,10 @@ class Client:
 
 
 def drive(http: httpx2.Client, steps: Exchange[T]) -> T:
-    """Carry out the actions that an exchange yields, and return its result.
+    """Execute the actions that an exchange yields, and return its result.
 
     Args:
-        http: the client to send requests with.
-        steps: generator of `exchange`, which yields requests to send and pauses to make.
+        steps: generator of `exchange`, which yields requests and pauses.
     """
     reply: Reply = None
     try:

@@ -1,4 +1,4 @@
-"""The client of a control plane: submit jobs from a laptop, and find them again."""
+"""The client of a control plane: submits jobs, and reconnects to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAFE_METHODS = ("GET", "PUT", "PATCH", "DELETE")  # POST is safe too if it has a
 
 
 class ControlClient:
-    """Client of `palestra serve`. Requests that are safe to send again are sent again, for up to `retry_seconds`."""
+    """Client of `palestra serve`. Idempotent requests are retried for up to `retry_seconds`."""
 
     def __init__(self, url: str | None = None, key: str | None = None, *, retry_seconds: float = 60.0) -> None:
         """Create a client of the control plane at `url`.
@@ -30,10 +30,10 @@ class ControlClient:
         Args:
             url: URL of the server; None: the environment variable PALESTRA_URL.
             key: your API key; None: the environment variable PALESTRA_KEY.
-            retry_seconds: how long a request is sent again while the server can't be reached.
+            retry_seconds: how long to retry a request while the server can't be reached.
 
         Raises:
-            ConfigError: there is no URL, or `url` or `key` can't be one.
+            ConfigError: there is no URL, or `url` or `key` is invalid.
         """
         url = url or os.environ.get("PALESTRA_URL")
         if not url:
@@ -51,7 +51,7 @@ class ControlClient:
 
     @property
     def retry_seconds(self) -> float:
-        """Return for how many seconds a request is sent again."""
+        """Return for how many seconds a request is retried."""
         return self._endpoint.retry_seconds
 
     def __enter__(self) -> Self:
@@ -61,7 +61,7 @@ class ControlClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connections. `with` does it at the end of its block."""
+        """Close the connections, like the end of a `with` block."""
         self._http.close()
 
     def submit(
@@ -90,35 +90,34 @@ class ControlClient:
 
         Args:
             config: a JobConfig as a mapping, such as `JobConfig.model_dump(mode="json", exclude_none=True)`. None: the
-                configuration of `from_job`, to be served unless `kind` says otherwise.
-            kind: `training` or `inference`. None: as the configuration says.
-            from_job: a job of the same tenant; this job starts with its weights instead of a model's.
+                configuration of `from_job`, which is served unless `kind` is `training`.
+            kind: `training` or `inference`. None: from the configuration.
+            from_job: a job of the same tenant, whose weights this job starts from.
             from_step: the step of that job's checkpoint. None: the newest.
-            name: a name for people; None: the configuration's, or that of `from_job`.
-            cpus: cores that the job holds while it runs. None: 1, or 0.25 on a shared base, which computes for it.
-            gpus: GPUs that the job holds while it runs: a part of one below 1, whole ones above.
-            memory_gib: memory that the job holds while it runs, in GiB; a job that uses more is ended. 0: a share of
-                its machine (docs/how-to/operations.md).
-            gpu_kind: the kind of GPU that its node has to have, such as `H100`. None: any.
-            labels: that its node has to have, by name. None: none.
-            bundles: of processes that may be on other nodes, each with `role` (`engine`, `trainer` or `runner`) and
-                what each of them holds: `cpus`, `gpus`, `memory_gib`, `gpu_kind`, `labels` (docs/how-to/nodes.md).
+            name: for people; None: the configuration's, or that of `from_job`.
+            cpus: cores of the running job. None: 1, or 0.25 on a shared base, which computes for it.
+            gpus: GPUs of the running job: a fraction of one below 1, whole ones above.
+            memory_gib: memory of the running job, in GiB; a job that uses more is killed. 0: a share of its machine
+                (docs/how-to/operations.md).
+            gpu_kind: required kind of GPU of its node, such as `H100`. None: any.
+            labels: required labels of its node, by name. None: none.
+            bundles: of processes that may be on other nodes, each with `role` (`engine`, `trainer` or `runner`) and the
+                resources of each process: `cpus`, `gpus`, `memory_gib`, `gpu_kind`, `labels` (docs/how-to/nodes.md).
             placement: `PACK`: on few nodes; `STRICT_PACK`: on one node; `SPREAD`: on many nodes.
             priority: `low`, `normal` or `high`.
-            private: whether only you and the tenant's admins see the job. None: as the tenant's admins have decided.
+            private: whether only you and the tenant's admins see the job. None: the tenant's default.
             attached: whether to cancel the job when no client has asked for it for a while.
-            restarts: how often the job is started again after its server was lost.
-            time_limit_seconds: how long the job may run, over all of its starts; then it saves and is cancelled. A job
-                that ends in time may start before larger ones that wait for resources. None: no limit.
-            request_id: names this submission: sent again under the same name, also by another process, the same job
-                comes back. None: a new name.
+            restarts: how often to restart the job after the loss of its server.
+            time_limit_seconds: total run time over all starts; then the job saves and is cancelled. A job that ends in
+                time may start before larger ones that wait for resources. None: no limit.
+            request_id: idempotency key: repeating the submission with it, even from another process, returns the same
+                job. None: a new one.
 
         Returns:
             The submitted job, which may still be waiting.
 
         Raises:
-            InvalidRequest, ConfigError: the job can't be run, or a number makes no sense; the message
-                says why.
+            InvalidRequest, ConfigError: the job can't run, or a number is invalid; the message says why.
             NotFound: `from_job` or its checkpoint does not exist.
         """
         body = {
@@ -153,7 +152,7 @@ class ControlClient:
         """Iterate over the tenant's jobs, newest first.
 
         Args:
-            **filters: values that jobs must have: `state`, `user`, `name` or `kind`.
+            **filters: required values of the jobs' `state`, `user`, `name` or `kind`.
         """
         cursor = None
         while True:
@@ -165,16 +164,16 @@ class ControlClient:
             cursor = page.cursor
 
     def job(self, job_id: str) -> Job:
-        """Return a job by its id, without asking the server: a wrong id is noticed at the first request."""
+        """Return a job by its id, without asking the server: a wrong id fails at the first request."""
         return Job(self, job_id)
 
     def request(self, method: str, path: str, answer: Any = Any, **more: Any) -> Any:
-        """Send a request and return its answer; see `palestra.client.exchange` for when it is sent again.
+        """Send a request and return its answer; see `palestra.client.exchange` for retries.
 
         Args:
             method: HTTP method.
             path: path of the route.
-            answer: type to validate the answer with. Any: JSON as it is; None if the answer is empty.
+            answer: type to validate the answer with. Any: raw JSON; None if the answer is empty.
             **more: arguments for `httpx2.Client.request`.
 
         Raises:
@@ -193,14 +192,14 @@ class ControlClient:
         return drive(self._http, exchange(self._endpoint, lambda: arguments, read, safe=safe))
 
     def stream(self, path: str, **more: Any) -> Any:
-        """Open a streamed answer to GET `path`, as a context manager. It is sent once; the caller retries."""
+        """Open a streamed answer to GET `path`, as a context manager. It is sent once, without retries."""
         return self._http.stream("GET", path, **more)
 
     def check(self, answer: httpx2.Response) -> None:
         """Raise the error of a streamed answer, if it is one.
 
         Raises:
-            ConnectionLost: the request may succeed if it is sent again.
+            ConnectionLost: a retry may succeed.
             PalestraError: any other error that the server answered with.
         """
         if answer.status_code >= 300:

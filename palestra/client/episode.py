@@ -1,4 +1,4 @@
-"""What a worker holds while it plays: an episode, its model, and a lease that heartbeats renew in the background."""
+"""The objects of a worker that plays an episode: the episode, its model, and a lease renewed in the background."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Reward = float | Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelEndpoint:
-    """The model under training, for an OpenAI client: `OpenAI(base_url=policy.base_url, api_key=policy.api_key)`.
+    """The trained model for an OpenAI client: `OpenAI(base_url=policy.base_url, api_key=policy.api_key)`.
 
-    The key is the episode's: calls that are made with it are recorded in the episode. `model` stands for the policy of
-    the calling agent's role, where the job has roles; another policy is called by its name.
+    The key is the episode's: calls made with it are recorded in the episode. `model` means the policy of the calling
+    agent's role, if the job has roles; other policies are called by name.
     """
 
     base_url: str
@@ -58,14 +58,13 @@ class ModelEndpoint:
         return self.base_url.removesuffix("/v1")
 
     def headers(self, agent: str | None = None, step: int | None = None) -> dict[str, str]:
-        """Return headers that say which agent makes a call, and in which TimeStep.
+        """Return headers that name the calling agent, and the TimeStep of the call.
 
-        Pass them to a call of the model: `extra_headers=policy.headers(agent="planner/search", step=3)`.
+        Pass them to a model call: `extra_headers=policy.headers(agent="planner/search", step=3)`.
 
         Args:
-            agent: name of the calling agent; a subagent's name starts with its parent's. Rewards can be given by these
-                names.
-            step: the TimeStep, from 0, that the call belongs to. None: the call is a TimeStep of its own.
+            agent: name of the calling agent; a subagent's name starts with its parent's. Rewards can use these names.
+            step: the TimeStep of the call, from 0. None: the call is its own TimeStep.
         """
         names = {"x-palestra-agent": agent, "x-palestra-step": None if step is None else str(step)}
         return {name: value for name, value in names.items() if value is not None}
@@ -77,7 +76,7 @@ class Episode:
 
     Inside `with client.episode()`, set `reward` (a number, or numbers by agent) or `named_rewards` (several rewards by
     name), and optionally `metadata` (JSON to record with the episode) and `truncated` (it was cut off); the end of the
-    block hands them in. Or `reward` is a `RolloutResult`, which has all of them.
+    block submits them. Or set `reward` to a `RolloutResult`, which contains all of them.
     """
 
     episode_id: str
@@ -95,11 +94,11 @@ class Episode:
     truncated: bool = False
 
     def headers(self, agent: str | None = None, step: int | None = None) -> dict[str, str]:
-        """Return headers that say which agent makes a call, and in which TimeStep; see `ModelEndpoint.headers`.
+        """Return headers that name the calling agent, and the TimeStep of the call; see `ModelEndpoint.headers`.
 
         Args:
             agent: name of the calling agent.
-            step: the TimeStep, from 0, that the call belongs to.
+            step: the TimeStep of the call, from 0.
         """
         return self.policy.headers(agent, step)
 
@@ -115,7 +114,7 @@ class Episode:
 
     @property
     def api_key(self) -> str:
-        """Return the key of this episode, which opens its model calls and no other route of the job."""
+        """Return the key of this episode, which is only valid for its model calls."""
         return self.policy.api_key
 
     @property
@@ -126,7 +125,7 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecords:
-    """What a player of Palestra's own knows of an episode, beside the rewards of its TimeSteps."""
+    """What Palestra's own players know about an episode, apart from the rewards of its TimeSteps."""
 
     rewards: Sequence[AgentStepReward] | None  # of which `RolloutResult.step_rewards` are the sums; None: one agent's
     times: Sequence[StepTimes]  # by TimeStep
@@ -135,10 +134,9 @@ class StepRecords:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutResult:
-    """What a rollout function may return instead of a plain reward.
+    """A result that a rollout function may return instead of a plain reward.
 
-    A `reward` of None leaves the episode out of training, without playing it again, unless there are named rewards of
-    which one is scored.
+    A `reward` of None leaves the episode out of training, without a retry, unless one of its named rewards is scored.
     """
 
     reward: float | Mapping[str, float] | None = None  # one number, or one by agent; None: not scored
@@ -150,18 +148,13 @@ class RolloutResult:
 
 
 def period(episode: Episode) -> float:
-    """Return the seconds between two heartbeats, a third of the lease: two may be lost before the lease is."""
+    """Return the seconds between two heartbeats, a third of the lease: two may be lost before the lease expires."""
     return max(SHORTEST_SECONDS, episode.lease_seconds / 3)
 
 
 @asynccontextmanager
 async def renewed(heartbeat: Callable[[Episode], Awaitable[None]], episode: Episode) -> AsyncIterator[None]:
-    """Renew the lease of an episode while the block is open.
-
-    Args:
-        heartbeat: sends one heartbeat.
-        episode: the claimed episode.
-    """
+    """Renew the lease of an episode while the block is open."""
 
     async def beat() -> None:
         while True:
@@ -187,7 +180,6 @@ def renewed_in_thread(heartbeat: Callable[[Episode], object], episode: Episode) 
 
     Args:
         heartbeat: sends one heartbeat, without retries: the next beat is the retry.
-        episode: the claimed episode.
     """
     over = threading.Event()
 

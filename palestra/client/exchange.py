@@ -1,10 +1,9 @@
-"""The rule by which a request is sent until it is answered: only the decisions, without any input or output.
+"""The retry rule of requests, without input or output.
 
-The clients of data plane and control plane both send by this rule. A request is sent again, for up to `retry_seconds`,
-while the server can't be reached, answers 408, 425, 429 or 5xx, or answers with something that is not an answer of
-Palestra. The pauses grow from 0.1 s to LONGEST_PAUSE_SECONDS, and are longer if the server asks for it with
-`Retry-After`. The first failure of an outage is logged as a warning, and so is its end. Errors that waiting can't mend
-(an invalid URL, a TLS mismatch, a refusal) are raised at the first answer.
+Both clients (data plane and control plane) use it. A request is retried for up to `retry_seconds` while the server
+can't be reached, answers 408, 425, 429 or 5xx, or gives an answer that is not Palestra's. Pauses grow from 0.1 s to
+LONGEST_PAUSE_SECONDS, and are longer if `Retry-After` says so. The first failure of an outage and its end are logged as
+warnings. Permanent errors (an invalid URL, a TLS mismatch, a refusal) are raised at once.
 """
 
 from __future__ import annotations
@@ -70,13 +69,10 @@ _NOT_SERVED = (429, 503)  # the request has changed nothing
 
 
 def checked_url(url: str, example: str) -> str:
-    """Return a server's URL without a slash at its end.
+    """Return a server's URL without a trailing slash.
 
     Args:
-        example: a URL that would be right, for the error.
-
-    Raises:
-        ConfigError: it is not `http://host` or `https://host` with at most a port and a path before the routes.
+        example: a valid URL, for the error message.
     """
     try:
         parsed = httpx2.URL(url.strip())
@@ -92,11 +88,7 @@ def checked_url(url: str, example: str) -> str:
 
 
 def checked_key(key: str) -> str:
-    """Return a key without the white space around it.
-
-    Raises:
-        ConfigError: it has characters that no header may have.
-    """
+    """Return a key without white space around it."""
     key = key.strip()
     if not (key.isascii() and key.isprintable()):
         raise ConfigError("the key has characters that no key has; copy it again")
@@ -104,18 +96,13 @@ def checked_key(key: str) -> str:
 
 
 class Endpoint:
-    """A server as one client knows it: its address and key, and whether it answers at present."""
+    """A server as one client knows it: address, key, and whether it answers at present."""
 
     def __init__(self, url: str, key: str, retry_seconds: float) -> None:
         """Create the record of a server.
 
         Args:
-            url: the server's URL, checked by `checked_url`.
-            key: the key that opens it, checked by `checked_key`.
-            retry_seconds: how long a request that may still succeed is sent again.
-
-        Raises:
-            ConfigError: `retry_seconds` is no time.
+            retry_seconds: how long to retry a request.
         """
         self.url, self.key = url, key
         self.retry_seconds = checked_amount("retry_seconds", retry_seconds, endless=True)
@@ -124,15 +111,11 @@ class Endpoint:
         self._failing_since: float | None = None  # monotonic; None: the last request was answered
 
     def backoff(self, attempt: int) -> float:
-        """Return the pause in seconds after `attempt` failed attempts, with jitter, so that clients spread out."""
+        """Return the pause in seconds after `attempt` failed attempts, with jitter."""
         return min(LONGEST_PAUSE_SECONDS, 0.1 * 2.0 ** min(attempt, 16)) * (0.5 + self._draw.random() / 2)
 
     def failed(self, error: PalestraError, retry_seconds: float) -> None:
-        """Note that a request has failed and will be sent again. Only the first failure of an outage is logged.
-
-        Args:
-            retry_seconds: how long it will be sent again, for the log.
-        """
+        """Record that a request failed and will be retried; log only the first failure of an outage."""
         with self._lock:
             if self._failing_since is not None:
                 return
@@ -140,7 +123,7 @@ class Endpoint:
         log.warning("%s; trying again for up to %g s", error, retry_seconds)
 
     def answered(self) -> None:
-        """Note that the server answers, and log it if that ends an outage."""
+        """Record that the server answers, and log the end of an outage."""
         if self._failing_since is None:
             return
         with self._lock:
@@ -169,7 +152,7 @@ class Settings(Endpoint):
         """Return the arguments of `httpx2.Client.request` for a call.
 
         Args:
-            retries: how often it was sent before; by that a server knows a model call whose reply was lost.
+            retries: number of earlier attempts, from which the server recognises a model call whose reply was lost.
         """
         headers = {
             "authorization": f"Bearer {call.key or self.key}",
@@ -187,10 +170,10 @@ class Settings(Endpoint):
 
 
 def send_call(settings: Settings, call: ApiCall[A], retry_seconds: float | None = None) -> Exchange[A]:
-    """Return the exchange for a call of a data plane. Every such call is idempotent, so it may always be sent again.
+    """Return the exchange for a call of a data plane, which is always idempotent.
 
     Args:
-        retry_seconds: how long to send it again; None: as `settings` has it.
+        retry_seconds: None: the default of `settings`.
     """
     sent = count()
     return exchange(
@@ -209,21 +192,15 @@ def exchange(
     safe: bool = True,
     retry_seconds: float | None = None,
 ) -> Exchange[T]:
-    """Yield what to do next: a request to send (its reply is sent into the generator), or seconds to pause.
+    """Yield requests to send (their replies are sent into the generator), or seconds to pause; return the result.
 
-    None in place of a reply says that the server is at another address now: it gets the whole `retry_seconds` again.
+    None in place of a reply means that the server has a new address: it gets the whole `retry_seconds` again.
 
     Args:
-        request: makes the arguments of the request, before each attempt.
-        read: makes the result of an answer below 300; a ValueError means that the answer is not Palestra's.
-        safe: whether the request may be sent again although the server may have acted on it.
-        retry_seconds: how long to send it again; None: as `endpoint` has it.
-
-    Returns:
-        The result that `read` made.
-
-    Raises:
-        PalestraError: the server refused the request, or did not answer in time (ConnectionLost).
+        request: returns the arguments of the request, before each attempt.
+        read: converts an answer below 300; a ValueError means that the answer is not Palestra's.
+        safe: whether the request is idempotent.
+        retry_seconds: None: the default of `endpoint`.
     """
     seconds = endpoint.retry_seconds if retry_seconds is None else retry_seconds
     until, attempt = time.monotonic() + seconds, 0
@@ -253,7 +230,7 @@ def exchange(
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Why a request has no answer, and what the client may do about it."""
+    """Why a request has no answer, and how the client may react."""
 
     error: PalestraError
     passing: bool = False  # the same request may succeed later
@@ -262,10 +239,10 @@ class Trouble:
 
 
 def trouble_of(url: str, reply: httpx2.Response | httpx2.RequestError) -> Trouble | None:
-    """Return why a request has no usable answer, or None if `reply` is one.
+    """Return why a request has no usable answer, or None.
 
     Args:
-        reply: the answer, or the error in place of one.
+        reply: the answer, or the error instead.
     """
     if isinstance(reply, httpx2.RequestError):
         return _unreachable(url, reply)
@@ -307,7 +284,7 @@ def _garbled(url: str, reply: httpx2.Response, error: ValueError) -> Trouble:
 
 
 def problem_of(url: str, reply: httpx2.Response) -> PalestraError:
-    """Return the error that an answer of 400 or more stands for, in the server's own words; `url` is the server's."""
+    """Return the error of an answer of 400 or more, in the server's own words; `url` is the server's."""
     message, code = f"the server answered {reply.status_code}", None
     try:
         error = reply.json()["error"]

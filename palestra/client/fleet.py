@@ -19,13 +19,13 @@ REFUSED = 2  # exit code of a child that has said why it can't work; starting it
 
 
 class Crashes:
-    """The crashes of one process, and when it may be started again: by one rule for all that replace workers."""
+    """The crashes of one process, and the delay before its next start; used wherever workers are replaced."""
 
     def __init__(self) -> None:
         self._at: deque[float] = deque()  # monotonic
 
     def pause_after(self, who: str, how: str) -> float:
-        """Note a crash, and return the seconds to wait before the next start: none after the first one.
+        """Record a crash, and return the seconds to wait before the next start: 0 after the first one.
 
         Raises:
             WorkerCrashLoop: it has crashed too often.
@@ -42,17 +42,17 @@ class Crashes:
 
 
 class Fleet:
-    """Keeps `processes` child processes running until each has ended well.
+    """Keeps `processes` child processes running until each has ended successfully.
 
-    The standard input of a child ends with this process, however that ends, so that a child can tell.
+    A child's standard input ends with this process, however that ends, so that the child notices.
     """
 
     def __init__(self, command: Sequence[str], processes: int, drain_seconds: float) -> None:
         """Create a fleet; `run` starts the processes.
 
         Args:
-            command: command line of a child, which exits with 0 when the job is over.
-            drain_seconds: how long children may take to finish after `drain`, before they are killed.
+            command: of a child, which exits with 0 when the job is over.
+            drain_seconds: how long children may finish after `drain`, before they are killed.
         """
         self._command, self._processes, self._drain_seconds = list(command), processes, drain_seconds
         self._kill_at: float | None = None  # monotonic; None: not draining
@@ -62,11 +62,9 @@ class Fleet:
         self._kill_at = time.monotonic() + (0.0 if self._kill_at is not None else self._drain_seconds)
 
     def run(self) -> int:
-        """Start the children and wait until all have ended.
+        """Start the children, wait until all have ended, and return the exit code.
 
-        Returns:
-            The exit code: 0 when the job is over or the drain is done, 1 if children had to be killed, 2 if one
-            refused.
+        0: the job is over or the drain is done; 1: children had to be killed; 2: a child refused.
 
         Raises:
             WorkerCrashLoop: a child crashed again and again.
@@ -90,7 +88,7 @@ class Fleet:
 
 
 class _Child:
-    """One place of a fleet: a process, or the next one after a pause."""
+    """One position of a fleet: a process, or its replacement after a pause."""
 
     def __init__(self, number: int, command: Sequence[str]) -> None:
         self._number, self._command = number, command

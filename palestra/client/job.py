@@ -1,4 +1,4 @@
-"""One job of a control plane: its state, events, log and files, and the way to its data plane."""
+"""One job of a control plane: its state, events, log, files, and data plane."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Job:
         self._path = f"/jobs/{quote(job_id, safe='')}"
 
     def view(self) -> JobView:
-        """Return the job's state and what is known of it now."""
+        """Return the job's present state."""
         return self._view("GET")
 
     def changes(self) -> list[ChangeView]:
@@ -88,7 +88,7 @@ class Job:
             time.sleep(0.2 * random.uniform(0.5, 1.0))
 
     def logs(self, *, follow: bool = False, offset: int = 0) -> Iterator[str]:
-        """Iterate over pieces of the job's log.
+        """Iterate over parts of the job's log.
 
         Args:
             follow: whether to wait for more text until the job is over.
@@ -114,16 +114,18 @@ class Job:
                 time.sleep(0.2)
 
     def server(self) -> ServerView:
-        """Return the URL of the job's data plane and the key that opens it.
+        """Return the URL and key of the job's data plane.
 
         Raises:
-            NotFound: the job is not running now.
+            NotFound: the job is not running.
         """
         found: ServerView = self._control.request("GET", f"{self._path}/server", ServerView)
         return found
 
     def rotate_key(self) -> str:
-        """Give the job's data plane a new key and return it. Earlier keys, and those of open episodes, stop working.
+        """Replace the key of the job's data plane and return it.
+
+        Earlier keys, and those of open episodes, become invalid.
 
         Raises:
             Forbidden: the job belongs to another user.
@@ -132,9 +134,9 @@ class Job:
         return JobKeyView.model_validate(self._control.request("POST", f"{self._path}/rotate-key")).api_key
 
     def wait_for_server(self) -> ServerView:
-        """Wait until the job runs, and return the URL of its data plane and the key that opens it.
+        """Wait until the job runs, and return the URL and key of its data plane.
 
-        After a restart of the job its URL may be another one.
+        A restart of the job may change its URL.
 
         Raises:
             JobOver: the job is over, so it will not run.
@@ -166,11 +168,11 @@ class Job:
         return found
 
     def download(self, path: str, to: Path) -> None:
-        """Download one file of the job's run. The file at `to` is complete or absent; a lost connection is resumed.
+        """Download one file of the job's run, atomically, resuming after a lost connection.
 
         Args:
             path: path of the file, as `artifacts` lists it.
-            to: where to write it; missing folders are made.
+            to: where to write it; missing folders are created.
 
         Raises:
             NotFound: the run has no such file.
@@ -202,7 +204,7 @@ class Job:
 
 
 class _PartialFile:
-    """A file that is being downloaded: how much has arrived, and of which version (ETag) of the file."""
+    """A file being downloaded: the received bytes, and the version (ETag) of the file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._version = file, ""
@@ -230,7 +232,7 @@ def _events(lines: Iterator[str]) -> Iterator[JobEvent]:
     """Parse lines of server-sent events.
 
     Raises:
-        ConnectionLost: the lines are not events of Palestra, so something between client and server sent them.
+        ConnectionLost: the lines are not Palestra's; a proxy may have sent them.
     """
     found: dict[str, str] = {}
     for line in lines:

@@ -1,4 +1,4 @@
-"""What both clients do with an episode, as exchanges without input or output: claim it, hand it in, give it back."""
+"""Operations on episodes shared by both clients, without input or output: claim, submit, release."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def claim(
     call: ApiCall[ClaimAnswer],
     read: Callable[[ClaimAnswer], tuple[Episode | None, bool]] = read_claim,
 ) -> Exchange[tuple[Episode | None, bool]]:
-    """Send a claim. Returns the episode, if there is one already, and whether the job is over."""
+    """Send a claim; return the episode, or None, and whether the job is over."""
     try:
         return read((yield from send_call(settings, call)))
     except ClaimOver:
@@ -34,11 +34,7 @@ def claim(
 
 
 def hand_in(settings: Settings, episode: Episode) -> Exchange[None]:
-    """End an episode with what its block has set.
-
-    Raises:
-        InvalidRequest: the block has set no reward, or a whole result and a part of it.
-    """
+    """End an episode with the results set in its block."""
     if episode.reward is None and episode.named_rewards is None:
         raise InvalidRequest(f"episode {episode.episode_id}: set episode.reward before the block ends", "reward")
     metadata, named = episode.metadata or None, episode.named_rewards
@@ -47,9 +43,9 @@ def hand_in(settings: Settings, episode: Episode) -> Exchange[None]:
 
 
 def give_back(settings: Settings, episode: Episode, error: BaseException) -> Exchange[bool]:
-    """Give an episode back because of an error in its block. Returns False: the error is not settled by that.
+    """Release an episode because of an error in its block, and return False: the error is not settled.
 
-    If that fails it is only logged: the user has to see the block's own error, and the lease ends by itself.
+    A failure is only logged: the user must see the block's own error, and the lease expires by itself.
     """
     try:
         call = abort_call(episode, f"{type(error).__name__}: {error}", discard=False)

@@ -18,18 +18,15 @@ MODEL_SECONDS = 600.0  # limit for one reply; the call is then sent again, and a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCall:
-    """What an agent asks of a model.
+    """A request of an agent to a model.
 
     Attributes:
-        policy: name of the policy.
-        messages: the conversation.
-        tools: tools that the model may call, in OpenAI's shape.
+        tools: in OpenAI's shape.
         tool_choice: see `PolicyHandle.chat`.
-        choices: texts of which the reply has to be one; (): any reply.
-        max_tokens: longest reply; None: as the job allows.
-        temperature: used where the job does not fix it; None: the job's.
-        agent: the agent that asks.
-        time_step: interaction with the environment to which the call belongs; None: a TimeStep of its own.
+        choices: the allowed replies; (): any.
+        max_tokens: None: the job's limit.
+        temperature: used if the job does not fix it; None: the job's.
+        time_step: TimeStep of the call; None: the call is its own TimeStep.
     """
 
     policy: str
@@ -44,7 +41,7 @@ class ModelCall:
 
 
 class ModelReply(BaseModel):
-    """The answer to a model call, as far as a player of episodes needs it."""
+    """The fields of a model call's answer that a player uses."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -62,7 +59,7 @@ class ModelReply(BaseModel):
         content: tuple[ModelReply.Logprob, ...]
 
     class Logprob(BaseModel):
-        """That of one token."""
+        """The log-probability of one token."""
 
         logprob: float
 
@@ -83,12 +80,12 @@ class ModelReply(BaseModel):
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Return how the reply ended; calls of tools end as text does."""
+        """Return how the reply ended; tool calls count as text."""
         return "length" if self.choices[0].finish_reason == "length" else "stop"
 
     @property
     def lease_and_index(self) -> tuple[int, int]:
-        """Return the fence of the lease under which the call was recorded, and the call's number."""
+        """Return the fence of the lease under which the call was recorded, and the call's index."""
         _, fence, index = self.id.rsplit("-", 2)
         return int(fence), int(index)
 
@@ -98,7 +95,7 @@ def _is_unset(value: object) -> bool:
 
 
 class _ChatBody(BaseModel):
-    """Request of `POST /v1/chat/completions`; what is not asked for is left out."""
+    """Request of `POST /v1/chat/completions`, without unset fields."""
 
     model: str
     messages: list[dict[str, Any]]
@@ -112,7 +109,7 @@ class _ChatBody(BaseModel):
 
 
 def _written(message: ChatMessage) -> dict[str, Any]:
-    """Return a message in OpenAI's shape, as short as can be: a conversation is sent again with every call."""
+    """Return a message in OpenAI's shape, as short as possible: each call sends the conversation again."""
     parts = message.content
     if len(parts) == 1 and isinstance(parts[0], TextPart):
         return {"role": message.role, "content": parts[0].text} | _others(message)
@@ -120,12 +117,12 @@ def _written(message: ChatMessage) -> dict[str, Any]:
 
 
 def _others(message: ChatMessage) -> dict[str, Any]:
-    """Return what a message has beside its role and content."""
+    """Return the fields of a message other than role and content."""
     return message.model_dump(exclude={"role", "content"}, exclude_defaults=True)
 
 
 def model_call(episode: Episode, call: ModelCall) -> ApiCall[ModelReply]:
-    """Build the request of a model call. Sent again unchanged, it gets the same recorded reply."""
+    """Build the request of a model call. Repeating it returns the same recorded reply."""
     body = _ChatBody(
         model=call.policy,
         messages=[_written(message) for message in call.messages],

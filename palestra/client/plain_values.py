@@ -16,16 +16,12 @@ _MISSING = ("NAType", "NaTType")  # pandas' types of missing values
 
 
 def plain_object(value: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return an object with values of JSON in place of others that have such a form.
+    """Return an object with values converted to JSON where possible.
 
     Scalars and arrays become numbers and lists, dates and times ISO 8601 texts, decimals and fractions floats.
 
     Args:
-        value: the object; it is not changed.
-
-    Raises:
-        InvalidRequest: a key or a value has no such form, or loses something in it; the error names its place, its type
-            and what to do.
+        value: not changed.
     """
     try:
         return {_key(key, place): _plain(one, f"{place}: {key!r}") for key, one in value.items()}
@@ -34,7 +30,7 @@ def plain_object(value: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def rows_of_frame(tasks: Any) -> Any:
-    """Return the rows of a DataFrame of pandas or polars, or of a table of pyarrow; anything else as it is.
+    """Return the rows of a pandas or polars DataFrame, or a pyarrow table; other objects are unchanged.
 
     A missing value is None.
     """
@@ -87,7 +83,7 @@ def _text(value: str, place: str) -> str:
 
 
 def _converted(value: Any, place: str) -> Any:
-    """Return the form in JSON of a value that is none of JSON's own."""
+    """Return the JSON form of a value that is not a JSON type."""
     if type(value).__name__ in _MISSING:
         raise _refused(place, "is missing", value, "give None")
     if isinstance(value, datetime | date | time):
@@ -119,11 +115,7 @@ def _refused(place: str, what: str, value: Any, remedy: str) -> InvalidRequest:
 
 
 def plain_tasks(tasks: Iterable[Any], name: str) -> list[Any]:
-    """Return tasks as objects of JSON; entries that are no objects stay, for the check of pushed tasks.
-
-    Raises:
-        InvalidRequest: see `plain_object`; the error names the task.
-    """
+    """Return tasks as JSON objects; other entries are unchanged, and refused when pushed."""
     return [plain_task(task, number, name) for number, task in enumerate(tasks)]
 
 

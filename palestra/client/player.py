@@ -1,4 +1,4 @@
-"""What a worker plays episodes with: a function of the user's, or anything else that is an `EpisodePlayer`."""
+"""Plays a worker's episodes: a user's function, or any other `EpisodePlayer`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rollout = Callable[[dict[str, Any], ModelEndpoint], Outcome | Awaitable[Outcome]
 
 
 class EpisodePlayer(ABC):
-    """Plays claimed episodes, any number at the same time; what it holds is released at the end of its block."""
+    """Plays claimed episodes, any number at the same time; releases its resources at the end of its block."""
 
     name: str = "the player"  # for messages about what it returned
 
@@ -30,24 +30,18 @@ class EpisodePlayer(ABC):
     async def play(self, episode: Episode) -> Outcome:
         """Play an episode to its end and return its reward.
 
-        An exception gives the episode back, and is never a reward. None in place of a reward leaves the episode out of
-        training.
+        An exception releases the episode, and is never a reward. A reward of None leaves the episode out of training.
 
         Args:
-            episode: the claimed episode, whose lease is renewed meanwhile.
+            episode: its lease is renewed meanwhile.
         """
 
 
 class FunctionPlayer(EpisodePlayer):
-    """Plays episodes with a rollout function, which runs in threads unless it is a coroutine function."""
+    """Plays episodes with a rollout function, in threads unless it is a coroutine function."""
 
     def __init__(self, rollout: Rollout, concurrency: int) -> None:
-        """Wrap a function.
-
-        Args:
-            rollout: `(task, endpoint) -> reward`.
-            concurrency: episodes that are played at the same time.
-        """
+        """Wrap a function `(task, endpoint) -> reward`."""
         self.name = getattr(rollout, "__name__", type(rollout).__name__)
         self._rollout = rollout
         self._threads = None if is_async(rollout) else ThreadPoolExecutor(concurrency, "palestra-rollout")

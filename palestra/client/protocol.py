@@ -44,7 +44,7 @@ LONGEST_PAUSE_SECONDS = 2.0  # between two attempts: workers find a restarted se
 
 @dataclass(frozen=True, slots=True)
 class ApiCall(Generic[A]):
-    """One request to a data plane and the type of its answer. A `key` of None stands for the job's key."""
+    """One request to a data plane and the type of its answer. A `key` of None means the job's key."""
 
     path: str
     body: Any
@@ -62,17 +62,13 @@ def claim_call(
     role: str | None = None,
     episode_id: str | None = None,
 ) -> ApiCall[ClaimAnswer]:
-    """Build the request that claims an episode, or a seat. Sent again unchanged, it gets the same one.
+    """Build the request that claims an episode, or an external player's slot. Repeating it returns the same one.
 
     Args:
-        worker_id: name of the client, recorded with the episode.
         allow_discard_timeout: lease in seconds; None: the job's setting.
-        wait_seconds: how long the server may wait for an episode before it answers that there is none.
-        role: the seat to claim; None: a whole episode.
+        wait_seconds: how long the server may wait for an episode.
+        role: the external player's; None: a whole episode.
         episode_id: of the only episode to claim; None: any.
-
-    Raises:
-        InvalidRequest: a name is empty, or too long.
     """
     with _checked():
         body = ClaimEpisode(
@@ -113,19 +109,15 @@ def read_claim(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
 
 
 def facts_call() -> ApiCall[RolloutFacts]:
-    """Build the request for what a worker that plays an environment has to know of the job."""
+    """Build the request for the facts that a worker of an environment needs."""
     return ApiCall("/rollout", None, RolloutFacts, method="GET")
 
 
 def finish_call(episode: Episode, reward: Reward | RolloutResult | None, **parts: Any) -> ApiCall[EpisodeAnswer]:
-    """Build the request that ends an episode, or drops it where a whole result says that it has no score.
+    """Build the request that ends an episode, or drops it if a whole result has no score.
 
     Args:
-        reward: a reward, or a result that says everything.
         parts: the other fields of a `RolloutResult`, by name; None and False: not given.
-
-    Raises:
-        InvalidRequest: a whole result has parts next to it, and as `end_call`.
     """
     given = {name: part for name, part in parts.items() if part is not None and part is not False}
     if not isinstance(reward, RolloutResult):
@@ -139,11 +131,7 @@ def finish_call(episode: Episode, reward: Reward | RolloutResult | None, **parts
 
 
 def end_call(episode: Episode, result: RolloutResult) -> ApiCall[EpisodeAnswer]:
-    """Build the request that hands in a result. Sent again unchanged, it changes nothing.
-
-    Raises:
-        InvalidRequest: there is no reward, a reward is not a finite number, or the metadata is not JSON.
-    """
+    """Build the request that submits a result. Repeating it has no effect."""
     reward, step_rewards, named_rewards, steps = result.reward, result.step_rewards, result.named_rewards, result.steps
     if (reward is None) == (named_rewards is None) and not isinstance(reward, Mapping):
         raise InvalidRequest("an episode ends with a reward or with named rewards", "reward")
@@ -209,7 +197,7 @@ def is_scored(result: RolloutResult) -> bool:
 
 @contextmanager
 def _checked() -> Iterator[None]:
-    """Raise what the server would refuse as `InvalidRequest` before it is sent, with the server's error."""
+    """Raise InvalidRequest, before sending, for what the server would refuse."""
     try:
         yield
     except ValidationError as error:
@@ -219,18 +207,18 @@ def _checked() -> Iterator[None]:
 
 
 def abort_call(episode: Episode, reason: str, discard: bool) -> ApiCall[EpisodeAnswer]:
-    """Build the request that gives an episode back.
+    """Build the request that releases an episode.
 
     Args:
-        reason: text to record with the attempt; cut to 2,000 characters.
-        discard: whether to drop the episode instead of having it played again.
+        reason: recorded with the attempt; truncated to 2,000 characters.
+        discard: whether to drop the episode instead of retrying it.
     """
     body = AbortEpisode(episode_id=episode.episode_id, reason=reason[:2000], discard=discard)
     return ApiCall("/abort_episode", body, EpisodeAnswer, episode.api_key)
 
 
 def upload_call(data: bytes, digest: str, key: str | None) -> ApiCall[PictureKept]:
-    """Build the request that uploads a picture. Sent again, it changes nothing.
+    """Build the request that uploads a picture. Repeating it has no effect.
 
     Args:
         digest: its SHA-256, in hex.
@@ -247,25 +235,18 @@ def heartbeat_call(episode: Episode) -> ApiCall[EpisodeAnswer]:
 
 
 def observe_call(episode: Episode, events_seen: int, wait_seconds: float = POLL_SECONDS) -> ApiCall[SeatAnswer]:
-    """Build the request that waits until a seat has to act.
+    """Build the request that waits until an external player has to act.
 
     Args:
-        events_seen: number of the last event that is known.
-        wait_seconds: how long the server may wait before it answers that there is nothing to do yet.
+        events_seen: number of the last known event.
+        wait_seconds: how long the server may wait before it answers.
     """
     body = ObserveSeat(episode_id=episode.episode_id, events_seen=events_seen, wait_seconds=wait_seconds)
     return ApiCall("/observe_seat", body, SeatAnswer, episode.api_key, timeout_seconds=wait_seconds + 30)
 
 
 def act_call(episode: Episode, observation_id: str, action: str | ChatMessage) -> ApiCall[ActionAccepted]:
-    """Build the request that answers an observation. Sent again unchanged, it changes nothing.
-
-    Args:
-        action: a text, or a message of the assistant with tool calls.
-
-    Raises:
-        InvalidRequest: the action is too long, or has too many calls.
-    """
+    """Build the request that answers an observation. Repeating it has no effect."""
     message = action if isinstance(action, ChatMessage) else None
     with _checked():
         body = ActSeat(
@@ -281,7 +262,7 @@ def act_call(episode: Episode, observation_id: str, action: str | ChatMessage) -
 def push_calls(tasks: Mapping[str, Iterable[Mapping[str, Any]]]) -> Iterator[ApiCall[TasksPushed]]:
     """Build the requests that push tasks by split, in chunks.
 
-    A chunk's id is its split and place, so that a push that was interrupted can be sent again as a whole.
+    A chunk's id is its split and position, so that an interrupted push can be repeated as a whole.
     """
     for rows in tasks.values():  # a wrong task is refused before any other is pushed
         for number, row in enumerate(rows):
@@ -298,7 +279,7 @@ def push_calls(tasks: Mapping[str, Iterable[Mapping[str, Any]]]) -> Iterator[Api
 def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, list[TaskBody]]]:
     """Yield the index of the first task of each chunk, and the chunk.
 
-    A chunk has at most CHUNK_TASKS tasks and CHUNK_BYTES bytes; a larger task is a chunk alone.
+    A chunk has at most CHUNK_TASKS tasks and CHUNK_BYTES bytes; a larger task is its own chunk.
     """
     start, size, bodies = 0, 0, list[TaskBody]()
     for index, row in enumerate(rows):

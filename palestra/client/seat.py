@@ -1,4 +1,4 @@
-"""What the worker of a seat holds: observations to answer, one after another, and in the end the seat's reward."""
+"""The objects of an external player's worker: observations to answer one after another, and finally the reward."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _CODES = {kind("").code for kind in LOST}
 
 
 def says_lost(error: BaseException) -> bool:
-    """Return whether an error is a server's answer that an episode or a seat is not the caller's any more.
+    """Return whether an error is a server's answer that an episode or slot no longer belongs to the caller.
 
-    Model SDKs have errors of their own, which keep the server's code: as `code`, in `body`, or in the HTTP `response`.
+    Model SDKs have their own errors, with the server's code as `code`, in `body`, or in the HTTP `response`.
     """
     if isinstance(error, BaseExceptionGroup):
         return all(map(says_lost, error.exceptions))
@@ -37,13 +37,13 @@ def says_lost(error: BaseException) -> bool:
 
 
 def _code_in(body: object) -> object:
-    """Return the code of a body of an error answer, which some SDKs cut down to its `error`."""
+    """Return the code in the body of an error answer, which some SDKs reduce to its `error`."""
     inner = body.get("error", body) if isinstance(body, Mapping) else None
     return inner.get("code") if isinstance(inner, Mapping) else None
 
 
 def seat_of(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
-    """Return the claimed seat as an episode with the seat's key, or None, and whether the job is over."""
+    """Return the claimed slot as an episode with the slot's key, or None, and whether the job is over."""
     episode, finished = read_claim(answer)
     if episode is not None and answer.episode is not None:
         episode.metadata["history"] = answer.episode.history
@@ -51,19 +51,17 @@ def seat_of(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
 
 
 class ClaimedSeat:
-    """A claimed seat, as its worker knows it: what `Seat` and `AsyncSeat` have in common.
+    """An external player's claimed slot: the common part of `Seat` and `AsyncSeat`.
 
     Attributes:
-        episode: its id and lease, and the key and model of the seat (`policy`).
-        role: the name of the seat.
-        history: what an earlier worker of the seat saw and did, by the agent's name; observations continue it.
-        events: what happened to other seats: claimed, left by a worker, played by a policy.
-        to_act: the seats that had to act when the server was asked last.
-        over: whether the episode is over.
-        lost: whether the seat, or its episode, is not this worker's any more; claim again.
-        reward: the seat's own, of the whole episode; None before it is over, or where it has none.
+        episode: its id and lease, and the slot's key and model (`policy`).
+        history: what an earlier worker of the slot saw and did, by agent; observations continue it.
+        events: of other external players: claimed, left by a worker, played by a policy.
+        to_act: the external players that had to act at the last request.
+        lost: whether the slot, or its episode, no longer belongs to this worker; claim again.
+        reward: the player's own, for the whole episode; None before it is over, or without one.
         truncated: whether the environment has cut the episode off.
-        last: what the environment showed when the seat's part ended.
+        last: the observation that ended the player's part.
     """
 
     def __init__(self, settings: Settings, claimed: Episode, role: str) -> None:
@@ -81,11 +79,11 @@ class ClaimedSeat:
 
     @property
     def policy(self) -> ModelEndpoint:
-        """Return the model of the seat's role; its key makes calls for the seat alone."""
+        """Return the model of the player's role; its key is only valid for this player's calls."""
         return self.episode.policy
 
     def _next(self) -> Exchange[SeatObservation | None]:
-        """Take what the server answers, and return the observation to answer, if there is one."""
+        """Process the server's answer, and return the observation to answer, if there is one."""
         seen = max((event.number for event in self.events), default=0)
         try:
             answer = yield from send_call(self._settings, observe_call(self.episode, seen))
@@ -113,7 +111,7 @@ class ClaimedSeat:
             return False
 
     def leaving(self) -> Exchange[None]:
-        """Give the seat back, unless it is over, lost or given back already."""
+        """Release the slot, unless it is over, lost or released already."""
         if not (self.over or self.lost or self._left):
             self._left = True
             with contextlib.suppress(Conflict):
@@ -134,56 +132,53 @@ class ClaimedSeat:
         return False
 
     def settled(self, error: BaseException) -> Exchange[bool]:
-        """Return whether an error of the seat's block is of no more account; otherwise give the seat back."""
+        """Return whether an error of the block can be ignored; otherwise release the slot."""
         return (yield from self._ended_by(error)) or (yield from give_back(self._settings, self.episode, error))
 
 
 class Seat(ClaimedSeat):
-    """A claimed seat of a script: `for observation in seat: seat.act(reply)`.
+    """A claimed slot of a script: `for observation in seat: seat.act(reply)`.
 
-    The iteration gives each observation that the seat has to answer, and ends when the episode is over and its rewards
-    are on disk; `reward` is known then. An observation that is not answered is given again. The iteration also ends
-    when the seat is `lost`: its time ran out, or the episode is played again because another seat's worker is gone.
+    The iteration gives each observation to answer, and ends when the episode is over and its rewards are on disk; then
+    `reward` is known. An unanswered observation is given again. The iteration also ends when the slot is `lost`: its
+    time ran out, or the episode is retried because another player's worker is gone.
     """
 
     def __init__(self, run: Callable[[Exchange[Any]], Any], settings: Settings, claimed: Episode, role: str) -> None:
-        """Begin to play a seat.
+        """Begin to play.
 
         Args:
-            run: carries out an exchange.
-            claimed: what the server answered to the claim.
+            run: executes an exchange.
+            claimed: the server's answer to the claim.
         """
         super().__init__(settings, claimed, role)
         self._run = run
 
     def __iter__(self) -> Iterator[SeatObservation]:
-        """Give observations until the episode is over, or the seat is lost."""
+        """Yield observations until the episode is over, or the slot is lost."""
         while not (self.over or self.lost):
             if (observation := self._run(self._next())) is not None:
                 yield observation
 
     def act(self, action: str | ChatMessage) -> bool:
-        """Answer the observation that was given last.
+        """Answer the last observation; return False if its time was over, or the slot is lost.
 
         Args:
             action: a text, or a message with tool calls.
 
-        Returns:
-            Whether the environment has the action; False: the seat's time for it was over, or the seat is lost.
-
         Raises:
-            Conflict: the environment does not wait for this action any more.
-            InvalidRequest: the action is too long, or nothing was observed.
+            Conflict: the environment no longer waits for this action.
+            InvalidRequest: the action is too long, or there was no observation.
         """
         return bool(self._run(self._answer(action)))
 
     def leave(self) -> None:
-        """Give the seat back, for another worker or its policy. Does nothing if the episode is over or lost."""
+        """Release the slot, for another worker or its policy. No effect if the episode is over or lost."""
         self._run(self.leaving())
 
 
 class AsyncSeat(ClaimedSeat):
-    """A claimed seat of an event loop: `async for observation in seat: await seat.act(reply)`. See `Seat`."""
+    """A claimed slot of an event loop: `async for observation in seat: await seat.act(reply)`. See `Seat`."""
 
     def __init__(
         self, run: Callable[[Exchange[Any]], Awaitable[Any]], settings: Settings, claimed: Episode, role: str
@@ -193,15 +188,15 @@ class AsyncSeat(ClaimedSeat):
         self._run = run
 
     async def __aiter__(self) -> AsyncIterator[SeatObservation]:
-        """Give observations until the episode is over, or the seat is lost; see `Seat`."""
+        """Yield observations until the episode is over, or the slot is lost; see `Seat`."""
         while not (self.over or self.lost):
             if (observation := await self._run(self._next())) is not None:
                 yield observation
 
     async def act(self, action: str | ChatMessage) -> bool:
-        """Answer the observation that was given last; see `Seat.act`."""
+        """Answer the last observation; see `Seat.act`."""
         return bool(await self._run(self._answer(action)))
 
     async def leave(self) -> None:
-        """Give the seat back; see `Seat.leave`."""
+        """Release the slot; see `Seat.leave`."""
         await self._run(self.leaving())

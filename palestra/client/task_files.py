@@ -21,11 +21,7 @@ _LONG = re.compile(rb"\d{19}")  # perhaps an integer over 64 bits, which orjson 
 
 
 def _sized(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the tasks of a JSONL file, each with the bytes of its line; one at a time is in memory.
-
-    Raises:
-        ConfigError: there is no such file, or a line is not a JSON object; the message names the line.
-    """
+    """Yield the tasks of a JSONL file one by one, each with the bytes of its line."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -37,46 +33,33 @@ def _sized(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def read_task_file(path: Path) -> list[dict[str, Any]]:
-    """Read a JSONL file of tasks, each with all of its keys.
-
-    Raises:
-        ConfigError: there is no such file, or a line is not a JSON object; the message names the line.
-    """
+    """Read a JSONL file of tasks, each with all of its keys."""
     return [task for task, _ in _sized(path)]
 
 
 def task_rows(tasks: TaskRows | str | Path) -> TaskRows:
-    """Return tasks as JSON objects.
-
-    Args:
-        tasks: the objects, which are returned as they are, a DataFrame, or the path of a JSONL file.
-
-    Raises:
-        ConfigError: see `read_task_file`.
-    """
+    """Return tasks as JSON objects, from objects, a DataFrame, or the path of a JSONL file."""
     return read_task_file(Path(tasks)) if isinstance(tasks, str | Path) else rows_of_frame(tasks)
 
 
 class TaskFile:
-    """The tasks of a JSONL file, which are read each time that they are iterated over."""
+    """The tasks of a JSONL file, read again for each iteration."""
 
     def __init__(self, path: Path) -> None:
-        """Read nothing yet."""
+        """Create without reading."""
         self.path = path
 
     def count(self) -> int:
-        """Check all lines, and return how many tasks there are.
-
-        Raises:
-            ConfigError: see `read_task_file`.
-        """
+        """Check all lines, and return the number of tasks."""
         return sum(1 for _ in _sized(self.path))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (task for task, _ in _sized(self.path))
 
     def chunks(self, most: int, most_bytes: int) -> Iterator[list[dict[str, Any]]]:
-        """Yield the tasks in lists of at most `most`, whose lines have at most `most_bytes`, but for the last task."""
+        """Yield lists of at most `most` tasks, whose lines have at most `most_bytes`, except for a
+        single larger task.
+        """
         tasks, size = list[dict[str, Any]](), 0
         for task, length in _sized(self.path):
             tasks.append(task)
@@ -89,14 +72,14 @@ class TaskFile:
 
 
 def task_source(tasks: Iterable[Mapping[str, Any]] | str | Path) -> Iterable[Mapping[str, Any]]:
-    """Return tasks, which can be iterated over several times, as `task_rows` does; those of a file stay there."""
+    """Return tasks that can be iterated several times, like `task_rows`; a file's tasks are not kept in memory."""
     if isinstance(tasks, str | Path):
         return TaskFile(Path(tasks))
     return list(tasks) if isinstance(tasks, Iterator) else rows_of_frame(tasks)
 
 
 def _plain_task(line: bytes) -> dict[str, Any] | None:
-    """Return the task of a line that is certainly one, in a tenth of the time of `_task`; None: look closer."""
+    """Return the task of a line if it certainly is one, in a tenth of the time of `_task`; None: not certain."""
     if line.count(b"[") + line.count(b"{") > DEEP or _LONG.search(line):
         return None
     try:

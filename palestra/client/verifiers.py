@@ -1,8 +1,8 @@
 """`VerifiersRollout`: environments of the package `verifiers` as agents of a job.
 
-An environment of verifiers runs its agents itself, and asks their models at a URL of OpenAI's API. It gets the URL and
-the key of a job's episode, so that the job records every call token by token, as it does those of any agent. The
-rollout runs where verifiers is installed: in a worker, which needs nothing but the client of this package.
+An environment of verifiers runs its agents itself, and calls their models at a URL of OpenAI's API. It gets the URL and
+the key of a job's episode, so the job records every call token by token. The rollout runs where verifiers is installed:
+in a worker, which only needs the client of this package.
 """
 
 from __future__ import annotations
@@ -27,33 +27,32 @@ EPISODES_SERVED = 500  # after which an environment is replaced: it keeps a clie
 class VerifiersRollout:
     """A rollout function that plays an environment of verifiers: `palestra worker play.py:rollout`.
 
-    A task of the job is `{"idx": 3}`, the place of a task in the environment's taskset; `tasks` makes them. The reward
-    is the sum of the trace's weighted rewards, as verifiers adds them up; the single rewards and the metrics are
-    recorded with the episode. An episode that verifiers reports as failed fails the attempt, and has no reward; one
-    that was not scored is left out of training.
+    A task of the job is `{"idx": 3}`, the index of a task in the environment's taskset; `tasks` creates them. The
+    reward is the sum of the trace's weighted rewards, as in verifiers; the single rewards and the metrics are recorded
+    with the episode. An episode that verifiers reports as failed fails the attempt, without a reward; one that was not
+    scored is left out of training.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Load the environment.
 
         Args:
-            config: what stands in `[env]` of a configuration of verifiers, such as
-                `{"taskset": {"id": "gsm8k-v1"}, "agent": {"max_turns": 4}}`. Sampling settings are the job's own.
+            config: the contents of `[env]` in a configuration of verifiers, such as `{"taskset": {"id": "gsm8k-v1"},
+                "agent": {"max_turns": 4}}`. Sampling settings are the job's own.
 
         Raises:
-            ConfigError: verifiers is not installed, or has no such environment, or the environment has several
-                agents.
+            ConfigError: verifiers or the environment is not installed, or the environment has several agents.
         """
         self._config = dict(config)
         self._new = self._loaded()
         self._serving: _Serving | None = None
 
     def tasks(self, count: int, first: int = 0) -> list[dict[str, Any]]:
-        """Return tasks for the job: the places of tasks in the taskset.
+        """Return tasks for the job: indices of tasks in the taskset.
 
         Args:
             count: number of tasks.
-            first: place of the first.
+            first: index of the first.
 
         Raises:
             ConfigError: the taskset has fewer.
@@ -68,8 +67,8 @@ class VerifiersRollout:
         """Play one episode; see the class.
 
         Raises:
-            ConfigError: the task has no `idx`, or there is none of this place.
-            EnvironmentFailed: verifiers reports that the episode has failed, or has another number of traces than one.
+            ConfigError: the task has no valid `idx`.
+            EnvironmentFailed: verifiers reports a failed episode, or not exactly one trace.
         """
         chosen = self._task(task)
         async with self._served() as environment, _key_variable(policy.api_key) as variable:
@@ -91,7 +90,7 @@ class VerifiersRollout:
         return RolloutResult(reward=float(trace.reward) if scored else None, metadata=metadata)
 
     async def close(self) -> None:
-        """Stop serving, once the episodes that are being played have ended."""
+        """Stop serving, after running episodes have ended."""
         serving, self._serving = self._serving, None
         if serving is not None:
             serving.left = 0
@@ -151,7 +150,7 @@ class VerifiersRollout:
 
 
 class _Serving:
-    """An environment that serves in a task of its own, in which it is begun and ended."""
+    """A serving environment, started and ended in one task."""
 
     def __init__(self, environment: Any) -> None:
         self.environment = environment
@@ -184,9 +183,9 @@ class _Serving:
 
 @asynccontextmanager
 async def _key_variable(key: str) -> AsyncIterator[str]:
-    """Hold a key in a variable of this process: verifiers takes keys from there alone.
+    """Hold a key in a variable of this process: verifiers only takes keys from there.
 
-    Its name has the part `API_KEY`, by which verifiers knows what it must not pass on to programs.
+    Its name contains `API_KEY`, which verifiers does not pass on to programs.
     """
     name = f"PALESTRA_EPISODE_API_KEY_{uuid.uuid4().hex.upper()}"
     os.environ[name] = key

@@ -23,22 +23,21 @@ class Worker:
     """Claims up to `concurrency` episodes at a time and plays each with `rollout(task, policy)`.
 
     `rollout` is a function (run in threads) or a coroutine function; it returns a reward, rewards by agent, or a
-    `RolloutResult`. Or it is an `EpisodePlayer`, such as the one that plays environments. An exception, or a value that
-    is not a reward, gives the episode back and is never a reward. After FAILURES_IN_A_ROW failures without a success
-    between them, the last error is raised. None in place of a reward leaves the episode out of training, and it is not
-    played again.
+    `RolloutResult`. Or it is an `EpisodePlayer`, such as the one for environments. An exception, or a value that is not
+    a reward, releases the episode and is never a reward. After FAILURES_IN_A_ROW failures without a success in between,
+    the last error is raised. A reward of None leaves the episode out of training, without a retry.
     """
 
     def __init__(self, client: AsyncClient, rollout: Rollout | EpisodePlayer, concurrency: int) -> None:
-        """Make a worker; `run` starts it.
+        """Create a worker; `run` starts it.
 
         Args:
             client: of the job.
             rollout: see above.
-            concurrency: episodes that are played at the same time, at least 1.
+            concurrency: number of concurrent episodes, at least 1.
 
         Raises:
-            ConfigError: `concurrency` is no whole number, or below 1.
+            ConfigError: `concurrency` is not an integer, or below 1.
         """
         self._client = client
         self._concurrency = concurrency = checked_count("concurrency", concurrency)

@@ -24,7 +24,7 @@ _GAE_LAMBDA = "Lambda of GAE (Schulman et al. 2016), of one action: 0 trusts the
 
 
 class ActorCriticConfig(AlgorithmConfig):
-    """What algorithms with a critic have: how rewards become advantages, by the critic's values and GAE."""
+    """Base of algorithms with a critic: how rewards become advantages, by the critic's values and GAE."""
 
     rewards_tokens: ClassVar[bool] = True
     trained_networks: ClassVar[int] = 2
@@ -64,7 +64,7 @@ class A2CConfig(ActorCriticConfig):
 
 
 class ReplayConfig(Section):
-    """Which episodes a step draws, of its own and of earlier steps, all of which are in the run store."""
+    """Which episodes a step draws, from itself and from earlier steps in the run store."""
 
     draws: Positive = Field(8, description="Batches drawn in a step; each makes one update of critic and policy.")
     episodes: Positive = Field(32, description="Episodes of a batch, drawn without replacement.")
@@ -73,7 +73,7 @@ class ReplayConfig(Section):
 
 
 class SACConfig(AlgorithmConfig):
-    """SAC (Haarnoja et al. 2018; Christodoulou 2019) where replies are held to finitely many `choices`."""
+    """SAC (Haarnoja et al. 2018; Christodoulou 2019), for replies restricted to finitely many `choices`."""
 
     trained_networks: ClassVar[int] = 2
     copied_networks: ClassVar[int] = 1

@@ -28,9 +28,9 @@ GROUP = "palestra.algorithms"
 
 
 class OwnAlgorithmConfig(ClippedConfig):
-    """A class of an installed package, by its name there; or one of your own, where you call `palestra.train` yourself.
+    """A class of an installed package, by its name there; or your own, if you call `palestra.train` yourself.
 
-    A server imports no code of its users.
+    A server never imports its users' code.
     """
 
     form_of_name: ClassVar[str] = OWN
@@ -57,10 +57,8 @@ def _name_of(value: Any) -> Any:
 
 
 def _known_name(value: Any) -> Any:
-    """Refuse an unknown algorithm with the nearest one, because the error of pydantic's union would not name the key.
-
-    Raises:
-        ValueError: the table names no algorithm, or is no table.
+    """Raise ValueError for an unknown algorithm and suggest the nearest one; pydantic's union error would not name the
+    key.
     """
     name = _name_of(value)
     if not isinstance(value, dict | Section):

@@ -1,4 +1,4 @@
-"""What the sections of all algorithms have in common: `AlgorithmConfig`, and the meanings of keys that several have."""
+"""Common keys of all algorithms' sections: `AlgorithmConfig`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLIP_HIGH = "Probability ratios above 1 + clip_high are clipped."
 
 
 class AlgorithmConfig(Section):
-    """What every algorithm has: which calls are trained, and how the losses of their tokens become updates."""
+    """Keys of every algorithm: which calls are trained, and how the losses of their tokens become updates."""
 
     chosen_by: ClassVar[str] = "name"
     rewards_tokens: ClassVar[bool] = False  # whether a single token may have a reward, such as a penalty
@@ -72,54 +72,54 @@ class AlgorithmConfig(Section):
 
     @property
     def smallest_group(self) -> int:
-        """Return how many episodes a group needs: 2 where the algorithm compares them with one another."""
+        """Return the smallest group size: 2 if the algorithm compares episodes with one another."""
         return 1
 
     @property
     def credits_agents(self) -> bool:
-        """Return whether an agent answers for its own reward, and not for all of the episode."""
+        """Return whether an agent is credited with its own reward instead of the episode's."""
         return getattr(self, "credit", "episode") in ("agent", "branch", "step")
 
     @property
     def trains_equal_rewards(self) -> bool:
-        """Return whether the loss has a gradient where rewards are equal: of the entropy bonus, or of its penalty."""
+        """Return whether the loss has a gradient for equal rewards: from the entropy bonus, or from its penalty."""
         penalty = self.kl is not None and self.kl.place == "loss" and self.kl.coefficient > 0
         return self.entropy_coefficient > 0 or penalty
 
     def weighted_sum(self, named_rewards: Mapping[str, float | None]) -> float:
-        """Return the sum of the named rewards that were scored, each times its weight.
+        """Return the weighted sum of the scored named rewards.
 
         Args:
-            named_rewards: by name; None: not scored.
+            named_rewards: None: not scored.
         """
         return weighted_sum(named_rewards, self.reward_weights)
 
     @property
     def brings_tasks(self) -> bool:
-        """Return whether the training tasks come with the algorithm, so that a job needs no others."""
+        """Return whether the algorithm provides the training tasks."""
         return False
 
     @property
     def learns_conversations(self) -> bool:
-        """Return whether the training tasks are conversations, whose replies are learned."""
+        """Return whether the training tasks are conversations to learn from."""
         return False
 
     @property
     def served_teacher(self) -> TeacherServerConfig | None:
-        """Return the server whose model's `teacher_logprobs` the algorithm needs; None: it needs none."""
+        """Return the server of the teacher that gives `teacher_logprobs`; None: not needed."""
         return None
 
     def teacher_of(self, frozen: Sequence[str]) -> str | None:
-        """Return the name of the policy whose `teacher_logprobs` the algorithm needs; None: it needs none."""
+        """Return the name of the policy that gives `teacher_logprobs`; None: not needed."""
         return None
 
 
 def weighted_sum(named_rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
-    """Return the sum of the named rewards that were scored, each times its weight.
+    """Return the weighted sum of the scored named rewards.
 
     Args:
-        named_rewards: by name; None: not scored.
-        weights: by name; 1 for a name that is not there.
+        named_rewards: None: not scored.
+        weights: 1 for missing names.
     """
     scored = {name: value for name, value in sorted(named_rewards.items()) if value is not None}
     return float(sum(weights.get(name, 1.0) * value for name, value in scored.items()))

@@ -1,4 +1,4 @@
-"""Jobs whose trainer is shared out over several devices: what such a trainer does not do, refused by name."""
+"""Checks of jobs with a sharded trainer: names what it does not support."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ if TYPE_CHECKING:
 
 
 def check_devices(config: JobConfig) -> None:
-    """Refuse a training job that a trainer over its devices can't train.
-
-    Raises:
-        ValueError: the message names the key.
-    """
+    """Raise ValueError for a training job that a sharded trainer can't train, naming the key."""
     trainer = config.trainer
     if trainer.cpu_offload and (trainer.devices == 1 or trainer.device == "cpu"):
         raise ValueError("trainer.cpu_offload is for several CUDA devices; leave it out, or set trainer.devices")

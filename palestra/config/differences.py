@@ -18,11 +18,11 @@ _OF_PLAYING = {
 
 
 def name_differences(before: JobConfig, now: JobConfig) -> str:
-    """Return in words which keys decide what is trained and differ, with both values; empty: there are none.
+    """Describe the keys that affect training and differ, with both values; empty: there are none.
 
     Args:
-        before: the configuration that a run was started with.
-        now: the one that it is to be resumed with.
+        before: of the run's start.
+        now: of its resumption.
     """
     found = list(_differences(before.what_is_trained(), now.what_is_trained(), ""))
     named = [f"{key} was {_shown(old)} and is {_shown(new)}" for key, old, new in found[:MOST_NAMED]]
@@ -31,7 +31,7 @@ def name_differences(before: JobConfig, now: JobConfig) -> str:
 
 
 def name_settings(config: JobConfig) -> str:
-    """Return in words which settings decide how an episode is played and are not the defaults; empty: all are."""
+    """Describe the settings for playing episodes that are not defaults; empty: all are."""
 
     def of_playing(job: JobConfig) -> dict[str, Any]:
         policies = {name: one.model_dump(include={"max_context", "sampling"}) for name, one in job.policies.items()}
@@ -43,7 +43,7 @@ def name_settings(config: JobConfig) -> str:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted key and both values of each difference; None stands for a key that is not there."""
+    """Yield the dotted key and both values of each difference; None for a missing key."""
     for key in dict.fromkeys((*before, *now)):
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):

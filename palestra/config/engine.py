@@ -1,6 +1,6 @@
-"""The `[engine]` table: each kind of engine has keys of its own, and refuses the keys of other kinds.
+"""The `[engine]` table: each kind of engine has its own keys, and refuses those of others.
 
-The sections of the kinds are in `palestra.engine.<kind>.config`, or in other packages; see `engine_kinds`.
+The kinds' sections are in `palestra.engine.<kind>.config`, or in other packages; see `engine_kinds`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ InFlightUpdates = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Processes of one role that are alike.
+    """Equal processes of one role.
 
     Attributes:
-        count: how many there may be.
-        cores: of each, where it has no bundle.
-        device: where each computes, as the configuration has it; None: it computes with no model.
-        cards: GPUs that each takes whole, if it has any: those of servers; None: it uses one, or a part of it.
-        needs_cards: whether it can't compute without them, because several share a model.
-        product: what the servers are, if they are servers of another project.
+        count: largest number.
+        cores: of each without a bundle.
+        device: as configured; None: it computes no model.
+        cards: whole GPUs of each server process; None: one, or a part of one.
+        needs_cards: whether GPUs are required, because several share a model.
+        product: name of another project's server.
     """
 
     count: int
@@ -63,9 +63,9 @@ def _kind_of(value: Any) -> Any:
 
 
 class EngineConfig(Section):
-    """The table of an engine. A field of this type takes a table of any kind that is installed.
+    """The table of an engine. A field of this type takes a table of any installed kind.
 
-    The properties say what the rest of Palestra has to know of an engine without its driver.
+    The properties tell other packages about an engine without its driver.
     """
 
     model_config = ConfigDict(defer_build=True)  # the kinds are known when the first configuration is checked
@@ -89,12 +89,12 @@ class EngineConfig(Section):
 
     @classmethod
     def alternatives(cls) -> Sequence[type[Section]]:
-        """Return the sections of which a field of this type holds one."""
+        """Return the sections that a field of this type may hold."""
         return (*sections().values(), MixedEngineConfig) if cls is EngineConfig else (cls,)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Check a field of this type by the section that `kind` chooses."""
+        """Validate a field of this type by the section that `kind` chooses."""
         found = {str(one.model_fields["kind"].default): one for one in cls.alternatives()}
         if list(found.values()) == [cls]:
             return handler(source)
@@ -111,32 +111,32 @@ class EngineConfig(Section):
 
     @property
     def pooled(self) -> bool:
-        """Return whether the engine is a pool of inference workers, and not in the job's own process."""
+        """Return whether the engine is a pool of inference workers outside the job's own process."""
         return self.worker_count > 1
 
     @property
     def worker_count(self) -> int:
-        """Return how many inference workers a job begins with."""
+        """Return the initial number of inference workers."""
         return sum(table.worker_count for table in self.tables)
 
     @property
     def started_count(self) -> int:
-        """Return how many of its inference workers a job starts; the others are servers that run already."""
+        """Return how many inference workers the job starts; the others are running servers."""
         return sum(table.started_count for table in self.tables)
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Return the addresses of the workers that run already."""
+        """Return the addresses of running workers."""
         return tuple(url for table in self.tables for url in table.urls)
 
     @property
     def precision(self) -> Dtype:
-        """Return the precision in which the workers get weights."""
+        """Return the precision of the workers' weights."""
         return self.tables[0].precision
 
     @property
     def tables(self) -> tuple[PooledEngineConfig, ...]:
-        """Return the tables of the workers, one for each kind of them, with what is of the whole pool."""
+        """Return the tables of the workers, one for each kind, completed with the pool's settings."""
         raise NotImplementedError
 
     @property
@@ -146,36 +146,28 @@ class EngineConfig(Section):
         return {"engine" if len(tables) == 1 else f"engine.workers.{n}": table for n, table in enumerate(tables)}
 
     def not_trained(self) -> dict[str, Any]:
-        """Return the keys that change nothing of what is trained, as pydantic's `exclude`."""
+        """Return the keys that do not affect training, as pydantic's `exclude`."""
         return dict.fromkeys(self.placement_keys, True)
 
     def check_job(self, job: JobConfig) -> None:
-        """Refuse a job that an engine with these settings can't sample for.
-
-        Raises:
-            ValueError: the message names the key.
-        """
+        """Raise ValueError for a job that an engine with these settings can't sample for, naming the key."""
 
     def require_place(self) -> None:
-        """Refuse a job that is about to start, if only a service could start it.
-
-        Raises:
-            ConfigError: the message names the key that is missing.
-        """
+        """Raise ConfigError for a starting job that only a service could start."""
         for table in self.tables:
             table.require_place()
 
 
 class PooledEngineConfig(EngineConfig):
-    """The table of an engine of one kind. A field of this type takes the kinds that may be one of several.
+    """The table of an engine of one kind. A field of this type takes the kinds that can be mixed.
 
     Attributes:
-        mixes: whether the workers may be a part of a pool of several kinds.
-        in_process: whether the engine of a single worker is in the job's own process.
-        reads_images: whether models that read images can be served.
-        product: what the servers are, for messages; "": no servers of another project.
-        operator_keys: keys that in a service only the operator sets, and what they name.
-        program_key: which of them names the program that a job starts; None: it starts none.
+        mixes: whether the workers may be part of a pool of several kinds.
+        in_process: whether a single worker is in the job's own process.
+        reads_images: whether vision-language models are supported.
+        product: name of another project's server, for messages; "": none.
+        operator_keys: keys that only a service's operator may set, and what they name.
+        program_key: the one that names the program a job starts; None: it starts none.
     """
 
     placement_keys: ClassVar[frozenset[str]] = EngineConfig.placement_keys | {"replicas"}
@@ -194,37 +186,37 @@ class PooledEngineConfig(EngineConfig):
 
     @classmethod
     def alternatives(cls) -> Sequence[type[Section]]:
-        """Return the sections of which a field of this type holds one."""
+        """Return the sections that a field of this type may hold."""
         return [one for one in sections().values() if one.mixes] if cls is PooledEngineConfig else (cls,)
 
     @property
     def pooled(self) -> bool:
-        """Return whether the workers are processes, which are watched and replaced also where there is only one."""
+        """Return whether the workers are processes, which are watched and replaced even if there is only one."""
         return self.worker_count > 1 or not self.in_process
 
     @property
     def worker_count(self) -> int:
-        """Return how many inference workers a job begins with: those that it starts, or addresses."""
+        """Return the initial number of inference workers: started ones, or addresses."""
         return len(self.urls) or self.replicas
 
     @property
     def started_count(self) -> int:
-        """Return how many of its inference workers a job starts; the others are servers that run already."""
+        """Return how many inference workers the job starts; the others are running servers."""
         return 0 if self.urls else self.replicas
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Return the addresses of the workers that run already."""
+        """Return the addresses of running workers."""
         return ()
 
     @property
     def precision(self) -> Dtype:
-        """Return the precision in which the workers get weights."""
+        """Return the precision of the workers' weights."""
         return "bfloat16"
 
     @property
     def transfer(self) -> str:
-        """Return how whole weights reach the workers: by `file`, or the way of a broadcast."""
+        """Return how whole weights reach the workers: by `file`, or a kind of broadcast."""
         return "file"
 
     @property
@@ -233,15 +225,11 @@ class PooledEngineConfig(EngineConfig):
         return (self,)
 
     def resources(self, policies: int) -> Alike:
-        """Return what the workers that a job starts hold of a cluster.
-
-        Args:
-            policies: of the job.
-        """
+        """Return the cluster resources of the job's workers."""
         return Alike(self.started_count)
 
     def require_place(self) -> None:
-        """Refuse a job that is about to start, if only a service could start it; see `EngineConfig`."""
+        """Raise ConfigError for a starting job that only a service could start; see `EngineConfig`."""
 
 
 class MixedEngineConfig(EngineConfig):
@@ -286,27 +274,23 @@ class MixedEngineConfig(EngineConfig):
 
     @property
     def tables(self) -> tuple[PooledEngineConfig, ...]:
-        """Return the tables of the workers, one for each kind of them, with what is of the whole pool."""
+        """Return the tables of the workers, one for each kind, completed with the pool's settings."""
         shared = {"sync": self.sync, "stuck_seconds": self.stuck_seconds}
         return tuple(table.model_copy(update=shared) for table in self.workers)
 
     def not_trained(self) -> dict[str, Any]:
-        """Return the keys that change nothing of what is trained, as pydantic's `exclude`."""
+        """Return the keys that do not affect training, as pydantic's `exclude`."""
         each = {number: table.not_trained() for number, table in enumerate(self.workers)}
         return {**super().not_trained(), "workers": each}
 
     def check_job(self, job: JobConfig) -> None:
-        """Refuse a job that one kind of workers can't sample for; see `EngineConfig`."""
+        """Refuse a job that one kind of worker can't sample for; see `EngineConfig`."""
         for table in sorted(self.tables, key=lambda table: table.in_process):  # servers can do less
             table.check_job(job)
 
 
 def default_engine() -> EngineConfig:
-    """Return the engine of a job that names none.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return the engine of a job that names none."""
     try:
         return sections()[DEFAULT_KIND].model_validate({})
     except KeyError:

@@ -1,6 +1,6 @@
-"""The kinds of engines that are installed. An entry point of the group `palestra.engines` names the driver of each.
+"""The installed kinds of engines. An entry point of the group `palestra.engines` names each driver.
 
-Nothing is loaded before a configuration is checked for the first time: the driver's module imports this package.
+Drivers are loaded when a configuration is first checked: their modules import this package.
 """
 
 from __future__ import annotations
@@ -20,18 +20,14 @@ DEFAULT_KIND = "embedded"  # of a table that names none
 
 
 class KnownEngine(Protocol):
-    """What a configuration asks of a driver; see `palestra.engine.driver.EngineDriver` for the rest."""
+    """The part of a driver that a configuration uses; see `palestra.engine.driver.EngineDriver`."""
 
     section: type[PooledEngineConfig]
 
 
 @cache
 def drivers() -> Mapping[str, Any]:
-    """Return a driver of each kind of engine that is installed, by kind, in the order of their names.
-
-    Raises:
-        ConfigError: one can't be imported, or two packages have the same kind.
-    """
+    """Return a driver of each installed kind of engine, sorted by kind."""
     found: dict[str, KnownEngine] = {}
     for name, point in extensions(GROUP).items():
         driver: KnownEngine = load_extension(point)()

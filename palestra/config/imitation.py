@@ -1,4 +1,4 @@
-"""Algorithms that learn from what is given: `[algorithm]` of SFT, and of distillation."""
+"""Algorithms that learn from given data: `[algorithm]` of SFT, and of distillation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from palestra.config.networks import TeacherServerConfig
 
 
 class SFTConfig(AlgorithmConfig):
-    """Supervised fine-tuning: recorded episodes are trained, and none is played for training."""
+    """Supervised fine-tuning on recorded episodes; none is played for training."""
 
     name: Literal["sft"] = Field("sft", description=NAME)
     loss_agg_mode: LossAggMode = Field("token-mean", description=LOSS_AGG_MODE)
@@ -41,7 +41,7 @@ class SFTConfig(AlgorithmConfig):
 
     @property
     def learns_conversations(self) -> bool:
-        """Return whether the tasks are conversations, because there is no run to learn from."""
+        """Return whether the tasks are conversations, because there is no run."""
         return not self.brings_tasks
 
     @model_validator(mode="after")
@@ -54,7 +54,7 @@ class SFTConfig(AlgorithmConfig):
 
 
 class DistillConfig(AlgorithmConfig):
-    """On-policy distillation (Agarwal et al. 2024): a frozen policy or a served model teaches, token by token."""
+    """On-policy distillation (Agarwal et al. 2024) from a frozen policy or a served model, token by token."""
 
     name: Literal["distill"] = Field("distill", description=NAME)
     loss_agg_mode: LossAggMode = Field("token-mean", description=LOSS_AGG_MODE)
@@ -75,14 +75,12 @@ class DistillConfig(AlgorithmConfig):
 
     @property
     def served_teacher(self) -> TeacherServerConfig | None:
-        """Return the server that teaches."""
+        """Return the teacher's server."""
         return self.teacher_server
 
     def teacher_of(self, frozen: Sequence[str]) -> str | None:
-        """Return the policy that teaches; None: a server does, or there is no frozen policy, and no job starts so.
-
-        Raises:
-            ValueError: the named policy is not one of them, or there are several and none is named.
+        """Return the teacher policy; None: a server teaches, or there is no frozen policy, which is
+        refused elsewhere.
         """
         known = ", ".join(map(repr, frozen)) or "none"
         if self.teacher_server is not None:

@@ -42,7 +42,7 @@ MAX_POLICIES = 8
 
 
 class JobConfig(Section):
-    """The configuration of one job: models are trained, or only served."""
+    """The configuration of one job, which trains models or only serves them."""
 
     model_config = ConfigDict(defer_build=True)  # see `EngineConfig`
 
@@ -106,7 +106,7 @@ class JobConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _model_of_the_policy(cls, data: Any) -> Any:
-        """Move `model` into the one policy, so that all other code reads one place only."""
+        """Move `model` into the only policy, so that it has one place."""
         if not isinstance(data, Mapping) or data.get("model") is None:
             return data
         rest = {key: value for key, value in data.items() if key != "model"}
@@ -164,25 +164,25 @@ class JobConfig(Section):
 
     @property
     def base(self) -> str | None:
-        """Return the address of the base server that samples and trains for the job, or `shared`; None: there is none.
+        """Return the address of the base server that samples and trains for the job, or `shared`; None: no base server.
 
-        A job without a model needs none, whatever its policies say.
+        A job without a model needs none.
         """
         return next(iter(self.policies.values())).base if self.engine.has_model else None
 
     @property
     def loads_models(self) -> bool:
-        """Return whether the job has models of its own: neither a base server nor an engine without a model."""
+        """Return whether the job loads models: it has neither a base server nor an engine without a model."""
         return self.engine.has_model and self.base is None
 
     @property
     def trained_policies(self) -> tuple[str, ...]:
-        """Return the names of the policies that are not frozen, in their order."""
+        """Return the names of the policies that are not frozen, in order."""
         return tuple(not_frozen(self.policies))
 
     @property
     def frozen_policies(self) -> tuple[str, ...]:
-        """Return the names of the policies that are frozen, in their order."""
+        """Return the names of the frozen policies, in order."""
         return tuple(name for name, policy in self.policies.items() if policy.frozen)
 
     @property
@@ -210,16 +210,16 @@ class JobConfig(Section):
         return "algorithm" if self.policies[policy].algorithm is None else f"policies.{policy}.algorithm"
 
     def teacher_of(self, policy: str) -> str | None:
-        """Return the name of the frozen policy from which a trained one learns; None: it learns from rewards.
+        """Return the name of the frozen policy that teaches a trained one; None: it learns from rewards.
 
         Raises:
-            ValueError: it is not clear which one it is.
+            ValueError: the teacher is ambiguous.
         """
         return self.algorithm_of(policy).teacher_of(self.frozen_policies)
 
     @property
     def brings_tasks(self) -> bool:
-        """Return whether the training tasks come with an algorithm, so that the job needs no others."""
+        """Return whether an algorithm provides the training tasks."""
         return any(self.algorithm_of(name).brings_tasks for name in self.trained_policies)
 
     @property
@@ -236,7 +236,7 @@ class JobConfig(Section):
         )
 
     def with_model(self, model: str) -> JobConfig:
-        """Return the job with another model for the one policy that is not frozen.
+        """Return the job with another model for its only policy that is not frozen.
 
         Args:
             model: see `PolicyConfig.model`.
@@ -256,7 +256,7 @@ class JobConfig(Section):
         return hashlib.sha256(to_json(self.what_is_trained())).hexdigest()
 
     def what_is_trained(self) -> dict[str, Any]:
-        """Return all settings that decide what is trained, as nested tables.
+        """Return all settings that affect training, as nested tables.
 
         Left out are the address and the files, limits of workers, who plays, and the number of steps (unless the
         learning rate depends on it). The tasks themselves are in the run store.
@@ -307,7 +307,7 @@ _UNUSED_OF_ALGORITHM: dict[str, Any] = {"teacher_server": set(TeacherServerConfi
 
 
 def _unused_of_policy(policy: PolicyConfig) -> dict[str, Any]:
-    """Return what of a trained policy's table is not part of what is trained, as pydantic's `exclude`."""
+    """Return the settings of a trained policy that do not affect training, as pydantic's `exclude`."""
     found: dict[str, Any] = {"frozen": True, "base": True}  # a base server may move
     if policy.algorithm is not None:
         found["algorithm"] = _UNUSED_OF_ALGORITHM

@@ -28,15 +28,15 @@ UNSET: Final = object()  # value of an override that removes a key
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> JobConfig:
-    """Read a job's configuration from a TOML file; all relative paths in it are relative to the file.
+    """Read a job's configuration from a TOML file. Relative paths are relative to the file.
 
-    `model`, `reference` and `from_run` may also be names: they are paths if they begin with `.` or `~`, or there is
-    such a folder. `~` is the home directory.
+    `model`, `reference` and `from_run` may also be names: they are paths if they begin with `.` or `~`, or if such a
+    folder exists. `~` is the home directory.
 
     Args:
         path: path of the file.
-        overrides: values by dotted key, which replace those of the file; a part of a key that has a dot in it stands in
-            quotes, as in `policies."v1.5".frozen`.
+        overrides: values by dotted key, which replace those of the file. Quote a part of a key that contains a dot, as
+            in `policies."v1.5".frozen`.
 
     Raises:
         ConfigError: the file does not exist or is not TOML, a key is unknown, or a value is out of range.
@@ -45,14 +45,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
 
 def load_saved_config(folder: Path) -> JobConfig:
-    """Read the configuration that a run was started with.
-
-    Args:
-        folder: of the run.
-
-    Raises:
-        ConfigError: there is none, or it can't be read.
-    """
+    """Read the configuration that a run was started with."""
     path = folder / SAVED_CONFIG
     if path.exists() and not path.is_file():  # opening a pipe would wait for its other end
         raise ConfigError(f"{path} is not a file")
@@ -60,18 +53,10 @@ def load_saved_config(folder: Path) -> JobConfig:
 
 
 def find_mistakes(path: Path, overrides: Mapping[str, Any] | None = None) -> tuple[JobConfig | None, list[Mistake]]:
-    """Read a configuration as `load_config` does, and return all of its mistakes, each once.
+    """Read a configuration like `load_config`, and return all of its mistakes, each once.
 
-    Args:
-        path: path of the file.
-        overrides: see `load_config`.
-
-    Returns:
-        The configuration without the keys that are wrong, so that the rest of it can be checked, and the mistakes. None
-        in place of the configuration: it has a mistake that is not about one key.
-
-    Raises:
-        ConfigError: the file does not exist or is not TOML, or an override is not for a section.
+    The returned configuration lacks the wrong keys, so that the rest can be checked; None: a mistake is not about one
+    key.
     """
     merged = _merged(_read(path), overrides, str(path))
     mistakes: list[Mistake] = []
@@ -107,12 +92,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def resolve_paths(table: dict[str, Any], folder: Path, names: bool = True) -> None:
-    """Make the paths of a configuration absolute.
+    """Make the paths of a configuration absolute, in place.
 
     Args:
-        table: tables of TOML, which are changed.
-        folder: to which relative paths are relative.
-        names: whether also names of models and runs that are folders.
+        folder: base of relative paths.
+        names: whether to include names of models and runs that are folders.
     """
     for key, value in table.items():
         if isinstance(value, dict) and key not in _OTHERS_TABLES:
@@ -139,7 +123,7 @@ def _is_path(annotation: Any) -> bool:
 
 
 def dump_saved_config(config: JobConfig) -> str:
-    """Return the whole configuration as TOML that says the same wherever it is read; see `dump_config`."""
+    """Return the whole configuration as TOML with the same meaning wherever it is read; see `dump_config`."""
     data = config.model_dump(mode="json", exclude_none=True)
     resolve_paths(data, Path.cwd(), names=False)  # models and source runs stay as the run's digest has them
     return tomli_w.dumps(data)
@@ -148,16 +132,11 @@ def dump_saved_config(config: JobConfig) -> str:
 def parse_config(
     data: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, source: str = "config"
 ) -> JobConfig:
-    """Check a mapping and return the configuration.
+    """Validate a mapping and return the configuration.
 
     Args:
-        data: nested tables, as in TOML.
-        overrides: values by dotted key, which replace those of `data`. `UNSET` removes a key, so that its default
-            holds.
+        overrides: values by dotted key. `UNSET` removes a key, so that its default holds.
         source: name of the configuration, for messages.
-
-    Raises:
-        ConfigError: a key is unknown, or a value is out of range.
     """
     try:
         return JobConfig.model_validate(_merged(data, overrides, source))
@@ -183,10 +162,10 @@ def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any] | None, source
 
 
 def dump_config(config: JobConfig) -> str:
-    """Return the whole configuration as TOML, defaults included; `parse_config` of the text gives an equal one.
+    """Return the whole configuration as TOML, including defaults; `parse_config` of the text gives an equal one.
 
     Args:
-        config: the job; keys whose value is None are left out, which TOML can't write.
+        config: the job; keys with the value None are left out, because TOML has no null.
     """
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 

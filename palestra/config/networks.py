@@ -1,4 +1,4 @@
-"""Networks beside the policy that is trained: a reference, a critic, a teacher that another server has."""
+"""Networks in addition to the trained policy: a reference, a critic, a served teacher."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from palestra.config.section import UNLIMITED, Positive, Section
 
 
 def reference_of(policy: str) -> str:
-    """Return what stands for a policy's reference among names of policies, none of which has a slash."""
+    """Return the name of a policy's reference among policies' names, which have no slash."""
     return f"{policy}/reference"
 
 
 class KLConfig(Section):
-    """A penalty of divergence from a reference policy: one more copy of weights, unless an adapter is trained."""
+    """A KL penalty with a reference policy: one more copy of the weights, unless an adapter is trained."""
 
     reference: str | None = Field(
         None,
@@ -54,7 +54,7 @@ class KLConfig(Section):
 
 
 class TeacherServerConfig(Section):
-    """A server of a model that teaches: any with OpenAI's `/v1/completions` that echoes a prompt's logprobs."""
+    """A teacher model's server: any with OpenAI's `/v1/completions` that echoes a prompt's logprobs."""
 
     url: str = Field(
         description="URL of the server without /v1, such as `http://10.0.0.5:8000`: vLLM, SGLang, or a Palestra that "
@@ -94,7 +94,7 @@ class CriticConfig(Section):
 
 
 class TwinCriticConfig(Section):
-    """The critic of `sac`: like that of `ppo`, with two value heads, and a copy that follows it."""
+    """The critic of `sac`: like that of `ppo`, with two value heads and a target copy."""
 
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-5)
     warmup_steps: int = Field(

@@ -1,4 +1,4 @@
-"""What TRL and verl call the keys of a job: a user of theirs who writes a familiar name is shown the key here."""
+"""Names that TRL and verl use for a job's keys, for error messages that suggest the right key."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ VERL: Mapping[str, str] = {
 
 
 def key_of_other_name(name: str) -> str | None:
-    """Return what to write for a name of TRL or verl, and whose name it is; None: it is no such name.
+    """Return the key for a name of TRL or verl, and whose name it is; None: unknown.
 
     Args:
         name: the last part of an unknown key.

@@ -1,4 +1,4 @@
-"""The parts of a job beside its engine: checkpoints, the trainer, the store, the server."""
+"""Further parts of a job: checkpoints, the trainer, the store, the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CheckpointConfig(Section):
 
 
 class TrainerConfig(Section):
-    """The trainer: precision, device and batch sizes of the computation of gradients."""
+    """The trainer: precision, device and batch sizes of gradient computation."""
 
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of products; weights are float32.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
@@ -95,5 +95,5 @@ class ServerConfig(Section):
 
     @property
     def port_is_given(self) -> bool:
-        """Return whether the port was chosen, and must not give way to a free one."""
+        """Return whether the port was configured, and must not be replaced by a free one."""
         return "port" in self.model_fields_set

@@ -20,14 +20,14 @@ _OF_TRAINING = ("optimizer", "algorithm", "updates", "vision")  # keys that a fr
 
 
 class SamplingConfig(Section):
-    """Sampling of training episodes. A job fixes these parameters, so that a call can't change them."""
+    """Sampling of training episodes. The job fixes these parameters; calls can't change them."""
 
     temperature: float = Field(1.0, gt=0, le=10, description="Softmax temperature, also used by the trainer.")
     max_tokens: Positive = Field(1024, description="Most tokens a call may sample; a call may ask for fewer.")
 
 
 class UpdatesConfig(Section):
-    """The training steps in which a policy is updated; in the others it stays as it is, and costs nothing."""
+    """The training steps that update a policy; in the others it is unchanged, at no cost."""
 
     every: Positive = Field(1, description="The policy is updated in every so many steps.")
     at: Positive = Field(
@@ -45,16 +45,16 @@ class UpdatesConfig(Section):
         return self
 
     def due(self, step: int) -> bool:
-        """Return whether the policy is updated in a step, which counts from 1."""
+        """Return whether a step, counting from 1, updates the policy."""
         return step % self.every == self.at % self.every
 
     def until(self, step: int) -> int:
-        """Return in how many of the first steps, up to this one, the policy is updated."""
+        """Return how many of the steps up to this one update the policy."""
         return max((step - self.at) // self.every + 1, 0)
 
 
 class AdapterConfig(Section):
-    """LoRA (Hu et al. 2021): matrices of low rank beside the model's layers, trained in place of its weights."""
+    """LoRA (Hu et al. 2021): low-rank matrices, trained in place of the model's weights."""
 
     rank: Positive = Field(16, description="Rank of the product of a layer's two matrices; at most the layer's width.")
     alpha: float = Field(
@@ -73,7 +73,7 @@ class AdapterConfig(Section):
 
     @property
     def scale(self) -> float:
-        """Return the factor of the product."""
+        """Return the factor of the low-rank product."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @model_validator(mode="after")
@@ -146,7 +146,7 @@ class PolicyConfig(Section):
 
     @model_serializer(mode="wrap")
     def _without_unused_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what says how a policy is trained, if it is frozen, and what is not there."""
+        """Leave out training settings of a frozen policy, and missing values."""
         # A run writes its configuration with all defaults; an optimizer beside `frozen` would be refused on resuming.
         dumped: dict[str, Any] = handler(self)
         if self.frozen:
@@ -160,7 +160,7 @@ class PolicyConfig(Section):
 
 
 def not_frozen(policies: Mapping[Any, Any]) -> list[Any]:
-    """Return the names of the policies, checked or as they were written, that are not frozen."""
+    """Return the names of the policies that are not frozen, from validated or raw tables."""
     return [
         name
         for name, policy in policies.items()
@@ -169,15 +169,7 @@ def not_frozen(policies: Mapping[Any, Any]) -> list[Any]:
 
 
 def with_model(policies: Any, model: Any) -> Any:
-    """Return policies, checked or as they were written, of which the one that is not frozen has another model.
-
-    Args:
-        policies: by name; what is no policy stays as it is, and is refused where policies are checked.
-        model: see `PolicyConfig.model`.
-
-    Raises:
-        ValueError: none or several policies are not frozen, so that it is not clear whose model it is.
-    """
+    """Return policies, validated or raw, with another model for the only one that is not frozen."""
     names = not_frozen(policies) if isinstance(policies, Mapping) else []
     if len(names) != 1:
         raise ValueError(

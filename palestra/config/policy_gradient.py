@@ -31,7 +31,7 @@ _DYNAMIC_SAMPLING = (
 
 
 class PolicyGradientConfig(AlgorithmConfig):
-    """What algorithms have that credit calls with returns, and correct for the policy that has sampled them."""
+    """Keys of algorithms that credit calls with returns, with an off-policy correction."""
 
     credit: Credit = Field("episode", description=_CREDIT)
     discount: float = Field(1.0, ge=0, le=1, description="Discount factor of one TimeStep, for `step` and `team-step`.")
@@ -48,25 +48,25 @@ class PolicyGradientConfig(AlgorithmConfig):
 
 
 class ClippedConfig(PolicyGradientConfig):
-    """What algorithms have whose loss bounds probability ratios."""
+    """Keys of algorithms with a clipped probability ratio."""
 
     clip_low: float = Field(0.2, ge=0, le=1, description=CLIP_LOW)
     clip_high: float = Field(0.2, ge=0, le=UNLIMITED, description=CLIP_HIGH)
 
 
 class GroupConfig(ClippedConfig):
-    """What algorithms have that compare the episodes of a group with one another."""
+    """Keys of algorithms that compare the episodes of a group."""
 
     dynamic_sampling: int = Field(0, ge=0, le=16, description=_DYNAMIC_SAMPLING)
 
     @property
     def smallest_group(self) -> int:
-        """Return 2: a group of one has nothing to be compared with."""
+        """Return 2: a single episode can't be compared."""
         return 2
 
 
 class ScaledGroupConfig(GroupConfig):
-    """What algorithms have whose baseline is the group's mean return."""
+    """Keys of algorithms whose baseline is the group's mean return."""
 
     advantage_scale: AdvantageScale = Field("std", description=_ADVANTAGE_SCALE)
 
@@ -91,7 +91,7 @@ class DrGRPOConfig(GroupConfig):
 
 
 class DAPOConfig(ScaledGroupConfig):
-    """DAPO (Yu et al. 2025): GRPO that clips higher, weighs tokens equally, and makes long replies cost reward."""
+    """DAPO (Yu et al. 2025): GRPO with a higher upper bound, equal token weights, and a length penalty."""
 
     name: Literal["dapo"] = Field("dapo", description=NAME)
     loss_agg_mode: LossAggMode = Field("token-mean", description=LOSS_AGG_MODE)
@@ -109,7 +109,7 @@ class DAPOConfig(ScaledGroupConfig):
 
 
 class GSPOConfig(ScaledGroupConfig):
-    """GSPO (Zheng et al. 2025): GRPO whose probability ratio is that of the whole sequence, for each of its tokens."""
+    """GSPO (Zheng et al. 2025): GRPO with the probability ratio of the whole sequence for each of its tokens."""
 
     name: Literal["gspo"] = Field("gspo", description=NAME)
     clip_low: float = Field(3e-4, ge=0, le=1, description=CLIP_LOW)
@@ -123,7 +123,7 @@ class GSPOConfig(ScaledGroupConfig):
 
 
 class CISPOConfig(ScaledGroupConfig):
-    """CISPO (MiniMax 2025, MiniMax-M1): ratios are bounded as weights of the gradient, and no token is left out."""
+    """CISPO (MiniMax 2025, MiniMax-M1): bounded ratios weight the gradient, and no token is dropped."""
 
     name: Literal["cispo"] = Field("cispo", description=NAME)
     loss_agg_mode: LossAggMode = Field("token-mean", description=LOSS_AGG_MODE)
@@ -151,7 +151,7 @@ class ReinforcePPConfig(ClippedConfig):
 
     @property
     def smallest_group(self) -> int:
-        """Return 2 where returns are compared within a group, else 1."""
+        """Return 2 if returns are compared within a group, else 1."""
         return 2 if self.baseline == "group" else 1
 
 

@@ -17,18 +17,18 @@ _LATEST_LAST = 2**64
 
 
 def past_name(policy: str, step: int) -> str:
-    """Return the name of a policy as it was after a step: `white@5`."""
+    """Return the name of a policy's version after a step: `white@5`."""
     return f"{policy}@{step}"
 
 
 def past_of(name: str) -> tuple[str, int] | None:
-    """Return the policy and the step of a past version's name; None: it is the name of a policy."""
+    """Return policy and step of a past version's name; None: it names a policy."""
     found = _PAST.fullmatch(name)
     return None if found is None else (found["policy"], int(found["step"]))
 
 
 class PoolConfig(Section):
-    """Past versions of a policy that play a role: which are kept, and how one is chosen for an episode."""
+    """Past versions of a policy that play a role: which to keep, and how to choose one for an episode."""
 
     every_steps: Positive = Field(
         5, description="A version is added after every so many steps; the first one has the weights of step 0."
@@ -56,21 +56,21 @@ class PoolConfig(Section):
     )
 
     def versions(self, done: int) -> tuple[int, ...]:
-        """Return the versions of the pool, oldest first, by the number of the step after which each was made."""
+        """Return the pool's versions, oldest first, by the step that made them."""
         return tuple(range(0, done + 1, self.every_steps))[-self.size :]
 
     def weights(self, versions: Sequence[int], win_rates: Mapping[int, float]) -> tuple[float, ...]:
-        """Return how much each version counts in the choice; they need not add up to 1.
+        """Return the relative weight of each version in the choice.
 
         Args:
-            win_rates: of those that learn against a version, from 0 to 1; a version that is not in it counts as 0.5.
+            win_rates: of learners against a version, from 0 to 1; 0.5 for a missing one.
         """
         if self.choice == "uniform":
             return (1.0,) * len(versions)
         return tuple((1.0 - win_rates.get(version, 0.5)) ** self.power for version in versions)
 
     def draw(self, key: str, versions: Sequence[int], win_rates: Mapping[int, float]) -> int | None:
-        """Return the version that plays; None: the newest weights do. Equal arguments give the same result.
+        """Return the version that plays; None: the newest weights. Equal arguments give equal results.
 
         Args:
             win_rates: see `weights`.
@@ -113,7 +113,7 @@ class RoleConfig(Section):
 
 
 def _plain(role: str | RoleConfig) -> str | RoleConfig:
-    """Return a role without a pool as the name of its policy, so that one role is written in one way."""
+    """Return a role without a pool as its policy's name, so that it has one form."""
     return role.policy if isinstance(role, RoleConfig) and role.versions == "latest" else role
 
 

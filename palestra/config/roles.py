@@ -1,4 +1,4 @@
-"""Which policy plays each agent of an episode, and whose reward is to be learned from."""
+"""Which policy plays each agent of an episode, and whose reward is learned from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAST_NUMBER = re.compile(r"-\d+$")
 
 
 def is_agent_name(name: str) -> bool:
-    """Return whether an agent may have this name: printable, its own and its parents' parts between slashes."""
+    """Return whether a text is a valid agent name: printable, with nonempty parts between slashes."""
     return 0 < len(name) <= MAX_AGENT and name.isprintable() and "" not in name.split("/")
 
 
@@ -36,11 +36,11 @@ class Roles:
     """The policies of a job's agents.
 
     Attributes:
-        default: the policy of every agent that has no role of its own: the first one that is trained.
-        named: the policy of a role, by the agent's name.
-        frozen: the policies that are never trained; of an episode, also the past versions that play in it.
-        rivals: the policies that are trained, where there are several: then each learns from its own rewards alone.
-        pools: the pool of a role that past versions play, by the agent's name.
+        default: the policy of agents without a role: the first trained one.
+        named: policy by agent.
+        frozen: frozen policies; for an episode, also past versions that play in it.
+        rivals: the trained policies, if there are several: each learns only from its own rewards.
+        pools: pools of roles played by past versions, by agent.
     """
 
     default: str
@@ -56,11 +56,11 @@ class Roles:
         return {role: name for role, name in self.named.items() if role not in pools or pools[role].latest_share}
 
     def of_episode(self, players: Mapping[str, str]) -> Roles:
-        """Return the roles as they are in one episode.
+        """Return the roles of one episode.
 
         Args:
-            players: which policy, or past version of one, plays a role that has a pool, by the agent's name; empty for
-                an episode of a job without pools.
+            players: the policy, or its past version, that plays a role with a pool, by agent; empty for a job without
+                pools.
         """
         if not players:
             return self
@@ -70,11 +70,8 @@ class Roles:
     def policy_of(self, agent: str) -> str:
         """Return the policy that plays an agent.
 
-        It is that of the agent's name, or of its name without the last number or without any (`agent/solver` for
-        `agent/solver-2`), or of its nearest parent that has one (`planner` for `planner/search`); else the default.
-
-        Args:
-            agent: its name; a subagent's begins with its parent's and a slash.
+        The role may have the agent's name, its name without the last number or without any (`agent/solver` for
+        `agent/solver-2`), or its nearest parent's (`planner` for `planner/search`); otherwise it is the default.
         """
         if not self.named:
             return self.default
@@ -88,41 +85,33 @@ class Roles:
 
     @staticmethod
     def is_of(role: str, agents: Iterable[str]) -> bool:
-        """Return whether a role without slashes is one of some agents': its name, with or without a number."""
+        """Return whether a role without slashes is one of some agents, with or without a number."""
         return any(role in (agent, _LAST_NUMBER.sub("", agent)) for agent in agents)
 
     def plays_frozen(self, agent: str) -> bool:
-        """Return whether a frozen policy plays an agent, beside one that is trained."""
+        """Return whether a frozen policy plays an agent in a job that trains."""
         return self.default not in self.frozen and self.policy_of(agent) in self.frozen
 
     def learns(self, agent: str) -> bool:
         """Return whether an agent's reward is learned from: a trained policy plays it, or a subagent of it.
 
-        A subagent without a reward of its own earns that of its nearest parent which has one. Where all policies are
-        frozen nothing is trained, and every reward counts, as for an evaluation.
+        A subagent without a reward of its own earns its nearest rewarded parent's. If all policies are frozen, every
+        reward counts, as in an evaluation.
         """
         if not self.plays_frozen(agent):
             return True
         return any(name.startswith(f"{agent}/") and policy not in self.frozen for name, policy in self.named.items())
 
     def trained_rewards(self, rewards: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the rewards that are to be learned from; see `learns`.
-
-        Args:
-            rewards: of an episode, by agent.
-        """
+        """Return the rewards that are learned from; see `learns`."""
         if not self.frozen:
             return rewards
         return {agent: reward for agent, reward in rewards.items() if self.learns(agent)}
 
     def rewards_of(self, policy: str, rewards: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the rewards that one trained policy learns from: those of the agents that it plays.
+        """Return the rewards that one trained policy learns from: those of the agents it plays.
 
-        A subagent of it without a reward of its own earns that of its parent, whichever policy plays the parent.
-
-        Args:
-            policy: by name.
-            rewards: of an episode, by agent.
+        Its subagent without a reward earns its parent's, whichever policy plays the parent.
         """
         if not self.rivals:
             return self.trained_rewards(rewards)
@@ -139,14 +128,10 @@ class Roles:
 
 
 def check_pools(roles: Roles, steps: int, max_staleness: int, algorithm_of: Callable[[str], AlgorithmConfig]) -> None:
-    """Refuse pools from which nothing could be learned.
+    """Raise ValueError for pools without a learning signal.
 
     Args:
-        algorithm_of: returns the algorithm of a policy, which says what an agent's calls are credited with.
-
-    Raises:
-        ValueError: the pool is of a frozen policy, has a version besides that of step 0 too late for the job, or has
-            the newest weights play against themselves for one reward.
+        algorithm_of: returns a policy's algorithm, which decides how calls are credited.
     """
     for agent, pool in roles.pools.items():
         policy = roles.named[agent]

@@ -1,4 +1,4 @@
-"""What is played: tasks, the environment, the episodes of a step and those that measure."""
+"""What to play: tasks, the environment, the episodes of a step and of evaluations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TasksConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """An environment that ships with Palestra, or one that a server plays; the job's process plays its episodes."""
+    """An environment that ships with Palestra, or one on a server; the job's process plays its episodes."""
 
     name: str | None = Field(
         None,
@@ -183,7 +183,7 @@ class RolloutConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Validation on held-out tasks: greedy, through the same claims as training, while no weight changes."""
+    """Validation on held-out tasks: greedy, through the same claims as training, while weights do not change."""
 
     every_steps: int = Field(
         5, ge=0, description="Evaluate every so many steps, before the first and after the last. 0: never."

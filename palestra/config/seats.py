@@ -1,4 +1,4 @@
-"""Seats: which agents of an episode are played by workers outside of the server, each by a worker of its own."""
+"""External players: agents of an episode played by workers outside the server, one worker each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_SEATS = 64  # of an episode
 
 
 class SeatsConfig(Section):
-    """The agents that workers outside of the server play. The server plays the environment and all other agents."""
+    """The agents that external workers play. The server runs the environment and all other agents."""
 
     roles: list[AgentName] = Field(
         [],
@@ -49,6 +49,8 @@ class SeatsConfig(Section):
         return self
 
     def seat_of(self, agent: str) -> str | None:
-        """Return the seat that plays an agent: itself, or the one that its name begins with; None: the server does."""
+        """Return the external player of an agent: itself, or the one that its name begins with; None: the server plays
+        it.
+        """
         seat = agent.partition("/")[0]
         return seat if seat in self.roles else None

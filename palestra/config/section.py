@@ -1,4 +1,4 @@
-"""What all tables of a configuration have in common: unknown keys are refused, and every mistake is one line.
+"""Base of all configuration tables: unknown keys are errors, and every mistake is one line.
 
 The line names the key, the value and the nearest known key.
 """
@@ -36,7 +36,7 @@ class Mistake(NamedTuple):
     """A mistake in a configuration.
 
     Attributes:
-        place: the parts of the key, as a user has written it; (): it is not about one key.
+        place: the parts of the key, as the user wrote it; (): it is not about one key.
         text: a sentence that names the key.
     """
 
@@ -48,19 +48,18 @@ def explain(error: ValidationError, root: type[Section]) -> str:
     """Return the first mistake of a configuration as a sentence.
 
     Args:
-        error: the error that pydantic raised.
-        root: the section that was checked; the keys in `error` are below it.
+        root: the section that was validated; keys in `error` are below it.
     """
     return _mistake(_in_order(error)[0], root).text  # of many thousand, explaining all would take minutes
 
 
 def explain_all(error: ValidationError, root: type[Section]) -> list[Mistake]:
-    """Return every mistake that an error has found in a configuration. The arguments are those of `explain`."""
+    """Return every mistake in an error; arguments as in `explain`."""
     return [_mistake(found, root) for found in _in_order(error)]
 
 
 def _in_order(error: ValidationError) -> list[ErrorDetails]:
-    """Return what pydantic found: a misspelt key comes before the required one that is missing because of it."""
+    """Return pydantic's errors with misspelled keys before the required keys that are missing because of them."""
     return sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
 
 
@@ -81,20 +80,20 @@ def _mistake(found: ErrorDetails, root: type[Section]) -> Mistake:
 
 
 def sections_of(annotation: Any) -> list[type[Section]]:
-    """Return the sections that a field may hold: one, the kinds of a union, or none if it holds values."""
+    """Return the sections that a field may hold: one, the kinds of a union, or none for a value."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return list(annotation.alternatives())
     return [section for part in get_args(annotation) for section in sections_of(part)]
 
 
 def chosen_kind(section: type[Section]) -> str:
-    """Return the value of the key `chosen_by` by which a section of a union is chosen; of a free name its form."""
+    """Return the value of the key `chosen_by` that chooses a section of a union; for a free name, its form."""
     field = section.model_fields[section.chosen_by]
     return section.form_of_name if field.is_required() else str(field.default)
 
 
 def _unknown(place: tuple[str, ...], section: type[Section], root: type[Section], given: Any) -> str:
-    """Return what to write instead of a key that its section does not have."""
+    """Suggest a key for one that its section does not have."""
     *path, key = place
     dotted = dotted_key(place)
     known, others = list(section.model_fields), _alternatives(root, path)
@@ -117,12 +116,12 @@ def _unknown(place: tuple[str, ...], section: type[Section], root: type[Section]
 
 
 def dotted_key(place: Sequence[str]) -> str:
-    """Return the parts of a key as a user writes them: with dots between, and a part that has a dot in quotes."""
+    """Return the parts of a key as users write them: joined by dots, with quotes around a part that has a dot."""
     return ".".join(f'"{part}"' if "." in part else part for part in place)
 
 
 def key_parts(dotted: str) -> tuple[str, ...]:
-    """Return the parts of a dotted key, as `dotted_key` writes it."""
+    """Return the parts of a dotted key, as written by `dotted_key`."""
     parts, at = [], 0
     while True:
         found = _PART.match(dotted, at)
@@ -163,7 +162,7 @@ def _walk(root: type[Section], loc: tuple[int | str, ...]) -> tuple[tuple[str, .
 
 
 def _alternatives(root: type[Section], path: Sequence[str]) -> list[type[Section]]:
-    """Return the kinds of section that a path may hold; one or none if there is no choice."""
+    """Return the kinds of section that a path may hold; one or none without a choice."""
     annotation: Any = root
     for step in path:
         if get_origin(annotation) in (dict, tuple):  # the step is a name that the user has chosen, or a place
@@ -207,7 +206,7 @@ else:
 
 
 class Section(_InWords):
-    """Base class of all tables: unknown keys are errors, and values can't be changed after the check."""
+    """Base class of all tables: unknown keys are errors, and values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -217,5 +216,5 @@ class Section(_InWords):
 
     @classmethod
     def alternatives(cls) -> Sequence[type[Section]]:
-        """Return the sections of which a field of this type holds one."""
+        """Return the sections that a field of this type may hold."""
         return (cls,)

@@ -1,4 +1,4 @@
-"""Jobs whose policies stand on a base server's model: which settings they have, and which are the server's."""
+"""Jobs on a base server's model: which settings they may have, and which the server has set."""
 
 from __future__ import annotations
 
@@ -14,21 +14,15 @@ _SCHEMES = ("unix:", "ws://", "wss://")
 
 
 def check_address(base: str) -> str:
-    """Refuse a text that is no address of a base server.
-
-    Raises:
-        ValueError: it is neither `shared` nor an address.
-    """
+    """Raise ValueError unless a text is `shared` or the address of a base server."""
     if base != PLACED and not base.startswith(_SCHEMES):
         raise ValueError(f"it is {PLACED!r}, or an address that begins with {', '.join(_SCHEMES)}, and not {base!r}")
     return base
 
 
 def check_bases(config: JobConfig) -> None:
-    """Refuse a job of which only a part is on a base server, or that sets what the server has set.
-
-    Raises:
-        ValueError: the message names the key.
+    """Raise ValueError for a job that is only partly on a base server, or sets what the server has
+    set, naming the key.
     """
     bases = {name: policy.base for name, policy in config.policies.items()}
     if not any(bases.values()):

@@ -10,11 +10,7 @@ from palestra.errors import ConfigError
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file in UTF-8; a byte order mark, which some editors write, is skipped.
-
-    Raises:
-        ConfigError: the file does not exist, can't be read, or is not TOML.
-    """
+    """Return the tables of a TOML file in UTF-8; a byte order mark is skipped."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:

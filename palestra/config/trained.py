@@ -1,4 +1,4 @@
-"""What the policies that are trained and their algorithms need of the rest of a job, checked before it starts."""
+"""Checks, before a job starts, that its trained policies and algorithms fit the rest."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ _LIKE_CHECKPOINT = re.compile(r"step-\d+")
 
 
 def check_trained(config: JobConfig) -> None:
-    """Refuse a training job whose policies can't be trained as it says.
-
-    Raises:
-        ValueError: the message names the key.
-    """
+    """Raise ValueError for a training job whose policies can't be trained, naming the key."""
     names = config.trained_policies
     if not names:
         raise ValueError(
@@ -31,7 +27,7 @@ def check_trained(config: JobConfig) -> None:
 
 
 def _check_several(config: JobConfig) -> None:
-    """Refuse what has no meaning, or no place on disk, where several policies are trained."""
+    """Raise an error for settings that are meaningless or would collide on disk with several trained policies."""
     names = config.trained_policies
     folders: dict[str, str] = {}
     for name in names:
@@ -95,7 +91,7 @@ def _check_groups(config: JobConfig, name: str) -> None:
 
 
 def _check_teacher(config: JobConfig, name: str) -> None:
-    """Refuse a teacher that is not frozen, and one on a server where it can't keep what the job promises."""
+    """Raise an error for a teacher that is not frozen, or a served one that breaks a promise of the job."""
     key, algorithm = config.algorithm_key(name), config.algorithm_of(name)
     config.teacher_of(name)
     if algorithm.served_teacher is None:

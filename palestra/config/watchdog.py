@@ -1,4 +1,4 @@
-"""The `[watchdog]` table: when a training job that does nothing is given up."""
+"""The `[watchdog]` table: when a training job without progress is stopped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from palestra.config.section import Section
 
 
 class WatchdogConfig(Section):
-    """Ends a training job in which nothing happens any more, and names the part that is stuck."""
+    """Ends a training job without progress, and names the stuck part."""
 
     seconds: float = Field(
         3600.0,

@@ -1,4 +1,4 @@
-"""The page that shows runs: read from their folders, served as JSON and as files of the package.
+"""The page that shows runs: read from their folders, served as JSON and static files.
 
-It writes nothing, and knows of a running job only what its store has and what `LiveState` says.
+It never writes. About a running job it only knows its store and `LiveState`.
 """

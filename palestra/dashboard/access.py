@@ -13,10 +13,10 @@ from palestra.http.guard import bearer
 
 
 class PageAccess(Protocol):
-    """Checks requests of the page; the routes know no keys."""
+    """Authorizes requests of the page; the routes know no keys."""
 
     def check(self, request: Request) -> None:
-        """Check that a request may see the runs.
+        """Check that a request may read the runs.
 
         Raises:
             Unauthorized, Forbidden: it may not.
@@ -24,7 +24,7 @@ class PageAccess(Protocol):
         ...
 
     def exchange(self, request: Request) -> str:
-        """Return the viewer's key for what a browser has: a one-time code, or a key that opens more.
+        """Return the viewer's key for a browser's one-time code, or for a key with more rights.
 
         Raises:
             Unauthorized, Forbidden: it has nothing that is good for that.
@@ -32,33 +32,33 @@ class PageAccess(Protocol):
         ...
 
     def talk(self, request: Request) -> str | None:
-        """Return the key with which a browser may call the policies; None: no engine runs, or it may only look.
+        """Return the key with which a browser may call the policies; None: no engine runs, or it may only read.
 
         Args:
-            request: one that `exchange` has answered.
+            request: already accepted by `exchange`.
         """
         ...
 
 
 class OneTimeLink:
-    """The access to a page of `palestra dashboard`: a code that is good once, for a key that lives as long as the page.
+    """Access to a page of `palestra dashboard`: a one-time code, exchanged for a key that is valid as long as the page.
 
-    The code stands behind the `#` of a link, which browsers do not send and do not log; the key is never in an address.
+    The code is in the link's fragment (`#`), which browsers neither send nor log; the key is never in an address.
     """
 
     def __init__(self) -> None:
-        """Draw a code and a key."""
+        """Generate a code and a key."""
         self._key = f"pv-{secrets.token_hex(20)}"
         self._code: str | None = None
         self.renew()
 
     @property
     def code(self) -> str | None:
-        """Return the code of the link; None: it has been used."""
+        """Return the link's code; None: it has been used."""
         return self._code
 
     def renew(self) -> None:
-        """Draw a new code; the old one opens nothing any more."""
+        """Generate a new code; the old one becomes invalid."""
         self._code = f"once-{secrets.token_hex(20)}"
 
     def check(self, request: Request) -> None:
@@ -67,7 +67,7 @@ class OneTimeLink:
             raise Unauthorized("no key, or the key of a page that has ended; open the link that was printed")
 
     def exchange(self, request: Request) -> str:
-        """Return the viewer's key for the code, once, or for itself; see `PageAccess`."""
+        """Return the viewer's key for the one-time code, or for itself; see `PageAccess`."""
         given = (bearer(request) or "").encode()
         if self._code is not None and hmac.compare_digest(given, self._code.encode()):
             self._code = None
@@ -77,5 +77,5 @@ class OneTimeLink:
         raise Unauthorized("the link was used already, or is of another page; press Enter where it runs for a new one")
 
     def talk(self, request: Request) -> None:
-        """Return None, because no engine runs beside runs in folders; see `PageAccess`."""
+        """Return None, because runs in folders have no engine; see `PageAccess`."""
         return None

@@ -1,4 +1,4 @@
-"""What the page gets from its routes, as JSON: one class for each answer."""
+"""Answers of the page's routes, as JSON: one class each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Answer(BaseModel):
 
 
 class LiveState(Answer):
-    """What only the process of a running job knows."""
+    """State that only a running job's process knows."""
 
     state: str
     reason: str | None = Field(None, description="Why it failed or waits; None otherwise.")
@@ -51,7 +51,7 @@ class Warned(Answer):
 
 
 class RunAnswer(Answer):
-    """A run in a list: how far it is, and how well it does."""
+    """A run in a list: its progress and its results."""
 
     run: str = Field(description="Stands for the run in addresses.")
     title: str
@@ -113,7 +113,7 @@ class SettingsAnswer(Answer):
 
 
 class FindingAnswer(Answer):
-    """A sign that a run shows, or has shown; see `palestra.doctor`."""
+    """A sign of a problem, present or past; see `palestra.doctor`."""
 
     code: str = Field(description="Of the rule, such as `reward_collapse`.")
     policy: str = Field(description="That shows it; empty: the only one that is trained, or the whole job.")
@@ -128,7 +128,7 @@ class FindingAnswer(Answer):
 
 
 class FindingsAnswer(Answer):
-    """What the doctor's rules say about a run."""
+    """The doctor's findings for a run."""
 
     run: str
     step: int = Field(description="The newest step that was looked at; 0: none is finished.")
@@ -138,7 +138,7 @@ class FindingsAnswer(Answer):
 
 
 class EventLine(Answer):
-    """Something that happened in a run."""
+    """An event of a run."""
 
     event_id: int
     at: float
@@ -147,7 +147,7 @@ class EventLine(Answer):
 
 
 class StreamedEvent(EventLine):
-    """An event in the stream, which has those of several runs."""
+    """An event in a stream over several runs."""
 
     run: str
 
@@ -204,7 +204,7 @@ class GroupLine(Answer):
 
 
 class StepAnswer(Answer):
-    """A step: its numbers, its groups, and what was left out."""
+    """A step: its metrics, its groups, and left-out episodes."""
 
     run: str
     step: int
@@ -218,7 +218,7 @@ class StepAnswer(Answer):
 
 
 class SlowCall(Answer):
-    """A call of a model that took long."""
+    """A slow model call."""
 
     episode_id: str
     call: int
@@ -228,14 +228,14 @@ class SlowCall(Answer):
 
 
 class SlowCallsAnswer(Answer):
-    """The slowest of the newest calls, the slowest first."""
+    """The slowest of the newest calls, slowest first."""
 
     run: str
     calls: list[SlowCall]
 
 
 class GroupMember(Answer):
-    """An episode beside the others of its group."""
+    """An episode within its group."""
 
     line: EpisodeLine
     trained: bool
@@ -274,7 +274,7 @@ class ToolUse(Answer):
 
 
 class PartAnswer(Answer):
-    """A text of a message up to its next image, or an image."""
+    """Text of a message up to its next image, or an image."""
 
     text: str = ""
     cut: int = Field(0, description="Characters of the text that are left out here.")
@@ -294,7 +294,7 @@ class MessageAnswer(Answer):
 
 
 class ForkAnswer(Answer):
-    """Where a call left the exact tokens of an earlier one."""
+    """Where a call diverged from the exact tokens of an earlier one."""
 
     reason: str
     text: str = Field(description="The reason in words.")
@@ -336,7 +336,7 @@ class CallAnswer(Answer):
 
 
 class ConversationAnswer(Answer):
-    """What a call was asked and what it replied, as a request of OpenAI's chat completions has it."""
+    """The prompt and reply of a call, in the form of OpenAI's chat completions."""
 
     run: str
     policy: str
@@ -348,7 +348,7 @@ class ConversationAnswer(Answer):
 
 
 class RowAnswer(Answer):
-    """A row: one sequence of tokens that the model saw."""
+    """A row: one sequence of tokens that the model processed."""
 
     row: int
     policy: str

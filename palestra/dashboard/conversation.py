@@ -1,4 +1,4 @@
-"""A recorded call as a conversation that can be sent to a model again, whole or cut at one of its messages."""
+"""A recorded call as a conversation that can be sent to a model again, whole or cut at a message."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ def read_call(run: Run, episode_id: str, index: int) -> ConversationAnswer:
     """Return the messages of a call and its reply.
 
     Raises:
-        NotFound: there is no such episode or call.
-        Conflict: the prompt was token ids or raw text, which are no messages.
+        Conflict: the prompt was token ids or raw text instead of messages.
     """
     with run.open() as connection:
         chats = read_episode(connection, episode_id).trajectory.chats

@@ -1,7 +1,7 @@
-"""Advantage and loss weight of the tokens of a group, computed again from what the store has.
+"""Advantages and loss weights of a group's tokens, recomputed from the store.
 
-Neither is recorded. The learner's own code computes them from the recorded episodes, so they are the numbers that were
-trained with, where the algorithm needs nothing that is not recorded.
+Neither is recorded. The learner's own code computes them from the recorded episodes, so they equal those of training if
+the algorithm needs only recorded data.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Credit:
     """What one policy learned from a group.
 
     Attributes:
-        advantages: float32 [C] by episode and index of the call, of the C tokens that the call sampled; NaN where no
-            row trains the token. An episode without rows is not in it.
-        weights: loss weight of each trained token, by episode; importance weights are left out. None: not known.
-        notes: why something is not known, in words.
+        advantages: float32 [C] by episode and call, over the C tokens that the call sampled; NaN where no row trains
+            the token. Episodes without rows are left out.
+        weights: loss weight of each trained token, by episode, without importance weights. None: unknown.
+        notes: why something is unknown, for people.
     """
 
     advantages: Mapping[str, Mapping[int, Floats]] = field(default_factory=dict)
@@ -47,23 +47,14 @@ class Credit:
 
 
 def group_in_batch(connection: Connection, manifest: BatchManifest, group_index: int) -> list[Trajectory]:
-    """Return the episodes of a group that are in a batch, with their calls, in canonical order.
-
-    Args:
-        connection: from `browse`.
-    """
+    """Return the episodes of a group that are in a batch, with their calls, in canonical order."""
     of_group = select(episodes.c.episode_id).where(episodes.c.kind == "train", episodes.c.group_index == group_index)
     members = set(connection.execute(of_group).scalars())
     return [read_trajectory(connection, name) for name in manifest.episode_ids if name in members]
 
 
 def batch_group(connection: Connection, manifest: BatchManifest | None, group_index: int) -> list[Trajectory] | None:
-    """Return the episodes of a group that are in a batch; None: there is no batch, or one of them can't be read.
-
-    Args:
-        connection: from `browse`.
-        manifest: of the batch; None: there is none.
-    """
+    """Return the episodes of a group that are in a batch; None: there is no batch, or an episode can't be read."""
     try:
         return None if manifest is None else group_in_batch(connection, manifest, group_index)
     except DAMAGED:
@@ -73,11 +64,10 @@ def batch_group(connection: Connection, manifest: BatchManifest | None, group_in
 def credits_of_group(
     connection: Connection, config: JobConfig, manifest: BatchManifest | None, group: Sequence[Trajectory] | None
 ) -> dict[str, Credit]:
-    """Return what each trained policy learned from a group; a damaged record of an episode leaves that unknown.
+    """Return what each trained policy learned from a group; unknown if an episode's record is damaged.
 
     Args:
-        connection: from `browse`.
-        manifest: of the batch that has the group; None: none has.
+        manifest: of the batch with the group; None: there is none.
         group: its episodes in the batch; None: one of them can't be read.
     """
     if manifest is None:
@@ -92,11 +82,7 @@ def credits_of_group(
 
 
 def readable_manifest(connection: Connection, step: int) -> BatchManifest | None:
-    """Return the batch of a step; None where there is none, or its record is damaged.
-
-    Args:
-        connection: from `browse`.
-    """
+    """Return the batch of a step; None: it is missing or damaged."""
     try:
         return read_manifest(connection, step)
     except DAMAGED:
@@ -109,10 +95,8 @@ def group_credit(
     """Return what one policy learned from a group of a step's batch.
 
     Args:
-        connection: from `browse`.
-        manifest: of the batch, which also says how much each token weighs.
-        group: of `group_in_batch`.
-        policy: name of a policy that is trained.
+        manifest: of the batch, which also determines token weights.
+        group: from `group_in_batch`.
     """
     algorithm, notes = _algorithm(config, policy)
     if algorithm is None or policy not in manifest.versions or not config.policies[policy].updates.due(manifest.step):
@@ -144,7 +128,7 @@ def group_credit(
 
 
 def _algorithm(config: JobConfig, policy: str) -> tuple[Algorithm | None, tuple[str, ...]]:
-    """Return the algorithm that gives a policy's advantages, and what is not known; None: it can't be run here."""
+    """Return the algorithm that gives a policy's advantages, and what is unknown; None: it can't run here."""
     notes: tuple[str, ...] = ()
     plain = config.algorithm_of(policy)
     if isinstance(plain, OwnAlgorithmConfig):

@@ -54,18 +54,16 @@ NOT_RECORDED = (
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeReading:
-    """All that the page shows of one episode, read once for all of its pages of tokens.
+    """Everything that the page shows of one episode, read once for all token pages.
 
     Attributes:
-        view: the episode.
-        line: its line in a list.
-        continued: which earlier call each call continues.
-        distinct: how many distinct tokens the model saw.
-        rows: of the tokens, those that are trained first.
+        continued: the earlier call that each call continues.
+        distinct: number of distinct tokens that the model processed.
+        rows: of the tokens, trained ones first.
         fates: why tokens are trained or not.
-        credits: what each trained policy learned from the episode's group.
-        trained: logprobs of its tokens when they were trained, by call, where they are recorded.
-        settled: whether the step that has it in its batch is finished, so that nothing of this changes any more.
+        credits: what each trained policy learned from the group.
+        trained: recorded logprobs at training, by call.
+        settled: whether its step is finished, so that this never changes.
     """
 
     view: EpisodeView
@@ -80,17 +78,12 @@ class EpisodeReading:
 
     @property
     def notes(self) -> list[str]:
-        """Return what is not known of the tokens, and why."""
+        """Return what is unknown about the tokens, and why."""
         return list(dict.fromkeys(note for credit in self.credits.values() for note in credit.notes))
 
 
 def read_reading(run: Run, episode_id: str) -> EpisodeReading:
-    """Read an episode and the others of its group.
-
-    Raises:
-        NotFound: no such episode.
-        StoreError: its record is damaged.
-    """
+    """Read an episode and its group."""
     config = run.config
     with run.open() as connection:
         view = read_episode(connection, episode_id)
@@ -203,7 +196,7 @@ def _tool_name(tool: dict[str, Any]) -> str:
 
 
 def _further(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from their defaults and have no place of their own."""
+    """Return the sampling parameters that differ from defaults and have no field of their own."""
     return {
         field.name: getattr(sampling, field.name)
         for field in fields(SamplingParams)
@@ -261,10 +254,7 @@ def read_tokens(run: Run, reading: EpisodeReading, number: int, start: int, coun
 
     Args:
         number: of the row, from 0.
-        count: the most tokens; not more than `MOST_TOKENS`.
-
-    Raises:
-        NotFound: the episode has no such row.
+        count: at most `MOST_TOKENS`.
     """
     if not 0 <= number < len(reading.rows):
         raise NotFound(f"the episode has {len(reading.rows)} rows; there is no row {number}")
@@ -311,7 +301,7 @@ def read_tokens(run: Run, reading: EpisodeReading, number: int, start: int, coun
 
 
 class _Fates:
-    """The reason of each token of a part of a row, as places in a list of texts."""
+    """The reason of each token in a part of a row, as indices into a list of texts."""
 
     def __init__(self, reading: EpisodeReading, row: TrainSample, here: slice) -> None:
         self.texts: list[str] = []
@@ -329,7 +319,7 @@ class _Fates:
 
 
 def _sampled_elsewhere(reading: EpisodeReading, row: TrainSample, here: slice) -> list[bool]:
-    """Return for each token whether it stands in a prompt here, and another row of the policy has it as sampled."""
+    """Return for each token whether it is in a prompt here, but sampled in another row of the policy."""
     found = np.zeros(len(row.ids), np.bool_)
     for other in reading.rows:
         if other is row or other.policy != row.policy:
@@ -342,7 +332,7 @@ def _sampled_elsewhere(reading: EpisodeReading, row: TrainSample, here: slice) -
 
 
 def _credit_of(reading: EpisodeReading, row: TrainSample, here: slice) -> tuple[Any, Any]:
-    """Return advantage and loss weight of tokens of a row, NaN where there are none, or they are not known."""
+    """Return advantages and loss weights of a row's tokens, NaN where missing or unknown."""
     count = here.stop - here.start
     advantages, weights = np.full(count, np.nan, np.float32), np.full(count, np.nan, np.float64)
     credit = reading.credits.get(row.policy)

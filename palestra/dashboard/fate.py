@@ -1,4 +1,4 @@
-"""Why the tokens of an episode were trained or not, in words; and which call continues which."""
+"""Explains why an episode's tokens were trained or not, and which call continues which."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from palestra.types.states import EpisodeState, GroupState
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """Whether something is trained, and the reason in words."""
+    """Whether something is trained, and the reason for people."""
 
     trained: bool
     why: str
@@ -26,11 +26,11 @@ class Fate:
 def episode_fates(
     view: EpisodeView, config: JobConfig, group: Sequence[Trajectory] | None, events: Sequence[Event] = ()
 ) -> dict[str, Fate]:
-    """Return for each policy that the job trains whether an episode is trained, and why.
+    """Return for each trained policy whether an episode is trained, and why.
 
     Args:
-        group: the episodes of its group that are in the batch of its step, itself among them; see `group_in_batch`.
-            None: one of them can't be read.
+        group: the episodes of its group in its step's batch, including itself; see `group_in_batch`. None: one of them
+            can't be read.
         events: of the run, those that may be about this episode.
     """
     # Where nothing is trained, as in an evaluation, the reason is the same for whichever policy is asked for.
@@ -39,11 +39,7 @@ def episode_fates(
 
 
 def whole_fate(fates: Mapping[str, Fate]) -> Fate:
-    """Return whether an episode is trained by any policy, and why; of several policies what holds for each.
-
-    Args:
-        fates: by policy, of `episode_fates`.
-    """
+    """Return whether any policy trains on an episode, and why; for several policies the reason of each."""
     if len(fates) == 1 or len(set(fates.values())) == 1:
         return next(iter(fates.values()))
     said = "; ".join(f"{policy}: {fate.why}" for policy, fate in fates.items())
@@ -94,13 +90,7 @@ def _in_no_batch(view: EpisodeView) -> str:
 
 
 def _teaches(shares: Sequence[Trajectory], config: JobConfig, policy: str) -> bool:
-    """Return whether a group gets rows, as the learner decides it: by returns, which may differ where rewards do not.
-
-    Args:
-        shares: what the policy has played of each episode of the group; see `shares_of`.
-        config: the job.
-        policy: that is trained.
-    """
+    """Return whether a group gets rows, as the learner decides: by returns, which may differ even if rewards do not."""
     settings = config.algorithm_of(policy)
     if settings.trains_equal_rewards or isinstance(settings, OwnAlgorithmConfig):  # a user's class is not run here
         return True
@@ -108,7 +98,7 @@ def _teaches(shares: Sequence[Trajectory], config: JobConfig, policy: str) -> bo
 
 
 def kept_calls(trajectory: Trajectory, config: JobConfig) -> frozenset[int]:
-    """Return the indices of the calls that `algorithm.train_on` keeps, of frozen policies too."""
+    """Return the indices of the calls that `algorithm.train_on` selects, including frozen policies'."""
     # As the learner does, by policy: a judge's call after it does not make a writer's last call an earlier one.
     own: dict[str, list[Chat]] = {}
     for chat in trajectory.chats:
@@ -121,7 +111,7 @@ def kept_calls(trajectory: Trajectory, config: JobConfig) -> frozenset[int]:
 
 
 def continued_calls(chats: Sequence[Chat], trie: TokenTrie) -> dict[int, Chat | None]:
-    """Return for each call, by index, the longest earlier one that its prompt starts with all of; None: none."""
+    """Return for each call index the longest earlier call that its prompt completely starts with, or None."""
     ends = {trie.end(chat.index): chat for chat in reversed(chats)}  # the first of equal ones
     return {chat.index: _goes_on_from(chat, ends, trie.end(chat.index).path()) for chat in chats}
 
@@ -138,15 +128,11 @@ def _goes_on_from(chat: Chat, ends: Mapping[TrieNode, Chat], path: Sequence[Trie
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFates:
-    """The reasons why tokens of an episode are trained or not, by call.
+    """Reasons why an episode's tokens are trained or not, by call.
 
     Attributes:
-        episode: of the episode as a whole.
-        by_policy: of the episode, for each policy that is trained.
-        frozen: the policies that are never trained.
-        kept: indices of the calls that `algorithm.train_on` keeps.
-        policies: the policy of each call, by index.
-        unused: indices of the calls of workers that left their seats before they acted.
+        kept: indices of the calls that `algorithm.train_on` selects.
+        unused: indices of calls by external players that left before they acted.
     """
 
     episode: Fate
@@ -157,7 +143,7 @@ class TokenFates:
     unused: Collection[int] = ()
 
     def of_call(self, index: int) -> Fate:
-        """Return whether the tokens that a call sampled are trained, and why."""
+        """Return whether the tokens sampled by a call are trained, and why."""
         policy = self.policies[index]
         if policy in self.frozen:
             what = f"the policy {policy} is frozen" if past_of(policy) is None else f"{policy} is a past version"

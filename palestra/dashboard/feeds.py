@@ -1,4 +1,4 @@
-"""What is new in a run, read once for all streams: one task looks at the run's store, and wakes those who follow."""
+"""News of a run, read once for all streams: one task polls the run's store, and wakes the followers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ LINE = "run"  # type of the events that say how far a run is; they have no numbe
 
 
 class FeedNews(NamedTuple):
-    """What a feed has for one stream.
+    """A feed's news for one stream.
 
     Attributes:
         events: numbers and encoded events, in order.
-        over: whether the run had ended before it was looked at, so that no more events come.
-        replaced: whether another run has the folder now, so that the numbers that the stream has are of no use.
-        line: how far the run is, encoded; empty: not known yet.
+        over: whether the run had ended before the read, so that no more events come.
+        replaced: whether another run now has the folder, so that the stream's event numbers are invalid.
+        line: the run's progress, encoded; empty: unknown.
     """
 
     events: Sequence[tuple[int, bytes]]
@@ -44,10 +44,9 @@ class FeedNews(NamedTuple):
 
 
 class Feed:
-    """The newest events of a run, and how far it is. A stream that is further behind reads older events itself.
+    """The newest events of a run, and its progress. A stream that lags behind reads older events itself.
 
     Attributes:
-        run: whose events they are.
         generation: how often another run has taken the folder.
     """
 
@@ -69,10 +68,10 @@ class Feed:
 
     @contextlib.contextmanager
     def followed(self, news: asyncio.Event) -> Iterator[None]:
-        """Look at the run again and again while the block is open.
+        """Poll the run while the block is open.
 
         Args:
-            news: is set whenever there is something new.
+            news: set whenever there are news.
         """
         self._followers.add(news)
         if self._watching is None:
@@ -86,11 +85,11 @@ class Feed:
                 self._watching = None
 
     async def after(self, last: int, first: bool) -> FeedNews:
-        """Return the events after a number, up to `EVENTS` of them; none while the run can't be read.
+        """Return up to `EVENTS` events after a number; empty while the run can't be read.
 
         Args:
-            last: number of the newest event that the stream has sent.
-            first: whether the stream has just begun, so that all that is in the store now has to be seen.
+            last: newest event that the stream has sent.
+            first: whether the stream has just begun, so that everything in the store must be read now.
         """
         if first and not self._failed:
             await self._look_again(FIRST_SECONDS)
@@ -107,7 +106,7 @@ class Feed:
             return FeedNews([], False)
 
     async def _watch(self) -> None:
-        """Look at the run until the server ends, and once more then. Each stream makes the first look itself."""
+        """Poll the run until the server ends, and once more then. Each stream makes the first poll itself."""
         while not await self._pause(FAILED_SECONDS if self._failed else LOOK_SECONDS):
             await race(asyncio.wait({self._look_now()}), self._stopping.wait())
         await self._look_again(LAST_SECONDS)
@@ -115,7 +114,7 @@ class Feed:
         self._wake()
 
     async def _pause(self, seconds: float) -> bool:
-        """Wait, and return whether the server ends, which ends the wait."""
+        """Wait; return whether the server ends, which ends the wait."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
@@ -126,19 +125,19 @@ class Feed:
             news.set()
 
     async def _look_again(self, seconds: float) -> None:
-        """Begin another look, so that all that is in the store now is seen, and wait for it."""
+        """Start another poll, which sees everything in the store now, and wait for it."""
         if self._looking is not None:  # which may have read the store before its newest event was written
             await asyncio.wait({self._looking}, timeout=seconds)
         await asyncio.wait({self._look_now()}, timeout=seconds)
 
     def _look_now(self) -> asyncio.Task[None]:
-        """Return the look that is running, or a new one."""
+        """Return the running poll, or a new one."""
         if self._looking is None:
             self._looking = asyncio.create_task(self._look())
         return self._looking
 
     async def _look(self) -> None:
-        """Read what is new, unless nothing was written since the last look; wake those who follow if there is news."""
+        """Read news if the store was written since the last poll; wake the followers if there are any."""
         before = self._state
         try:
             over, seen = self._is_over, self.run.seen

@@ -1,4 +1,4 @@
-"""The files of the page, from the package: which there are, and the headers that keep other content out."""
+"""The page's static files from the package, with headers that block foreign content."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _read(file: Traversable) -> _File:
 
 
 def public_paths() -> frozenset[str]:
-    """Return the paths that are answered without a key: files of the package, which are the same for everybody."""
+    """Return the paths that need no key: files of the package, the same for everyone."""
     return frozenset(page_files())
 
 

@@ -1,4 +1,4 @@
-"""What the doctor's rules say about a run of the page."""
+"""The doctor's findings for a run of the page."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from palestra.doctor.rules import RULES
 
 
 def read_findings(run: Run, kept: dict[int, dict[str, float]]) -> FindingsAnswer:
-    """Return what the rules find in all steps of a run.
+    """Return the findings over all steps of a run.
 
     Args:
-        kept: what was read of finished steps before; see `examine_store`.
+        kept: cached facts about finished steps; see `examine_store`.
     """
     config = run.config
     with run.open() as connection:

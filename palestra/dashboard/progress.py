@@ -1,4 +1,4 @@
-"""How far a run is: its line in the list of runs, and its metrics in columns."""
+"""The progress of a run: its entry in the list of runs, and its metrics in columns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NEWEST = 200  # rows among which the newest value of a metric is looked for
 
 
 def describe_run(run: Run) -> RunAnswer:
-    """Return how far a run is; a run that can't be read says why."""
+    """Return the progress of a run; a run that can't be read says why."""
     try:
         config = run.config
         with run.open() as connection:
@@ -42,7 +42,7 @@ def describe_run(run: Run) -> RunAnswer:
 
 
 def unreadable(run: Run, why: str) -> RunAnswer:
-    """Return the line of a run that can't be read."""
+    """Return the entry of a run that can't be read."""
     return RunAnswer(run=run.name, title=run.title or run.name, folder=str(run.folder), state="unreadable", reason=why)
 
 
@@ -94,14 +94,14 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
 
 
 def serve_command(run: Run, config: JobConfig) -> str:
-    """Return the command that serves the newest checkpoint of what a run trains; empty: it trains nothing."""
+    """Return the command that serves a run's newest checkpoint; empty: it trains nothing."""
     settings = serving_settings(run.folder, config)
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     return shlex.join(["palestra", "run", str(run.folder / SAVED_CONFIG), *words]) if settings else ""
 
 
 def serving_settings(folder: Path, config: JobConfig) -> dict[str, str]:
-    """Return what a run's configuration has to be changed in, to serve what the run has trained; nothing: no model."""
+    """Return the configuration changes that serve a run's trained model; empty: no model."""
     trained = config.trained_policies if config.kind == "training" else ()
     if not trained:
         return {}
@@ -111,20 +111,12 @@ def serving_settings(folder: Path, config: JobConfig) -> dict[str, str]:
 
 
 def model_key(policy: str) -> str:
-    """Return the key of a policy's model in the configuration of a job.
-
-    Args:
-        policy: by name; one with a dot stands in quotes.
-    """
+    """Return the configuration key of a policy's model, with quotes around a name with a dot."""
     return f'policies."{policy}".model' if "." in policy else f"policies.{policy}.model"
 
 
 def newest_value(rows: Sequence[Mapping[str, float]], name: str) -> float | None:
-    """Return the newest value of a metric; None: no row has it.
-
-    Args:
-        rows: oldest first.
-    """
+    """Return the newest value of a metric; None: no row has it."""
     return next((row[name] for row in reversed(rows) if name in row), None)
 
 
@@ -141,10 +133,10 @@ def _pace(rows: Sequence[Mapping[str, float]]) -> float | None:
 
 
 def _seconds_left(rows: Sequence[Mapping[str, float]], config: JobConfig) -> float | None:
-    """Return an estimate of the time until the job is done, from its rows; None until two steps are finished.
+    """Estimate the remaining time of a job from its rows; None until two steps are finished.
 
-    The last steps took what lies between the times of their rows, evaluations included. With a token budget the steps
-    that are left are those that sample the rest of it.
+    Step times are the differences between row times, including evaluations. With a token budget, the remaining steps
+    are those that sample the rest of it.
     """
     known = [row for row in rows if "wall_seconds" in row][-RECENT - 1 :]
     if len(known) < 2 or not known[-1]["step"] > known[0]["step"]:
@@ -160,7 +152,7 @@ def _seconds_left(rows: Sequence[Mapping[str, float]], config: JobConfig) -> flo
 
 
 def _state(run: Run, connection: Connection) -> tuple[str, str | None]:
-    """Return the state of a run that another process plays, or none, with the reason of a failure."""
+    """Return the state of a run without a process here, with the reason of a failure."""
     last = last_state(connection)
     if run.in_use() and (last is None or last.kind != "completed"):
         return "running", None
@@ -171,7 +163,7 @@ def _state(run: Run, connection: Connection) -> tuple[str, str | None]:
 
 
 def _time_of(connection: Connection, order: UnaryExpression[int]) -> float | None:
-    """Return the time of the first event in an order, in Unix seconds; None: there is none whose time is a number."""
+    """Return the time of the first event in an order, in Unix seconds; None: no event has a numeric time."""
     wanted = select(events.c.at).where(func.typeof(events.c.at).in_(("real", "integer")))
     return connection.execute(wanted.order_by(order).limit(1)).scalar()
 
@@ -192,7 +184,7 @@ def read_columns(run: Run, after: int) -> MetricsAnswer:
     """Return the metrics of a run by step.
 
     Args:
-        after: only rows of later steps; -1: all.
+        after: only later steps; -1: all.
     """
     with run.open() as connection:
         # The number is read first: an event that comes between the two is then sent once more, and never left out.
@@ -221,7 +213,7 @@ def _known_metrics() -> dict[str, Metric]:
 
 
 def read_settings(run: Run) -> SettingsAnswer:
-    """Return the configuration of a run, and which keys differ from their defaults."""
+    """Return the configuration of a run, and the keys that differ from their defaults."""
     config = run.config
     mine, plain = config.model_dump(mode="json"), JobConfig().model_dump(mode="json")
     known = _leaves(plain)
@@ -230,7 +222,7 @@ def read_settings(run: Run) -> SettingsAnswer:
 
 
 def _of_default_policy(key: str) -> str:
-    """Return a key of a policy of any name as that of the policy in the default configuration."""
+    """Return a policy's key as the default policy's."""
     parts = key.split(".", 2)
     return f"policies.policy.{parts[2]}" if parts[0] == "policies" and len(parts) == 3 else key
 

@@ -32,11 +32,10 @@ COST = 3.0  # what took long is kept for so many times as long
 
 
 class _Turn:
-    """The searches of a run, one after the other.
+    """Serializes the searches of a run.
 
     Attributes:
-        lock: is held during a search.
-        after: when the next one may begin, by the monotonic clock.
+        after: when the next search may begin, in monotonic seconds.
     """
 
     def __init__(self) -> None:
@@ -47,9 +46,8 @@ class _Reading(NamedTuple):
     """An episode that was read.
 
     Attributes:
-        begun: `Run.begun` of its run, before it was read.
-        seen: `Run.seen` of its run, before it was read.
-        reading: the episode.
+        begun: `Run.begun` before reading.
+        seen: `Run.seen` before reading.
     """
 
     begun: tuple[int, ...]
@@ -69,7 +67,7 @@ class _Kept(Generic[T]):
         self._known.pop(name, default)
 
     async def get(self, name: str, read: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return the answer about a run, read now or a moment ago. Errors of reading are raised, and not kept."""
+        """Return a recent answer about a run, or read it now. Errors are not cached."""
         known = self._known.get(name)
         if known is not None and time.monotonic() < known[0]:
             return known[1]
@@ -91,14 +89,13 @@ class _Kept(Generic[T]):
 
 
 class Reader:
-    """Reads runs in threads, a few of each at the same time, and keeps the episodes that were read last."""
+    """Reads runs in threads, a few per run at the same time, and caches recent episodes."""
 
     def __init__(self, runs: Sequence[Run], stopping: asyncio.Event, most: int | None = None) -> None:
         """Create a reader.
 
         Args:
-            most: how many runs it knows where they are added one by one; the one that was added longest ago is
-                forgotten then. None: all, and an error names them.
+            most: limit of added runs; the oldest is forgotten. None: unlimited, and an error lists them.
         """
         self._stopping, self._most = stopping, most
         self.runs: OrderedDict[str, Run] = OrderedDict()
@@ -112,7 +109,7 @@ class Reader:
             self.add(run)
 
     def add(self, run: Run) -> None:
-        """Read a further run, too; one of a name that is known stays as it is."""
+        """Add a run, unless its name is known."""
         self.runs.setdefault(run.name, run)
         self.runs.move_to_end(run.name)
         if self._most is not None and len(self.runs) > self._most:
@@ -121,21 +118,17 @@ class Reader:
                 kept.pop(name, None)
 
     def run(self, name: str) -> Run:
-        """Return a run by its name.
-
-        Raises:
-            NotFound: the page has no such run.
-        """
+        """Return a run by its name."""
         if name not in self.runs:
             known = f"; there are {', '.join(self.runs)}" if self._most is None else ""
             raise NotFound(f"there is no run {name!r} here{known}")
         return self.runs[name]
 
     async def read(self, run: Run, work: Callable[[], T]) -> T:
-        """Return the result of a function that blocks.
+        """Return the result of a blocking function.
 
         Raises:
-            StoreUnreachable: the function takes too long, or earlier ones of this run do.
+            StoreUnreachable: it takes too long, or earlier reads of this run do.
             StoreError: a record of the run is damaged.
         """
         slots, loop = self._slots.setdefault(run.name, asyncio.Semaphore(AT_ONCE)), asyncio.get_running_loop()
@@ -164,12 +157,7 @@ class Reader:
             ) from error
 
     async def search(self, run: Run, work: Callable[[], T]) -> T:
-        """Return the result of a search, which takes much of a core. After each there is a pause as long as it took.
-
-        Raises:
-            ServerStopping: the server ends before the search begins.
-            StoreUnreachable, StoreError: see `read`.
-        """
+        """Return the result of a CPU-heavy search. After each search, a pause of the same length follows."""
         turn = self._searches.setdefault(run.name, _Turn())
         async with turn.lock:
             with contextlib.suppress(TimeoutError):
@@ -185,7 +173,7 @@ class Reader:
                 turn.after = now + min(now - began, MOST_PAUSE_SECONDS)
 
     async def described(self, run: Run) -> RunAnswer:
-        """Return how far a run is; one that can't be read says why. The answer may be a little old."""
+        """Return the progress of a run, possibly a little old; a run that can't be read says why."""
         return await self._described.get(run.name, lambda: self._describe(run))
 
     async def _describe(self, run: Run) -> RunAnswer:
@@ -195,13 +183,10 @@ class Reader:
             return unreadable(run, str(error))
 
     async def findings(self, run: Run, step: int = 0) -> FindingsAnswer:
-        """Return what the doctor's rules find in a run; the answer may be a little old.
+        """Return the doctor's findings for a run, possibly a little old.
 
         Args:
-            step: the run is read again if a known answer is of an earlier step than this.
-
-        Raises:
-            StoreUnreachable, StoreError: see `read`.
+            step: read the run again if the cached answer is of an earlier step.
         """
         found = await self._findings.get(run.name, lambda: self._find(run))
         if found.step >= step:
@@ -213,7 +198,7 @@ class Reader:
         return await self.search(run, lambda: read_findings(run, self._facts_of(run)))
 
     def _facts_of(self, run: Run) -> dict[int, dict[str, float]]:
-        """Return what is kept of a run's episodes, nothing once another run has its folder."""
+        """Return cached facts about a run's episodes; empty once another run has its folder."""
         begun = run.begun
         known = self._facts.get(run.name)
         if known is None or known[0] != begun:
@@ -221,11 +206,11 @@ class Reader:
         return known[1]
 
     async def described_all(self) -> list[RunAnswer]:
-        """Return how far each run is; one that takes too long is said to be unreadable."""
+        """Return the progress of each run; one that takes too long counts as unreadable."""
         return await self.described_each(list(self.runs.values()))
 
     async def described_each(self, runs: Sequence[Run]) -> list[RunAnswer]:
-        """Return how far some runs are; one that takes too long is said to be unreadable."""
+        """Return the progress of some runs; one that takes too long counts as unreadable."""
         if not runs:
             return []
         asked = {run.name: asyncio.ensure_future(self.described(run)) for run in runs}
@@ -236,7 +221,7 @@ class Reader:
         return [unreadable(self.runs[name], why) if task in late else task.result() for name, task in asked.items()]
 
     async def reading(self, name: str, episode_id: str) -> EpisodeReading:
-        """Return an episode, from memory if nothing can have changed since it was read."""
+        """Return an episode, cached if it can't have changed."""
         run, key = self.run(name), (name, episode_id)
         begun, seen = run.begun, run.seen
         known = self._readings.get(key)

@@ -66,7 +66,7 @@ class ViewerKey(BaseModel):
 
 
 class Search(BaseModel):
-    """The query of a search for episodes; a field that is left out allows any."""
+    """The query of a search for episodes; a missing field matches any value."""
 
     model_config = {"extra": "forbid"}
 
@@ -87,7 +87,7 @@ class Search(BaseModel):
 
     @property
     def filter(self) -> EpisodeFilter:
-        """Return what is searched for, without the place of the page."""
+        """Return the search filter, without the page position."""
         return EpisodeFilter(
             kind=self.kind,
             state=None if self.state is None else self.state.value,
@@ -105,10 +105,10 @@ class Search(BaseModel):
 
 
 def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: asyncio.Event) -> None:
-    """Add the page and its data to an application, whose paths of `public_paths` have to be public.
+    """Add the page and its data to an application, with the paths of `public_paths` public.
 
     Args:
-        stopping: is set when the server ends, so that streams end too.
+        stopping: set when the server ends, to end streams.
     """
     reader = Reader(runs, stopping)
 
@@ -135,10 +135,10 @@ def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: as
 
 
 def add_run_routes(app: FastAPI, reader: Reader, allowed: Callable[..., Any]) -> None:
-    """Add the routes that read one run to an application.
+    """Add the routes that read one run.
 
     Args:
-        allowed: dependency of each route, which refuses who may not see the run of the path parameter `run`.
+        allowed: dependency of each route that authorizes the path parameter `run`.
     """
     api = APIRouter(prefix=f"{PAGE}/api/runs", dependencies=[Depends(allowed)], tags=["page"])
     _add_run_routes(api, reader)
@@ -164,11 +164,10 @@ def _add_stream(
     ) -> StreamingResponse:
         """Stream server-sent events of several runs: those after some numbers, then new ones until all runs are over.
 
-        The data of each has the name of its `run`, its `event_id`, `at`, `kind`, and `data`. After a lost connection
-        a client asks for the events after the last one that it has of each run. Events of the type `run` have no
-        number: each says how far a run is, as `GET /dashboard/api/runs/{run}` does, and comes whenever that changes.
-        The last event of a server that ends is of the type `ended`: a client forgets its key, because any other program
-        may listen there next.
+        The data of each has the name of its `run`, its `event_id`, `at`, `kind`, and `data`. After a lost connection a
+        client asks for the events after its last one of each run. Events of the type `run` have no number: each is the
+        run's progress, as in `GET /dashboard/api/runs/{run}`, sent whenever it changes. The last event of a server that
+        ends has the type `ended`: a client forgets its key, because any other program may listen there next.
         """
         positions = {reader.run(name).name: number for name, number in read_positions(after).items()}
         positions = positions or dict.fromkeys(reader.runs, 0)
@@ -188,13 +187,10 @@ def _add_stream(
 
 
 def read_positions(after: Sequence[str]) -> dict[str, int]:
-    """Return the number after which the events of each run are wanted, by name of the run.
+    """Return the number after which each run's events are wanted, by run.
 
     Args:
         after: `NAME:NUMBER` for each.
-
-    Raises:
-        InvalidRequest: a text is no `NAME:NUMBER`.
     """
     found: dict[str, int] = {}
     for text in after:
@@ -227,7 +223,7 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
 
     @api.get("/{run}/findings")
     async def findings(run: str, step: Annotated[int, Query(ge=0, le=2**53)] = 0) -> FindingsAnswer:
-        """Return what the doctor's rules find in a run: what was seen, since when, what it means, and what to try.
+        """Return the doctor's findings for a run: what was found, since when, what it means, and what to try.
 
         The answer may be some seconds old. With `step`, it is not older than the end of that step.
         """
@@ -251,7 +247,7 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
 
     @api.get("/{run}/steps/{step}")
     async def step(run: str, step: Whole) -> StepAnswer:
-        """Return a step: its numbers, its groups, and what was left out."""
+        """Return a step: its metrics, its groups, and left-out episodes."""
         found = reader.run(run)
         return await reader.read(found, lambda: read_step(found, step))
 
@@ -285,9 +281,9 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
 
     @api.get("/{run}/pictures/{digest}/seen/{policy}", response_class=Response, responses=SHOWN)
     async def seen(run: str, digest: str, policy: str) -> Response:
-        """Return the pixels that the model of a policy got of a picture, as PNG; of tiles, these side by side.
+        """Return the pixels that a policy's model got of a picture, as PNG; tiles are side by side.
 
-        The header `x-palestra-tiles` has how many rows and columns of tiles there are, or of the squares of embeddings.
+        The header `x-palestra-tiles` has the numbers of rows and columns of tiles, or of embedding squares.
         """
         found = reader.run(run)
         return await reader.read(found, lambda: seen_picture(found, digest, policy))

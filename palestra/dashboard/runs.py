@@ -1,4 +1,4 @@
-"""A run as the page sees it: its folder, and what only the process that runs it knows."""
+"""A run on the page: its folder, and the data of its process."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ QUERY_SECONDS = 10.0  # that the queries of one connection may take: a table may
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that the page shows.
+    """A run on the page.
 
     Attributes:
-        name: stands for the run in addresses; unique on a page.
-        folder: of the run.
-        live: returns what the process that runs it knows; None: another process does, or none.
-        given: configuration of a run that is being started; None: it is in the folder.
-        texts: returns the function that gives the text of token ids of a policy; None: tokenizers are loaded here.
-        title: name for people; None: `name`.
-        serve: command that serves what it has trained; None: one that reads its folder.
-        used: returns whether a process of any machine runs the job; None: the lock in its folder says so.
+        name: in addresses; unique on a page.
+        live: returns live state of its process; None: another process runs it, or none.
+        given: configuration of a starting run; None: read it from the folder.
+        texts: returns the detokenizer of a policy; None: tokenizers are loaded here.
+        title: for people; None: `name`.
+        serve: command that serves its result; None: one that reads its folder.
+        used: returns whether a process of any machine runs the job; None: check the folder's lock.
     """
 
     name: str
@@ -53,22 +52,14 @@ class Run:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Connection]:
-        """Open a connection that only reads.
-
-        Raises:
-            StoreError: the store is damaged, or of another version of Palestra.
-        """
+        """Open a read-only connection."""
         path = self.folder / "run.db"
         with browse(path, QUERY_SECONDS) as connection:
             yield connection
 
     @property
     def config(self) -> JobConfig:
-        """Return the configuration of the run.
-
-        Raises:
-            ConfigError: there is none, or it can't be read.
-        """
+        """Return the configuration of the run."""
         if self.given is not None:
             return self.given
         path = self.folder / SAVED_CONFIG
@@ -78,16 +69,12 @@ class Run:
             raise ConfigError(f"{path} can't be read: {error.strerror}") from error
 
     def text_of(self, policy: str) -> TokenText:
-        """Return the function that gives the text of token ids of a policy.
-
-        Raises:
-            ModelError: its tokenizer is not on this machine.
-        """
+        """Return the detokenizer of a policy."""
         return token_text(self.config, policy) if self.texts is None else self.texts(policy)
 
     @property
     def seen(self) -> tuple[int, ...]:
-        """Return numbers that change whenever something is written to the store."""
+        """Return numbers that change whenever the store is written."""
         found: list[int] = []
         for name in ("run.db", "run.db-wal"):
             with contextlib.suppress(OSError):
@@ -97,7 +84,7 @@ class Run:
 
     @property
     def begun(self) -> tuple[int, ...]:
-        """Return numbers that change when another run takes this one's folder, or when this one is resumed."""
+        """Return numbers that change when this run is resumed, or another one takes its folder."""
         try:
             status = os.stat(self.folder / SAVED_CONFIG)  # which every start writes
         except OSError:
@@ -106,16 +93,16 @@ class Run:
 
     @property
     def store_bytes(self) -> int:
-        """Return the bytes of the store and of its log of writes."""
+        """Return the bytes of the store with its write-ahead log."""
         return sum(self.seen[1::2])
 
     def newest_event(self) -> int | None:
-        """Return the number of the newest event, 0 if there is none; None: `open` says why it can't be read."""
+        """Return the number of the newest event, 0 without events; None: unreadable, and `open` says why."""
         path = self.folder / "run.db"
         return newest_event_number(path, QUERY_SECONDS) if path.is_file() else None
 
     def in_use(self) -> bool:
-        """Return whether a process runs the job, at most `HELD_SECONDS` ago; without `used`, one of this machine."""
+        """Return whether a process runs the job, at most `HELD_SECONDS` old; without `used`, on this machine."""
         if self.live is not None:
             return True
         if self.used is not None:
@@ -131,14 +118,7 @@ def _config(folder: Path, changed_at: int) -> JobConfig:
 
 
 def runs_of(folders: Sequence[Path]) -> list[Run]:
-    """Return the runs in some folders, each with a name of its own.
-
-    Args:
-        folders: of runs; a folder that is named twice is one run.
-
-    Raises:
-        NotFound: a folder is not that of a run.
-    """
+    """Return the runs in some folders, each once and with a unique name."""
     found: dict[Path, Run] = {}
     names: set[str] = set()
     for folder in (path.absolute() for path in folders):

@@ -1,4 +1,4 @@
-"""A picture as a policy's model got it: its pixels, and the parts into which they are divided."""
+"""A picture as a policy's model got it: its pixels and tiles."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ _DECODING = threading.Lock()  # one picture at a time, whosever run it is of
 
 
 def seen_picture(run: Run, digest: str, policy: str) -> Response:
-    """Return the answer with the pixels that a model got of a picture, as PNG. Blocks for the disk and the decoder.
+    """Return a response with the pixels that a model got of a picture, as PNG. Blocks for disk and decoder.
 
     Raises:
-        NotFound: there is no such picture, or the run has not noted how this policy's model gets pictures.
-        InvalidPicture: the picture, or what it is brought to for the model, has more pixels than the page's limit.
-        InvalidRequest: the model takes no pictures of this size.
-        StoreError: the run can't be read.
+        NotFound: there is no such picture, or the run has not recorded the model's image settings.
+        InvalidPicture: too many pixels for the page.
+        InvalidRequest: the model does not accept this size.
     """
     with run.open() as connection:
         noted = read_fact(connection, layout_fact(policy))

@@ -21,11 +21,7 @@ MOST_BYTES = 1024  # of a body; no route of this room takes one
 def create_page_app(
     runs: Sequence[Run], access: OneTimeLink, stopping: asyncio.Event, most_bytes: int = MOST_BYTES
 ) -> FastAPI:
-    """Return the application that shows runs.
-
-    Args:
-        access: the key, and the code of the link.
-    """
+    """Return the application that shows runs."""
 
     async def authenticate(request: Request) -> int:
         if request.scope["path"] != SESSION:  # whose route takes a code in place of the key
@@ -36,7 +32,7 @@ def create_page_app(
 
     @app.get("/", include_in_schema=False)
     async def page() -> RedirectResponse:
-        """Lead to the page; a browser keeps what stands behind the `#`."""
+        """Redirect to the page; browsers keep the fragment."""
         return RedirectResponse(PAGE)
 
     add_page(app, runs, access, stopping)

@@ -1,4 +1,4 @@
-"""The calls of a run that took longest, of those that ended last."""
+"""The slowest of a run's newest calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ SLOWEST, LOOKED_AT = 5, 2000  # calls, of the newest ones
 
 
 def slow_calls(connection: Connection) -> list[SlowCall]:
-    """Return the slowest of the newest calls, the slowest first; damaged ones are left out.
-
-    Args:
-        connection: from `browse`.
-    """
+    """Return the slowest of the newest calls, slowest first, without damaged ones."""
     seconds = (chats.c.finished_at - chats.c.started_at).label("seconds")
     recent = select(chats.c.episode_id, chats.c.idx, chats.c.agent, chats.c.finished_at, seconds)
     newest = recent.order_by(chats.c.finished_at.desc()).limit(LOOKED_AT).subquery()
@@ -37,6 +33,6 @@ def _readable(row: Any) -> SlowCall | None:
 
 
 def read_slow_calls(run: Run) -> SlowCallsAnswer:
-    """Return the slowest of the newest calls of a run."""
+    """Return the slowest of a run's newest calls."""
     with run.open() as connection:
         return SlowCallsAnswer(run=run.name, calls=slow_calls(connection))

@@ -89,13 +89,10 @@ def _line(found: EpisodeSummary) -> EpisodeLine:
 
 
 def find_episodes(run: Run, wanted: EpisodeFilter, before: str | None, limit: int) -> EpisodesAnswer:
-    """Return a page of the episodes that fit, newest first.
+    """Return a page of matching episodes, newest first.
 
     Args:
-        before: `following` of the page before; None: the first page.
-
-    Raises:
-        InvalidRequest: `before` is not from an earlier answer.
+        before: `following` of the previous page; None: the first page.
     """
     place = None
     if before is not None:
@@ -114,10 +111,10 @@ def find_episodes(run: Run, wanted: EpisodeFilter, before: str | None, limit: in
 
 
 def read_events_before(run: Run, before: int | None, limit: int) -> EventsAnswer:
-    """Return a page of the events of a run, newest first.
+    """Return a page of a run's events, newest first.
 
     Args:
-        before: `before` of the page before; None: the first page.
+        before: `before` of the previous page; None: the first page.
     """
     wanted = select(events).order_by(events.c.event_id.desc()).limit(limit)
     if before is not None:
@@ -128,7 +125,7 @@ def read_events_before(run: Run, before: int | None, limit: int) -> EventsAnswer
 
 
 def ends_of_events(run: Run) -> tuple[float | None, int]:
-    """Return the time of the first event of a run, and the number of the newest one; None and 0: there is none."""
+    """Return the time of a run's first event, and the number of the newest; None and 0 without events."""
     by_number = select(events.c.event_id, events.c.at)
     with run.open() as connection:
         first = connection.execute(by_number.order_by(events.c.event_id).limit(1)).first()
@@ -137,7 +134,7 @@ def ends_of_events(run: Run) -> tuple[float | None, int]:
 
 
 def read_events_after(run: Run, after: int, limit: int) -> list[StreamedEvent]:
-    """Return the first events of a run after a number, oldest first; damaged ones are among them."""
+    """Return the first events after a number, oldest first, including damaged ones."""
     wanted = select(events).where(events.c.event_id > after).order_by(events.c.event_id).limit(limit)
     with run.open() as connection:
         found = [_event(row) for row in connection.execute(wanted)]
@@ -145,14 +142,7 @@ def read_events_after(run: Run, after: int, limit: int) -> list[StreamedEvent]:
 
 
 def read_step(run: Run, step: int) -> StepAnswer:
-    """Return a step: its numbers, its groups, and what was left out.
-
-    Args:
-        step: number of the step; 0 is the evaluation before the first.
-
-    Raises:
-        NotFound: the run has no such step.
-    """
+    """Return a step: its metrics, its groups, and left-out episodes; step 0 is the evaluation before the first."""
     steps = run.config.steps
     with run.open() as connection:
         rows, damaged = readable_metrics(connection)
@@ -210,11 +200,7 @@ def _groups(connection: Connection, kind: str, step: int) -> list[GroupLine]:
 
 
 def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
-    """Return the episodes of one task, side by side.
-
-    Raises:
-        NotFound: there is no such group.
-    """
+    """Return the episodes of one task."""
     config = run.config
     with run.open() as connection:
         record = connection.execute(
@@ -295,7 +281,7 @@ def _member_of(line: EpisodeLine, view: EpisodeView, fate: Fate, credits: Mappin
 
 
 def mean_logprob(chats: Iterable[Chat]) -> float | None:
-    """Return the mean logprob of all tokens that calls have sampled; None: there are none."""
+    """Return the mean logprob of all tokens sampled by calls; None without tokens."""
     values = [chat.logprobs for chat in chats if len(chat.logprobs)]
     return float(np.concatenate(values).mean()) if values else None
 
@@ -317,7 +303,7 @@ def _excerpt(text: str) -> str:
 
 
 def object_of(text: Any) -> dict[str, Any]:
-    """Return the JSON object in a text; if it is damaged, the text itself under `damaged`."""
+    """Return the JSON object in a text; if damaged, the text under the key `damaged`."""
     try:
         found = orjson.loads(text)
     except ValueError:
@@ -326,7 +312,7 @@ def object_of(text: Any) -> dict[str, Any]:
 
 
 def fitting(data: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return those values of an object that a page can show, and how many bytes of JSON the others have."""
+    """Return the values that a page can show, and the JSON bytes of the others."""
     kept, left = dict[str, Any](), MOST_JSON
     sizes = {name: len(orjson.dumps({name: value}, option=orjson.OPT_NON_STR_KEYS)) for name, value in data.items()}
     for name, value in data.items():

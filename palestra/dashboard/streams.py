@@ -1,4 +1,4 @@
-"""The stream of a page: events and progress of all its runs. What is new in a run is read once for all streams."""
+"""The stream of a page: events and progress of all its runs, read once for all streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPLACED = "replaced"  # kind of the event that says that another run has the fo
 
 
 class Stream:
-    """A reader's place in some runs."""
+    """A stream's position in several runs."""
 
     def __init__(
         self, feeds: Mapping[str, Feed], positions: Mapping[str, int], check: Callable[[], Awaitable[None]]
@@ -32,9 +32,8 @@ class Stream:
         """Begin after some events.
 
         Args:
-            feeds: of the runs, by name.
-            positions: number of the newest event that the client has, by name of the run.
-            check: raises a PalestraError once the client may not read on.
+            positions: the client's newest event number, by run.
+            check: raises a PalestraError once the client has lost access.
         """
         self._feeds, self._positions, self._check = dict(feeds), dict(positions), check
         self._generations = dict[str, int]()  # of the feeds at the first look; empty: there was none
@@ -43,14 +42,14 @@ class Stream:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Let the feeds look at their runs, and wake this stream, while the block is open."""
+        """Poll the runs, and wake this stream, while the block is open."""
         with contextlib.ExitStack() as stack:
             for feed in self._feeds.values():
                 stack.enter_context(feed.followed(self._news))
             yield
 
     def follow(self, wait: bool = True) -> AsyncIterator[bytes]:
-        """Yield what is new, while the stream is open.
+        """Yield news while the stream is open.
 
         Args:
             wait: whether to wait for future events, until all runs are over.
@@ -58,17 +57,13 @@ class Stream:
         return follow(self.look, wait, self.pause, every=CHECK_SECONDS)
 
     async def pause(self, seconds: float) -> None:
-        """Return when a feed has news.
-
-        Args:
-            seconds: the longest pause.
-        """
+        """Wait for news, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._news.wait()
 
     async def look(self) -> News | None:
-        """Return what is new, as one chunk; None: the client may not read on."""
+        """Return news as one chunk; None: the client has lost access."""
         first = not self._generations
         self._news.clear()
         try:
@@ -94,41 +89,40 @@ class Stream:
 
 
 class Streams:
-    """The streams of a server, and the feeds behind them."""
+    """The streams of a server, with their feeds."""
 
     def __init__(self, reader: Reader, stopping: asyncio.Event) -> None:
-        """Begin without any.
+        """Begin without streams.
 
         Args:
-            stopping: is set when the server ends, so that streams end too.
+            stopping: set when the server ends, to end streams.
         """
         self._reader, self._stopping = reader, stopping
         self._feeds = WeakValueDictionary[str, Feed]()  # by name of the run; those of streams that are open
         self._open = OpenStreams(MOST_STREAMS, REFUSED)
 
     def stream(self, after: Mapping[str, int], check: Callable[[], Awaitable[None]]) -> Stream:
-        """Return a reader's place in some runs.
+        """Return a new stream over some runs.
 
         Args:
-            after: number of the newest event that the client has, by name of the run.
-            check: raises a PalestraError once the client may not read on.
+            after: the client's newest event number, by run.
+            check: raises a PalestraError once the client has lost access.
         """
         return Stream({name: self._feed(name) for name in after}, after, check)
 
     def answer(self, stream: Stream, content: AsyncIterator[bytes], owner: str = "") -> StreamingResponse:
-        """Return the answer that is a stream.
+        """Return the response of a stream.
 
         Args:
-            stream: is open until its client has gone.
-            owner: tenant whose streams are counted together; "": a server without tenants.
+            owner: tenant whose streams are limited together; "": a server without tenants.
 
         Raises:
-            TooManyRequests: the owner has as many streams as it may.
+            TooManyRequests: the owner has too many streams.
         """
         return self._open.answer(content, owner, AS_IT_COMES, MEDIA_TYPE, stream.open())
 
     def _feed(self, name: str) -> Feed:
-        """Return the feed of a run, which is made when its first stream begins."""
+        """Return the feed of a run, created for its first stream."""
         if (feed := self._feeds.get(name)) is None:
             feed = self._feeds[name] = Feed(self._reader.run(name), self._reader, self._stopping)
         return feed

@@ -12,14 +12,7 @@ TokenText = Callable[[int], str]
 
 
 def token_text(config: JobConfig, policy: str) -> TokenText:
-    """Return the function that gives the text of a token id. It loads the tokenizer of the policy's model.
-
-    Args:
-        policy: name of the policy, or of a past version of one.
-
-    Raises:
-        ModelError: the tokenizer of the policy's model is not on this machine.
-    """
+    """Return the detokenizer of a policy or past version, with its model's tokenizer."""
     if not config.engine.has_model:
         from palestra.renderers import ByteTokenizer
 

@@ -1,7 +1,6 @@
 """The interface of a renderer: messages to token ids, and token ids to messages, for one model.
 
-Only this package knows the chat formats of models: code that holds a `Renderer` calls its methods, and never checks
-which class it has.
+Only this package knows the chat formats of models: other code calls a `Renderer`'s methods, and never checks its class.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ Tools = Sequence[Mapping[str, Any]]  # in OpenAI's shape: {"type": "function", "
 
 
 class NotInThisFormat(Exception):
-    """Raised if the chat format of a model has no way to do what was asked for."""
+    """The model's chat format does not support the request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """A tool call that a reply makes, or tries to make."""
+    """A tool call, or a malformed attempt, in a reply."""
 
     text: str  # as the model wrote it, with the tags around it
     name: str | None = None
@@ -37,7 +36,7 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """The message that a completion stands for, and its malformed tool calls."""
+    """The message of a completion, and its malformed tool calls."""
 
     message: ChatMessage
     malformed: tuple[str, ...]  # a reason for each malformed call, whose text is in the content
@@ -45,7 +44,7 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageDelta:
-    """The part of the assistant's message that a piece of a reply adds."""
+    """The part of the assistant's message added by a piece of a reply."""
 
     reasoning: str = ""
     content: str = ""
@@ -67,10 +66,7 @@ NOTHING = MessageDelta()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyForm:
-    """The form that a constrained reply must have: calls of tools, an answer, or either.
-
-    Such a reply has no reasoning.
-    """
+    """The required form of a constrained reply: tool calls, an answer, or either, without reasoning."""
 
     tools: Tools = ()  # tools that may be called; (): no call is allowed
     most_calls: int = 1  # the most calls in one reply
@@ -79,13 +75,13 @@ class ReplyForm:
 
 
 class ReplyStream(ABC):
-    """Reads one reply while its text arrives. The deltas, added up, are the message that `finish` returns."""
+    """Parses one reply while its text arrives. The deltas add up to the message that `finish` returns."""
 
     over = False  # the reply has ended with its only tool call; later text is ignored
 
     @abstractmethod
     def feed(self, text: str) -> MessageDelta:
-        """Take the next piece of the reply's text, and return the part of the message that is certain now."""
+        """Add a piece of the reply's text, and return the part of the message that is now certain."""
 
     @abstractmethod
     def finish(self, completion_ids: Ids, cut: bool) -> tuple[MessageDelta, Reply]:
@@ -93,7 +89,7 @@ class ReplyStream(ABC):
 
         Args:
             completion_ids: int32 [C], all sampled tokens.
-            cut: whether the text that was fed ends before the text of `completion_ids` does.
+            cut: whether the text ended before that of `completion_ids`.
         """
 
 
@@ -101,16 +97,15 @@ class Renderer(ABC):
     """The chat format of one model.
 
     Attributes:
-        vocabulary: the model's tokenizer.
         stop_ids: tokens that end a reply.
-        reasons: whether the model was trained to reason before it answers, as far as its template shows.
-        incremental: whether a `stream` gives parts of a reply before its end, and notices the end of a tool call.
-        independent_turns: whether a turn has the same tokens in every conversation, so that `extend` with the tokens of
-            a written reply returns what `render` would of the whole conversation.
-        unseen: roles and keys of messages that the format never shows, such as the `name` of an assistant; see
+        reasons: whether the model was trained to reason before it answers, according to its template.
+        incremental: whether a `stream` gives parts of a reply before its end, and detects the end of a tool call.
+        independent_turns: whether a turn has the same tokens in every conversation, so that `extend` with a written
+            reply gives the same ids as `render` of the whole conversation.
+        unseen: roles and keys of messages that the format omits, such as the `name` of an assistant; see
             `probes.unseen_of`.
-        takes_images: whether messages may have images. If not, a call with one is refused before `render` is called.
-        picture_layout: what stands in a prompt for an image; None: it takes none, or another library knows.
+        takes_images: whether messages may have images; otherwise such a call is refused before `render`.
+        picture_layout: placeholders of images; None: no images, or another library writes them.
     """
 
     vocabulary: Vocabulary
@@ -124,16 +119,16 @@ class Renderer(ABC):
 
     @abstractmethod
     def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:
-        """Return the prompt of a conversation, int32 [P], which ends where the assistant's reply begins.
+        """Return the prompt of a conversation, int32 [P], up to the beginning of the assistant's reply.
 
         Args:
-            room: the most tokens that are of use. None: any number. The limit only saves work: a renderer that can't
-                tell early that it is exceeded returns all tokens.
+            room: limit that saves work; None: unlimited. A renderer that can't detect the excess early returns all
+                tokens.
 
         Raises:
-            TooManyTokens: there are more than `room` tokens; raised before all of a long prompt is tokenised.
+            TooManyTokens: there are more than `room` tokens; raised before a long prompt is tokenised completely.
             ControlTokenInText: a text spells a control token, and this renderer can't write it as text.
-            ValueError, KeyError, TemplateError: the format can't show these messages.
+            ValueError, KeyError, TemplateError: the format can't represent these messages.
         """
 
     @abstractmethod
@@ -147,16 +142,14 @@ class Renderer(ABC):
     ) -> TokenSequence | None:
         """Return the tokens, int32 [N], that follow a call's exact tokens when `new_messages` follow its reply.
 
+        Positions of images count from the first new token. None: this format can't keep the exact ids here; render the
+        whole conversation.
+
         Args:
             prompt_ids: returns the call's prompt, int32 [P]; called only if the format needs it.
-            completion_ids: int32 [C], as they were sampled.
-            new_messages: the messages since the reply. They may be empty, and may include replies that the agent has
-                edited.
+            completion_ids: int32 [C], as sampled.
+            new_messages: the messages since the reply, possibly empty, or including replies that the agent edited.
             room: see `render`.
-
-        Returns:
-            The new tokens; positions of images count from the first of them. None: this format can't keep the exact ids
-            here, so the caller has to render the whole conversation.
 
         Raises:
             TooManyTokens, ControlTokenInText, ValueError, KeyError, TemplateError: see `render`.
@@ -166,33 +159,30 @@ class Renderer(ABC):
     def parse(
         self, completion_ids: Ids, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call"
     ) -> Reply:
-        """Return the assistant's message that a completion stands for.
+        """Return the assistant's message of a completion.
 
         Args:
             completion_ids: int32 [C], with or without the stop token.
             prompt_ids: returns the call's prompt, int32 [P]; called only if the format needs it.
-            tools: tools whose calls are looked for; without tools, text that looks like a call stays text.
-            call_ids: the tool call number k gets the id `{call_ids}_{k}`.
+            tools: without tools, text that looks like a call stays text.
+            call_ids: call number k gets the id `{call_ids}_{k}`.
         """
 
     @abstractmethod
     def stream(
         self, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call", single_call: bool = False
     ) -> ReplyStream:
-        """Return a reader for a reply while it is sampled; its result is the same message as that of `parse`.
+        """Return a parser for a reply while it is sampled; its result equals that of `parse`.
 
         Args:
-            prompt_ids: see `parse`.
-            tools: see `parse`.
-            call_ids: see `parse`.
-            single_call: whether to end the reply with its first tool call.
+            single_call: whether the first tool call ends the reply.
 
         Raises:
-            NotInThisFormat: `single_call` is set, and the renderer is not `incremental`.
+            NotInThisFormat: `single_call` is set, but the renderer is not `incremental`.
         """
 
     def grammar(self, form: ReplyForm) -> str:
-        """Return a grammar of the replies that have a form, in the syntax of `llguidance`.
+        """Return a grammar of replies in a form, in the syntax of `llguidance`.
 
         Raises:
             NotInThisFormat: tool calls can't be constrained in this format.
@@ -215,38 +205,38 @@ class Renderer(ABC):
 
 
 class PlainTextStream(ReplyStream):
-    """Reads a reply to a raw prompt: all of its text is content."""
+    """Parses a reply to a raw prompt: all of its text is content."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
 
     def feed(self, text: str) -> MessageDelta:
-        """Return all of the text as content, because a raw prompt has no other parts."""
+        """Return the text as content."""
         self._content.append(text)
         return MessageDelta(content=text)
 
     def finish(self, completion_ids: Ids, cut: bool) -> tuple[MessageDelta, Reply]:
-        """Return the reply; `completion_ids` [C] and `cut` are not needed, because the text has arrived already."""
+        """Return the reply; its text has arrived already."""
         return NOTHING, Reply(message=text_message("assistant", "".join(self._content)), malformed=())
 
 
 class WholeReplyStream(ReplyStream):
-    """Reads a reply only when it is over, for a renderer that parses ids and not text."""
+    """Parses a reply when it is over, for a renderer that parses ids instead of text."""
 
     def __init__(self, renderer: Renderer, prompt_ids: Callable[[], Ids], tools: Tools, call_ids: str) -> None:
         self._renderer, self._prompt_ids, self._tools, self._call_ids = renderer, prompt_ids, tools, call_ids
         self._text: list[str] = []
 
     def feed(self, text: str) -> MessageDelta:
-        """Keep the text; no part of the message is certain before the end."""
+        """Store the text; the message is only known at the end."""
         self._text.append(text)
         return NOTHING
 
     def finish(self, completion_ids: Ids, cut: bool) -> tuple[MessageDelta, Reply]:
         """Parse the whole reply from `completion_ids` [C].
 
-        If the text was cut (after a stop string), parse the ids before the cut and append the remaining text, because a
-        cut may lie within a token.
+        If a stop string cut the text, parse the ids before the cut and append the remaining text, because the cut may
+        be inside a token.
         """
         kept, rest = len(completion_ids), ""
         if cut:
@@ -261,19 +251,14 @@ class WholeReplyStream(ReplyStream):
 
 
 def _with_text(message: ChatMessage, rest: str) -> ChatMessage:
-    """Return a reply with text appended: to its reasoning if the reply has nothing else, otherwise to its content."""
+    """Return a reply with text appended: to its reasoning if it has only that, otherwise to its content."""
     if message.reasoning_content and not message.text and not message.tool_calls:
         return message.model_copy(update={"reasoning_content": message.reasoning_content + rest})
     return message.model_copy(update={"content": (TextPart(text=message.text + rest),)})
 
 
 def tool_call(attempt: Attempt, call_ids: str, number: int) -> ToolCall:
-    """Return the call number `number` of a reply.
-
-    Args:
-        call_ids: prefix of the call's id, which is `{call_ids}_{number}`.
-        number: place of the call in the reply.
-    """
+    """Return call number `number` of a reply, with the id `{call_ids}_{number}`."""
     function = FunctionCall(name=attempt.name or "", arguments=attempt.arguments or "{}")
     return ToolCall(id=f"{call_ids}_{number}", function=function)
 
@@ -282,8 +267,7 @@ def reply_of(reasoning: str | None, content: str, attempts: Sequence[Attempt], c
     """Return the reply with this reasoning, content and tool calls.
 
     Args:
-        reasoning: text before the answer; None: the reply has none.
-        call_ids: prefix of the calls' ids.
+        reasoning: None: the reply has none.
     """
     good = [attempt for attempt in attempts if attempt.problem is None]
     calls = tuple(tool_call(attempt, call_ids, number) for number, attempt in enumerate(good))

@@ -26,7 +26,7 @@ PROBE_TOOLS: tuple[dict[str, Any], ...] = tuple(
 
 
 def probe_reply(calls: int) -> list[dict[str, Any]]:
-    """Return a conversation whose last message has one or two calls."""
+    """Return a probe conversation whose last message has one or two calls."""
     return [
         {"role": "user", "content": "Hi."},
         {
@@ -48,12 +48,11 @@ def probe_reply(calls: int) -> list[dict[str, Any]]:
 def find_call_format(
     reply: Callable[[int], Sequence[int] | None], decode: Callable[[Sequence[int]], str], added: Mapping[str, int]
 ) -> CallFormat | None:
-    """Return how calls are written; None: their arguments are not JSON, or the template does not show them.
+    """Return how calls are written; None: their arguments are not JSON, or the template omits them.
 
     Args:
-        reply: returns the ids of a reply of so many probe calls, without its end; None: the template has no such reply.
-        decode: from ids to text.
-        added: the tokenizer's added tokens by content.
+        reply: returns the ids of a reply with a number of probe calls, without its end; None: unsupported by the
+            template.
     """
     one, two = reply(1), reply(2)
     if one is None:
@@ -93,13 +92,15 @@ def _signed(ids: Sequence[int], signs: Mapping[int, str], decode: Callable[[Sequ
 
 
 def _parts(text: str, tokens: Sequence[int]) -> list[str | int]:
-    """Return a text with private characters as texts and the tokens that these stand for."""
+    """Return a text with private-use characters as texts and the tokens they represent."""
     found = re.split(f"([{chr(_SIGNS)}-{chr(_SIGNS + len(tokens))}])", text)
     return [part if k % 2 == 0 else tokens[ord(part) - _SIGNS] for k, part in enumerate(found) if part]
 
 
 def _between(text: str, before: str, call: str, after: str) -> str | None:
-    """Return what stands between two calls, up to the second one's name; None: not what stands around one call."""
+    """Return the text between two calls, up to the second one's name; None: it differs from the text around a single
+    call.
+    """
     second = call.replace(_NAMES[0], _NAMES[1])
     head, tail = before + call, second + after
     if len(text) < len(head) + len(tail) or not text.startswith(head) or not text.endswith(tail):

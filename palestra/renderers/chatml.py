@@ -1,4 +1,4 @@
-r"""Renderer for ChatML (SmolLM2, Qwen2.5): `<|im_start|>role\ncontent<|im_end|>\n`, with tools, reasoning and a bridge.
+r"""Renderer for ChatML (SmolLM2, Qwen2.5): `<|im_start|>role\ncontent<|im_end|>\n`, with tools, reasoning and `extend`.
 
 Messages, tools, calls and results are encoded as plain text: a text that contains `<|im_end|>` can't close its turn.
 """
@@ -25,7 +25,7 @@ from palestra.types.messages import ChatMessage, ImagePart
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatMLConfig:
-    """The settings in which a model's template differs from plain ChatML."""
+    """How a model's template differs from plain ChatML."""
 
     default_system: str | None = None  # system message that the template adds to a conversation without one
     developer: Literal["developer", "system"] = "developer"  # role of a developer's message in the prompt
@@ -42,14 +42,11 @@ class ChatMLRenderer(Renderer):
     def __init__(
         self, tokenizer: Any, config: ChatMLConfig | None = None, pictures: PictureTokens | None = None
     ) -> None:
-        """Create a renderer for a tokenizer with `encode`, `decode` and `convert_tokens_to_ids`, as in transformers.
+        """Create a renderer for a tokenizer with the methods of transformers' tokenizers.
 
         Args:
-            config: how the model's template differs from plain ChatML; None: it does not.
-            pictures: writes the placeholders of pictures; None: the model reads text only.
-
-        Raises:
-            ValueError: the tokenizer lacks ChatML's control tokens.
+            config: None: plain ChatML.
+            pictures: writes image placeholders; None: the model reads text only.
         """
         self.config, self._pictures = config or ChatMLConfig(), pictures
         if pictures is not None:
@@ -72,10 +69,7 @@ class ChatMLRenderer(Renderer):
     def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:
         """Return the prompt of a conversation, int32 [P]. See `Renderer.render`.
 
-        Args:
-            messages: the conversation; at least one message.
-            tools: tools that the model is offered, in the system message.
-            room: the most tokens that are of use.
+        The system message offers the tools.
         """
         if not messages:
             raise ValueError("no messages")
@@ -91,18 +85,14 @@ class ChatMLRenderer(Renderer):
     ) -> TokenSequence:
         """Return the tokens, int32 [N], from the end of a reply to the start of the next one. See `Renderer.extend`.
 
-        A reply that was cut at its token limit gets its end token first; only the last of `completion_ids` [C] is
-        looked at, and `prompt_ids` and `tools` are not needed. `new_messages` and `room` are as in `Renderer.extend`.
+        A reply that was cut at its token limit first gets its end token.
         """
         return self._sequence(_turns(new_messages, self._role), self._closing(completion_ids), room)
 
     def parse(
         self, completion_ids: Ids, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call"
     ) -> Reply:
-        """Return the message of a completion, int32 [C]. See `Renderer.parse`.
-
-        `completion_ids`, `tools` and `call_ids` are as there; `prompt_ids` is not needed.
-        """
+        """Return the message of a completion, int32 [C]. See `Renderer.parse`."""
         ids = completion_ids.tolist()
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
@@ -111,10 +101,7 @@ class ChatMLRenderer(Renderer):
     def stream(
         self, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call", single_call: bool = False
     ) -> ChatMLStream:
-        """Return a reader that takes reasoning, content and tool calls apart as text arrives. See `Renderer.stream`.
-
-        `tools`, `call_ids` and `single_call` are as there; `prompt_ids` is not needed.
-        """
+        """Return a parser that separates reasoning, content and tool calls as text arrives. See `Renderer.stream`."""
         return ChatMLStream(bool(tools), call_ids, single_call)
 
     def _call_format(self) -> CallFormat:
@@ -153,9 +140,9 @@ class ChatMLRenderer(Renderer):
 
 
 def _turns(messages: Sequence[ChatMessage], role: Callable[[ChatMessage], str]) -> Iterator[Pieces]:
-    """Yield what stands between start token and end token of each turn.
+    """Yield the pieces between the start and end token of each turn.
 
-    Consecutive results of tools share one turn of the user, as in the templates of Qwen.
+    Consecutive tool results share one user turn, as in Qwen's templates.
     """
     results: list[str | ImagePart] = []
     for message in messages:

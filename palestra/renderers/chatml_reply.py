@@ -1,7 +1,7 @@
 """Parser for ChatML replies, whole or while they are sampled: reasoning, content and tool calls.
 
-Each part of a reply is given out as soon as it is certain. A tool call is given out whole, when its closing tag has
-arrived: before that it may turn out to be content.
+Parts are emitted as soon as they are certain. A tool call is emitted when its closing tag has arrived: before that it
+may turn out to be content.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ _SPACE = " \t\r\n"
 
 
 def write_thought(reasoning: str) -> str:
-    """Return the text for reasoning in front of an answer."""
+    """Return the text of reasoning before an answer."""
     return f"{_THINK}\n{reasoning}\n{_THOUGHT}\n\n"
 
 
 def read_thought(text: str) -> tuple[str | None, str]:
-    """Return a reply's reasoning, or None, and the rest of its text.
-
-    If the reasoning was cut off, the rest is empty.
-    """
+    """Return a reply's reasoning, or None, and the rest of its text, which is empty if the reasoning was cut off."""
     match = _LEADING_THOUGHT.match(text)
     if match is None:
         return None, text
@@ -41,13 +38,13 @@ def read_reply(text: str, calls: bool) -> tuple[str | None, str, list[Attempt]]:
 
 
 class ChatMLStream(ReplyStream):
-    """Reads a ChatML reply while it is sampled, by means of a `ReplySplitter`."""
+    """Parses a ChatML reply while it is sampled, with a `ReplySplitter`."""
 
     def __init__(self, calls: bool, call_ids: str, single_call: bool) -> None:
-        """Create a reader.
+        """Create a parser.
 
         Args:
-            calls: whether to look for tool calls.
+            calls: whether to parse tool calls.
             call_ids: prefix of the calls' ids.
             single_call: whether the first call ends the reply.
         """
@@ -55,7 +52,7 @@ class ChatMLStream(ReplyStream):
         self._deltas: list[MessageDelta] = []
 
     def feed(self, text: str) -> MessageDelta:
-        """Return the part of the message that is certain with this text."""
+        """Return the part of the message that this text makes certain."""
         delta = self._splitter.feed(text)
         self.over = self._splitter.over
         if delta:
@@ -63,10 +60,7 @@ class ChatMLStream(ReplyStream):
         return delta
 
     def finish(self, completion_ids: Ids, cut: bool) -> tuple[MessageDelta, Reply]:
-        """Return the rest and the whole reply.
-
-        The text was fed completely, so `completion_ids` [C] and `cut` are not needed.
-        """
+        """Return the rest and the whole reply."""
         rest = self._splitter.end()
         deltas = [*self._deltas, rest]
         message = text_message("assistant", "".join(delta.content for delta in deltas)).model_copy(
@@ -79,13 +73,13 @@ class ChatMLStream(ReplyStream):
 
 
 class ReplySplitter:
-    """Splits text that arrives in pieces into deltas, in time linear in the text."""
+    """Splits text that arrives in pieces into deltas, in linear time."""
 
     def __init__(self, calls: bool, call_ids: str = "call", single: bool = False) -> None:
         """Create a splitter.
 
         Args:
-            calls: whether to look for tool calls.
+            calls: whether to parse tool calls.
             call_ids: prefix of the calls' ids.
             single: whether the first call ends the reply.
         """
@@ -101,12 +95,12 @@ class ReplySplitter:
         return self._single and self.calls > 0
 
     def feed(self, text: str) -> MessageDelta:
-        """Return the part of the message that is certain with this text."""
+        """Return the part of the message that this text makes certain."""
         reasoning, content = self._thought.feed(text)
         return self._delta(reasoning, content, last=False)
 
     def end(self) -> MessageDelta:
-        """Return the rest of the message, because no more text will come."""
+        """Return the rest of the message at the end of the text."""
         reasoning, content = self._thought.end()
         return self._delta(reasoning, content, last=True)
 
@@ -165,7 +159,7 @@ class _ThoughtSplitter:
         return "", held
 
     def _think(self, text: str) -> tuple[str, bool, str]:
-        """Return reasoning, whether it is closed, and the text after it, without line feeds at the reasoning's ends."""
+        """Return reasoning, whether it is closed, and the text after it, without line feeds around the reasoning."""
         thought, found, rest = text.partition(_THOUGHT)
         if not found:
             certain = len(text) - _ending(text, _THOUGHT)
@@ -250,7 +244,7 @@ class _CallScanner:
         self._searched = len(OPEN)  # no tag begins before this place this place
 
     def end(self, text: str) -> int | None:
-        """Return the length of the call with which `text` begins, or None if later text can still decide it."""
+        """Return the length of the call at the beginning of `text`, or None if later text can still decide it."""
         if self._object_end is None and not self._broken:
             self._scan(text)
         if self._object_end is not None:
@@ -301,7 +295,7 @@ class _CallScanner:
 
 
 def _until_first_call(text: str, attempts: list[Attempt]) -> str:
-    """Return the text up to the end of the first well-formed call, or all of it if there is none."""
+    """Return the text up to the end of the first well-formed call, or all of it."""
     at = 0
     for attempt in attempts:
         at = text.index(attempt.text, at) + len(attempt.text)

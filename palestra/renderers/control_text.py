@@ -1,11 +1,11 @@
-"""Text in messages that spells a control token: found, marked before a template writes it, and encoded as plain text.
+"""Text in messages that spells a control token: detected, marked before a template writes it, and encoded as plain
+text.
 
-A template writes its own control tokens and the messages into one string, and a tokenizer turns that string into ids: a
-user's `<|im_end|>` would close the turn. Therefore a marker that no text contains is put into each such place of a
-message. The string is then encoded by a copy of the tokenizer in which the names of control tokens contain the marker:
-the template's control tokens are written with the marker and those in messages without, so that only the template's
-become control tokens. Everything else (merges, normalization, white space beside a control token) is the tokenizer's
-own.
+A template writes its own control tokens and the messages into one string, which a tokenizer turns into ids: a user's
+`<|im_end|>` would close the turn. Therefore a marker that no text contains is inserted at each such position of a
+message. A copy of the tokenizer, whose control tokens' names contain the marker, then encodes the string: the template
+writes its control tokens with the marker, messages without, so only the template's become control tokens. Everything
+else (merges, normalization, white space next to a control token) is the tokenizer's own.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 def control_tokens(backend: Any, stop_ids: Collection[int] = ()) -> dict[str, int]:
     """Return the control tokens of a `tokenizers.Tokenizer` and their ids.
 
-    These are all tokens that the tokenizer marks as special, all of `stop_ids`, and those of its other added tokens
-    that are written like control tokens (DeepSeek's `<｜User｜>`). Tags such as `<think>` and `<tool_call>` that are
-    added and not special count as ordinary text, and so do runs of white space.
+    These are all special tokens, all of `stop_ids`, and other added tokens written like control tokens (DeepSeek's
+    `<｜User｜>`). Added tokens that are not special, such as `<think>`, `<tool_call>` and runs of white space, count as
+    ordinary text.
     """
     return {
         token.content: number
@@ -39,7 +39,7 @@ def control_tokens(backend: Any, stop_ids: Collection[int] = ()) -> dict[str, in
 
 
 class ControlText:
-    """Finds, marks and encodes text that spells a control token of one tokenizer."""
+    """Detects, marks and encodes text that spells a control token of one tokenizer."""
 
     def __init__(self, tokens: dict[str, int], backend: Any) -> None:
         """Prepare the search for control tokens.
@@ -64,17 +64,17 @@ class ControlText:
         self._longest = max(map(len, tokens), default=0)
 
     def find(self, text: str) -> str | None:
-        """Return the first control token that the text spells, also in JSON's escapes, or None."""
+        """Return the first control token that the text spells, including JSON escapes, or None."""
         found = self._any.search(text)
         if found is None and "\\" in text:
             found = self._any.search("".join(map(_unescaped, _UNIT.findall(text))))
         return None if found is None else found[0]
 
     def mark(self, text: str) -> str:
-        """Return the text with the marker in every place that is a control token or could become part of one.
+        """Return the text with the marker wherever it is a control token or could become part of one.
 
-        Included are control tokens in JSON's escapes, which a template may decode, and a beginning or an end of a
-        control token at the edges of the text, beside which a template may write other text.
+        This includes control tokens in JSON escapes, which a template may decode, and parts of control tokens at the
+        edges of the text, next to which a template may write other text.
         """
         places = {found.start() + 1 for found in self._each.finditer(text)} | self._edges(text)
         if "\\" in text:
@@ -88,7 +88,7 @@ class ControlText:
         return text
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a marked string, and for each id the range of its characters in that string."""
+        """Return the ids of a marked string, and each id's range of characters in it."""
         starts, ends, longer = [0], [0], [0]  # by place in the encoded string: how much longer the given one is
 
         def swapped(found: re.Match[str]) -> str:
@@ -108,7 +108,7 @@ class ControlText:
         return list(encoding.ids), offsets
 
     def encode_plain(self, text: str) -> list[int]:
-        """Return the ids of a text in which nothing is a control token."""
+        """Return the ids of a text without control tokens."""
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         return list(self._plain.encode(text, add_special_tokens=False).ids)
 
@@ -154,7 +154,7 @@ class ControlText:
 
 
 def plain_encoder(tokenizer: Any) -> Callable[[str], tuple[int, ...]]:
-    """Return a function from text to ids that never makes a control token of text."""
+    """Return a function from text to ids that never produces a control token."""
     encode = _encoder(tokenizer)
     cached = lru_cache(maxsize=4096)(encode)
     return lambda text: cached(text) if len(text) <= _CACHED_LENGTH else encode(text)
@@ -169,10 +169,10 @@ def _encoder(tokenizer: Any) -> Callable[[str], tuple[int, ...]]:
 
 
 def _one_of(names: Collection[str], ahead: bool = False) -> str:
-    """Return a pattern that matches the longest of the names that begin at a place.
+    """Return a pattern for the longest of the names at a position.
 
-    The pattern is a tree of shared beginnings, because a vocabulary may have a thousand control tokens. With `ahead`,
-    only the first character is matched, and the others must follow it.
+    It is a prefix tree, because a vocabulary may have a thousand control tokens. With `ahead`, only the first character
+    is consumed.
     """
     if not names:
         return r"(?!)"
@@ -195,7 +195,7 @@ def _unescaped(unit: str) -> str:
 
 
 def _offsets(units: list[str]) -> list[int]:
-    """Return the place in the escaped text of each character of the unescaped text, and of its end."""
+    """Return the position in the escaped text of each character of the unescaped text, and of its end."""
     out, place = [], 0
     for unit in units:
         out += [place] * len(_unescaped(unit))

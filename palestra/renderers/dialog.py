@@ -1,4 +1,4 @@
-r"""Renderer for dialogs whose roles are words, in which some models that see were trained.
+r"""Renderer for dialogs with role words, on which some vision-language models were trained.
 
 Idefics3 and SmolVLM: `User: …<end_of_utterance>\nAssistant: …<end_of_utterance>\n`. Llava 1.5: `USER: … ASSISTANT: …`.
 """
@@ -36,10 +36,10 @@ class DialogFormat:
     """How a family writes its dialogs.
 
     Attributes:
-        pieces: the texts and pictures of a message; its role is one of `_ROLES`.
-        opening: with what a reply begins.
+        pieces: returns the texts and pictures of a message; its role is one of `_ROLES`.
+        opening: of a reply.
         end: control token that ends a reply; None: the tokenizer's own.
-        closing: text after `end` where it ends the turns of a conversation; None: it ends sampled replies alone.
+        closing: text after `end` if it ends all turns of a conversation; None: it only ends sampled replies.
     """
 
     pieces: Callable[[ChatMessage], Pieces]
@@ -49,7 +49,7 @@ class DialogFormat:
 
 
 class DialogRenderer(Renderer):
-    """Renders dialogs with pictures. The format has no tools and no reasoning. Replies are parsed as a whole."""
+    """Renders dialogs with pictures, without tools and reasoning. Replies are parsed as a whole."""
 
     incremental = False
     independent_turns = False  # a reply that does not begin with a space is written with one
@@ -61,10 +61,7 @@ class DialogRenderer(Renderer):
         """Create a renderer.
 
         Args:
-            first: the tokens with which every conversation begins, such as that of `<|im_start|>`.
-
-        Raises:
-            ValueError: the tokenizer lacks the token that ends a reply.
+            first: the tokens at the beginning of every conversation, such as `<|im_start|>`.
         """
         self.vocabulary = Vocabulary(tokenizer)
         self.format, self._first = written, list(first)
@@ -79,13 +76,7 @@ class DialogRenderer(Renderer):
         self._long = LongText(tokenizer, self._encode)
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:
-        """Return the prompt of a conversation, int32 [P]. See `Renderer.render`.
-
-        Args:
-            messages: the conversation; at least one message.
-            tools: there may be none.
-            room: the most tokens that are of use.
-        """
+        """Return the prompt of a conversation, int32 [P]. See `Renderer.render`."""
         if not messages:
             raise ValueError("no messages")
         return self._sequence(self._first, messages, tools, room)
@@ -100,9 +91,7 @@ class DialogRenderer(Renderer):
     ) -> TokenSequence:
         """Return the tokens, int32 [N], from the end of a reply to the start of the next one. See `Renderer.extend`.
 
-        A reply that was cut at its token limit, or ended with another stop token, gets its end token first; only the
-        last of `completion_ids` [C] is looked at, and `prompt_ids` is not needed. `new_messages`, `tools` and `room`
-        are as in `Renderer.extend`.
+        A reply that was cut at its token limit, or ended with another stop token, first gets its end token.
         """
         ended = len(completion_ids) > 0 and int(completion_ids[-1]) in self.stop_ids
         before = [*([] if ended else [self._end]), *self._encode(self.format.closing or "")]
@@ -111,10 +100,7 @@ class DialogRenderer(Renderer):
     def parse(
         self, completion_ids: Ids, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call"
     ) -> Reply:
-        """Return the message of a completion, int32 [C], without the space that follows the opening.
-
-        `tools`, `call_ids` and `prompt_ids` are not needed; see `Renderer.parse`.
-        """
+        """Return the message of a completion, int32 [C], without the space after the opening. See `Renderer.parse`."""
         ids = completion_ids.tolist()
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
@@ -123,13 +109,7 @@ class DialogRenderer(Renderer):
     def stream(
         self, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call", single_call: bool = False
     ) -> ReplyStream:
-        """Return a reader that parses the reply when it is over. See `Renderer.stream`.
-
-        `prompt_ids`, `tools` and `call_ids` are as there.
-
-        Raises:
-            NotInThisFormat: `single_call` is set: there are no calls.
-        """
+        """Return a parser that works when the reply is over. See `Renderer.stream`."""
         if single_call:
             raise NotInThisFormat("this model's format has no tools")
         return WholeReplyStream(self, prompt_ids, tools, call_ids)
@@ -172,7 +152,7 @@ def _of_idefics(message: ChatMessage) -> Pieces:
 
 
 def _of_llava(message: ChatMessage) -> Pieces:
-    """Return the pieces of a message; its pictures come first, each on a line of its own."""
+    """Return the pieces of a message, with its pictures first, each on its own line."""
     role = "" if _ROLES[message.role] == "System" else f"{message.role.upper()}: "
     shown, said = list[str | ImagePart](), list[str]()
     for part in parts_of(message):

@@ -1,4 +1,4 @@
-"""The placeholders of Llava 1.5: as many for every picture, of which the model gets a square in the middle."""
+"""The placeholders of Llava 1.5: the same number for every picture, which is cropped to a square."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class FixedLayout:
     """Llava 1.5: every picture has the same number of placeholders.
 
     Attributes:
-        tokens: placeholders of a picture.
-        side: of the square that is cut from the middle of a picture, in pixels.
-        patch: side of the square that one embedding stands for, in pixels.
-        shorter: the shorter side of a picture before it is cut, in pixels; None: see `stretched`.
-        stretched: width and height to which every picture is brought in place of that; None: it keeps its own.
-        resample: Pillow's number of the filter by which sizes are changed.
+        tokens: placeholders per picture.
+        side: of the central square crop, in pixels.
+        patch: side of the square of one embedding, in pixels.
+        shorter: shorter side of a picture before cropping, in pixels; None: see `stretched`.
+        stretched: width and height of every picture instead; None: aspect ratio is kept.
+        resample: Pillow's number of the resize filter.
     """
 
     tokens: int
@@ -42,11 +42,11 @@ class FixedLayout:
         return self.image_token
 
     def plane(self, width: int, height: int) -> None:
-        """Return None: positions are those of text."""
+        """Return None: positions are like text's."""
         return
 
     def text(self, width: int, height: int) -> str:
-        """Return the placeholders of a picture; `width` and `height` are not needed."""
+        """Return the placeholders of a picture of any size."""
         return self.image_token * self.tokens
 
     def cells(self, width: int, height: int) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class FixedLayout:
         return used, used
 
     def largest_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return width and height of a picture before its middle is cut out, or of that; see `PictureLayout`."""
+        """Return width and height of a picture before cropping, or of the crop; see `PictureLayout`."""
         return max(self.seen_size(width, height), self._resized(width, height), key=math.prod)
 
     def seen(self, image: Image) -> Image:
@@ -89,13 +89,10 @@ class FixedLayout:
 
 
 def fixed_layout(images: Mapping[str, Any], vision: Mapping[str, Any], whole: bool) -> FixedLayout:
-    """Return the layout of Llava's processor with these settings; what they leave out is as in transformers.
+    """Return the layout for the settings of Llava's processor, with the defaults of transformers.
 
     Args:
-        whole: whether the embedding of the tower's class token is used as well.
-
-    Raises:
-        ModelError: the processor is set up in a way that is not supported.
+        whole: whether the tower's class token is used too.
     """
     crop, size = images.get("crop_size", _SIDE), images.get("size", _SIDE)
     side = crop["height"] if isinstance(crop, Mapping) else crop

@@ -1,4 +1,4 @@
-"""The bytes that tokens stand for, and long texts: how few tokens a text can have, and where it may be cut."""
+"""The bytes of tokens, and long texts: lower bounds of token counts, and safe cuts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,8 @@ Encode = Callable[[str], Sequence[int]]
 def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
     """Return a function from a token's id to its bytes.
 
-    The bytes of a reply's tokens, joined, are those of its text. Tokens of formats other than byte-level BPE and
-    SentencePiece have the bytes of their text.
-
-    Args:
-        tokenizer: a tokenizer of transformers, or a `ByteTokenizer`.
+    The bytes of a reply's tokens, joined, are those of its text. Formats other than byte-level BPE and SentencePiece
+    use the bytes of the token's text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -67,7 +64,7 @@ def _decoders(backend: Any) -> set[str]:
 
 
 def _byte_level() -> dict[str, int]:
-    """Return the byte for each character of byte-level BPE, which writes unprintable bytes as other characters."""
+    """Return the byte of each character of byte-level BPE, which writes unprintable bytes as other characters."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + number): byte for number, byte in enumerate(others)}
@@ -80,7 +77,7 @@ _CHARACTERS = {byte: character for character, byte in BYTES.items()}  # byte to 
 
 
 class TooManyTokens(Exception):
-    """Raised for a text that has more tokens than there is room for; `tokens` is a lower bound."""
+    """A text has more tokens than allowed; `tokens` is a lower bound."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__(f"at least {tokens} tokens")
@@ -88,14 +85,13 @@ class TooManyTokens(Exception):
 
 
 class LongText:
-    """Properties of one tokenizer that allow bounds and cuts for long texts."""
+    """Properties of one tokenizer that allow bounds and cuts of long texts."""
 
     def __init__(self, tokenizer: Any, encode: Encode) -> None:
         """Examine a tokenizer.
 
         Args:
-            tokenizer: a tokenizer of transformers, or a `ByteTokenizer`.
-            encode: text to its ids, without ids that are added around a text.
+            encode: text to its ids, without ids added around a text.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._encode = encode
@@ -104,7 +100,7 @@ class LongText:
         self._cuttable = backend is not None and _cuts_between_words(backend, encode)
 
     def fewest(self, text: str) -> int:
-        """Return a lower bound of the number of tokens of a text, without tokenising it."""
+        """Return a lower bound of a text's number of tokens, without tokenising it."""
         if self._longest is None:
             return 0
         return -(-(len(text) - sum(map(text.count, self._lost))) // self._longest)
@@ -113,10 +109,10 @@ class LongText:
         """Return the ids of a text.
 
         Args:
-            room: the most ids that are of use.
+            room: the limit.
 
         Raises:
-            TooManyTokens: there are more than `room` ids. If the tokenizer allows cuts, not many more have been made.
+            TooManyTokens: there are more than `room` ids. If the tokenizer allows cuts, this is detected early.
             Abandoned: see `check_wanted`.
         """
         fewest = self.fewest(text)
@@ -131,7 +127,7 @@ class LongText:
         return ids
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Yield pieces of a text whose ids, joined, are those of the text."""
+        """Yield pieces of a text whose joined ids are those of the text."""
         start = 0
         while self._cuttable and len(text) - start > PIECE:
             end = _cut(text, start + PIECE)
@@ -143,7 +139,7 @@ class LongText:
 
 
 def _cut(text: str, start: int) -> int | None:
-    """Return the first place from `start` on at which a text may be cut, or None."""
+    """Return the first position from `start` at which a text may be cut, or None."""
     while start < len(text):
         found = _SPACE_BETWEEN_WORDS.search(text, start, start + PIECE + 1)  # + 1: the letter after the space
         if found is not None:
@@ -153,7 +149,7 @@ def _cut(text: str, start: int) -> int | None:
 
 
 def _longest_token(backend: Any) -> int | None:
-    """Return the most characters that one token can stand for, or None if that is unbounded or unknown."""
+    """Return the largest number of characters of one token, or None if unbounded or unknown."""
     model, vocabulary = backend.model, backend.get_vocab(with_added_tokens=True)
     if type(model).__name__ != "BPE":
         return None  # other models turn a whole unknown run or word into one token
@@ -181,7 +177,7 @@ def _longest_token(backend: Any) -> int | None:
 
 
 def _lost_characters(backend: Any) -> str:
-    """Return the ASCII characters for which a byte-level tokenizer has no token and which it therefore drops."""
+    """Return the ASCII characters that a byte-level tokenizer drops, because it has no token for them."""
     if "ByteLevel" not in {split["type"] for split in _parts(backend.pre_tokenizer, "pretokenizers")}:
         return ""
     vocabulary = backend.get_vocab(with_added_tokens=True)

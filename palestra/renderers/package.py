@@ -37,21 +37,17 @@ _SAFE = frozenset({"gpt-oss"})
 
 
 class PackageRenderer(Renderer):
-    """A renderer of the package. Text that spells a control token becomes ordinary tokens, or is refused.
+    """A renderer of the package `renderers`. Text that spells a control token becomes ordinary tokens, or is refused.
 
-    Messages without such text are rendered by the package unchanged. The package's bridge to the next turn is used only
-    if its result begins with the exact ids. Replies are parsed as a whole.
+    The package renders messages without such text unchanged. Its bridge to the next turn is used only if the result
+    begins with the exact ids. Replies are parsed as a whole.
     """
 
     incremental = False
     independent_turns = False  # such as those of templates that drop the reasoning of earlier turns
 
     def __init__(self, tokenizer: Any, inner: Any) -> None:
-        """Wrap a renderer.
-
-        Args:
-            inner: the renderer that the package made for the tokenizer.
-        """
+        """Wrap the package's renderer `inner` for the tokenizer."""
         self._tokenizer = tokenizer
         self._inner = inner
         self.config = inner.config
@@ -61,11 +57,11 @@ class PackageRenderer(Renderer):
 
     @cached_property
     def unseen(self) -> Unseen:  # type: ignore[override]  # asked of the template when it is first needed
-        """Return the roles and keys of messages that the template does not show."""
+        """Return the roles and keys of messages that the template omits."""
         return unseen_of(self._rendered)
 
     def _rendered(self, messages: Sequence[ChatMessage]) -> list[int] | None:
-        """Return the ids of messages as `render` gives them, or None if the renderer refuses them."""
+        """Return the ids of messages from `render`, or None if the renderer refuses them."""
         try:
             ids: list[int] = self.render(messages).ids.tolist()
         except (TemplateError, KeyError, TypeError, ValueError):
@@ -73,10 +69,7 @@ class PackageRenderer(Renderer):
         return ids
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:
-        """Return the prompt of a conversation, int32 [P].
-
-        See `Renderer.render` for `messages`, `tools`, `room` and errors.
-        """
+        """Return the prompt of a conversation, int32 [P]. See `Renderer.render`."""
         self._check_room(messages, room)
         renderer, given, offered = self._guarded(_dicts(messages), _given(tools))
         return TokenSequence(
@@ -91,10 +84,9 @@ class PackageRenderer(Renderer):
         tools: Tools = (),
         room: int | None = None,
     ) -> TokenSequence | None:
-        """Return the tokens, int32 [N], after a call's prompt and completion, or None. See `Renderer.extend`.
+        """Return the tokens, int32 [N], after a call's prompt and completion. See `Renderer.extend`.
 
-        `prompt_ids`, `completion_ids`, `new_messages`, `tools` and `room` are as there. None: the package has no bridge
-        for these messages, or its bridge would change earlier ids.
+        None: the package has no bridge for these messages, or its bridge would change earlier ids.
         """
         self._check_room(new_messages, room)
         prompt, completion = prompt_ids().tolist(), completion_ids.tolist()
@@ -114,22 +106,13 @@ class PackageRenderer(Renderer):
     def parse(
         self, completion_ids: Ids, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call"
     ) -> Reply:
-        """Return the message of a completion, int32 [C], as the package parses it. See `Renderer.parse`.
-
-        `completion_ids`, `prompt_ids`, `tools` and `call_ids` are as there.
-        """
+        """Return the message of a completion, int32 [C], as the package parses it. See `Renderer.parse`."""
         return reply_of(*self._read(completion_ids, prompt_ids, tools), call_ids)
 
     def stream(
         self, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call", single_call: bool = False
     ) -> ReplyStream:
-        """Return a reader that parses the reply when it is over. See `Renderer.stream`.
-
-        `prompt_ids`, `tools` and `call_ids` are as there.
-
-        Raises:
-            NotInThisFormat: `single_call` is set: the package can't notice the end of a call.
-        """
+        """Return a parser that works when the reply is over. See `Renderer.stream`."""
         if single_call:
             raise NotInThisFormat("the end of a call is not noticed")
         return WholeReplyStream(self, prompt_ids, tools, call_ids)
@@ -141,11 +124,13 @@ class PackageRenderer(Renderer):
 
     @cached_property
     def _found_format(self) -> CallFormat | None:
-        """Return how the template writes calls; None: not certain, or replies are not read as such calls."""
+        """Return how the template writes calls; None: not certain, or replies are not parsed as such calls."""
         return find_call_format(self._probe_reply, self.vocabulary.decode, self.vocabulary.added)
 
     def _probe_reply(self, calls: int) -> list[int] | None:
-        """Return the ids of a reply of so many calls, without its end; None: it would not be read as these calls."""
+        """Return the ids of a reply with a number of calls, without its end; None: it would not be parsed as these
+        calls.
+        """
         messages = probe_reply(calls)
         prompt, whole = self._shown(Probe(messages[:-1], PROBE_TOOLS)), self._shown(Probe(messages, PROBE_TOOLS), False)
         if prompt is None or whole is None or whole[: len(prompt)] != prompt:
@@ -159,9 +144,9 @@ class PackageRenderer(Renderer):
         return ids[:end] if good == wanted and len(attempts) == calls and not content else None
 
     def _check_room(self, messages: Sequence[ChatMessage], room: int | None) -> None:
-        """Refuse messages that no template could make fit.
+        """Raise TooManyTokens for messages that can't fit with any template.
 
-        Every template writes the text of users, though perhaps not the white space at its edges.
+        Every template writes the users' text, except perhaps white space at its edges.
         """
         said = [message.text.strip() for message in messages if message.role == "user"]
         if room is not None and sum(map(len, said)) > PIECE:
@@ -225,7 +210,7 @@ class PackageRenderer(Renderer):
 
     @cached_property
     def _marking(self) -> Any | None:
-        """Return the same renderer with a tokenizer that understands marks, or None if there can be none."""
+        """Return the same renderer with a tokenizer that understands marks, or None if impossible."""
         if getattr(self._tokenizer, "backend_tokenizer", None) is None:
             return None
         from renderers import create_renderer
@@ -271,7 +256,7 @@ def _names(called: Sequence[str], answers: Sequence[ChatMessage]) -> dict[str, s
 
 
 def _dicts(messages: Sequence[ChatMessage], names: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """Return messages as the package takes them. Results of tools get the tools' names, which some formats show."""
+    """Return messages in the package's form. Tool results get the tools' names, which some formats show."""
     named = {**(names or {}), **{call.id: call.function.name for m in messages for call in m.tool_calls}}
     return [_dict(message, named) for message in messages]
 

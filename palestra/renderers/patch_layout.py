@@ -16,13 +16,13 @@ MOST_RATIO = 200  # of the longer side of a picture to the shorter one, in trans
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatchLayout:
-    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: pictures keep their proportions; each embedding has its place in the plane.
+    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: pictures keep their aspect ratio; embeddings have 2D positions.
 
     Attributes:
-        side: of the square that one embedding stands for, in pixels: patches that are merged, times their side.
-        least: the fewest pixels that a picture has when it is cut into patches; smaller ones are enlarged.
-        most: the most pixels; larger ones are made smaller.
-        resample: Pillow's number of the filter by which sizes are changed.
+        side: of the square of one embedding, in pixels: merged patches times their side.
+        least: minimum pixels; smaller pictures are enlarged.
+        most: maximum pixels; larger pictures are shrunk.
+        resample: Pillow's number of the resize filter.
     """
 
     side: int
@@ -33,15 +33,11 @@ class PatchLayout:
 
     @property
     def marker(self) -> str:
-        """Return what a chat template writes for a picture; see `PictureLayout`."""
+        """Return the chat template's text for a picture; see `PictureLayout`."""
         return f"<|vision_start|>{self.image_token}<|vision_end|>"
 
     def plane(self, width: int, height: int) -> tuple[int, int]:
-        """Return rows and columns of a picture's embeddings; see `PictureLayout`.
-
-        Raises:
-            InvalidRequest: the picture is too narrow, or so small that no patch fits into it.
-        """
+        """Return rows and columns of a picture's embeddings; see `PictureLayout`."""
         if max(width, height) > MOST_RATIO * min(width, height):
             raise InvalidRequest(
                 f"a picture has {width} × {height} pixels, and this model takes none of which one side is more than "

@@ -1,7 +1,7 @@
-"""The placeholders of a picture: which control tokens a model's processor writes for one of a given size.
+"""The placeholders of a picture: the control tokens that a model's processor writes for a given size.
 
-Read from a model's files alone, so that neither torch nor transformers is needed to write a prompt; tests compare with
-the processors of transformers.
+Only a model's files are read, so that writing a prompt needs neither torch nor transformers; tests compare with the
+processors of transformers.
 """
 
 from __future__ import annotations
@@ -24,89 +24,89 @@ _LONGEST = 4096  # transformers' bound on a side of a picture before it is cut i
 
 
 class PictureLayout(Protocol):
-    """What stands in a prompt for a picture."""
+    """The placeholders of pictures in a prompt."""
 
     @property
     def image_token(self) -> str:
-        """Return the placeholder: each stands for one embedding of the picture."""
+        """Return the placeholder, of which there is one for each embedding of the picture."""
         ...
 
     @property
     def marker(self) -> str:
-        """Return what the chat template of the model writes for a picture of any size."""
+        """Return the chat template's text for a picture of any size."""
         ...
 
     def plane(self, width: int, height: int) -> tuple[int, int] | None:
-        """Return rows and columns of a picture's embeddings, where each has its position in the plane.
+        """Return rows and columns of a picture's embeddings if they have 2D positions.
 
-        None: placeholders have positions as text has, one after another.
+        None: placeholders have positions like text.
 
         Raises:
-            InvalidRequest: the model takes no pictures of this size.
+            InvalidRequest: the model does not support this size.
         """
         ...
 
     def text(self, width: int, height: int) -> str:
-        """Return the control tokens that stand for a picture of this size in pixels.
+        """Return the control tokens of a picture of this size in pixels.
 
         Raises:
-            InvalidRequest: the model takes no pictures of this size.
+            InvalidRequest: the model does not support this size.
         """
         ...
 
     # For those who look at what a model got.
 
     def cells(self, width: int, height: int) -> tuple[int, int]:
-        """Return rows and columns of the equal parts of what the tower gets: tiles, or the squares of embeddings.
+        """Return rows and columns of the tower's input: tiles, or squares of embeddings.
 
         Raises:
-            InvalidRequest: the model takes no pictures of this size.
+            InvalidRequest: the model does not support this size.
         """
         ...
 
     def seen_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return width and height of what `seen` returns for a picture of this size, in pixels.
+        """Return width and height of the result of `seen` for a picture of this size, in pixels.
 
         Raises:
-            InvalidRequest: the model takes no pictures of this size.
+            InvalidRequest: the model does not support this size.
         """
         ...
 
     def largest_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return width and height of the largest picture that `seen` makes on its way, in pixels.
+        """Return width and height of the largest intermediate picture of `seen`, in pixels.
 
         Raises:
-            InvalidRequest: the model takes no pictures of this size.
+            InvalidRequest: the model does not support this size.
         """
         ...
 
     def seen(self, image: Image) -> Image:
-        """Return the pixels that the tower gets of a picture, before they are normalised.
+        """Return the tower's input pixels of a picture, before normalisation.
 
         Raises:
-            InvalidRequest: the model takes no pictures of this size.
+            InvalidRequest: the model does not support this size.
         """
         ...
 
     def in_words(self, width: int, height: int) -> str:
-        """Return how the model gets a picture of this size in pixels, for a sentence after "the model got it".
+        """Describe how the model gets a picture of this size in pixels, to follow "the model got it".
 
         Raises:
-            InvalidRequest: the model takes no pictures of this size.
+            InvalidRequest: the model does not support this size.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TiledLayout:
-    """Idefics3 and SmolVLM: rows of tiles, each with its place, then the whole picture, in one tile.
+    """Idefics3 and SmolVLM: rows of tiles with their positions, then the whole picture in one tile.
 
     Attributes:
-        tokens: placeholders of a tile.
+        tokens: placeholders per tile.
         tile: side of a tile in pixels.
-        longest: the longer side of a picture before it is cut, in pixels; None: as it is.
-        splits: whether pictures are cut; otherwise each is one tile.
-        resample: Pillow's number of the filter by which sizes are changed.
+        longest: longer side of a picture before splitting, in pixels; None: unchanged.
+        splits: whether pictures are split; otherwise each is one tile.
+        resample: Pillow's number of the resize filter.
     """
 
     tokens: int
@@ -122,11 +122,11 @@ class TiledLayout:
         return self.image_token
 
     def plane(self, width: int, height: int) -> None:
-        """Return None: positions are those of text."""
+        """Return None: positions are like text's."""
         return
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return rows and columns of the tiles into which a picture is cut; (0, 0): it is not cut."""
+        """Return rows and columns of a picture's tiles; (0, 0): it is not split."""
         if not self.splits:
             return 0, 0
         if self.longest is not None:
@@ -143,7 +143,7 @@ class TiledLayout:
         return height // tile, width // tile
 
     def cells(self, width: int, height: int) -> tuple[int, int]:
-        """Return rows and columns of tiles, of which there is at least one; see `PictureLayout`."""
+        """Return rows and columns of tiles, at least one; see `PictureLayout`."""
         rows, columns = self.grid(width, height)
         return max(rows, 1), max(columns, 1)
 
@@ -153,16 +153,16 @@ class TiledLayout:
         return columns * self.tile, rows * self.tile
 
     def largest_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return width and height of all tiles together, or of the picture before it is cut; see `PictureLayout`."""
+        """Return width and height of all tiles together, or of the picture before splitting; see `PictureLayout`."""
         seen = self.seen_size(width, height)
         if self.longest is None:
             return seen
         return max(seen, _bounded(*_stretched(width, height, self.longest), _LONGEST), key=math.prod)
 
     def seen(self, image: Image) -> Image:
-        """Return the tiles that the tower gets, side by side; see `PictureLayout`.
+        """Return the tower's tiles, side by side; see `PictureLayout`.
 
-        The whole picture in one tile, which the tower gets as well where there are several, is not part of it.
+        The additional tile with the whole picture is not included.
         """
         seen = self.seen_size(*image.size)
         if self.longest is not None:
@@ -193,11 +193,8 @@ def layout_of(config: Mapping[str, Any], files: Mapping[str, bytes]) -> PictureL
     """Return the layout of a model's pictures.
 
     Args:
-        config: the model's `config.json`, of Idefics3, SmolVLM, Llava or one of Qwen's families.
-        files: contents of `preprocessor_config.json` and `processor_config.json`, those that there are.
-
-    Raises:
-        ModelError: the processor is set up in a way that is not supported.
+        config: the model's `config.json`, of Idefics3, SmolVLM, Llava or a Qwen family.
+        files: contents of `preprocessor_config.json` and `processor_config.json`, if they exist.
     """
     vision, processor = config["vision_config"], _read(files, "processor_config.json")
     images = _read(files, "preprocessor_config.json") or processor.get("image_processor") or {}
@@ -219,7 +216,7 @@ def layout_of(config: Mapping[str, Any], files: Mapping[str, bytes]) -> PictureL
 
 
 def _patches(images: Mapping[str, Any]) -> PatchLayout:
-    """Return the layout of Qwen's processor with these settings; what they leave out is as in transformers."""
+    """Return the layout for the settings of Qwen's processor, with the defaults of transformers."""
     if not images.get("do_resize", True):
         raise ModelError("pictures that are cut into patches as they are, without `do_resize`, are not supported")
     size = images.get("size") or {}
@@ -240,7 +237,7 @@ def _read(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _stretched(width: int, height: int, longest: int) -> tuple[int, int]:
-    """Return the size of a picture whose longer side is made `longest`; the other side is rounded up to even."""
+    """Return the size of a picture scaled to the longer side `longest`; the other side is rounded up to even."""
     ratio = width / height
     if width >= height:
         short = int(longest / ratio)
@@ -250,7 +247,7 @@ def _stretched(width: int, height: int, longest: int) -> tuple[int, int]:
 
 
 def _bounded(width: int, height: int, most: int) -> tuple[int, int]:
-    """Return the size of a picture of which no side may be longer than `most`."""
+    """Return the size of a picture with no side longer than `most`."""
     ratio = width / height
     if width >= height and width > most:
         return most, max(int(most / ratio), 1)

@@ -1,4 +1,4 @@
-"""The ids that stand for a picture in a prompt, for one model and one place where pictures are found."""
+"""Placeholder ids of pictures, for one model and one picture source."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ class PictureTokens:
     """Writes the placeholders of pictures.
 
     Attributes:
-        layout: which control tokens stand for a picture of a given size.
+        layout: control tokens of a picture of a given size.
         image_token: id of a placeholder.
     """
 
     def __init__(self, tokenizer: Any, layout: PictureLayout, pictures: Pictures) -> None:
-        """Prepare to write pictures.
-
-        Raises:
-            ValueError: the tokenizer has no token for placeholders.
-        """
+        """Create the writer."""
         self.layout, self._tokenizer, self._pictures = layout, tokenizer, pictures
         # Not `tokenizer.encode`, which sets truncation first, and fails if another thread encodes at that moment.
         self._backend = tokenizer.backend_tokenizer
@@ -32,15 +28,11 @@ class PictureTokens:
         self._encoded = lru_cache(maxsize=256)(self._encode)
 
     def ids(self, digest: str) -> tuple[int, ...]:
-        """Return the ids that stand for a picture, [N].
-
-        Raises:
-            PalestraError: no picture has this digest, or it can't be decoded.
-        """
+        """Return the ids of a picture's placeholders, [N]."""
         return self._encoded(self.layout.text(*self._pictures.size(digest)))
 
     def as_marked(self) -> PictureTokens:
-        """Return a writer that writes for every picture what the chat template of the model does."""
+        """Return a writer that writes the chat template's marker for every picture."""
         return _Marked(self._tokenizer, self.layout, self._pictures)
 
     def _encode(self, text: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Probe conversations: a renderer is chosen for a model only if its ids on them are those of the model's template."""
+"""Probe conversations: a renderer is chosen for a model only if its ids on them equal the template's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Unseen = frozenset[tuple[str, str]]  # roles, and keys of their messages
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A conversation. Arguments of calls are objects, because many templates take nothing else."""
+    """A conversation. Arguments of calls are objects, because many templates only accept these."""
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] = ()
@@ -75,7 +75,7 @@ WITH_TOOLS = (
 
 
 def in_parts(probe: Probe) -> Probe:
-    """Return a conversation whose contents are lists of parts, which is what templates of models that see take."""
+    """Return a conversation whose contents are lists of parts, as vision-language templates expect."""
     return Probe([{**m, "content": [_said(m["content"])]} for m in probe.messages], probe.tools)
 
 
@@ -108,7 +108,7 @@ REASONING = (
 def as_agents_send(probe: Probe) -> list[ChatMessage]:
     """Return the messages of a conversation as agents send them: arguments of calls are JSON text.
 
-    All pictures are `NO_PICTURE`, which only a writer of `PictureTokens.as_marked` can write.
+    All pictures are `NO_PICTURE`, which only a writer from `PictureTokens.as_marked` can write.
     """
     return [ChatMessage.model_validate(_with_text_arguments(message)) for message in probe.messages]
 
@@ -134,7 +134,7 @@ NAMES: Unseen = frozenset({*((role, "name") for role in ROLES), ("tool", "tool_c
 
 
 def unseen_of(show: Callable[[Sequence[ChatMessage]], object]) -> Unseen:
-    """Return which roles and keys of `NAMES` make no difference to what the model reads.
+    """Return the roles and keys of `NAMES` that do not affect the model's input.
 
     Args:
         show: returns the ids of a conversation; None: it is refused.
@@ -168,7 +168,7 @@ def unseen_of(show: Callable[[Sequence[ChatMessage]], object]) -> Unseen:
 
 
 def shows_reasoning(show: Callable[[Probe], object]) -> bool:
-    """Return whether earlier replies are shown to the model with their reasoning.
+    """Return whether the model gets the reasoning of earlier replies.
 
     Args:
         show: returns the text or the ids of a conversation.

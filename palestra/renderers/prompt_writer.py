@@ -1,4 +1,4 @@
-"""The ids of a prompt while it is written, piece by piece: texts, control tokens, and pictures with their places."""
+"""Builds the ids of a prompt piece by piece: texts, control tokens, and pictures with their positions."""
 
 from __future__ import annotations
 
@@ -16,31 +16,25 @@ Pieces = list[str | ImagePart]  # of a turn, of which no two texts follow one an
 
 
 class PromptWriter:
-    """Writes one prompt, or what follows a reply."""
+    """Writes one prompt, or a continuation after a reply."""
 
     def __init__(self, encode: Encode, long: LongText, pictures: PictureTokens | None, room: int | None) -> None:
-        """Begin with nothing.
+        """Begin empty.
 
         Args:
-            encode: a text to its ids, in which nothing is a control token.
-            long: the same for long texts, which it cuts and bounds.
+            encode: a text to its ids, without control tokens.
             pictures: writes placeholders; None: the model reads text only.
-            room: the most tokens that are of use; None: any number.
+            room: limit in tokens; None: unlimited.
         """
         self._encode, self._long, self._pictures, self._room = encode, long, pictures, room
         self._ids, self._media = list[int](), list[MediaSpan]()
 
     def tokens(self, ids: Iterable[int]) -> None:
-        """Write tokens as they are."""
+        """Append tokens."""
         self._ids += ids
 
     def pieces(self, pieces: Pieces) -> None:
-        """Write texts and pictures.
-
-        Raises:
-            TooManyTokens: there are more than `room` tokens in a long text.
-            ValueError: there is a picture, and the model reads text only.
-        """
+        """Append texts and pictures."""
         for piece in pieces:
             if isinstance(piece, ImagePart):
                 if self._pictures is None:
@@ -54,28 +48,24 @@ class PromptWriter:
                 self._ids += self._long.encode(piece, max(self._room - len(self._ids), 0))
 
     def end_turn(self, ids: Iterable[int]) -> None:
-        """Write the tokens that end a turn.
-
-        Raises:
-            TooManyTokens: there are more than `room` tokens.
-        """
+        """Append the tokens that end a turn."""
         self._ids += ids
         if self._room is not None and len(self._ids) > self._room:
             raise TooManyTokens(len(self._ids))
         check_wanted()
 
     def sequence(self) -> TokenSequence:
-        """Return what was written, int32 [N], and the pictures in it."""
+        """Return the result, int32 [N], with its pictures."""
         return TokenSequence(np.asarray(self._ids, np.int32), tuple(self._media))
 
 
 def parts_of(message: ChatMessage) -> Pieces:
-    """Return the texts and pictures of a message, as they come."""
+    """Return the texts and pictures of a message, in order."""
     return [part.text if isinstance(part, TextPart) else part for part in message.content]
 
 
 def joined(pieces: Iterable[str | ImagePart]) -> Pieces:
-    """Return pieces of which no two texts follow one another: a token may reach over the boundary of two."""
+    """Merge adjacent texts: a token may span the boundary of two."""
     found: Pieces = []
     for piece in pieces:
         if found and isinstance(piece, str) and isinstance(last := found[-1], str):
@@ -86,6 +76,6 @@ def joined(pieces: Iterable[str | ImagePart]) -> Pieces:
 
 
 def refuse_pictures(message: ChatMessage) -> None:
-    """Raise ValueError if a message that can only have text has a picture."""
+    """Raise ValueError if a text-only message has a picture."""
     if any(isinstance(part, ImagePart) for part in message.content):
         raise ValueError(f"a message of role {message.role} has a picture; pictures are the user's, or a tool's result")

@@ -14,16 +14,12 @@ WHITE_SPACE = r"[ \n\r\t]{1,20}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallFormat:
-    """How a model writes calls whose arguments are JSON.
-
-    Each field is a sequence of texts and of ids of added tokens.
+    """How a model writes calls with JSON arguments, as sequences of texts and ids of added tokens.
 
     Attributes:
         before_name: between the beginning of the reply and the name of its first call.
-        before_arguments: between name and arguments.
         between: between the arguments of a call and the name of the next one; None: a reply has one call.
-        closing: after the arguments of the last call.
-        quoted: whether the name is a JSON string, whose quotes are in the texts around it.
+        quoted: whether the name is a JSON string, with quotes in the texts around it.
     """
 
     before_name: Sequence[str | int]
@@ -33,7 +29,7 @@ class CallFormat:
     quoted: bool
 
     def rules(self, tools: Sequence[Mapping[str, Any]], most_calls: int) -> str:
-        """Return rules; the rule `calls` matches one to `most_calls` calls of these tools."""
+        """Return grammar rules; the rule `calls` matches one to `most_calls` calls of these tools."""
         functions = [tool["function"] for tool in tools]
         most = 1 if self.between is None else most_calls
         more = "" if most == 1 else f"({_written(self.between or ())} call){{0,{most - 1}}}"
@@ -47,12 +43,12 @@ class CallFormat:
 
 
 def text_rule(text: str) -> str:
-    """Return the rule for a text that is written with ordinary tokens."""
+    """Return the rule for a text of ordinary tokens."""
     return json.dumps(text)
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """Return the rule for JSON of a schema, in which white space is bounded."""
+    """Return the rule for JSON of a schema, with bounded white space."""
     options = schema.get("x-guidance", {})
     if isinstance(options, dict) and options.get("whitespace_flexible") is not False:
         options = {**options, "whitespace_pattern": WHITE_SPACE}
@@ -62,13 +58,13 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 
 
 def with_ordinary_tokens(rules: str, value: Any, added: Collection[str]) -> str:
-    """Return rules whose texts are written with ordinary tokens, also where they spell added tokens.
+    """Return rules whose texts are written with ordinary tokens, even if they spell added tokens.
 
-    Where only one text may follow, `llguidance` allows the tokenizer's own tokens of it alone. If these have an added
-    token, it finds that token to be no text, and refuses the rules.
+    Where only one text may follow, `llguidance` only allows its canonical tokens. If these include an added token, it
+    does not count as text, and the rules are refused.
 
     Args:
-        value: all that the caller gave, as JSON has it: schemas, names and texts.
+        value: all schemas, names and texts of the caller, as JSON.
         added: contents of the tokenizer's added tokens.
     """
     given = json.dumps(value, ensure_ascii=False)
@@ -77,7 +73,7 @@ def with_ordinary_tokens(rules: str, value: Any, added: Collection[str]) -> str:
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments. A tool without `parameters` has none, as with OpenAI."""
+    """Return the schema of a tool's arguments; a tool without `parameters` has none, as in OpenAI's API."""
     given = function.get("parameters") or {"properties": {}}
     if "properties" in given:  # a small model would invent more until its limit
         given = {"additionalProperties": False} | given

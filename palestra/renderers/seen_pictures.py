@@ -1,4 +1,4 @@
-"""What a model got of a picture, for those who look at a run: a run notes the layout of each policy's pictures."""
+"""The pixels that a model got of a picture, for viewing a run, which records the layout of each policy's pictures."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _COLOUR = (255, 0, 255)  # of the gaps: seldom the colour of a picture
 
 
 def layout_fact(policy: str) -> str:
-    """Return the name of the fact of a run that has the layout of a policy's pictures."""
+    """Return the key of the run fact with the layout of a policy's pictures."""
     return f"picture_layout {policy}"
 
 
 def write_layout(layout: PictureLayout | None) -> str | None:
-    """Return a layout as the value of a fact; None: there is no layout, or it is of a kind that can't be read back."""
+    """Return a layout as the value of a fact; None: there is no layout, or its kind can't be restored."""
     for kind, made in _KINDS.items():
         if isinstance(layout, made):
             return orjson.dumps({"kind": kind, **asdict(layout)}).decode()
@@ -44,11 +44,11 @@ def read_layout(value: str) -> PictureLayout:
 
 
 def apart(seen: Image, cells: tuple[int, int]) -> Image:
-    """Return a picture with gaps between its parts; every pixel of every part is there.
+    """Return a picture with gaps between its equal parts.
 
     Args:
-        seen: of `PictureLayout.seen`.
-        cells: rows and columns of its parts, all of one size; of `PictureLayout.cells`.
+        seen: from `PictureLayout.seen`.
+        cells: rows and columns, from `PictureLayout.cells`.
     """
     from PIL import Image
 

@@ -38,8 +38,8 @@ def select_renderer(tokenizer: Any, keep_reasoning: bool = False, pictures: Pict
 
     Args:
         keep_reasoning: whether a conversation keeps the reasoning of earlier replies even if the model's template drops
-            it when the user speaks again. `ChatMLRenderer` always keeps it.
-        pictures: writes the placeholders of pictures; None: the model reads text only.
+            it after the next user message. `ChatMLRenderer` always keeps it.
+        pictures: writes image placeholders; None: the model reads text only.
     """
     if pictures is not None and (seeing := _seeing(tokenizer, pictures)) is not None:
         return seeing
@@ -55,11 +55,10 @@ def select_renderer(tokenizer: Any, keep_reasoning: bool = False, pictures: Pict
 
 
 def _seeing(tokenizer: Any, pictures: PictureTokens) -> Renderer | None:
-    """Return a renderer with pictures that gives the ids of the model's own template; None: there is none.
+    """Return a renderer with pictures whose ids equal the model's template; None: there is none.
 
-    A renderer of a large vocabulary takes a second to make, so that one is made only if a template ends as it does.
-    The package's renderers for names that it knows are not asked: those that take pictures load a processor, and read
-    the pixels themselves.
+    A renderer of a large vocabulary takes a second to create, so the template's ending is checked first. The package's
+    renderers by name are not tried: with pictures, they load a processor and read the pixels themselves.
     """
     if not isinstance(getattr(tokenizer, "chat_template", None), str):
         return None
@@ -74,7 +73,7 @@ def _seeing(tokenizer: Any, pictures: PictureTokens) -> Renderer | None:
 
 
 def _idefics(tokenizer: Any, pictures: PictureTokens) -> DialogRenderer | None:
-    """Return a renderer of Idefics3's dialogs, which begin with the token that the template writes."""
+    """Return a renderer of Idefics3's dialogs, with the template's first token."""
     shown = _text(tokenizer, PICTURED[0])
     if shown is None or not shown.endswith(IDEFICS.opening):
         return None
@@ -84,7 +83,7 @@ def _idefics(tokenizer: Any, pictures: PictureTokens) -> DialogRenderer | None:
 
 
 def _llava(tokenizer: Any, pictures: PictureTokens) -> DialogRenderer | None:
-    """Return a renderer of Llava's dialogs, which begin with the token that the tokenizer puts before every text."""
+    """Return a renderer of Llava's dialogs, with the tokenizer's first token."""
     shown = _text(tokenizer, PICTURED[0])
     if shown is None or not shown.endswith(LLAVA.opening):
         return None
@@ -92,7 +91,7 @@ def _llava(tokenizer: Any, pictures: PictureTokens) -> DialogRenderer | None:
 
 
 def _chatml(tokenizer: Any, pictures: PictureTokens) -> ChatMLRenderer | None:
-    """Return a renderer of ChatML with the template's settings; None: the template shows texts in another way."""
+    """Return a ChatML renderer with the template's settings; None: the template writes texts differently."""
     if _text(tokenizer, PLAIN[0]) is None:
         return None
     made = ChatMLRenderer(tokenizer, _config(tokenizer), pictures)
@@ -101,7 +100,7 @@ def _chatml(tokenizer: Any, pictures: PictureTokens) -> ChatMLRenderer | None:
 
 
 def _shows_alike(tokenizer: Any, made: Renderer, probe: Probe) -> bool:
-    """Return whether a renderer gives the ids that a processor makes of what the template writes."""
+    """Return whether a renderer gives the ids that a processor makes of the template's text."""
     shown = _text(tokenizer, probe)
     if shown is None:
         return False
@@ -115,12 +114,12 @@ def _shows_alike(tokenizer: Any, made: Renderer, probe: Probe) -> bool:
 def _select(tokenizer: Any) -> Any:
     """Choose a renderer: a `ChatMLRenderer`, or an unwrapped one of the package.
 
-    The choices, in order: the package's renderer for the model's name; `ChatMLRenderer`, if it gives exactly the ids of
-    the model's own template on the probe conversations; another renderer of the package of which that is true (a model
-    in a folder has no name to be found by); the template itself, which has no bridge.
+    In this order: the package's renderer for the model's name; `ChatMLRenderer`, if its ids equal those of the model's
+    template on the probe conversations; another renderer of the package with equal ids (a model in a folder has no
+    known name); the template itself, which has no bridge.
 
-    If a template has no place for tools, conversations with tools are not compared: `ChatMLRenderer` then follows the
-    convention of Hermes and Qwen. If it has one, the formats must agree. The same holds for reasoning.
+    Conversations with tools are only compared if the template supports tools; otherwise `ChatMLRenderer` follows the
+    convention of Hermes and Qwen. The same holds for reasoning.
     """
     from renderers import DefaultRendererConfig, create_renderer
     from renderers.base import MODEL_RENDERER_MAP
@@ -145,7 +144,7 @@ def _probes(tokenizer: Any) -> list[Probe]:
 
 
 def _candidates(tokenizer: Any) -> Iterator[_Candidate]:
-    """Yield `ChatMLRenderer`, then the package's renderers for whose control tokens the tokenizer has ids."""
+    """Yield `ChatMLRenderer`, then the package's renderers whose control tokens the tokenizer has."""
     from pydantic import TypeAdapter
     from renderers import RendererConfig, create_renderer
     from renderers.base import MODEL_RENDERER_MAP
@@ -194,7 +193,7 @@ def _has_place_for_tools(tokenizer: Any) -> bool:
 
 
 def _text(tokenizer: Any, probe: Probe) -> str | None:
-    """Return the text that the template makes of a conversation, or None if it refuses it."""
+    """Return the template's text of a conversation, or None if it refuses it."""
     from jinja2 import TemplateError
 
     try:

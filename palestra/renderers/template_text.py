@@ -18,10 +18,10 @@ class _Endless(Exception):
 
 
 def template_text(tokenizer: Any, messages: Any, **options: Any) -> Any:
-    """Return what `apply_chat_template` of a tokenizer returns.
+    """Return the result of a tokenizer's `apply_chat_template`.
 
     Raises:
-        ModelError: the template has a defect, calls itself for ever, or takes longer than TEMPLATE_SECONDS.
+        ModelError: the template is broken, recurses endlessly, or takes longer than TEMPLATE_SECONDS.
         TemplateError, TypeError, ValueError: it refuses the conversation.
     """
     try:

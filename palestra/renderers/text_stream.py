@@ -1,6 +1,6 @@
 """Text of a reply while its ids are sampled.
 
-A character goes out when all of its tokens are there, and text that may become a stop string is held back.
+A character is emitted when all of its tokens have arrived; text that may become a stop string is held back.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ _CHARACTER = 4  # the most tokens that one character has
 
 
 class TextStream:
-    """The text of a reply, token by token; the pieces together are what decoding all ids in one call gives."""
+    """The text of a reply, token by token; the joined pieces equal decoding all ids in one call."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop_ids: Collection[int] = ()) -> None:
         """Begin a reply.
 
         Args:
-            decode: text of ids, of any tokenizer.
-            stop_ids: ids that are no part of the text where they stand at the end of a reply.
+            stop_ids: ids that are not part of the text at the end of a reply.
         """
         self._decode, self._stops = decode, stop_ids
         self._ids: list[int] = []
@@ -29,7 +28,7 @@ class TextStream:
         self._stopped: list[int] = []
 
     def add(self, token: int) -> str:
-        """Return the text that is certain with one more token; empty while a character is not finished."""
+        """Return the text that one more token makes certain; empty while a character is incomplete."""
         if token in self._stops:
             self._stopped.append(token)
             return ""
@@ -42,7 +41,7 @@ class TextStream:
         return self._let_go_of_no_characters(text) if new % _UNCLEAR == 0 else ""
 
     def end(self) -> str:
-        """Return the rest of the text, which no further token will change."""
+        """Return the rest of the text at the end of the reply."""
         return self._let_go(self._decode(self._ids), len(self._ids))
 
     def _let_go(self, text: str, until: int) -> str:
@@ -65,10 +64,10 @@ class TextStream:
 
 
 class StopStrings:
-    """Searches for several strings together, in time linear in the text, however the text is cut into pieces.
+    """Searches for several strings together, in linear time, however the text is split.
 
-    The string that is complete first ends the text; of several that are complete with the same character, the longest.
-    The search is that of Knuth, Morris and Pratt (SIAM J. Comput. 6, 1977).
+    The string that is complete first ends the text; of several complete at the same character, the longest. The
+    algorithm is that of Knuth, Morris and Pratt (SIAM J. Comput. 6, 1977).
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -79,10 +78,7 @@ class StopStrings:
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
-        """Return the text that certainly precedes any stop string.
-
-        After a stop string was found, no more text is given out.
-        """
+        """Return the text that certainly precedes any stop string; empty after one was found."""
         if not self._strings:
             return text
         if self.found is not None:
@@ -102,7 +98,7 @@ class StopStrings:
         return whole[:certain]
 
     def end(self) -> str:
-        """Return the text that was held back, when the text is over."""
+        """Return the held-back text at the end."""
         held, self._held = self._held, ""
         return held
 
@@ -114,7 +110,7 @@ class StopStrings:
 
 
 def _borders(string: str) -> list[int]:
-    """Return for each length of a beginning of the string the longest shorter beginning with which it ends."""
+    """Return for each prefix of the string its longest proper prefix that is also a suffix."""
     borders = [0, 0]
     for character in string[1:]:
         border = borders[-1]

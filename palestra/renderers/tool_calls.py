@@ -1,6 +1,6 @@
 """Tool calls in the convention of Hermes and Qwen2.5: how tools are offered, called and answered in text.
 
-The arguments of a call stay as the model wrote them: JSON text that is parsed and printed again may be another text.
+Arguments stay as the model wrote them: parsing and printing JSON may change the text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True, slots=True)
 class JsonMember:
-    """A value of a JSON object, and the text from which it was parsed."""
+    """A value of a JSON object, and its source text."""
 
     value: Any
     text: str
@@ -48,13 +48,9 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def read_object(text: str, at: int = 0) -> tuple[dict[str, JsonMember], int]:
-    """Parse the JSON object that begins at a place of a text, after white space.
+    """Parse the JSON object at a position of a text, after white space; return its members and the index after it.
 
-    Returns:
-        The object's members, of equal keys the last, and the index after the object.
-
-    Raises:
-        ValueError: there is no complete JSON object, or it is nested too deep.
+    Of equal keys the last one counts.
     """
     at = _expect(text, at, "{")
     members: dict[str, JsonMember] = {}
@@ -109,12 +105,12 @@ def _expect(text: str, at: int, wanted: str) -> int:
 
 
 def offer(tools: Tools) -> str:
-    """Return the text in the system message that offers the tools."""
+    """Return the text of the system message that offers the tools."""
     return _OFFER.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
 
 
 def write_call(call: ToolCall) -> str:
-    """Return a call as text. Arguments that are a JSON object are written as they are; others become a string."""
+    """Return a call as text. Arguments that are a JSON object are unchanged; others become a string."""
     written = call.function.arguments
     arguments = object_text(written)
     if arguments is None:
@@ -123,7 +119,7 @@ def write_call(call: ToolCall) -> str:
 
 
 def call_format(added: Mapping[str, int]) -> CallFormat:
-    """Return how `write_call` writes calls, where the tags may be added tokens of the tokenizer."""
+    """Return the format of `write_call`, whose tags may be added tokens of the tokenizer."""
     opening, closing = added.get(OPEN, OPEN), added.get(CLOSE, CLOSE)
     before, after = (opening, '\n{"name": "'), ("}\n", closing)
     return CallFormat(
@@ -136,7 +132,7 @@ def call_format(added: Mapping[str, int]) -> CallFormat:
 
 
 def read_calls(text: str) -> tuple[str, list[Attempt]]:
-    """Return a reply's content and its calls, in order. The text of a malformed call stays in the content."""
+    """Return a reply's content and its calls, in order. Malformed calls stay in the content."""
     content: list[str] = []
     attempts: list[Attempt] = []
     at = 0
@@ -155,7 +151,7 @@ def read_calls(text: str) -> tuple[str, list[Attempt]]:
 def _read_call(text: str, start: int) -> Attempt:
     """Return the call whose opening tag is at `start`.
 
-    Its JSON is parsed first, because a string may hold the closing tag.
+    Its JSON is parsed first, because a string may contain the closing tag.
     """
     body = start + len(OPEN)
     try:

@@ -1,4 +1,4 @@
-"""A tokenizer as the rest of Palestra uses it: text to ids, ids to text, and the bytes that each token stands for."""
+"""Palestra's interface of a tokenizer: text to ids, ids to text, and the bytes of each token."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 class Vocabulary:
-    """One tokenizer behind the methods that Palestra needs."""
+    """A tokenizer with the methods that Palestra uses."""
 
     def __init__(self, tokenizer: Any) -> None:
         """Wrap a tokenizer of transformers, or a `ByteTokenizer`."""
         self._tokenizer = tokenizer
 
     def __len__(self) -> int:
-        """Return the first id that is not a token; all lower ids may be."""
+        """Return the size of the id range: all valid ids are below it."""
         return len(self._tokenizer) if hasattr(self._tokenizer, "__len__") else int(self._tokenizer.vocab_size)
 
     def encode(self, text: str, room: int | None = None) -> Ids:
         """Return the ids of a raw prompt, int32 [N]. Text that spells a control token becomes that token.
 
-        Args:
-            text: any text. Tokens that the tokenizer adds around every text are added.
-            room: the most tokens that are of use. None: any number.
+        Tokens that the tokenizer adds around every text are included.
 
-        Raises:
-            TooManyTokens: there are more than `room` tokens; raised before all of a long text is tokenised.
+        Args:
+            room: limit in tokens; None: unlimited.
         """
         text = text.encode("utf-8", errors="replace").decode("utf-8")  # lone surrogates
         if room is None or len(text) <= PIECE:
@@ -42,19 +40,18 @@ class Vocabulary:
         return np.asarray([*before, *self.long_text.encode(text, room), *after], np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, control tokens included."""
+        """Return the text of ids, including control tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     @cached_property
     def bytes_of(self) -> Callable[[int], bytes]:
-        """Return a function from a token's id to its bytes; a control token has the bytes of its name.
-
-        See `token_bytes`.
+        """Return a function from a token's id to its bytes (see `token_bytes`); a control token has the bytes of its
+        name.
         """
         return token_bytes(self._tokenizer)
 
     def first_not_writable(self, texts: Iterable[str]) -> str | None:
-        """Return the first of these texts that is no sequence of tokens, control tokens left aside; None: all are."""
+        """Return the first of these texts that no sequence of ordinary tokens can spell; None: all can be."""
         for text in texts:
             if text in self._writable:
                 continue
@@ -74,14 +71,14 @@ class Vocabulary:
 
     @cached_property
     def added(self) -> dict[str, int]:
-        """Return the tokens, by content, that the tokenizer finds in a text before it splits it; not white space."""
+        """Return the tokens that the tokenizer matches before splitting a text, except white space."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         tokens = {} if backend is None else backend.get_added_tokens_decoder()
         return {token.content: number for number, token in tokens.items() if token.content.strip()}
 
     @cached_property
     def _writable(self) -> set[str]:
-        """Return the texts of which it is known that they are sequences of tokens."""
+        """Return the texts known to be sequences of tokens."""
         return set()
 
     @cached_property
@@ -93,7 +90,7 @@ class Vocabulary:
 
     @cached_property
     def long_text(self) -> LongText:
-        """Return bounds and cuts for long texts, in which control tokens are recognized."""
+        """Return bounds and cuts for long texts, with control tokens recognised."""
         return LongText(self._tokenizer, lambda text: self._tokenizer.encode(text, add_special_tokens=False))
 
     @cached_property
