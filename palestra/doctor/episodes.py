@@ -1,4 +1,4 @@
-"""Which episodes of a step show a sign best: each function orders those that do, the clearest first."""
+"""Selects the episodes of a step that show a sign best, the clearest first."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def any_of(episodes: Episodes) -> Episodes:
 
 
 def without_calls(episodes: Episodes) -> Episodes:
-    """Return the completed episodes in which no model was called."""
+    """Return the completed episodes without a model call."""
     return [one for one in any_of(episodes) if not one.calls]
 
 
 def of_equal_groups(episodes: Episodes) -> Episodes:
-    """Return the episodes of groups of several whose rewards are all equal."""
+    """Return the episodes of groups with several episodes and equal rewards."""
     rewards: dict[int, list[float]] = {}
     for one in episodes:
         if one.reward is not None:
@@ -30,31 +30,31 @@ def of_equal_groups(episodes: Episodes) -> Episodes:
 
 
 def worst(episodes: Episodes) -> Episodes:
-    """Return the completed episodes, that of the lowest reward first."""
+    """Return the completed episodes, lowest reward first."""
     return sorted(any_of(episodes), key=lambda one: one.reward or 0.0)
 
 
 def best(episodes: Episodes) -> Episodes:
-    """Return the completed episodes, that of the highest reward first."""
+    """Return the completed episodes, highest reward first."""
     return worst(episodes)[::-1]
 
 
 def longest(episodes: Episodes) -> Episodes:
-    """Return the completed episodes, that with the most sampled tokens first."""
+    """Return the completed episodes, most sampled tokens first."""
     return sorted(any_of(episodes), key=lambda one: -one.completion_tokens)
 
 
 def failed(episodes: Episodes) -> Episodes:
-    """Return the episodes that were discarded or played more than once, that with the most attempts first."""
+    """Return discarded and retried episodes, most attempts first."""
     tried = [one for one in episodes if one.state == "discarded" or one.attempts > 1 or one.earlier_reason]
     return sorted(tried, key=lambda one: (one.state != "discarded", -one.attempts))
 
 
 def forked(episodes: Episodes) -> Episodes:
-    """Return the episodes with a call that lost exact tokens, that with the most such calls first."""
+    """Return the episodes with calls that lost exact tokens, most such calls first."""
     return sorted((one for one in episodes if one.forks), key=lambda one: -sum(one.forks.values()))
 
 
 def none_of(episodes: Episodes) -> Episodes:
-    """Return no episode: the sign is not one of episodes."""
+    """Return no episode, for a sign that episodes can't show."""
     return []

@@ -29,19 +29,17 @@ MOST_LOOKED_AT = 2000  # episodes of a step, of which a finding's are chosen
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A sign that a run shows, or has shown.
+    """A sign of a problem, present or past.
 
     Attributes:
         code: of the rule, such as `reward_collapse`.
-        seen: what was seen in step `until`, in words.
-        since: first of the consecutive steps that show the sign; of several such stretches, of the last.
-        until: last of these steps.
+        seen: what step `until` shows.
+        since: first step of the last consecutive stretch with the sign.
+        until: last step of it.
         holds: whether the newest step shows it.
-        steps: how many steps show it, in all.
-        means: what it usually means.
-        remedy: what to try.
-        episodes: ids of those of step `until` that show it best, the clearest first.
-        policy: that shows it, by name; empty: the only one that is trained, or the whole job.
+        steps: total number of steps with it.
+        episodes: ids of the episodes of step `until` that show it best, the clearest first.
+        policy: empty: the only trained one, or the whole job.
     """
 
     code: str
@@ -58,16 +56,15 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examination:
-    """What the rules say about a run.
+    """The result of the rules for a run.
 
     Attributes:
-        step: number of the newest step that was looked at; 0: the run has none yet.
-        steps: of the job.
-        findings: those that hold first, then those of the past; each in the order of the rules.
-        damaged: steps that were not looked at, because their rows can't be read.
-        failed: episodes that have failed, where no step is finished and none has been completed; otherwise 0.
-        reason: why the job or the newest of these episodes has failed; empty: a step is finished, or none failed.
-        numerics: what computes the run: processor, libraries, threads, compiled functions.
+        step: newest examined step; 0: the run has none yet.
+        findings: present ones first, then past ones; each in the order of the rules.
+        damaged: steps with unreadable rows.
+        failed: number of failed episodes if no step is finished and no episode completed; otherwise 0.
+        reason: why the job or the newest of these episodes failed; empty otherwise.
+        numerics: what computes the run: processor, libraries, threads, kernels.
     """
 
     step: int
@@ -80,13 +77,7 @@ class Examination:
 
 
 def examine(folder: Path | str) -> Examination:
-    """Return what the rules say about a run, finished or running; nothing in its folder is changed.
-
-    Raises:
-        NotFound: the folder is not that of a run.
-        StoreError: its store can't be read.
-        ConfigError: its configuration can't be read.
-    """
+    """Examine a run, finished or running, without changing its folder."""
     folder = Path(folder)
     if not (folder / "run.db").is_file():
         raise NotFound(f"{folder} is not the folder of a run (it has no run.db)")
@@ -98,13 +89,11 @@ def examine(folder: Path | str) -> Examination:
 def examine_store(
     connection: Connection, config: JobConfig, folder: Path, kept: dict[int, dict[str, float]] | None = None
 ) -> Examination:
-    """Return what the rules say about a run whose store is open.
+    """Examine a run whose store is open.
 
     Args:
-        connection: from `browse`.
-        folder: of the run, for the size of its files and what its disk has left.
-        kept: numbers of the episodes of finished steps, which the last examination has left there, and to which this
-            one adds; None: all episodes of the run are read.
+        folder: of the run, for its size and the free disk space.
+        kept: cached numbers of the episodes of finished steps, updated here; None: all episodes are read.
     """
     rows, damaged = readable_metrics(connection)
     facts = _facts(connection, {} if kept is None else kept, int(rows[-1]["step"]) if rows else 0)
@@ -127,7 +116,7 @@ def examine_store(
 
 
 def _numerics(connection: Connection) -> dict[str, str]:
-    """Return what computes a run; {}: it is not known, or its record is damaged."""
+    """Return what computes a run; {}: unknown or damaged."""
     try:
         found = orjson.loads(read_fact(connection, NUMERICS) or "{}")
     except (orjson.JSONDecodeError, TypeError):
@@ -162,11 +151,11 @@ def _facts(connection: Connection, kept: dict[int, dict[str, float]], newest: in
 
 
 def findings_of(rows: Iterable[Row], job: JobSize, rivals: Sequence[str] = ()) -> list[Finding]:
-    """Return what the rules find in rows, without episodes.
+    """Return the findings of the rules in rows, without episodes.
 
     Args:
-        rows: of training steps, oldest first, with the numbers of `store_facts` where they are known.
-        rivals: the policies that are trained, where there are several: then rules of a policy look at the rows of each.
+        rows: of training steps, oldest first, with the numbers of `store_facts` where known.
+        rivals: the trained policies, if there are several: then each one's rows are examined.
     """
     known = list(rows)
     if not rivals:
@@ -182,7 +171,7 @@ def findings_of(rows: Iterable[Row], job: JobSize, rivals: Sequence[str] = ()) -
 
 
 def _findings(rows: Iterable[Row], job: JobSize, rules: Sequence[Rule], policy: str) -> list[Finding]:
-    """Return what rules find in the rows of a policy, or of the job."""
+    """Return the findings of rules in the rows of a policy, or of the job."""
     history, newest = RunHistory(job), 0
     spells: dict[str, _Spell] = {}
     for row in rows:

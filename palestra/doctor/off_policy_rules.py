@@ -16,7 +16,7 @@ OLD = 4.0  # versions
 
 
 def _on_policy(row: Row) -> bool:
-    """Return whether a step trained tokens of the newest policy alone, so that its gap is that of rounding."""
+    """Return whether a step trained only tokens of the newest policy, so that its gap is due to rounding."""
     return "train/logprob_gap_mean" in row and not row.get("rollout/staleness_max", 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What the two agents of a step's episodes have earned, from the store: the numbers that rules of opponents read."""
+"""Rewards of the two agents in a step's episodes, from the store, for the rules about opponents."""
 
 from __future__ import annotations
 
@@ -24,13 +24,10 @@ from palestra.store.tables import episodes, groups
 
 
 def opponent_facts(connection: Connection, steps: Collection[int]) -> dict[int, dict[str, float]]:
-    """Return numbers of the two agents of the episodes that steps have trained, by the number of the step.
+    """Return numbers about the two agents in the episodes that steps have trained, by step.
 
-    Episodes of a step that are not in its batch, such as those of dropped groups, are left out: which of them are over
-    when the step is trained depends on time.
-
-    Args:
-        steps: numbers of the steps; one without a batch has no numbers.
+    Episodes outside a step's batch, such as those of dropped groups, are left out: whether they are over when the step
+    is trained depends on time.
     """
     of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
     columns = (episodes.c.episode_id, episodes.c.rewards, groups.c.step)
@@ -45,7 +42,7 @@ def opponent_facts(connection: Connection, steps: Collection[int]) -> dict[int, 
 
 
 def _batch(connection: Connection, step: int) -> frozenset[str]:
-    """Return the ids of the episodes that a step has trained; none where the record of its batch is damaged."""
+    """Return the ids of the episodes that a step has trained; empty if the record of its batch is damaged."""
     try:
         manifest = read_manifest(connection, step)
     except (*UNREADABLE, TypeError, AttributeError):
@@ -54,7 +51,7 @@ def _batch(connection: Connection, step: int) -> frozenset[str]:
 
 
 def rewards_of_two(recorded: Iterable[str | None]) -> dict[str, float]:
-    """Return what the rewards of the two agents of a step's episodes are; nothing where other agents play.
+    """Return numbers about the rewards of exactly two agents; empty for other agents.
 
     Args:
         recorded: rewards of each episode by agent, as JSON; None: the episode has none.
@@ -79,7 +76,7 @@ def rewards_of_two(recorded: Iterable[str | None]) -> dict[str, float]:
 
 
 def _correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Return the correlation of two agents' rewards, from -1 to 1; None: one of them is always the same."""
+    """Return the correlation of two agents' rewards, from -1 to 1; None: one of them is constant."""
     try:
         return statistics.correlation(one, other)
     except statistics.StatisticsError:

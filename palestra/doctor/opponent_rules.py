@@ -1,7 +1,7 @@
-"""Signs of a game that goes wrong: opponents that rise or are paid alike, one that always wins, two in turns.
+"""Signs of problems in a game: opponents that improve or are paid alike, one that always wins, turn order.
 
-The numbers are those of two agents, which `opponent_facts` adds to the rows. What is a sign between opponents may be a
-success where agents help each other, so each rule first looks whether the two are opponents.
+The numbers are those of two agents, which `opponent_facts` adds to the rows. A sign between opponents may be a success
+between cooperating agents, so each rule first checks that the two are opponents.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def _agents(rows: Sequence[Row]) -> list[str]:
 
 
 def _are_opponents(history: RunHistory) -> bool:
-    """Return whether one of the two agents has lost what the other has won, at the start of the run."""
+    """Return whether one agent has lost what the other has won, at the start of the run."""
     first = [row for row in history.start if TOGETHER in row][:RECENT]
     return in_each(first, lambda row: row[TOGETHER] <= APART)
 
 
 def may_be_opponents(history: RunHistory) -> bool:
-    """Return whether what a policy earns may depend on another policy that gets better, too.
+    """Return whether a policy's reward may depend on another policy that improves too.
 
-    Then a reward without a trend, or one that falls, says nothing of the policy's own learning. Of more or fewer agents
-    than two it is not known who plays against whom.
+    Then a flat or falling reward says little about the policy's own learning. With more or fewer than two agents,
+    opponents are unknown.
     """
     first = [row for row in history.start if TOGETHER in row]
     return history.job.rivals and (not first or _are_opponents(history))

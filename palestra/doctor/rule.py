@@ -1,4 +1,4 @@
-"""What a rule is: a sign that is looked for in the rows of a run's metrics, what it means, and what to try."""
+"""The definition of a rule: a sign in the rows of a run's metrics, its meaning, and a remedy."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ VALIDATION = "validation/reward_mean"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSize:
-    """What the rules need to know of a job.
+    """What the rules need to know about a job.
 
     Attributes:
-        groups_per_step: number of groups in each step.
-        steps: number of steps of the job.
-        rivals: whether both of two agents get better: several policies are trained, or one plays against its past.
-        narrow_clip: whether healthy updates clip most tokens, as those of `gspo` do.
+        rivals: whether two agents both improve: several policies are trained, or one plays against its past.
+        narrow_clip: whether healthy updates clip most tokens, as with `gspo`.
     """
 
     groups_per_step: int
@@ -51,13 +49,13 @@ class JobSize:
 
 
 class RunHistory:
-    """The rows of a run that rules look at: the first training steps, the newest, and those with a validation."""
+    """The rows of a run that rules use: the first training steps, the newest, and those with a validation."""
 
     def __init__(self, job: JobSize, rows: Sequence[Row] = ()) -> None:
         """Create the history of a job.
 
         Args:
-            rows: metrics of its steps, oldest first, with that of the evaluation before the first.
+            rows: metrics of its steps, oldest first, with the evaluation before the first.
         """
         self.job = job
         self.start: list[Row] = []
@@ -67,7 +65,9 @@ class RunHistory:
             self.add(row)
 
     def add(self, row: Row) -> None:
-        """Add the row of the next step. Only its validation counts if the step has trained no episode of the policy."""
+        """Add the row of the next step. If the step has trained no episode of the policy, only its
+        validation counts.
+        """
         if VALIDATION in row:
             self.validations.append(row)
         if not row.get("train/episodes"):
@@ -78,16 +78,16 @@ class RunHistory:
 
     @property
     def newest(self) -> Row:
-        """Return the row of the newest step; there has to be one."""
+        """Return the row of the newest step, which must exist."""
         return self.rows[-1]
 
     @property
     def recent(self) -> list[Row]:
-        """Return the last `RECENT` rows, or all of a shorter job; none while there are fewer."""
+        """Return the last `RECENT` rows, or all of a shorter job; empty if there are fewer."""
         return self.last(min(RECENT, self.job.steps))
 
     def last(self, count: int) -> list[Row]:
-        """Return the last rows, oldest first; none while there are fewer than `count`."""
+        """Return the last rows, oldest first; empty if there are fewer than `count`."""
         return list(self.rows)[-count:] if len(self.rows) >= count else []
 
 
@@ -97,17 +97,14 @@ Shows = Callable[[Sequence[EpisodeSummary]], Sequence[EpisodeSummary]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """A sign, how it is found, and what to do about it.
+    """A sign, its test, and what to do about it.
 
     Attributes:
         code: stable name for programs: `no_calls`, `equal_rewards`, …
-        formula: when the sign is there, with its thresholds, for the documents.
-        seen: returns what the newest step shows, in words; None: it does not show the sign.
-        means: what the sign usually means.
-        remedy: what to try.
-        shows: returns those of a step's episodes that show the sign best, the clearest first.
-        of_job: whether the sign is of the whole job; otherwise it is one of a policy, and where several are trained it
-            is looked for in the rows of each.
+        formula: condition with its thresholds, for the documents.
+        seen: describes the sign in the newest step; None: it is absent.
+        shows: selects the episodes of a step that show the sign best, the clearest first.
+        of_job: whether the sign concerns the whole job; otherwise each trained policy's rows are tested.
     """
 
     code: str
@@ -126,19 +123,15 @@ def mean(rows: Sequence[Row], name: str) -> float | None:
 
 
 def in_each(rows: Sequence[Row], condition: Callable[[Row], bool]) -> bool:
-    """Return whether there are rows, and a condition holds for each of them.
-
-    Args:
-        rows: of steps; none: False.
-    """
+    """Return whether there are rows, and a condition holds for each of them."""
     return bool(rows) and all(condition(row) for row in rows)
 
 
 def in_each_recent(name: str, least: float, seen: str) -> Seen:
-    """Return a sign that is there where a metric is at least `least` in each of the last steps.
+    """Return a test for a metric of at least `least` in each of the last steps.
 
     Args:
-        seen: what is seen, in words, with `{now}`, the metric's mean over these steps.
+        seen: description with `{now}`, the metric's mean over these steps.
     """
 
     def found(history: RunHistory) -> str | None:
@@ -151,5 +144,5 @@ def in_each_recent(name: str, least: float, seen: str) -> Seen:
 
 
 def steps_of(rows: Sequence[Row]) -> str:
-    """Return in words in which of the last steps a sign is seen."""
+    """Describe in which of the last steps a sign is present."""
     return "in the only step so far" if len(rows) == 1 else f"in each of the last {len(rows)} steps"

@@ -20,11 +20,10 @@ OF_A_JOB = tuple(rule for rule in RULES if rule.of_job)
 
 
 def health_of(history: RunHistory, policy: str = "", rules: Sequence[Rule] = RULES) -> list[HealthWarning]:
-    """Return the signs that the newest step shows; none for a run that learns.
+    """Return the signs in the newest step; empty for a run that learns.
 
     Args:
-        history: the rows of the run so far.
-        policy: name of the policy that the rows are of, for people; empty if the job has only one.
+        policy: of the rows, for people; empty if the job has only one.
     """
     if not history.rows:
         return []

@@ -1,4 +1,4 @@
-"""Signs that one step shows, or a few consecutive ones: a step that learns nothing, or not what it should."""
+"""Signs in one step, or a few consecutive ones: a step that learns nothing, or the wrong thing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _no_gradient(history: RunHistory) -> str | None:
 
 
 def _moved_before(row: Row) -> bool:
-    """Return whether updates of a step before its last one, whose gradient the metrics are of, have moved the policy.
+    """Return whether updates of a step before its last one, whose gradient is measured, have moved the policy.
 
     Tokens that the policy sampled itself are clipped only after it has moved. The narrow bounds of gspo then clip all.
     """

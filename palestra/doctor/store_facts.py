@@ -30,12 +30,9 @@ LONGEST_REASON = 80  # characters: of the same failure, what differs from one to
 
 
 def store_facts(connection: Connection, after: int = 0) -> dict[int, dict[str, float]]:
-    """Return numbers of the training episodes of each step, by its number.
+    """Return numbers about the training episodes of each step, by step.
 
-    Attempts count those of all groups of the step; rewards are those of its batch, as a running job looks at them.
-
-    Args:
-        connection: from `browse`.
+    Attempts include all groups of the step; rewards are those of its batch, as in a running job.
     """
     columns = (episodes.c.state, episodes.c.attempts, episodes.c.reason, groups.c.step)
     of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
@@ -85,11 +82,7 @@ def _attempts(rows: Iterable[Any]) -> dict[str, float]:
 
 
 def disk_facts(folder: Path, step: int, steps: int) -> Mapping[str, float]:
-    """Return how many bytes of a run's disk are free, and how many the rest of the run needs; nothing where it is over.
-
-    Args:
-        step: number of the newest step.
-    """
+    """Return the free bytes of a run's disk, and how many the rest of the run needs; empty if it is over."""
     if not 0 < step < steps:
         return {}
     store = sum(file_size(folder / name) for name in ("run.db", "run.db-wal"))
@@ -100,7 +93,7 @@ def disk_facts(folder: Path, step: int, steps: int) -> Mapping[str, float]:
 
 
 def file_size(path: Path) -> int:
-    """Return the bytes of a file; 0: it is not there any more, or it is a folder."""
+    """Return the bytes of a file; 0: it is missing, or a folder."""
     try:
         return path.stat().st_size if path.is_file() else 0
     except OSError:

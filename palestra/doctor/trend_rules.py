@@ -1,4 +1,4 @@
-"""Signs that only many steps show: a reward that falls or swings, entropy, lengths, and a rate that changes nothing."""
+"""Signs over many steps: a falling or unstable reward, entropy, lengths, and a learning rate without effect."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ IDLE_STEPS, IDLE_ERRORS = 30, 2.5
 def _error(history: RunHistory, rows: Sequence[Row], of: int) -> float:
     """Return the standard error of the mean reward of some steps.
 
-    The episodes of a group count as one, because they have the same task: that is the largest error that there can be.
+    The episodes of a group count as one, because they share a task: this is the largest possible error.
     """
     deviation = max((row.get(STD, 0.0) for row in rows), default=0.0)
     return deviation / math.sqrt(of * max(history.job.groups_per_step, 1))
 
 
 def _not_better(history: RunHistory, recent: Sequence[Row]) -> bool:
-    """Return whether the reward of the last steps is not above that of the first ones by more than one error."""
+    """Return whether the reward of the last steps exceeds that of the first ones by no more than one error."""
     first = history.start[:RECENT]
     before, now = mean(first, REWARD), mean(recent, REWARD)
     return before is not None and now is not None and now <= before + _error(history, [*first, *recent], RECENT)
@@ -55,7 +55,7 @@ def _reward_collapse(history: RunHistory) -> str | None:
 
 
 def improves(history: RunHistory) -> bool:
-    """Return whether the run gets better: by its validations if there are several, otherwise by its rewards."""
+    """Return whether the run improves: by its validations if there are several, otherwise by its rewards."""
     known = [row[VALIDATION] for row in history.validations]
     if len(known) > 1:
         return known[-1] > known[0] and known[-1] - known[0] > LOST_SHARE * (max(known) - known[0])

@@ -31,7 +31,7 @@ from palestra.types.steps import AgentStepReward
 
 
 class TrajectoryCollectEngine:
-    """Plays one episode. Agents answer observations concurrently where several are open."""
+    """Plays one episode. Agents answer open observations concurrently."""
 
     def __init__(
         self,
@@ -45,11 +45,10 @@ class TrajectoryCollectEngine:
         """Prepare to play one episode.
 
         Args:
-            environment: the environment, set up and not yet reset.
-            agents: agents by name. An agent without an entry is played by its nearest parent's, or by the one named "".
-            episode: what is played, and whose roles say which policy an agent calls.
-            temperature: temperature of calls where the job fixes none; None: the job's.
-            seats: of the episode, which are shown every observation; None: it has none.
+            environment: set up, but not reset.
+            agents: by name. An agent without an entry is played by its nearest parent's, or by the one named "".
+            temperature: used if the job fixes none; None: the job's.
+            seats: external players of the episode, which get every observation; None: none.
         """
         self._environment, self._agents = environment, agents
         self._episode, self.roles = episode, episode.roles
@@ -64,14 +63,14 @@ class TrajectoryCollectEngine:
         self._result = EpisodeResult()
 
     async def collect(self, task: Mapping[str, Any], limit: asyncio.Timeout | None = None) -> EpisodeResult:
-        """Play the episode of `task` to its end. However it ends, no task of it keeps running.
+        """Play the episode of `task` to its end, leaving no running task behind.
 
         Args:
-            limit: of this call. An episode in which it expires while the environment works on an action is a forfeit.
+            limit: of this call. An episode in which it expires while the environment processes an action is a forfeit.
 
         Raises:
             RolloutFailed: the environment, an agent or the engine failed; the episode has no reward.
-            NotScored: the environment has left the episode without a reward.
+            NotScored: the environment gave no reward.
             EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
         """
         try:
@@ -145,7 +144,7 @@ class TrajectoryCollectEngine:
         return observation if content is observation.content else replace(observation, content=content)
 
     def _check_moves(self, agent: str, moves: Sequence[str]) -> None:
-        """Refuse an agent whose replies are held to legal moves that its policy's vocabulary can't express."""
+        """Raise an error for an agent restricted to legal moves that its policy's vocabulary can't express."""
         if not moves or not isinstance(self._agent(agent), ModelAgent):
             return
         policy = self.roles.policy_of(agent)
@@ -179,7 +178,7 @@ class TrajectoryCollectEngine:
         return True
 
     def _pay(self, agent: str, reward: float, number: int | None) -> None:
-        """Add to what an agent has earned, for its action in this TimeStep; None: for none."""
+        """Add an agent's reward for its action in this TimeStep, or None."""
         result = self._result
         result.rewards[agent] += reward
         if number is not None and self.roles.learns(agent):  # a frozen policy's reward is no one's return
@@ -188,10 +187,10 @@ class TrajectoryCollectEngine:
             result.by_agent.append(AgentStepReward(number, agent, reward))
 
     def _forfeit(self, error: EpisodeForfeited) -> None:
-        """End the episode as the loss of the agent that acted last: it keeps nothing that it would lose by playing on.
+        """End the episode as the loss of the agent that acted last, without rewards that it would lose by playing on.
 
         Raises:
-            RolloutFailed: the environment has several roles, whose rewards are not known; or a frozen policy acted.
+            RolloutFailed: the environment has several roles, whose rewards are unknown; or a frozen policy acted.
         """
         result = self._result
         number, name = max(
@@ -211,12 +210,12 @@ class TrajectoryCollectEngine:
             self._pay(agent, min((least if agent == name else 0.0) - result.rewards[agent], 0.0), number)
 
     def _show(self, observation: Observation, number: int | None) -> None:
-        """Show the seats an observation of this TimeStep; None: it asks for no action."""
+        """Show the external players an observation of this TimeStep; None: it expects no action."""
         if self._seats is not None:
             self._seats.show(observation, number)
 
     def _drop_turn(self, agent: str) -> None:
-        """End an agent's turn that the environment no longer waits for, and remember what was done in its place."""
+        """End an agent's turn that the environment no longer waits for, and record the default action."""
         before = self._answering.get(agent)
         if before is None or not self._environment.is_withdrawn(before.id):
             return
@@ -235,7 +234,7 @@ class TrajectoryCollectEngine:
         return self._episode.weighted_sum(policy, reward)
 
     def _check_named(self) -> None:
-        """Refuse what rewards by name can't be together."""
+        """Raise an error for invalid combinations of named rewards."""
         result = self._result
         if (named := result.named_rewards) is None:
             return
@@ -262,7 +261,7 @@ class TrajectoryCollectEngine:
             )
 
     def _name_of(self, observation: Observation) -> str:
-        """Return the TimeStep whose action caused an observation, as text, or `reset` if none did."""
+        """Return the TimeStep whose action caused an observation, as text, or `reset`."""
         known = [self._number[parent] for parent in observation.parents if parent in self._number]
         return str(max(known)) if known else "reset"
 
@@ -292,7 +291,7 @@ class TrajectoryCollectEngine:
             self._environment.act(observation.id, action)
 
     def _fill(self, observation: Observation, error: ContextOverflow) -> None:
-        """End the part of an agent whose context has no room for a reply to an observation, or the episode."""
+        """End the part of an agent whose context has no space for a reply, or the episode."""
         name = observation.agent
         if name not in self._result.full_contexts:  # a forfeit may leave the role in the game
             self._result.full_contexts.append(name)
@@ -322,7 +321,7 @@ class TrajectoryCollectEngine:
         raise error
 
     def _asks_policy(self, name: str) -> bool:
-        """Return whether a policy plays an agent, which may have had no turn."""
+        """Return whether a policy plays an agent, possibly without a turn so far."""
         try:
             return self._agent(name).asks_policy
         except RolloutFailed:  # the environment has rewarded someone whom it never asked
@@ -348,8 +347,8 @@ class TrajectoryCollectEngine:
 def _conversation(seen: tuple[ChatMessage, ...], chats: Sequence[Chat], action: ChatMessage) -> tuple[ChatMessage, ...]:
     """Return the messages that an agent's next turn continues.
 
-    These are the messages of its last call, with the tools that it ran on the way to its action. If its action is not
-    its last reply, or that call was about other messages, they are only its observations and its action.
+    These are the messages of its last call, with the tools that it ran before its action. If its action is not its last
+    reply, or that call had other messages, they are only its observations and its action.
     """
     if chats and chats[-1].reply == action and (messages := chats[-1].messages)[: len(seen)] == seen:
         return (*messages, action)

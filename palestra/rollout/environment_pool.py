@@ -19,7 +19,7 @@ Made = Environment | ConcurrentEnvironment
 
 
 class EnvironmentPool:
-    """Gives each episode that is being played an environment of its own.
+    """Provides each running episode with its own environment.
 
     `setup` is called once per environment, `reset` with every episode, `close` at the end.
     """
@@ -35,21 +35,21 @@ class EnvironmentPool:
         self._kept = False
 
     def keep(self) -> None:
-        """From now on, keep reusable environments until `close` instead of closing each after its episode."""
+        """From now on, keep reusable environments until `close`."""
         self._kept = True
 
     async def close(self) -> None:
-        """Close the environments that are kept."""
+        """Close the kept environments."""
         self._kept = False
         idle, self._idle = self._idle, []
         await asyncio.gather(*map(self._close, idle))
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[ConcurrentEnvironment]:
-        """Provide an environment for one episode, for the time of the block.
+        """Provide an environment for one episode while the block is open.
 
         Raises:
-            RolloutFailed: the environment could not be made, or set up.
+            RolloutFailed: the environment could not be created or set up.
         """
         made = self._idle.pop() if self._idle else None
         usable = False

@@ -1,7 +1,7 @@
-"""`EpisodePictures`: the way of an episode's pictures into the run's folder, and what a tool's damaged picture becomes.
+"""`EpisodePictures`: stores an episode's pictures in the run's folder, and replaces damaged pictures of tools.
 
-If the job does not take a picture of the environment, the attempt at the episode fails. If it does not take a picture
-of a tool, the model gets an error message, as for every other failure of a tool, and the episode continues.
+An unsupported picture of the environment fails the attempt at the episode. For one of a tool, the model gets an error
+message, like for any other failure of a tool, and the episode continues.
 """
 
 from __future__ import annotations
@@ -14,28 +14,22 @@ from palestra.types.messages import ChatMessage, ImagePart, Part, TextPart
 
 
 class EpisodePictures:
-    """Keeps the files of the pictures in an episode's messages, and remembers those that could not be read."""
+    """Stores the files of the pictures in an episode's messages, and remembers unreadable ones."""
 
     def __init__(self, keep: Callable[[Picture], Awaitable[object]]) -> None:
         """Create the pictures of one episode.
 
         Args:
-            keep: puts the file of a picture where its digest will be looked up; see `PlayedEpisode.keep_picture`.
+            keep: stores a picture's file; see `PlayedEpisode.keep_picture`.
         """
         self._keep = keep
         # By digest. An environment server sends a file once an episode, so that only its digest comes the next time.
         self._unread: dict[str, str] = {}
 
     async def without_files(self, messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-        """Return messages with image parts in the place of pictures, whose files are in the run's folder by then.
+        """Return messages with stored pictures replaced by image parts.
 
-        A picture in a tool's result that can't be read is replaced by a text that says which one it is, and why.
-
-        Args:
-            messages: with pictures or without; without any, they are returned as they are.
-
-        Raises:
-            PalestraError: a picture of another message is not taken, or one could not be kept.
+        An unreadable picture in a tool's result is replaced by a text that names it and the reason.
         """
         if not self._unread and not files_in(messages):
             return tuple(messages)
@@ -56,7 +50,7 @@ class EpisodePictures:
         return message.model_copy(update={"content": tuple(content)})
 
     async def _kept(self, part: ImagePart, message: ChatMessage, place: str) -> Part:
-        """Return the part that takes a picture's place in a message; `place` names it within the message."""
+        """Return the part that replaces a picture in a message; `place` names it within the message."""
         of_tool = message.role == "tool"
         if isinstance(part, Picture) and not (of_tool and part.digest in self._unread):
             try:

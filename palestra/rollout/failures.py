@@ -23,11 +23,11 @@ Lost = (EpisodeLeaseExpired, EpisodeEnded)  # the episode does not belong to thi
 
 
 class classify_errors:
-    """Context manager that turns an exception into `RolloutFailed`, which names the component that failed.
+    """Context manager that turns an exception into `RolloutFailed`, which names the failed component.
 
-    Exceptions that end an episode in good order (`EpisodeOver`, `ContextOverflow`, `NotScored`) pass unchanged. Where
-    an agent has acted, its action may have brought the failure about: an exception that Palestra does not raise on
-    purpose is then a forfeit. `EnvironmentFailed` says that the environment itself is at fault.
+    Exceptions that end an episode regularly (`EpisodeOver`, `ContextOverflow`, `NotScored`) pass unchanged. After an
+    agent's action, any exception that Palestra does not raise on purpose is a forfeit, because the action may have
+    caused it. `EnvironmentFailed` means that the environment itself failed.
     """
 
     __slots__ = ("_acted", "_termination")
@@ -55,5 +55,5 @@ class classify_errors:
 
 
 def said(error: Exception) -> str:
-    """Return an error as one line that names its type and place."""
+    """Return an error as one line with its type and position."""
     return f"{type(error).__name__}: {error}{place_of(error)}"

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkOutcome(Generic[W, R]):
-    """The end of one piece of work: its result, or the error that it raised."""
+    """The end of one piece of work: its result or error."""
 
     work: W
     result: R | None = None
@@ -24,7 +24,7 @@ class WorkOutcome(Generic[W, R]):
 
 
 class RolloutOrchestrator(Generic[W, R]):
-    """Plays pieces of work concurrently. A slow reader of the results slows the work down, and no result is lost."""
+    """Runs pieces of work concurrently, with backpressure from the reader of the results, which are never lost."""
 
     def __init__(
         self,
@@ -37,13 +37,9 @@ class RolloutOrchestrator(Generic[W, R]):
         """Create an orchestrator.
 
         Args:
-            play: plays one piece of work; an Exception that it raises becomes an outcome and does not stop the others.
-            max_concurrency: number of pieces that are played at the same time.
-            max_waiting_results: number of results that may wait to be read; None: `max_concurrency`.
+            play: runs one piece of work; its exception becomes an outcome and does not stop the others.
+            max_waiting_results: limit of unread results; None: `max_concurrency`.
             timeout_seconds: limit for one piece, which is then cancelled; None: no limit.
-
-        Raises:
-            ValueError: `max_concurrency` is below 1.
         """
         if max_concurrency < 1:
             raise ValueError("max_concurrency is at least 1")
@@ -55,16 +51,16 @@ class RolloutOrchestrator(Generic[W, R]):
 
     @property
     def waiting(self) -> int:
-        """Return the number of results that have not been read."""
+        """Return the number of unread results."""
         return self._results.qsize()
 
     async def run_producers_from_stream(self, stream: Iterable[W] | AsyncIterable[W]) -> None:
-        """Play all work of a stream and return when every result is in the queue; `yield_batches` then ends.
+        """Run all work of a stream and return when every result is in the queue; `yield_batches` then ends.
 
-        If it is cancelled, the work in progress is cancelled and `yield_batches` ends.
+        Cancelling it cancels the running work and ends `yield_batches`.
 
         Args:
-            stream: the work; the next piece is taken when a place is free.
+            stream: the next piece is taken when a worker is free.
 
         Raises:
             Exception: the error that the stream raised.
@@ -92,7 +88,7 @@ class RolloutOrchestrator(Generic[W, R]):
             self._over.set()
 
     async def yield_batches(self, size: int) -> AsyncIterator[list[WorkOutcome[W, R]]]:
-        """Yield outcomes in the order in which they arrive, in lists of `size`; the last list may be shorter."""
+        """Yield outcomes in order of arrival, in lists of `size`; the last list may be shorter."""
         batch: list[WorkOutcome[W, R]] = []
         while (outcome := await self._next()) is not None:
             batch.append(outcome)
@@ -103,7 +99,7 @@ class RolloutOrchestrator(Generic[W, R]):
             yield batch
 
     async def _next(self) -> WorkOutcome[W, R] | None:
-        """Return the next outcome, or None when no more will come."""
+        """Return the next outcome, or None at the end."""
         if self._results.empty() and not self._over.is_set():
             winner = await race(self._results.get(), self._over.wait())
             if winner.index == 0:

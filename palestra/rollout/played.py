@@ -1,4 +1,4 @@
-"""What the player of an episode asks of its job, in the job's process or over HTTP."""
+"""The interface between an episode's player and its job, in the job's process or over HTTP."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from palestra.types.messages import Observation
 
 
 class PlayedEpisode(Protocol):
-    """An episode that is being played, and its job, as far as its player has to know them."""
+    """A running episode and its job, as its player sees them."""
 
     @property
     def episode_id(self) -> str:
-        """Return the episode's name."""
+        """Return the episode's id."""
         ...
 
     @property
@@ -27,7 +27,7 @@ class PlayedEpisode(Protocol):
 
     @property
     def job_roles(self) -> Roles:
-        """Return which policies play which agents, where no past version takes a policy's place."""
+        """Return which policies play which agents, without past versions."""
         ...
 
     @property
@@ -41,11 +41,11 @@ class PlayedEpisode(Protocol):
         ...
 
     def weighted_sum(self, policy: str, named_rewards: Mapping[str, float | None]) -> float:
-        """Return rewards by name as one number, by the weights of a policy's algorithm; None: not scored."""
+        """Return named rewards as one number, by the weights of a policy's algorithm; None: not scored."""
         ...
 
     def first_not_writable(self, policy: str, moves: Sequence[str]) -> str | None:
-        """Return the first move that a policy's vocabulary can't express; None: it is not known that there is one."""
+        """Return the first move that a policy's vocabulary can't express; None: none is known."""
         ...
 
     def count_observation(self) -> None:
@@ -53,11 +53,11 @@ class PlayedEpisode(Protocol):
         ...
 
     async def keep_picture(self, picture: Picture) -> None:
-        """Put the file of a picture into the run's folder, so that messages may name it.
+        """Store a picture's file in the run's folder, so that messages may name it.
 
         Raises:
-            InvalidRequest: the file is no picture that the job takes.
-            PalestraError: it could not be kept.
+            InvalidRequest: the file is not a supported picture.
+            PalestraError: it could not be stored.
         """
         ...
 
@@ -65,23 +65,23 @@ class PlayedEpisode(Protocol):
         """Make one model call; when it returns, the call is recorded in the episode.
 
         Raises:
-            ContextOverflow: the prompt leaves no room for a reply.
+            ContextOverflow: the prompt leaves no space for a reply.
             EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
-            PalestraError: the call was refused, or the engine could not finish.
+            PalestraError: the call was refused, or the engine failed.
         """
         ...
 
 
 class ShownSeats(Protocol):
-    """The seats of an episode whose actions come from workers outside, as far as its player has to know them."""
+    """External players of an episode, as its player sees them."""
 
     @property
     def unused_calls(self) -> list[int]:
-        """Return the calls that must not be trained, by index."""
+        """Return the indices of calls that must not be trained on."""
         ...
 
     def show(self, observation: Observation, number: int | None) -> None:
-        """Note an observation of any agent.
+        """Record an observation of any agent.
 
         Args:
             number: its TimeStep; None: the agent's part is over.
@@ -89,5 +89,5 @@ class ShownSeats(Protocol):
         ...
 
     def was_taken_over(self, agent: str) -> bool:
-        """Return whether a policy plays the seat of an agent in the place of a worker that has left it."""
+        """Return whether a policy has replaced an external player whose worker has left."""
         ...

@@ -27,10 +27,10 @@ from palestra.types.wire import RolloutFacts
 
 
 class EnvironmentPlayer(EpisodePlayer):
-    """Plays claimed episodes as the job's own process would: agents in an environment, and the same records of them.
+    """Plays claimed episodes like the job's own process: agents in an environment, with the same records.
 
-    Model calls go to the job's server, which keeps them. A `Chat` that an agent gets here has no versions, and its
-    prompt as a whole, without a parent.
+    The job's server executes and records model calls. Here an agent's `Chat` has no versions, and its whole prompt
+    without a parent.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class EnvironmentPlayer(EpisodePlayer):
         """Create a player.
 
         Args:
-            spec: agents and environments. Without a system message, an environment with one agent gets the job's.
-            facts: what the job says of itself (`AsyncClient.facts`).
-            clock: source of the times of observations; None: the system's.
+            spec: agents and environments. An environment with one agent gets the job's system message by default.
+            facts: from `AsyncClient.facts`.
+            clock: source of observation times; None: the system's.
         """
         self._client, self._facts = client, facts
         self._agents = spec.agents or {"": ModelAgent(max_tokens=spec.max_tokens)}
@@ -61,7 +61,7 @@ class EnvironmentPlayer(EpisodePlayer):
 
         Raises:
             RolloutFailed: the environment, an agent or the engine failed, or the time was over; there is no reward.
-            NotScored: the environment has left the episode without a reward.
+            NotScored: the environment gave no reward.
             EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
         """
         limit = self._facts.timeout_seconds
@@ -108,7 +108,7 @@ class _ServedEpisode:
         return None
 
     def count_observation(self) -> None:
-        """Count nothing: the server counts the calls that it answers."""
+        """No effect: the server counts calls itself."""
 
     async def keep_picture(self, picture: Picture) -> None:
         # The server would answer with a body over its limit, which does not say that the picture is at fault.

@@ -1,4 +1,4 @@
-"""What comes out of one episode: how it ended, and what is recorded beside its model calls."""
+"""The result of one episode: how it ended, and records other than model calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGEST_INFO = 4000  # characters of an environment's information, over a whole 
 class Termination(StrEnum):
     """Why an episode ended.
 
-    Only the first four have a reward; after the others the episode is played again, or dropped.
+    Only the first four have a reward; after the others the episode is retried or dropped.
     """
 
     DONE = "done"
@@ -43,7 +43,7 @@ class Termination(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class Step:
-    """One TimeStep: an observation that asked for an action, the action's reward, and when the action was given."""
+    """One TimeStep: an observation that expected an action, the action's reward, and its time."""
 
     observation: Observation
     reward: float = 0.0
@@ -52,7 +52,7 @@ class Step:
 
 @dataclass(kw_only=True, slots=True)
 class EpisodeResult:
-    """The outcome of an episode: how it ended, and what is recorded beside its model calls."""
+    """The outcome of an episode: how it ended, and records other than model calls."""
 
     termination: Termination = Termination.DONE
     steps: list[Step] = field(default_factory=list)  # in order of observation: TimeStep i is entry i
@@ -90,13 +90,13 @@ class EpisodeResult:
 
     @property
     def agent_step_rewards(self) -> list[AgentStepReward] | None:
-        """Return what each agent has earned by an action, in order; None: one agent has played alone."""
+        """Return each agent's rewards for actions, in order; None: only one agent played."""
         agents = {step.observation.agent for step in self.steps} | self.rewards.keys()
         return self.by_agent if len(agents) > 1 else None
 
     @property
     def final_rewards(self) -> dict[str, float]:
-        """Return the rewards by agent; if there are none, 0 for the agent that filled its context or acted first."""
+        """Return the rewards by agent; without rewards, 0 for the agent that filled its context or acted first."""
         if self.rewards:
             return dict(self.rewards)
         acted = [step.observation.agent for step in self.steps] or ["agent"]
@@ -110,7 +110,7 @@ class EpisodeResult:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the JSON to record of how the episode was played, beside calls, rewards and times."""
+        """Return the JSON to record about the episode, other than calls, rewards and times."""
         found: dict[str, Any] = {"termination": self.termination.value}
         if unanswered := sum(step.acted_at is None for step in self.steps):
             found["unanswered_observations"] = unanswered
@@ -127,10 +127,10 @@ class EpisodeResult:
         return found
 
     def finite(self) -> Self:
-        """Return the result unchanged if its rewards are finite numbers, which a store can hold.
+        """Return the result unchanged if its rewards are finite.
 
         Raises:
-            RolloutFailed: they are not; the environment is to blame.
+            RolloutFailed: they are not, because of the environment.
         """
         for value in (*self.rewards.values(), *self.step_rewards):
             if not math.isfinite(value):
@@ -139,7 +139,7 @@ class EpisodeResult:
         return self
 
     def name(self, reward: StepReward) -> None:
-        """Add a reward of an agent that learns to those of the episode by name."""
+        """Add a learning agent's reward to the episode's named rewards."""
         if not isinstance(reward, Mapping):
             self.unnamed = self.unnamed or reward != 0
             return

@@ -1,4 +1,4 @@
-"""`RolloutSpec`: what is played, agents and environments."""
+"""`RolloutSpec`: what to play, as agents and environments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from palestra.rollout.environment_pool import Made
 class RolloutSpec:
     """What to play: agents and environments.
 
-    `environment` makes an environment for an episode; a reusable environment serves several episodes, one after
+    `environment` creates an environment for an episode; a reusable environment serves several episodes, one after
     another.
     """
 
@@ -26,11 +26,7 @@ class RolloutSpec:
     temperature: float | None = None  # used where the job fixes no temperature: not in training, nor in validation
 
     def __post_init__(self) -> None:
-        """Check the numbers, and take environments of other libraries by their adapters.
-
-        Raises:
-            ConfigError: one makes no sense; the message names it.
-        """
+        """Check the numbers, and adapt environments of other libraries."""
         object.__setattr__(self, "environment", adapted(self.environment))
         if self.max_tokens is not None:
             checked_count("max_tokens", self.max_tokens)

@@ -39,9 +39,7 @@ class RunnerPool:
         """Create a pool; `run` plays.
 
         Args:
-            sessions: the job's sessions, whose store has the episodes.
-            max_concurrency: number of episodes that are played at the same time.
-            progress: live counts to keep up to date, for the status page; None: new ones.
+            progress: live counts to update, for the status page; None: new ones.
         """
         self._store, self._runner = sessions.context.store, runner
         self._seats = sessions.seats
@@ -57,7 +55,7 @@ class RunnerPool:
         self._logged: set[tuple[type[BaseException], str, int | None, str]] = set()  # of causes; see `_unseen`
 
     async def run(self) -> None:
-        """Play episodes until cancelled; episodes that are then being played are given back.
+        """Play episodes until cancelled, which releases running episodes.
 
         Raises:
             RolloutFailed: FAILURES_IN_A_ROW episodes in a row have failed.
@@ -78,9 +76,9 @@ class RunnerPool:
                 await asyncio.shield(self._give_back_unplayed())
 
     async def _claims(self) -> AsyncIterator[EpisodeRecord]:
-        """Yield episodes as places become free; all free places are claimed for in one transaction.
+        """Yield episodes as positions become free; one transaction claims for all of them.
 
-        An episode with seats is only begun when a worker waits for one of them.
+        An episode with external players is only begun when a worker waits for one of them.
         """
         while True:
             seen = self._store.episodes.available.count
@@ -99,7 +97,7 @@ class RunnerPool:
     async def _claim(self, free: int) -> list[EpisodeRecord]:
         """Claim up to `free` episodes.
 
-        Callers shield this call from cancellation, so that every claimed episode is known and can be given back.
+        Callers shield this call from cancellation, so that every claimed episode is known and can be released.
         """
         async with self._claiming:
             claimed = (
@@ -159,9 +157,9 @@ class RunnerPool:
             ) from error
 
     def _unseen(self, cause: BaseException | None) -> BaseException | None:
-        """Return what an episode raised where its traceback was not logged yet; None where it was, or for None.
+        """Return an episode's exception if its traceback was not logged yet, else None.
 
-        The text of an error may differ with the task, so it is recognized by its type and the lines that raised it.
+        The text of an error may differ with the task, so it is recognised by its type and the lines that raised it.
         """
         if cause is None or cause.__traceback__ is None:
             return cause

@@ -47,10 +47,9 @@ class Runner:
         """Create a runner.
 
         Args:
-            sessions: the job's sessions, which record the model calls.
-            algorithm_of: returns the algorithm of a policy, which weighs rewards by name.
-            timeout_seconds: limit for one attempt; None: only the job's `max_episode_seconds` ends it.
-            worker_id: name that is recorded with each episode.
+            algorithm_of: returns a policy's algorithm, which weights named rewards.
+            timeout_seconds: limit for one attempt; None: only the job's `max_episode_seconds`.
+            worker_id: recorded with each episode.
         """
         self._sessions, self._store = sessions, sessions.context.store
         self._agents = play.agents or {"": ModelAgent(max_tokens=play.max_tokens)}
@@ -66,16 +65,12 @@ class Runner:
         await self._environments.close()
 
     async def play_episode(self, reset_kwargs: Mapping[str, Any] | None = None) -> Trajectory | None:
-        """Play one episode to its end: the next one that can be claimed, or a new one.
+        """Play one episode to its end: the next claimable one, or a new one; None: no episode can be claimed.
 
         Args:
-            reset_kwargs: task of a new episode, which is recorded and never trained on; None: claim an episode.
-
-        Returns:
-            The episode's trajectory, or None if there is no episode to claim now.
+            reset_kwargs: task of a new episode, which is recorded but never trained on; None: claim an episode.
 
         Raises:
-            RolloutFailed: see `play_claim`.
             EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
         """
         store, name = self._store, None
@@ -101,11 +96,11 @@ class Runner:
             raise
 
     async def play_claim(self, episode: EpisodeRecord) -> EpisodeResult:
-        """Play a claimed episode to its end and hand in its reward.
+        """Play a claimed episode to its end and submit its reward.
 
-        If something fails, the time is over, or this call is cancelled, the episode is given back. A failure is never
-        recorded as a reward of 0: the policy would learn from a fault that is not its own. What an agent's action has
-        broken is that agent's loss.
+        After a failure, a timeout or a cancellation, the episode is released. A failure is never recorded as a reward
+        of 0: the policy would learn from a fault that is not its own. If an agent's action broke something, that is the
+        agent's loss.
 
         Raises:
             RolloutFailed: the environment, an agent or the engine failed, or the time was over.
@@ -147,12 +142,11 @@ class Runner:
     async def give_back(
         self, episode: EpisodeRecord, termination: Termination, reason: str, discard: bool = False
     ) -> None:
-        """Give an episode back, to be played again or to be discarded.
+        """Release an episode, to be retried or discarded.
 
         Args:
-            termination: why; what `_NO_ATTEMPTS` has does not count as an attempt, as if the episode had never been
-                claimed.
-            discard: whether to drop the episode instead of having it played again.
+            termination: why; values in `_NO_ATTEMPTS` do not count as an attempt.
+            discard: whether to drop the episode instead of retrying it.
         """
         try:
             await self._store.episodes.abort(
@@ -185,7 +179,7 @@ class Runner:
 
 
 def _pace(environment: ConcurrentEnvironment, roles: tuple[str, ...], seats: SeatTable) -> None:
-    """Let the clocks of seats run only while a worker has the seat and knows what it has to answer."""
+    """Run an external player's clock only while a worker holds the slot and has the observation."""
     if isinstance(environment, MultiAgentEnvironment):
         environment.pace(roles, seats.miss)
         seats.world = environment

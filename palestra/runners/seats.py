@@ -1,4 +1,4 @@
-"""Agents whose actions come from workers outside of the server, through the seats of their episode."""
+"""Agents whose actions come from external workers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from palestra.types.messages import ChatMessage, Observation
 
 
 class SeatAgent(Agent):
-    """Hands each observation of a seat to the seat's worker, and waits for its action."""
+    """Passes each observation to the external player's worker, and waits for its action."""
 
     def __init__(self, table: SeatTable, player: Agent) -> None:
         """Create the agent of one episode.
 
         Args:
-            player: plays in the place of a worker, with the policy of the seat's role, where the job wants that.
+            player: replaces a worker with the policy of the role, if configured.
         """
         self._table, self._player = table, player
 
@@ -30,10 +30,10 @@ class SeatAgent(Agent):
 
 
 def with_seats(agents: Mapping[str, Agent], table: SeatTable, roles: tuple[str, ...]) -> dict[str, Agent]:
-    """Return the agents of an episode, with a `SeatAgent` for each seat.
+    """Return the agents of an episode, with a `SeatAgent` for each external player.
 
     Args:
-        agents: by name; "" plays all that are not named.
+        agents: by name; "" plays all others.
     """
     players = {role: agents.get(role) or agents.get("") or ModelAgent() for role in roles}
     return {**agents, **{role: SeatAgent(table, player) for role, player in players.items()}}

@@ -20,8 +20,7 @@ class SessionEpisode:
         """Wrap a session.
 
         Args:
-            session: the episode's, which makes and records model calls.
-            algorithm_of: returns the algorithm of a policy, which weighs rewards by name.
+            algorithm_of: returns a policy's algorithm, which weights named rewards.
         """
         self._sessions, self._session, self._algorithm_of = sessions, session, algorithm_of
         self.episode_id, self.seed = session.episode_id, sessions.context.seed
@@ -34,7 +33,7 @@ class SessionEpisode:
         return self._algorithm_of(self.job_roles.default).credits_agents
 
     def weighted_sum(self, policy: str, named_rewards: Mapping[str, float | None]) -> float:
-        """Return rewards by name as one number. See `PlayedEpisode.weighted_sum`."""
+        """Return named rewards as one number. See `PlayedEpisode.weighted_sum`."""
         return self._algorithm_of(policy).weighted_sum(named_rewards)
 
     def first_not_writable(self, policy: str, moves: Sequence[str]) -> str | None:
@@ -46,7 +45,7 @@ class SessionEpisode:
         self._sessions.context.counts["observations"] += 1
 
     async def keep_picture(self, picture: Picture) -> None:
-        """Put the file of a picture into the run's folder. See `PlayedEpisode.keep_picture`."""
+        """Store a picture's file in the run's folder. See `PlayedEpisode.keep_picture`."""
         context = self._sessions.context
         await context.picture_pool.run(context.store.pictures.keep, picture.data)
 

@@ -1,4 +1,4 @@
-"""Turn a call whose reply is held to finitely many choices into rows, one for each reply that it could have given."""
+"""Turns a call restricted to finitely many choices into rows, one for each possible reply."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def choice_rows(chat: Chat, choices: Sequence[tuple[int, ...]], episode_id: str 
 
 
 def _lengths(choices: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return for each choice the number of its tokens up to the first that no other choice has there; at least one.
+    """Return for each choice the number of its tokens up to the first unique one; at least one.
 
-    In the order of their ids, the choices that begin most alike are neighbours.
+    Sorted by ids, the most similar choices are neighbours.
     """
     order = sorted(range(len(choices)), key=lambda place: choices[place])
     shared = [0] * len(choices)

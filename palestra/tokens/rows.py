@@ -1,7 +1,7 @@
-"""Turn the token trie of an episode into rows for the trainer.
+"""Turns the token trie of an episode into rows for the trainer.
 
 There are as few rows as possible, and each sampled token has its loss in exactly one of them. `token_weights` gives the
-token its share of that loss.
+token's share of that loss.
 """
 
 from __future__ import annotations
@@ -42,12 +42,9 @@ def rows_of(trie: TokenTrie, trained: Collection[int] | None = None, episode_id:
 
 
 def calls_of_final_answers(trie: TokenTrie, chats: Sequence[Chat]) -> frozenset[int]:
-    """Return the indices of the calls whose tokens are part of the last call of an agent, that call included.
+    """Return the indices of the calls whose tokens are part of an agent's last call, including that call.
 
-    Attempts that no later call continued are left out, and so are calls from before a history was rewritten.
-
-    Args:
-        trie: the calls of an episode, as tokens.
+    Attempts that no later call continued are left out, and so are calls before a history was rewritten.
     """
     last = {chat.agent: chat.index for chat in sorted(chats, key=lambda chat: chat.index)}
     kept = {id(node) for index in last.values() for node in trie.end(index).path()}
@@ -55,7 +52,7 @@ def calls_of_final_answers(trie: TokenTrie, chats: Sequence[Chat]) -> frozenset[
 
 
 def _wanted(node: TrieNode, policy: str, trained: Collection[int] | None) -> list[Sampled]:
-    """Return a node's samplings that are to be trained, sorted by seed.
+    """Return a node's samplings to train on, sorted by seed.
 
     Seeds are deterministic for a prompt; arrival order is not, so sorting by it would make rows irreproducible.
     """
@@ -120,10 +117,10 @@ def _row(
 
 
 def _grammars(trained: Sequence[tuple[TrieNode, Sampled]]) -> tuple[GrammarSpan, ...]:
-    """Return a span for each constrained call, up to the last token of the call that the row trains.
+    """Return a span for each constrained call, up to its last token that the row trains.
 
-    The row may leave the reply there: an agent that sends the reply back cut or formatted in another way continues with
-    other tokens, which need not match the grammar.
+    The row may leave the reply there: an agent that sends the reply back truncated or reformatted continues with other
+    tokens, which need not match the grammar.
     """
     last = {sampled.chat.index: (sampled.chat, node.stop) for node, sampled in trained if sampled.chat.sampling.grammar}
     return tuple(
@@ -154,20 +151,17 @@ def _media(trie: TokenTrie, path: Sequence[TrieNode]) -> tuple[MediaSpan, ...]:
 
 
 def token_weights(tokens_R: Sequence[int], mode: LossAggMode, max_tokens: int) -> list[float]:
-    """Return the loss weight of each trained token of each rollout, by which the losses of tokens become one number.
+    """Return the loss weight of each trained token of each rollout, which combines token losses into one number.
 
-    Only a rollout's number of trained tokens counts, not how the rollout is cut into calls or rows. The modes have
-    verl's names (`loss_agg_mode`); a sequence is a rollout.
+    Only a rollout's number of trained tokens counts, however it is split into calls or rows. The modes have verl's
+    names (`loss_agg_mode`); a sequence is a rollout. There is one weight per rollout, for each of its tokens; 0 without
+    tokens.
 
     Args:
-        tokens_R: trained tokens of each of R rollouts (episodes) of the batch, also of those whose advantage is 0.
+        tokens_R: trained tokens of each of R rollouts (episodes) of the batch, including those with advantage 0.
         mode: `seq-mean-token-mean`: rollouts have equal weights, which their tokens share (GRPO, DeepSeekMath equation
             3); `token-mean`: tokens have equal weights (DAPO, Yu et al. 2025, equation 8); `seq-mean-token-sum-norm`:
             each token weighs 1 / (rollouts with trained tokens x max_tokens) (Dr. GRPO, Liu et al. 2025).
-        max_tokens: the divisor of `seq-mean-token-sum-norm`.
-
-    Returns:
-        One weight per rollout, for each of its tokens; 0 for a rollout without tokens.
     """
     rollouts = sum(1 for tokens in tokens_R if tokens)
     total = sum(tokens_R)
@@ -178,12 +172,11 @@ def token_weights(tokens_R: Sequence[int], mode: LossAggMode, max_tokens: int) -
 
 
 def part_scale(tokens_part: Sequence[int], tokens_R: Sequence[int], mode: LossAggMode) -> float:
-    """Return the factor by which loss weights of a batch become those of a part of it that is a batch of its own.
+    """Return the factor that turns a batch's loss weights into those of a part trained as its own batch.
 
     Args:
-        tokens_part: trained tokens of each rollout of the part, at least one of which has some.
+        tokens_part: trained tokens of each rollout of the part; not all 0.
         tokens_R: those of each rollout of the whole batch.
-        mode: how the weights of the batch were made; see `token_weights`.
     """
     if mode == "token-mean":
         return sum(tokens_R) / sum(tokens_part)

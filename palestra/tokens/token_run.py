@@ -1,4 +1,4 @@
-"""Runs of tokens that are compared with what they stand for, because two images have the same placeholder ids."""
+"""Runs of tokens, compared together with their media: different images have the same placeholder ids."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Digests = NDArray[np.object_]  # [N], the digest (str) of the media behind a pla
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRun:
-    """Consecutive tokens. Two tokens are the same if both their ids and their media digests are.
+    """Consecutive tokens. Two tokens are equal if both their ids and their media digests are.
 
     Attributes:
-        ids: int32 [N], token ids.
+        ids: int32 [N].
         digests: [N], the digest of the media behind each placeholder; None: all tokens are text.
     """
 
@@ -33,8 +33,8 @@ class TokenRun:
         """Return a run of tokens with the digests of its media.
 
         Args:
-            ids: token ids, int32 [N].
-            media: spans of `ids` that are placeholders of media; positions count from the first of `ids`.
+            ids: int32 [N].
+            media: positions count from the first of `ids`.
         """
         if not media:
             return cls(ids)
@@ -47,34 +47,34 @@ class TokenRun:
         return len(self.ids)
 
     def __getitem__(self, part: slice) -> TokenRun:
-        """Return a part of the run, which shares the memory of the whole."""
+        """Return a part of the run, sharing its memory."""
         return TokenRun(self.ids[part], None if self.digests is None else self.digests[part])
 
     @property
     def first(self) -> tuple[int, str | None]:
-        """Return the first token's id and digest, which can be a key of a dict."""
+        """Return the first token's id and digest, as a dict key."""
         return int(self.ids[0]), None if self.digests is None else self.digests[0]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return the whole run in hashable form: two keys are equal exactly if all tokens are the same."""
+        """Return the run in hashable form: keys are equal exactly if all tokens are."""
         if self.digests is None or not any(self.digests):
             return (self.ids.tobytes(),)
         return (self.ids.tobytes(), *self.digests)
 
     def copy(self) -> TokenRun:
-        """Return the run with memory of its own, so that the run it is a part of can be freed."""
+        """Return the run with its own memory, so that the run it is a part of can be freed."""
         return TokenRun(self.ids.copy(), None if self.digests is None else self.digests.copy())
 
     def followed_by(self, ids: Ids) -> TokenRun:
-        """Return the run with further tokens of text, `ids` [M], at its end."""
+        """Return the run with text tokens `ids` [M] appended."""
         joined = np.concatenate((self.ids, ids))
         if self.digests is None:
             return TokenRun(joined)
         return TokenRun(joined, np.concatenate((self.digests, np.full(len(ids), None, np.object_))))
 
     def common(self, other: TokenRun) -> int:
-        """Return how many leading tokens two runs have in common."""
+        """Return the length of the common prefix of two runs."""
         length = common_prefix(self.ids, other.ids)
         if self.digests is None and other.digests is None:
             return length
@@ -85,16 +85,12 @@ class TokenRun:
 
 
 def common_tokens(a: TokenSequence, b: TokenSequence) -> int:
-    """Return how many leading tokens two sequences have in common; placeholders of different images differ.
-
-    Args:
-        a: one sequence of tokens, with the spans that stand for images.
-    """
+    """Return the length of the common prefix of two sequences; placeholders of different images differ."""
     return TokenRun.of(*a).common(TokenRun.of(*b))
 
 
 def common_prefix(a: NDArray[Any], b: NDArray[Any]) -> int:
-    """Return how many leading entries of two arrays, [N] and [M], are equal."""
+    """Return the length of the common prefix of two arrays, [N] and [M]."""
     shortest = min(len(a), len(b))
     if not shortest:
         return 0

@@ -1,8 +1,8 @@
-"""`TokenTrie`: all calls of an episode, merged on the tokens with which they begin.
+"""`TokenTrie`: all calls of an episode, merged on their common prefixes.
 
-A path from the root is a sequence of tokens that the engine saw. The path is cut into nodes where calls part, and where
-a call's prompt or completion ends, so that all tokens of a node have the same origin: sampled by the same calls, or by
-none. The trie depends on the calls alone, not on the order in which they were added.
+A path from the root is a sequence of tokens that the engine processed. It is split into nodes where calls diverge, and
+where a call's prompt or completion ends, so that all tokens of a node have the same origin: sampled by the same calls,
+or by none. The trie does not depend on the order in which calls are added.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _ID = (1 << 32) - 1
 
 
 class Sampled(NamedTuple):
-    """The call that sampled a node's tokens, and the place of the node's first token in that call's completion."""
+    """The call that sampled a node's tokens, and the index of the node's first token in that call's completion."""
 
     chat: Chat
     start: int
 
 
 class TrieNode:
-    """A run of n tokens. A node holds only the tokens that it adds to its parent."""
+    """A run of n tokens. A node holds only the tokens after its parent's."""
 
     __slots__ = ("chat", "children", "edges", "parent", "samplings", "start")
 
@@ -92,15 +92,15 @@ class TokenTrie:
 
     @property
     def has_media(self) -> bool:
-        """Return whether any token stands for an image instead of text."""
+        """Return whether any token is a placeholder of an image."""
         return len(self._digests) > 1
 
     def end(self, index: int) -> TrieNode:
-        """Return the node with which the call of this index ends."""
+        """Return the last node of a call, by index."""
         return self._ends[index]
 
     def digests(self, node: TrieNode) -> list[str | None]:
-        """Return for each of a node's n tokens the digest of the media that it stands for, or None for text."""
+        """Return for each of a node's n tokens the digest of its media, or None for text."""
         return [self._digests[number] for number in (node.edges >> 32).tolist()]
 
     def nodes(self) -> Iterator[TrieNode]:
@@ -112,7 +112,7 @@ class TokenTrie:
             stack.extend(self._sorted(node)[::-1])
 
     def add(self, chat: Chat) -> None:
-        """Add a call. Adding the same call again changes nothing."""
+        """Add a call; idempotent."""
         if chat.index in self._ends:
             return
         parent = None if chat.parent is None else self._ends.get(chat.parent.index)
@@ -139,7 +139,7 @@ class TokenTrie:
         self.clear()  # parents and children refer to each other, so only the garbage collector would free the calls
 
     def clear(self) -> None:
-        """Remove all nodes and free their memory now: their references would keep it for the garbage collector."""
+        """Remove all nodes and free their memory now: reference cycles would keep it for the garbage collector."""
         stack = [self.root]
         while stack:
             node = stack.pop()
@@ -149,14 +149,12 @@ class TokenTrie:
         self._whole.clear()
 
     def longest(self, ids: Ids, media: Sequence[MediaSpan] = ()) -> tuple[Chat | None, int]:
-        """Return the first call that shares most leading tokens with a sequence, and how many it shares.
+        """Return the first call with the longest common prefix with a sequence, and the prefix's length; (None, 0) if
+        there is none.
 
         Args:
-            ids: token ids of the sequence, int32 [N].
-            media: spans of the sequence that stand for images.
-
-        Returns:
-            The call and the number of tokens, or (None, 0) if no call shares the first token.
+            ids: int32 [N].
+            media: image spans of the sequence.
         """
         node, _, matched = self._walk(self.root, 0, self._edges(ids, 0, media))
         return (node.chat, matched) if matched else (None, 0)
@@ -173,7 +171,7 @@ class TokenTrie:
         return self._ends[longest.index], longest.tokens
 
     def _follow(self, node: TrieNode, offset: int, edges: Edges, start: int, chat: Chat) -> TrieNode:
-        """Walk along `edges` [E] from a place, create missing nodes, and return the node that ends with them."""
+        """Walk along `edges` [E] from a position, create missing nodes, and return the last node."""
         node, offset, matched = self._walk(node, offset, edges, chat)
         if offset < len(node):
             node = _split(node, offset)
@@ -186,10 +184,10 @@ class TokenTrie:
 
     @staticmethod
     def _walk(node: TrieNode, offset: int, edges: Edges, chat: Chat | None = None) -> tuple[TrieNode, int, int]:
-        """Walk from a place as far as `edges` [E] exist in the trie.
+        """Walk from a position as far as `edges` [E] exist in the trie.
 
-        `chat`, if given, becomes the first call of the nodes on the way if it is the earlier one. Returns the last
-        node, how many of its tokens were matched, and the number of matched edges.
+        `chat`, if given, becomes the first call of the nodes on the path if it is earlier. Returns the last node, how
+        many of its tokens matched, and the number of matched edges.
         """
         matched = 0
         while matched < len(edges):
@@ -233,7 +231,7 @@ class TokenTrie:
 
 
 def _place(node: TrieNode, depth: int) -> tuple[TrieNode, int]:
-    """Return the node on the way to `node` in which the first `depth` tokens end, and how many are its own."""
+    """Return the node on the path to `node` in which the first `depth` tokens end, and how many are its own."""
     while node.parent is not None and node.start >= depth:
         node = node.parent
     return node, depth - node.start
@@ -253,7 +251,7 @@ def _split(node: TrieNode, offset: int) -> TrieNode:
 
 
 def _starts_with(ids: Ids, prompt: Ids, chat: Chat) -> bool:
-    """Return whether `ids` [N] begins with all tokens of a call, whose prompt is `prompt` [P]."""
+    """Return whether `ids` [N] begins with all tokens of a call with the prompt `prompt` [P]."""
     rest = ids[len(prompt) :]
     return _begins(rest, chat.completion_ids) and _begins(ids, prompt)  # completions are shorter, so they fail sooner
 

@@ -1,4 +1,4 @@
-"""Tools: functions that a model may call, the ones that ship with Palestra and the base class for your own.
+"""Tools: functions that a model may call, those that ship with Palestra and the base class for your own.
 
 Importing this package loads neither torch nor ray, so that a rollout worker stays small.
 """

@@ -26,7 +26,7 @@ _MAX_BITS = 4096  # bits of an integer result: without a limit, 9 ** 9 ** 9 woul
 
 
 class Calculator(Tool):
-    """Tool `calculator(expression)`: evaluates + - * / // % ** and parentheses."""
+    """Tool `calculator(expression)`: evaluates + - * / // ** and parentheses."""
 
     def get_json_schema(self) -> dict[str, Any]:
         """Return the tool in OpenAI's shape, with its one argument `expression`."""
@@ -52,13 +52,12 @@ class Calculator(Tool):
 
 
 def evaluate_expression(expression: str) -> Number:
-    """Return the value of an arithmetic expression.
+    """Return the value of an arithmetic expression of at most 1,000 characters.
 
-    Args:
-        expression: numbers, + - * / // % **, parentheses; `×` and `÷` are accepted as well. At most 1,000 characters.
+    It may contain numbers, + - * / // **, parentheses, and `×` and `÷`.
 
     Raises:
-        BadArguments: the text is not an arithmetic expression, or has no finite value, or one that is too large.
+        BadArguments: the text is not an arithmetic expression, or its value is not finite or too large.
     """
     if len(expression) > _MAX_CHARS:
         raise BadArguments(f"an expression has at most {_MAX_CHARS} characters")

@@ -18,14 +18,13 @@ class FunctionTool(Tool):
     """A typed function, synchronous or asynchronous, that a model may call with arguments by name."""
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
-        """Make the schema of the function from its signature and docstring.
+        """Create the schema of a typed function from its signature and docstring.
 
         Args:
-            function: what is called; every parameter has a type.
-            name: the name that the model uses; None: the function's own.
+            name: for the model; None: the function's own.
 
         Raises:
-            TypeError: an argument has no type, or can't be given by name.
+            TypeError: an argument has no type, or is positional-only.
         """
         self.function = function
         summary, described = _docstring(inspect.getdoc(function) or "")
@@ -40,7 +39,7 @@ class FunctionTool(Tool):
         }
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Call the function as if it were not a tool, so that other code can still use it."""
+        """Call the function as an ordinary function."""
         return self.function(*arguments, **named)
 
     def get_json_schema(self) -> dict[str, Any]:
@@ -51,7 +50,7 @@ class FunctionTool(Tool):
         """Return the arguments of a call, converted to the types of the signature.
 
         Raises:
-            BadArguments: an argument is missing, not known, or not of its type.
+            BadArguments: an argument is missing, unknown, or not of its type.
         """
         try:
             checked = self._model.model_validate(dict(arguments))
@@ -62,7 +61,7 @@ class FunctionTool(Tool):
         return {name: getattr(checked, name) for name in type(checked).model_fields}
 
     async def apply_async(self, **arguments: Any) -> Any:
-        """Return the result of the function: awaited, or computed in a thread where the function is synchronous."""
+        """Return the result of the function: awaited, or computed in a thread if the function is synchronous."""
         return await call(partial(self.function, **arguments), "palestra-tool")
 
 
@@ -73,12 +72,12 @@ def tool(*, name: str | None = None) -> Callable[[Callable[..., Any]], FunctionT
 def tool(function: Callable[..., Any] | None = None, /, *, name: str | None = None) -> Any:
     """Make a `Tool` of a typed function, which can still be called; a decorator, with or without a name.
 
-    The docstring's first paragraph describes the tool, and its section of arguments (Google's, NumPy's or Sphinx's
-    style) describes each argument.
+    The docstring's first paragraph describes the tool, and its arguments section (in the style of Google, NumPy or
+    Sphinx) describes each argument.
 
     Args:
-        function: what is decorated where the decorator is written without parentheses.
-        name: the name that the model uses; None: the function's own.
+        function: the decorated function, without parentheses.
+        name: the name for the model; None: the function's own.
     """
     if function is not None:
         return FunctionTool(function)

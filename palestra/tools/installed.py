@@ -15,21 +15,15 @@ _SHIPPED = {"calculator": Calculator}
 
 
 def installed_tools() -> list[str]:
-    """Return the names of the tools that ship with Palestra, and of those that installed packages bring."""
+    """Return the names of the tools that ship with Palestra or installed packages."""
     return [*_SHIPPED, *(name for name in extensions(GROUP) if name not in _SHIPPED)]
 
 
 def load_tool(name: str) -> Tool | ToolSource:
-    """Return the tool, or the source of tools, that goes by a name.
+    """Return the tool, or the source of tools, of a name.
 
-    A package brings one with an entry point of the group `palestra.tools`, whose object is a tool, an `McpServer`, or a
-    class or function without arguments that makes one.
-
-    Args:
-        name: one of `installed_tools`.
-
-    Raises:
-        ConfigError: there is none of this name, or its package can't be imported, or it is no tool.
+    A package provides one by an entry point of the group `palestra.tools`: a tool, an `McpServer`, or a class or
+    function without arguments that creates one.
     """
     if name in _SHIPPED:
         return _SHIPPED[name]()

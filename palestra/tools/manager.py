@@ -22,7 +22,7 @@ from palestra.waiting import together
 
 
 class ToolFailure(StrEnum):
-    """The reason why a call has no result; also the name under which the failure is counted."""
+    """Why a call has no result; also the name under which the failure is counted."""
 
     UNKNOWN_TOOL = "unknown_tool"
     BAD_ARGUMENTS = "bad_arguments"
@@ -32,7 +32,7 @@ class ToolFailure(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolResult:
-    """The outcome of one call: the text that the model reads, and whether it is a result or an error."""
+    """The outcome of one call: the text for the model, and whether it is a result or an error."""
 
     call_id: str
     name: str
@@ -43,17 +43,17 @@ class ToolResult:
 
     @property
     def message(self) -> ChatMessage:
-        """Return the outcome as a message of the role `tool`, for the conversation."""
+        """Return the outcome as a message with the role `tool`."""
         content = self.parts or (TextPart(text=self.content),)
         return ChatMessage(role="tool", content=content, tool_call_id=self.call_id, name=self.name)
 
 
 class ToolManager:
-    """Tools by name, and how their calls are run.
+    """Tools by name; executes their calls.
 
-    A failure of a tool is never a failure of the episode and never a reward: the model reads an error and may try
-    again. A tool whose server is gone (EnvironmentFailed) fails the attempt at the episode; a server of this episode
-    that a call has ended (EpisodeForfeited) ends it as the agent's loss.
+    A failure of a tool never fails the episode and is never a reward: the model reads an error and may retry. A tool
+    whose server is lost (EnvironmentFailed) fails the attempt at the episode; if a call has ended this episode's own
+    server (EpisodeForfeited), that is the agent's loss.
     """
 
     def __init__(
@@ -64,16 +64,13 @@ class ToolManager:
         max_parallel: int = 256,
         max_result_chars: int = 20_000,
     ) -> None:
-        """Create a manager of these tools.
+        """Create a manager.
 
         Args:
-            tools: the tools; more can be added with `register`. Those of a source, such as an `McpServer`, are there
-                between `open` and `close`.
-            max_parallel: number of calls of one turn that run at the same time.
-            max_result_chars: a longer result is cut, and says so.
-
-        Raises:
-            ValueError: two tools have the same name, or a limit makes no sense.
+            tools: more can be added with `register`. Tools of a source, such as an `McpServer`, exist between `open`
+                and `close`.
+            max_parallel: limit of concurrent calls of one turn.
+            max_result_chars: longer results are truncated, with a note.
         """
         if not timeout_seconds > 0:  # NaN is not
             raise ValueError(f"timeout_seconds is {timeout_seconds!r}; give a number above 0")
@@ -94,11 +91,11 @@ class ToolManager:
 
     @property
     def has_sources(self) -> bool:
-        """Return whether some tools are of sources, which have to be opened."""
+        """Return whether there are sources that must be opened."""
         return bool(self._sources)
 
     async def open(self) -> None:
-        """Open the sources of tools that are not open.
+        """Open the closed sources of tools.
 
         Raises:
             EnvironmentFailed: a source can't be opened; those before it are closed again.
@@ -113,7 +110,7 @@ class ToolManager:
             raise
 
     async def refresh(self) -> None:
-        """Take over what has changed in the lists of the sources.
+        """Update the tools of sources whose lists have changed.
 
         Raises:
             EnvironmentFailed: a source can't be reached any more.
@@ -124,7 +121,7 @@ class ToolManager:
             self._found = self._named()
 
     async def close(self) -> None:
-        """Close the sources. A manager without any has nothing to close."""
+        """Close the sources, if there are any."""
         opened, self._opened, self._found = self._opened, [], {}
         for source in reversed(opened):
             await source.close()
@@ -139,30 +136,25 @@ class ToolManager:
         return found
 
     def register(self, tool: Tool) -> None:
-        """Add a tool, which calls find by its name.
-
-        Raises:
-            ValueError: there is a tool with this name already.
-        """
+        """Add a tool."""
         if tool.name in self._tools:
             raise ValueError(f"there are two tools named {tool.name!r}")
         self._tools[tool.name] = tool
 
     @property
     def schemas(self) -> tuple[dict[str, Any], ...]:
-        """Return the tools in OpenAI's shape, as they are offered to a model."""
+        """Return the tools in OpenAI's shape."""
         return tuple(tool.get_json_schema() for tool in (*self._tools.values(), *self._found.values()))
 
     async def execute_calls(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Run the calls concurrently and return their results in the order of the calls.
+        """Run the calls of one reply concurrently and return their results in order.
 
-        Args:
-            calls: calls of one reply; names and arguments are as the model wrote them.
+        Other failures of tools become a `ToolResult`.
 
         Raises:
-            EpisodeForfeited: a call has ended the server of its tool, which is this episode's own.
-            EnvironmentFailed: a tool's server is gone, which says nothing of the model: the attempt at the episode has
-                failed. Every other failure of a tool becomes a `ToolResult`.
+            EpisodeForfeited: a call has ended this episode's own tool server.
+            EnvironmentFailed: a tool's server is lost, which is not the model's fault: the attempt at the episode has
+                failed.
         """
         room = asyncio.Semaphore(self._max_parallel)
 

@@ -13,11 +13,11 @@ class OpenTools(ABC):
     @property
     @abstractmethod
     def tools(self) -> tuple[Tool, ...]:
-        """Return the tools, as they were when the source was opened or last refreshed."""
+        """Return the tools, as of opening or the last refresh."""
 
     @abstractmethod
     async def refresh(self) -> bool:
-        """Bring the list up to date if it is known to have changed, and return whether it has.
+        """Update the list if it has changed, and return whether it has.
 
         Raises:
             EnvironmentFailed: the source can't be reached any more.
@@ -25,16 +25,16 @@ class OpenTools(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Release what was opened. A second call does nothing."""
+        """Release the resources; idempotent."""
 
 
 class ToolSource(ABC):
-    """Where tools come from that are not there before an episode; given to `ToolManager` beside tools."""
+    """A source of tools that only exist during an episode; passed to `ToolManager` like tools."""
 
     @abstractmethod
     async def open(self) -> OpenTools:
         """Open the source for one user of its tools, such as the environment of one episode.
 
         Raises:
-            EnvironmentFailed: the source can't be reached, or has tools that can't be offered to a model.
+            EnvironmentFailed: the source can't be reached, or its tools can't be offered to a model.
         """

@@ -1,4 +1,4 @@
-"""What a tool is, and the tool that ends an episode."""
+"""The base class of tools, and the tool that ends an episode."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ FINISH = "finish"
 
 
 class BadArguments(ValueError):
-    """Raised by a tool for arguments that it can't be called with. The model reads the message and may try again."""
+    """A tool's error for wrong arguments. The model reads the message and may retry."""
 
 
 class Tool(ABC):
     """A function that a model may call.
 
     Implement `get_json_schema`, and either `apply` (which may block) or `apply_async`. The decorator `palestra.tool`
-    makes one of a Python function.
+    makes a tool of a Python function.
     """
 
     @abstractmethod
@@ -33,10 +33,10 @@ class Tool(ABC):
         return str(self.get_json_schema()["function"]["name"])
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Check that no argument is missing or unknown, and return the arguments to call the tool with.
+        """Check for missing and unknown arguments, and return the arguments to call the tool with.
 
         Args:
-            arguments: arguments as the model wrote them, parsed from JSON.
+            arguments: as the model wrote them, parsed from JSON.
 
         Raises:
             BadArguments: an argument is missing or unknown. Types are checked by the tool itself.
@@ -50,22 +50,22 @@ class Tool(ABC):
         return dict(arguments)
 
     def apply(self, **arguments: Any) -> Any:
-        """Run the tool and return its result: text, a picture, or any value that has a JSON form.
+        """Run the tool and return its result: text, a picture, or any value with a JSON form.
 
-        A picture is an image of Pillow, an array of uint8 [height, width, 3] or bytes of a file; a list may mix texts
-        and pictures.
+        A picture is a Pillow image, a uint8 array [height, width, 3] or the bytes of a file; a list may mix texts and
+        pictures.
 
-        Runs in a thread, so it may block; if it is an `async def`, on the event loop.
+        It runs in a thread, so it may block; an `async def` runs on the event loop.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither apply nor apply_async")
 
     async def apply_async(self, **arguments: Any) -> Any:
-        """Run the tool on the event loop and return its result. By default `apply` is run."""
+        """Run the tool on the event loop and return its result. By default it runs `apply`."""
         return await call(partial(self.apply, **arguments), "palestra-tool")
 
 
 class Finish(Tool):
-    """Tool `finish(answer)`: the agent hands in its answer, and an environment that sees this call ends the episode."""
+    """Tool `finish(answer)`: the agent submits its answer, which ends the episode."""
 
     def get_json_schema(self) -> dict[str, Any]:
         """Return the tool in OpenAI's shape, with its one argument `answer`."""

@@ -1,7 +1,7 @@
 """Tools of servers that speak MCP, the Model Context Protocol, over stdio or streamable HTTP.
 
-`McpServer` is what users give as a tool; the rest speaks the protocol. docs/explanation/architecture.md says why no
-package does.
+Users pass an `McpServer` as a tool; the rest implements the protocol. docs/explanation/architecture.md explains why no
+package is used.
 """
 
 from palestra.tools.mcp.server import McpServer

@@ -1,4 +1,4 @@
-"""`McpConnection`: one session with an MCP server: requests and their answers, and what the server says unasked."""
+"""`McpConnection`: one session with an MCP server: requests, answers, and notifications."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_ANSWERS = 100  # to requests of the server that wait to be sent; a server 
 
 
 class McpError(Exception):
-    """The server has answered a request with an error of JSON-RPC."""
+    """The server has answered a request with a JSON-RPC error."""
 
 
 class McpConnection:
@@ -29,15 +29,15 @@ class McpConnection:
 
     Attributes:
         lost: why the session has ended; None: it has not.
-        lost_alone: whether one request, and no other, waited for its answer then.
-        changes: how often the server has said that its list of tools has changed.
+        lost_alone: whether exactly one request was waiting at that moment.
+        changes: number of notifications that the list of tools has changed.
     """
 
     def __init__(self, transport: Transport) -> None:
-        """Create a session that is not open.
+        """Create a closed session.
 
         Args:
-            transport: carries the messages; it is closed with the session.
+            transport: closed with the session.
         """
         self.lost: str | None = None
         self.lost_alone = False
@@ -50,7 +50,7 @@ class McpConnection:
 
     @property
     def where(self) -> str:
-        """Return the server in words."""
+        """Describe the server."""
         return self._transport.where
 
     async def open(self) -> None:
@@ -58,7 +58,7 @@ class McpConnection:
 
         Raises:
             EnvironmentFailed: the server can't be reached, or has no tools.
-            ProtocolMismatch: server and client speak no common version of MCP.
+            ProtocolMismatch: server and client have no common version of MCP.
         """
         await self._transport.start(self._receive, self._lose)
         client = {"name": "palestra", "version": __version__}
@@ -82,10 +82,10 @@ class McpConnection:
         self._transport.listen()
 
     async def list_tools(self) -> list[dict[str, Any]]:
-        """Return the server's tools as it describes them, from all pages of the list.
+        """Return the server's descriptions of its tools, from all pages of the list.
 
         Raises:
-            EnvironmentFailed: the session is lost, or the list is none.
+            EnvironmentFailed: the session is lost, or the list is invalid.
         """
         found: list[dict[str, Any]] = []
         cursor: str | None = None
@@ -107,10 +107,9 @@ class McpConnection:
             seen.add(cursor)
 
     async def request(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return its result. A caller that is cancelled cancels the request at the server.
+        """Send a request and return its result. Cancelling the caller cancels the request at the server.
 
         Raises:
-            McpError: the server has answered with an error.
             EnvironmentFailed: the session is lost.
         """
         if self.lost is not None:
@@ -140,7 +139,7 @@ class McpConnection:
         return result
 
     async def close(self) -> None:
-        """End the session, and the process of a server that was started for it."""
+        """End the session, and a server process started for it."""
         self._lose(f"the session with {self.where} is closed")
         try:
             await cancelled(*self._sending)
@@ -178,7 +177,7 @@ class McpConnection:
 
     @property
     def ended_by_itself(self) -> bool:
-        """Return whether the server is a process that was started here, and has ended or broken the protocol."""
+        """Return whether the server is a process started here that has ended or violated the protocol."""
         return self.lost is not None and self._transport.ended_by_itself
 
     def _lose(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""MCP over streamable HTTP: a POST for each message, and a stream for what the server says unasked."""
+"""MCP over streamable HTTP: a POST for each message, and a stream for notifications."""
 
 from __future__ import annotations
 
@@ -34,11 +34,7 @@ class HttpTransport(Transport):
     """A server at a URL. Redirects are not followed, so that no server can send a request to another one."""
 
     def __init__(self, url: str, headers: Mapping[str, str], max_message_bytes: int) -> None:
-        """Note the address; the first message connects.
-
-        Args:
-            headers: of every request, such as a key.
-        """
+        """Store the address; the first message connects."""
         self.where = f"the MCP server at {url}"
         self._url, self._max_bytes = url, max_message_bytes
         self._headers = {"accept": _ACCEPTED, "content-type": "application/json", **headers}
@@ -47,22 +43,22 @@ class HttpTransport(Transport):
         self._lost: Callable[[str], None] = lambda reason: None
 
     async def start(self, receive: Callable[[Message], None], lost: Callable[[str], None]) -> None:
-        """Make the client."""
+        """Create the client."""
         self._receive, self._lost = receive, lost
         # Calls may take long, so that reading has no limit here: who sends a request has one.
         limits = httpx2.Timeout(None, connect=CONNECT_SECONDS)
         self._client = async_http_client(timeout=limits, verify=trusted(), follow_redirects=False)
 
     def agreed(self, protocol: str) -> None:
-        """Name the version in each further request."""
+        """Send the protocol version in each further request."""
         self._headers[_PROTOCOL] = protocol
 
     def listen(self) -> None:
-        """Ask for the stream of what the server says unasked."""
+        """Request the stream of notifications."""
         self._listening = asyncio.create_task(self._listen())
 
     async def send(self, message: Message) -> None:
-        """Post a message, and of a request take what the server sends until its answer is there."""
+        """Post a message; for a request, receive messages until its answer has arrived."""
         wanted = message["id"] if "method" in message and "id" in message else None
         try:
             async with self._http.stream(
@@ -119,7 +115,7 @@ class HttpTransport(Transport):
             await asyncio.sleep(LISTEN_AGAIN_SECONDS)
 
     async def _messages(self, answer: httpx2.Response) -> AsyncIterator[Message]:
-        """Yield the messages of an answer, which is one JSON object or a stream of events."""
+        """Yield the messages of an answer: one JSON object or a stream of events."""
         kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind == "text/event-stream":
             async for event in httpx2.EventSource(answer, max_event_size=self._max_bytes):
@@ -148,7 +144,7 @@ class HttpTransport(Transport):
         return message
 
     async def _check(self, answer: httpx2.Response) -> None:
-        """Refuse an answer that is none."""
+        """Raise an error for an invalid answer."""
         status = answer.status_code
         if status < 300:
             return

@@ -1,7 +1,7 @@
-"""Start a command in a process group of its own, and end all of the group when the command or the starter ends.
+"""Runs a command in its own process group, and ends the group when the command or the starter ends.
 
-A program of its own, `python keeper.py DESCRIPTOR COMMAND …`, that imports nothing of Palestra, so that it starts fast
-and stays small. The descriptor is a pipe whose other end the starter keeps: it is closed however the starter ends, also
+This is a separate program, `python keeper.py DESCRIPTOR COMMAND …`, without imports of Palestra, so that it starts fast
+and stays small. The descriptor is a pipe whose other end the starter holds: it is closed however the starter ends, even
 by SIGKILL. The command has the keeper's standard input, output and error.
 """
 

@@ -1,4 +1,4 @@
-"""What a tool of an MCP server returns, as the text that a model reads, or as texts and pictures."""
+"""Converts the result of an MCP tool to text for a model, or to texts and pictures."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from palestra.pictures.limits import OF_A_RUN, InvalidPicture
 
 
 class McpToolError(Exception):
-    """The tool has failed; the message is what the server says for the model."""
+    """The tool has failed; the message is the server's text for the model."""
 
 
 def tool_content(result: Mapping[str, Any], pictures: bool) -> str | list[str | bytes]:
-    """Return the result of a call as text, or as a list of texts and files of pictures, in order.
+    """Return the result of a call as text, or as a list of texts and picture files, in order.
 
-    Parts of text that follow one another are joined by empty lines. What can't be shown becomes a line that says what
-    was left out. A result of structured content alone becomes its JSON.
+    Adjacent texts are joined by empty lines. Unsupported parts become a line that says what was left out. Structured
+    content alone becomes its JSON.
 
     Args:
-        result: of `tools/call`.
-        pictures: whether the model sees: then images that it can be shown stay pictures.
+        pictures: whether the model is a vision-language model: then supported images stay pictures.
 
     Raises:
-        McpToolError: the result says that it is an error.
+        McpToolError: the result is an error.
     """
     given = result.get("content")
     parts = given if isinstance(given, list) else []
@@ -48,7 +47,7 @@ def _joined(parts: Iterable[Any]) -> str:
 
 
 def _file(part: Any) -> bytes | None:
-    """Return the file of a picture that is of a type that is taken; None: the part is something else."""
+    """Return the file of a picture of a supported type; None: the part is something else."""
     if not isinstance(part, dict):
         return None
     if part.get("type") == "resource":
@@ -93,7 +92,7 @@ def _resource(part: Mapping[str, Any]) -> str:
 
 
 def _size(encoded: Any) -> str:
-    """Return the size of what base64 encodes."""
+    """Return the decoded size of base64 text."""
     text = encoded if isinstance(encoded, str) else ""
     return f"{len(text) * 3 // 4 - text[-2:].count('='):,} bytes"
 

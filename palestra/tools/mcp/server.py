@@ -31,14 +31,14 @@ _BAD_ARGUMENTS = re.compile(r"invalid (params|arguments)|validation error", re.I
 
 
 class McpServer(ToolSource):
-    """The tools of a server that speaks MCP; give it to `ToolEnvironment` in the list of tools.
+    """The tools of an MCP server; add it to the list of tools of a `ToolEnvironment`.
 
-    Each environment has a session of its own, and over stdio a process of its own, so that no episode sees what another
-    one did. With `shared` all have one session, which suits a server that keeps nothing between calls.
+    Each environment has its own session, and over stdio its own process, so that episodes are isolated. With `shared`
+    all environments use one session, for a server without state between calls.
 
-    An error of a tool is text that the model reads. A call that ends a server which was started for it is a forfeit. A
-    server that is killed, or at a URL that can't be reached, is a failure of the attempt at the episode, which has no
-    reward and is played again with a new session. A shared server is started again by the call that finds it gone.
+    The model reads a tool's error as text. A call that ends a server started for it is a forfeit. A killed server, or
+    an unreachable URL, fails the attempt at the episode, which has no reward and is retried with a new session. A
+    shared server that is lost is restarted by the next call.
     """
 
     def __init__(
@@ -56,26 +56,26 @@ class McpServer(ToolSource):
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         pictures: bool = False,
     ) -> None:
-        """Describe a server; nothing is started or connected to.
+        """Describe a server without starting or connecting to it.
 
         Args:
             where: a URL, such as `http://127.0.0.1:8000/mcp`, or a command, such as `["python", "server.py"]`, that
                 speaks MCP on its standard input and output.
-            tools: names of the tools to offer; None: all that the server lists.
-            prefix: is put before the name of each tool, where two servers have tools of the same name.
+            tools: names of the tools to offer; None: all.
+            prefix: prepended to each tool's name, in case two servers have tools of the same name.
             shared: whether all environments of this process share one session.
             headers: of every request to a URL, such as a key.
-            variables: of a command's environment, which has few of this process's own: no key is passed on unasked.
-            folder: in which a command runs; None: that of this process.
-            start_seconds: limit for the start of a session, with the list of its tools.
-            max_restarts: how often in a minute a shared server that is gone is started again.
-            max_message_bytes: length of one message of the server; a longer one ends the session.
-            pictures: whether images in results reach the model as pictures, for a model that sees; otherwise a line
-                says what was left out.
+            variables: environment variables of a command, which inherits few of this process's, and no keys.
+            folder: working directory of a command; None: this process's.
+            start_seconds: timeout for starting a session, including the list of tools.
+            max_restarts: limit of a lost shared server's restarts per minute.
+            max_message_bytes: limit of one server message; a longer one ends the session.
+            pictures: whether images in results reach the model as pictures, for a vision-language model; otherwise a
+                line says what was left out.
 
         Raises:
-            ConfigError: `where` is neither a URL nor a command, or an option belongs to the other kind, or a number
-                makes no sense.
+            ConfigError: `where` is neither a URL nor a command, an option belongs to the other kind, or a number is
+                invalid.
         """
         is_url = isinstance(where, str)
         self._where = _checked_url(where) if isinstance(where, str) else _checked_command(where)
@@ -94,11 +94,11 @@ class McpServer(ToolSource):
         self._common: _Common | None = None
 
     async def open(self) -> OpenTools:
-        """Begin a session and read the list of tools; or share the session that there is.
+        """Begin a session and read the list of tools; or share the existing session.
 
         Raises:
             EnvironmentFailed: the server can't be reached or started, or its tools can't be offered to a model.
-            ProtocolMismatch: it speaks no version of MCP that this client does.
+            ProtocolMismatch: it has no version of MCP in common with this client.
         """
         if not self.shared:
             link = _Link(self._connect, self._start_seconds, restarts=None)
@@ -147,7 +147,7 @@ class McpServer(ToolSource):
 
 
 class _Link:
-    """A connection that may be made again a bounded number of times."""
+    """A connection that may be renewed a limited number of times."""
 
     def __init__(self, connect: Callable[[], Awaitable[McpConnection]], seconds: float, restarts: int | None) -> None:
         self.seconds = seconds  # limit for reading the list of tools
@@ -177,9 +177,9 @@ class _Link:
             return made
 
     def blamed(self, connection: McpConnection, error: EnvironmentFailed) -> PalestraError:
-        """Return `error`, or a forfeit where nothing but a call of this episode can have ended the server.
+        """Return `error`, or a forfeit if only a call of this episode can have ended the server.
 
-        That is a process of its own that nobody has killed. What becomes of a server at a URL is not known.
+        That is the case for its own process that was not killed. The fate of a server at a URL is unknown.
         """
         only = self._own or connection.lost_alone
         return EpisodeForfeited(str(error)) if only and connection.ended_by_itself else error
@@ -219,10 +219,8 @@ class McpTools(OpenTools):
         """Create the list; `opened` fills it.
 
         Args:
-            link: the way to the server.
-            schemas: makes schemas of what the server lists.
-            leave: is called when the user needs the tools no longer.
-            pictures: see `McpServer`.
+            schemas: converts the server's descriptions.
+            leave: called when the user no longer needs the tools.
         """
         self._link, self._schemas, self._pictures = link, schemas, pictures
         self._leave: Callable[[], Awaitable[None]] | None = leave
@@ -240,11 +238,11 @@ class McpTools(OpenTools):
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """Return the tools as the server listed them last."""
+        """Return the tools of the newest list."""
         return self._tools
 
     async def refresh(self) -> bool:
-        """Read the list if the server has said that it has changed, or was started again."""
+        """Read the list if the server has announced a change, or was restarted."""
         connection = await self._link.connection()
         seen = (connection, connection.changes)
         if seen == self._seen:
@@ -274,10 +272,8 @@ class McpTool(Tool):
         """Create the tool.
 
         Args:
-            link: the way to the server.
             name: the server's own name for the tool.
             schema: in OpenAI's shape.
-            pictures: see `McpServer`.
         """
         self._link, self._name, self._schema, self._pictures = link, name, schema, pictures
 
@@ -293,13 +289,13 @@ class McpTool(Tool):
         return dict(arguments)
 
     async def apply_async(self, /, **arguments: Any) -> str | list[str | bytes]:
-        """Call the tool at the server and return what it says as text, or as texts and pictures.
+        """Call the tool at the server and return its result as text, or as texts and pictures.
 
         Raises:
-            BadArguments: the server says that the arguments are wrong.
+            BadArguments: the server reports wrong arguments.
             McpToolError: the tool has failed, for the model to read.
             EpisodeForfeited: the call has ended the session.
-            EnvironmentFailed: the server is gone, or became so before the result was there.
+            EnvironmentFailed: the server is lost, before or during the call.
         """
         connection = await self._link.connection()
         try:

@@ -26,17 +26,17 @@ STDERR_SECONDS = 0.01  # after each look at standard error: a server that writes
 
 
 class StdioTransport(Transport):
-    """A server that is started here; its process group ends with this process, however that ends."""
+    """A server started here; its process group ends with this process, however that ends."""
 
     ended_by_itself = True
 
     def __init__(
         self, command: Sequence[str], variables: Mapping[str, str], folder: Path | None, max_message_bytes: int
     ) -> None:
-        """Note the command; `start` runs it.
+        """Store the command; `start` runs it.
 
         Args:
-            folder: in which the server runs; None: that of this process.
+            folder: the server's working directory; None: this process's.
         """
         self.where = f"the MCP server `{' '.join(command)}`"
         self._command, self._variables, self._folder = command, variables, folder
@@ -47,7 +47,7 @@ class StdioTransport(Transport):
         self._said = b""
 
     async def start(self, receive: Callable[[Message], None], lost: Callable[[str], None]) -> None:
-        """Run the command and read what it writes."""
+        """Run the command and read its output."""
         ours = {name: os.environ[name] for name in INHERITED if name in os.environ}
         theirs, self._lifeline = os.pipe()
         try:
@@ -106,7 +106,7 @@ class StdioTransport(Transport):
             process._transport.close()  # type: ignore[attr-defined]
 
     def _hang_up(self) -> None:
-        """Let go of the pipe on whose end the keeper waits."""
+        """Close the pipe that the keeper watches."""
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
@@ -133,7 +133,7 @@ class StdioTransport(Transport):
         self._hang_up()  # nothing that it writes is read any more
 
     async def _how_ended(self, process: asyncio.subprocess.Process) -> str:
-        """Return in words how a server has ended whose pipe is closed, with the end of what it has said."""
+        """Describe how a server with a closed pipe has ended, with the end of its output."""
         ending, code = asyncio.ensure_future(process.wait()), ""
         await asyncio.wait((ending, *self._reading[1:]), timeout=EXIT_SECONDS, return_when=asyncio.ALL_COMPLETED)
         if ending.done():

@@ -14,8 +14,8 @@ class Transport(ABC):
     """Carries JSON-RPC messages between this process and one server.
 
     Attributes:
-        where: the server, in words, for errors.
-        ended_by_itself: whether the server is a process that was started here, and that nobody has killed.
+        where: describes the server, for errors.
+        ended_by_itself: whether the server is a process started here that was not killed.
     """
 
     where: str
@@ -26,8 +26,8 @@ class Transport(ABC):
         """Connect to the server.
 
         Args:
-            receive: is called with each message of the server.
-            lost: is called once, with the reason, when no further message can come.
+            receive: called with each message of the server.
+            lost: called once, with the reason, when no further message can come.
 
         Raises:
             EnvironmentFailed: the server can't be reached.
@@ -35,18 +35,18 @@ class Transport(ABC):
 
     @abstractmethod
     async def send(self, message: Message) -> None:
-        """Send a message; of a request, the answer may have been received when this returns.
+        """Send a message; the answer to a request may arrive before this returns.
 
         Raises:
             EnvironmentFailed: the message could not be sent.
         """
 
     def agreed(self, protocol: str) -> None:  # noqa: B027 - stdio has nothing to do
-        """Take notice of the version of MCP on which server and client have agreed."""
+        """Set the negotiated version of MCP."""
 
     def listen(self) -> None:  # noqa: B027
-        """Begin to receive what the server says unasked; over stdio that comes with everything else."""
+        """Begin to receive notifications; over stdio they come with everything else."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End the connection, and a process that was started for it."""
+        """End the connection, and a process started for it."""
