@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from palestra.backend.typed import typed
 from palestra.config import DEFAULT_CONTEXT, JobConfig, PolicyConfig
 from palestra.config.shared_base import PLACED
+from palestra.engine.base import Engine
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
 from palestra.grammars.vocabulary import vocabulary_of
 from palestra.models.numerics import check_numerics
+from palestra.process.stub import remote_method
 from palestra.renderers import select_renderer
 from palestra.runtime.parts import Parts
 from palestra.session import PolicyRuntime, PolicySet
@@ -26,6 +27,7 @@ from palestra.threads import in_thread
 from palestra_bases.base import BaseDescription, SamplerSpec
 from palestra_bases.engine import RemoteEngine
 from palestra_bases.link import Link
+from palestra_bases.protocol import BaseCalls
 from palestra_bases.trainer import RemoteTrainer
 
 KEY, KEY_FILE = "PALESTRA_BASE_KEY", "PALESTRA_BASE_KEY_FILE"
@@ -61,8 +63,7 @@ class SharedBaseConnection:
         Raises:
             ConfigError: the job is deterministic, and the server is not, or computes otherwise than before.
         """
-        frame = await self._link.call("base.describe", {})
-        found: BaseDescription = typed(BaseDescription, frame.header["result"], frame.arrays, "description")
+        found: BaseDescription = await remote_method(BaseCalls, "describe", self._link.remote, "base")()
         if self._deterministic:
             if not found.deterministic:
                 raise ConfigError(
@@ -134,13 +135,13 @@ async def connect_base(config: JobConfig, weights: Mapping[str, str]) -> tuple[P
         base = SharedBaseConnection(link, engine, trainer, samplers, config.deterministic)
         found = await base.describe()
         await base.sample()
-        runtimes = await in_thread(lambda: _runtimes(config, engine, found))
+        runtimes = await in_thread(lambda: _runtimes(config, engine.engine, found))
     except BaseException:
         await engine.close()
         raise
     parts = Parts(
-        engine=engine,
-        trainer=trainer if config.kind == "training" else None,
+        engine=engine.engine,
+        trainer=trainer.trainer if config.kind == "training" else None,
         policies=PolicySet.of(config, runtimes),
     )
     return parts, base
@@ -167,7 +168,7 @@ def _job_id(config: JobConfig) -> str:
     return f"{config.name}-{hashlib.sha256(str(config.folder.resolve()).encode()).hexdigest()[:12]}"
 
 
-def _runtimes(config: JobConfig, engine: RemoteEngine, base: BaseDescription) -> dict[str, PolicyRuntime]:
+def _runtimes(config: JobConfig, engine: Engine, base: BaseDescription) -> dict[str, PolicyRuntime]:
     """Return what sessions need of each policy."""
     tokenizer = _tokenizer(base)
     renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.dropped_reasoning == "keep")

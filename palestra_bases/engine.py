@@ -7,22 +7,25 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from palestra.backend.typed import typed
-from palestra.engine.base import EngineLoad, EngineRequest
+from palestra.engine.base import Engine, EngineLoad, EngineRequest
 from palestra.engine.replay import TokenReplay
 from palestra.errors import BaseServerLost, EngineFailure
 from palestra.models.weights import WeightSource
-from palestra.types.calls import FIRST_VERSION, PolicyVersion, SampledTokens, TokenSequence
+from palestra.process.stub import proxy, remote_method
+from palestra.types.calls import FIRST_VERSION, PolicyVersion, SampledTokens
 from palestra_bases.base import SamplerSpec
 from palestra_bases.link import Link
-from palestra_bases.weights import place_of_weights
+from palestra_bases.protocol import BaseCalls
 
 
 class RemoteEngine:
-    """Implements `Engine` with the engine of a base server.
+    """The parts of `Engine` that a job does not leave to the engine of its base server.
 
     Pausing holds this job's calls back, and nothing of other jobs. A reply whose connection is lost is sampled again
     under its seed, and continues where it stood. After the server has forgotten the job, calls wait until `resume`.
+
+    Attributes:
+        engine: the whole; its other methods are called there.
     """
 
     def __init__(self, link: Link) -> None:
@@ -40,6 +43,8 @@ class RemoteEngine:
         self._closed = False
         self._waiting = self._running = self._sampled_tokens = 0
         link.on_lost = self._open.clear
+        self._pieces = remote_method(Engine, "generate", link.remote, "engine")
+        self.engine = proxy(Engine, link.remote, self, "engine")
 
     async def sample(self, policy: str, spec: SamplerSpec) -> None:
         """Give the base server's engine one of the job's policies, of version 0.0.
@@ -47,7 +52,7 @@ class RemoteEngine:
         Raises:
             ConfigError: the model is of another base than the server's, or the adapter does not fit.
         """
-        await self._link.call("base.sample", {"policy": policy, "spec": spec})
+        await remote_method(BaseCalls, "sample", self._link.remote, "base")(policy, spec)
         self._versions[policy] = FIRST_VERSION
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[SampledTokens, None]:
@@ -60,9 +65,8 @@ class RemoteEngine:
         while True:
             await self._begin()
             try:
-                async with contextlib.aclosing(self._link.generate(request)) as frames:
-                    async for frame in frames:
-                        piece = typed(SampledTokens, frame.header["piece"], frame.arrays, "piece")
+                async with contextlib.aclosing(self._pieces(request)) as pieces:
+                    async for piece in pieces:
                         if (fresh := replay.take(piece)) is not None:
                             self._sampled_tokens += len(fresh.ids)
                             yield fresh
@@ -87,31 +91,26 @@ class RemoteEngine:
         self._running += 1
         self._idle.clear()
 
-    async def score(self, policy: str, prompt: TokenSequence) -> list[float]:
-        """Return the log-probability of each token of a prompt but the first; see `Engine.score`."""
-        frame = await self._link.call("base.score", {"policy": policy, "prompt": prompt})
-        return typed(list[float], frame.header["result"], frame.arrays, "result")  # type: ignore[no-any-return]
-
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
         """Have the base server hand weights from its trainer, or from a folder, to its engine.
 
         See `Engine.sync_weights`.
         """
-        arguments = {"policy": policy, "version": version, "source": place_of_weights(source)}
-        await self._link.call("base.sync_weights", arguments)
+        await self._remote("sync_weights", policy, version, source)
         self._versions[policy] = version
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
         """Let requests be sampled from one more policy; see `Engine.add_policy`."""
-        place = None if source is None else place_of_weights(source)
-        arguments: dict[str, Any] = {"name": name, "like": like, "version": version, "source": place}
-        await self._link.call("base.add_policy", arguments)
+        await self._remote("add_policy", name, like, version, source)
         self._versions[name] = version
 
     async def remove_policy(self, name: str) -> None:
         """Free the memory of a policy; see `Engine.remove_policy`."""
-        await self._link.call("base.remove_policy", {"name": name})
+        await self._remote("remove_policy", name)
         self._versions.pop(name, None)
+
+    async def _remote(self, name: str, *arguments: Any) -> None:
+        await remote_method(Engine, name, self._link.remote, "engine")(*arguments)
 
     async def pause(self) -> None:
         """Let no call of this job begin until `resume`, and return when those that have begun are finished."""
@@ -139,4 +138,4 @@ class RemoteEngine:
         """Fail the calls that are open, and say goodbye to the base server."""
         self._closed = True
         self._open.set()
-        await self._link.close()
+        await self._link.leave()

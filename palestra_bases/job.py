@@ -4,46 +4,55 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
+import json
 import logging
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from palestra.backend.frames import Frame, write_frame
-from palestra.backend.typed import arguments_of, typed
+from palestra.backend.weights import RemoteWeights
 from palestra.engine.base import EngineRequest
-from palestra.errors import ConfigError, Forbidden, InvalidRequest, NotFound, PalestraError, TooManyRequests
+from palestra.errors import (
+    ConfigError,
+    EngineFailure,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    PalestraError,
+    TooManyRequests,
+)
 from palestra.models.saved_weights import SavedWeights
 from palestra.models.weights import WeightSource
-from palestra.process.codec import SentError
-from palestra.process.stub import Method, method_of
+from palestra.process.stub import Method, Server, method_of
 from palestra.threads import in_thread
-from palestra.trainer.base import PolicySpec, Trainer
-from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
+from palestra.trainer.base import PolicySpec
+from palestra.types.calls import PolicyVersion, SampledTokens
 from palestra.types.records import TrainSample
-from palestra_bases.base import SamplerSpec, SharedBase
-from palestra_bases.weights import WeightsPlace
+from palestra_bases.base import BaseDescription, SamplerSpec, SharedBase
+from palestra_bases.job_channel import JobChannel
+from palestra_bases.protocol import PARTS, event
 
 log = logging.getLogger("palestra.base")
-# The methods of a trainer that are called with what the message has, under the policy's full name.
-_OF_TRAINER = {"create", "forward", "forward_backward", "optim_step", "untrainable", "choices"}
-_OF_TRAINER |= {"save", "save_weights", "load", "remove"}
-_described = cache(Method.of)
 MOST_NAME = 256  # characters of the name of a job or a policy
 
 
 class HostedJob:
-    """Executes the calls of one job's process."""
+    """Executes the calls of one job's process.
+
+    Attributes:
+        channel: to the job.
+    """
 
     def __init__(self, base: SharedBase, tenant: str, name: str, process: str, most_policies: int) -> None:
         """Begin without policies.
 
         Args:
             name: of the job, which the tenant's other jobs do not have.
-            process: names the job's process; another process of the same job begins anew.
+            process: see `Hello`.
             most_policies: how many the job may have.
         """
         self.tenant, self.name, self.process = tenant, name, process
@@ -51,148 +60,62 @@ class HostedJob:
         self._engine, self._trainer = base.parts_of(tenant)
         self._sampled: set[str] = set()
         self._trained: set[str] = set()
+        self._said: dict[str, PolicyVersion] = {}  # what the job knows of the trainer's versions
         self._sources: dict[str, tuple[int, WeightSource]] = {}  # the newest of each policy, with its number
-        self._answers: dict[int, asyncio.Task[bytes]] = {}
         self._making = asyncio.Lock()  # policies one after another, so that they are counted
+        self.channel = JobChannel()
+        targets = {"base": self, "engine": _JobEngine(self), "trainer": _JobTrainer(self)}
+        parts = {name: (protocol, targets[name]) for name, protocol in PARTS.items()}
+        self._serving = asyncio.create_task(Server(self.channel, parts, self._sent).run())
 
     @property
     def policies(self) -> int:
         """Return how many policies the job has, those that are trained and sampled counted once."""
         return len(self._sampled | self._trained)
 
-    def answer(self, number: int, frame: Frame) -> asyncio.Task[bytes]:
-        """Execute a call once, and return the task whose result is the answer's message.
+    async def _sent(self, error: Exception) -> Exception:
+        if isinstance(error, PalestraError):
+            return error
+        log.error("a call of job %s of %s failed", self.name, self.tenant, exc_info=error)
+        return EngineFailure(f"the base server failed: {type(error).__name__}: {error}; its log has more")
 
-        Args:
-            number: of the call in its process; a call that is sent again gets the first answer.
-        """
-        if number not in self._answers:
-            self._answers[number] = asyncio.create_task(self._answer(number, frame))
-        return self._answers[number]
+    def say_versions(self) -> None:
+        """Tell a connection that is new which versions the trainer has."""
+        self._said.clear()
+        for policy in sorted(self._trained):
+            self.say_version(policy)
 
-    def forget_answers(self, oldest: int) -> None:
-        """Forget the answers to calls before `oldest`, which have arrived; `close` waits for those that are made."""
-        for done in [known for known, task in self._answers.items() if known < oldest and task.done()]:
-            del self._answers[done]
-
-    def keep_answers(self, waiting: Sequence[int]) -> None:
-        """Forget all answers but those to some calls, and those that are still made."""
-        self._answers = {number: task for number, task in self._answers.items() if number in waiting or not task.done()}
-
-    async def _answer(self, number: int, frame: Frame) -> bytes:
-        try:
-            return write_frame({"id": number, **await self._call(frame)})
-        except PalestraError as error:
-            return write_frame({"id": number, "error": SentError.of(error)})
-        except Exception as error:
-            log.exception("a call of job %s of %s failed", self.name, self.tenant)
-            failed = PalestraError(f"the base server failed: {type(error).__name__}: {error}; its log has more")
-            return write_frame({"id": number, "error": SentError.of(failed)})
-
-    async def generate(self, frame: Frame) -> AsyncGenerator[SampledTokens, None]:
-        """Sample a reply; see `Engine.generate`."""
-        request = typed(EngineRequest, frame.header.get("with"), frame.arrays, "request")
-        full, base = self._full(request.policy, self._sampled), self._base.description
-        most = min(base.max_positions, base.max_context)
-        if request.prompt.ids.size + request.sampling.max_tokens > most:  # the engine has reserved no memory for more
-            raise InvalidRequest(f"prompt and reply have at most {most} tokens together", "max_tokens")
-        wanted = replace(request, policy=full)
-        async for piece in self._engine.generate(wanted):
-            yield piece
+    def say_version(self, policy: str) -> None:
+        """Tell the job which version the trainer has of a policy, where it has changed."""
+        version = self._trainer.version(self._named(policy))
+        if self._said.get(policy) != version:
+            self._said[policy] = version
+            self.channel.send(event("version", (policy, version)))
 
     async def close(self) -> None:
         """Free all policies, after the calls that have begun."""
-        await asyncio.gather(*self._answers.values(), return_exceptions=True)
+        self.channel.close()
+        await self._serving
         for policy in sorted(self._sampled):
             await self._engine.remove_policy(self._named(policy))
         for policy in sorted(self._trained):
             with contextlib.suppress(NotFound):  # removed with its tenant
                 await self._trainer.remove(self._named(policy))
-        self._sampled, self._trained, self._sources, self._answers = set(), set(), {}, {}
+        self._sampled, self._trained, self._sources = set(), set(), {}
 
-    # Calls
+    # BaseCalls
 
-    async def _call(self, frame: Frame) -> dict[str, Any]:
-        """Return the result of a call, and the version that its policy has in the trainer."""
-        do, given = frame.header.get("do"), frame.header.get("with")
-        if not isinstance(do, str) or not isinstance(given, dict):
-            raise InvalidRequest("a call has `do`, a text, and `with`, a table")
-        kind, _, name = do.partition(".")
-        if kind == "trainer" and name in _OF_TRAINER:
-            return await self._train(name, given, frame)
-        found = getattr(HostedJob, f"_do_{name}", None) if kind == "base" else None
-        if found is None:
-            raise InvalidRequest(f"there is no call {do!r}")
-        return {"result": await found(self, **arguments_of(_described(found), given, frame.arrays))}
-
-    async def _train(self, name: str, given: dict[str, Any], frame: Frame) -> dict[str, Any]:
-        """Call a method of the trainer."""
-        arguments = arguments_of(method_of(Trainer, name), given, frame.arrays)
-        policy = arguments["policy"]
-        if name == "create":
-            spec = arguments["spec"]
-            await in_thread(lambda: self._check_spec(spec))
-            async with self._making:
-                self._check_room(policy, self._trained)
-                await self._trainer.create(self._named(policy), spec)
-                self._trained.add(policy)
-            return {"result": None, "version": self._trainer.version(self._named(policy))}
-        arguments["policy"] = self._full(policy, self._trained)
-        if "batch" in arguments:
-            self._check_rows(arguments["batch"], any_ids=name == "untrainable")
-        if "folder" in arguments:
-            folder = arguments["folder"]
-            arguments["folder"] = await in_thread(lambda: self._writable(folder))
-        if (step := arguments.get("state", arguments).get("step")) is not None:
-            _check_count(step, "step")
-        elif name == "save":
-            raise InvalidRequest("a checkpoint's state has a step", "state")
-        result = await getattr(self._trainer, name)(**arguments)
-        if name == "remove":
-            self._trained.discard(policy)
-            return {"result": None}
-        return {"result": result, "version": self._trainer.version(self._named(policy))}
-
-    async def _do_describe(self) -> Any:
+    async def describe(self) -> BaseDescription:
+        """Return what a job has to know of the model; see `BaseCalls.describe`."""
         return self._base.description
 
-    async def _do_sample(self, policy: str, spec: SamplerSpec) -> None:
+    async def sample(self, policy: str, spec: SamplerSpec) -> None:
+        """Give the engine one of the job's policies; see `BaseCalls.sample`."""
         await in_thread(lambda: self._check_folder(spec.model))
         async with self._making:
             self._check_room(policy, self._sampled)
             await self._base.sample(self._named(policy), spec)
             self._sampled.add(policy)
-
-    async def _do_weights(self, policy: str) -> int:
-        source = await self._trainer.weights(self._full(policy, self._trained))
-        number = self._sources[policy][0] + 1 if policy in self._sources else 1
-        self._sources[policy] = (number, source)
-        return number
-
-    async def _do_begin_incarnation(self, policy: str, incarnation: int) -> None:
-        _check_count(incarnation, "incarnation")
-        self._trainer.begin_incarnation(self._full(policy, self._trained), incarnation)
-
-    async def _do_sync_weights(self, policy: str, version: PolicyVersion, source: WeightsPlace) -> None:
-        weights = await in_thread(lambda: self._source(source))
-        await self._engine.sync_weights(self._full(policy, self._sampled), version, weights)
-
-    async def _do_add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightsPlace | None) -> None:
-        weights = None if source is None else await in_thread(lambda: self._source(source))
-        async with self._making:
-            full = self._full(like, self._sampled)
-            if name not in self._sampled:
-                self._check_room(name, self._sampled)
-            await self._engine.add_policy(self._named(name), full, version, weights)
-            self._sampled.add(name)
-
-    async def _do_remove_policy(self, name: str) -> None:
-        if name in self._sampled:
-            self._sampled.discard(name)
-            await self._engine.remove_policy(self._named(name))
-
-    async def _do_score(self, policy: str, prompt: TokenSequence) -> list[float]:
-        return await self._engine.score(self._full(policy, self._sampled), prompt)
 
     # Rights
 
@@ -222,6 +145,8 @@ class HostedJob:
         # A relative path would be one from where the server runs; names of a hub are no paths here.
         if model is not None:
             with _no_path_refused():
+                if "\0" in model:
+                    raise ValueError("NUL")
                 is_path = not self._base.is_base(model) and (Path(model).is_absolute() or Path(model).exists())
             if is_path:
                 self._allowed(Path(model))
@@ -279,16 +204,126 @@ class HostedJob:
             raise Forbidden(f"{path} and {own}, where this base server has its keys, overlap; jobs have other folders")
         return found
 
-    def _source(self, place: WeightsPlace) -> WeightSource:
+    def _source(self, sent: WeightSource) -> WeightSource:
         """Return the weights that a job has named."""
-        if place.folder is not None:
-            return SavedWeights(self._allowed(place.folder))
-        number, source = self._sources.get(place.policy or "", (0, None))
-        if source is None or number != place.number:
+        if isinstance(sent, SavedWeights):
+            return SavedWeights(self._allowed(sent.folder))
+        if not isinstance(sent, RemoteWeights):
+            raise InvalidRequest("weights are in a folder, or the trainer has them", "source")
+        number, source = self._sources.get(sent.policy, (0, None))
+        if source is None or number != sent.number:
             raise InvalidRequest(
-                f"the trainer has newer weights of {place.policy!r} than those that were named", "source"
+                f"the trainer has newer weights of {sent.policy!r} than those that were named", "source"
             )
         return source
+
+
+class _Part:
+    """Engine or trainer as one job calls it: names, folders, rows and weights in arguments are this job's own.
+
+    A method is called with what the job has sent if its first parameter is `policy`; other ones are written here.
+    """
+
+    def __init__(self, job: HostedJob, part: str, target: Any, known: Callable[[], set[str]]) -> None:
+        self._job, self._protocol, self._target, self._known = job, PARTS[part], target, known
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method = method_of(self._protocol, name)
+        if next(iter(method.hints), None) != "policy" or not inspect.iscoroutinefunction(getattr(self._protocol, name)):
+            raise InvalidRequest(f"a job can't call {name!r}")
+        return partial(self._call, name, method)
+
+    async def _call(self, name: str, method: Method, policy: str, *given: Any) -> Any:
+        full = self._job._full(policy, self._known())
+        kinds = list(method.hints.items())[1:]
+        arguments = [await self._own(name, *kind, value) for kind, value in zip(kinds, given, strict=True)]
+        return await getattr(self._target, name)(full, *arguments)
+
+    async def _own(self, name: str, parameter: str, kind: Any, value: Any) -> Any:
+        """Return an argument, if the job may send it."""
+        if kind == Sequence[TrainSample]:
+            self._job._check_rows(value, any_ids=name == "untrainable")
+        elif kind == Mapping[str, Any]:
+            _check_state(value)
+        elif isinstance(value, Path):
+            return await in_thread(lambda: self._job._writable(value))
+        elif isinstance(value, WeightSource):
+            return await in_thread(lambda: self._job._source(value))
+        elif type(value) is int:
+            _check_count(value, parameter)
+        return value
+
+
+class _JobEngine(_Part):
+    def __init__(self, job: HostedJob) -> None:
+        super().__init__(job, "engine", job._engine, lambda: job._sampled)
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[SampledTokens, None]:
+        full, base = self._job._full(request.policy, self._known()), self._job._base.description
+        most = min(base.max_positions, base.max_context)
+        if request.prompt.ids.size + request.sampling.max_tokens > most:  # the engine has reserved no memory for more
+            raise InvalidRequest(f"prompt and reply have at most {most} tokens together", "max_tokens")
+        async for piece in self._target.generate(replace(request, policy=full)):
+            yield piece
+
+    async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
+        job = self._job
+        weights = None if source is None else await in_thread(lambda: job._source(source))
+        async with job._making:
+            full = job._full(like, job._sampled)
+            if name not in job._sampled:
+                job._check_room(name, job._sampled)
+            await self._target.add_policy(job._named(name), full, version, weights)
+            job._sampled.add(name)
+
+    async def remove_policy(self, name: str) -> None:
+        if name in self._known():
+            self._known().discard(name)
+            await self._target.remove_policy(self._job._named(name))
+
+
+class _JobTrainer(_Part):
+    def __init__(self, job: HostedJob) -> None:
+        super().__init__(job, "trainer", job._trainer, lambda: job._trained)
+
+    async def create(self, policy: str, spec: PolicySpec) -> None:
+        job = self._job
+        await in_thread(lambda: job._check_spec(spec))
+        async with job._making:
+            job._check_room(policy, job._trained)
+            await self._target.create(job._named(policy), spec)
+            job._trained.add(policy)
+        job.say_version(policy)
+
+    async def remove(self, policy: str) -> None:
+        await self._target.remove(self._job._full(policy, self._known()))
+        self._known().discard(policy)
+        self._job._said.pop(policy, None)
+
+    async def weights(self, policy: str) -> WeightSource:
+        source, sources = await self._target.weights(self._job._full(policy, self._known())), self._job._sources
+        number = sources[policy][0] + 1 if policy in sources else 1
+        sources[policy] = (number, source)
+        return RemoteWeights(policy, number)
+
+    async def begin_incarnation(self, policy: str, incarnation: int) -> None:
+        _check_count(incarnation, "incarnation")
+        self._target.begin_incarnation(self._job._full(policy, self._known()), incarnation)
+
+    async def _call(self, name: str, method: Method, policy: str, *given: Any) -> Any:
+        result = await super()._call(name, method, policy, *given)
+        self._job.say_version(policy)
+        return result
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    if "step" not in state:
+        raise InvalidRequest("a checkpoint's state has a step", "state")
+    _check_count(state["step"], "step")
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"a checkpoint's state is no JSON: {error}", "state") from error
 
 
 def check_plain_name(name: str, whose: str) -> None:

@@ -6,15 +6,12 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect, unix_connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from palestra.backend.frames import MOST_BYTES, PROTOCOL, TAKEN_OVER, Frame, check_header, read_frame, write_frame
-from palestra.backend.typed import error_of
 from palestra.errors import (
     BaseServerLost,
     ConfigError,
@@ -26,8 +23,24 @@ from palestra.errors import (
     Unauthorized,
 )
 from palestra.http_clients import WebSocket
+from palestra.process.channel import Call, Cancel, Event, Failed, Message, Remote, Result
+from palestra.process.codec import SentError, check_values
 from palestra.proxies import through_proxy
 from palestra.waiting import cancelled, race
+from palestra_bases.protocol import (
+    MOST_BYTES,
+    MOST_VALUES,
+    PROTOCOL,
+    TAKEN_OVER,
+    Hello,
+    Welcome,
+    event,
+    first,
+    is_stream,
+    read,
+    refused,
+    written,
+)
 
 log = logging.getLogger("palestra.base")
 LONGEST_PAUSE_SECONDS = 2.0  # between two attempts to connect
@@ -36,20 +49,17 @@ SCHEMES = (UNIX, "ws://", "wss://")
 _UNREACHABLE = (OSError, ConnectionClosed, InvalidHandshake, TimeoutError, EOFError)
 
 
-@dataclass(slots=True)
-class _Call:
-    """A call that has no answer yet, with its message, which is sent again on a new connection."""
-
-    data: bytes
-    answer: asyncio.Future[Frame]
-
-
 class Link:
-    """One job's connection to a base server.
+    """One job's connection to a base server; implements `Duplex`.
 
     Calls survive a lost connection: they are sent again, and the server executes each once. Replies that are being
     sampled end with BaseServerLost, and are asked for again. Where the server does not know the job any more, because
     it is another process or the lease has run out, all calls fail with BaseServerLost until `renew`.
+
+    Attributes:
+        remote: makes the calls.
+        on_lost: called before any call fails because the server has forgotten the job.
+        on_event: gets the events of the server.
     """
 
     def __init__(self, address: str, key: str, job: str, patience_seconds: float = 600.0) -> None:
@@ -69,16 +79,18 @@ class Link:
         self._key, self._job, self._patience = key, job, patience_seconds
         self._process = secrets.token_hex(8)
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
-        self._calls: dict[int, _Call] = {}
-        self._replies: dict[int, asyncio.Queue[Frame | PalestraError]] = {}
-        self._numbers = 0
+        self._arrived: asyncio.Queue[list[Message] | None] = asyncio.Queue()
+        self._calls: dict[int, bytes] = {}  # those without an answer, which are sent again on a new connection
+        self._replies: dict[int, bytes] = {}  # those that have not ended
         self._most_bytes = MOST_BYTES
         self._opened = False
         self._is_lost, self._is_connected = asyncio.Event(), asyncio.Event()
         self._failure: asyncio.Future[PalestraError] = asyncio.get_running_loop().create_future()
         self._closed: PalestraError | None = None
         self._task: asyncio.Task[None] | None = None
-        self.on_lost: Callable[[], None] = lambda: None  # called before any call fails
+        self.on_lost: Callable[[], None] = lambda: None
+        self.on_event: Callable[[Event], None] = lambda _: None
+        self.remote = Remote(self, self._cause, lambda found: self.on_event(found))
 
     async def open(self) -> None:
         """Connect, and wait for a server that can't be reached.
@@ -110,113 +122,74 @@ class Link:
         """Return when the link is given up, and say why; one that was closed never returns."""
         return await asyncio.shield(self._failure)
 
-    async def close(self) -> None:
+    async def leave(self) -> None:
         """Say goodbye, so that the server frees what the job has, and end all calls."""
-        if self._closed is not None:
-            return
-        is_connected = self._is_connected.is_set()
-        self._closed = EngineFailure("the connection to the base server was closed")
-        self._end_all(self._closed)
-        if self._task is None:
-            return
-        if is_connected:
-            self._outbox.put_nowait(write_frame({"goodbye": True}))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(10.0):
-                    await asyncio.wait((self._task,))
-        await cancelled(self._task)
+        if self._closed is None:
+            is_connected = self._is_connected.is_set()
+            self._end_all(EngineFailure("the connection to the base server was closed"))
+            if self._task is not None:
+                if is_connected:
+                    self._outbox.put_nowait(written(event("goodbye", None)))
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(10.0):
+                            await asyncio.wait((self._task,))
+                await cancelled(self._task)
+        await self.remote.close()
 
-    # Calls
+    # Messages
 
-    async def call(self, do: str, arguments: Mapping[str, Any]) -> Frame:
-        """Make a call and return the message of its answer.
-
-        Args:
-            arguments: by name.
+    def send(self, message: Message) -> None:
+        """Send a call after all earlier ones, or take one back that streams.
 
         Raises:
             BaseServerLost: the server has forgotten the job.
             PayloadTooLarge: the message is longer than the server takes.
-            PalestraError: what the server has raised.
+            PalestraError: why the link was given up.
         """
-        return await self.post(do, arguments)
-
-    def post(self, do: str, arguments: Mapping[str, Any]) -> asyncio.Future[Frame]:
-        """Send a call after all earlier ones, and return the future of its answer; see `call`."""
-        self._check_open()
-        self._numbers += 1
-        number, oldest = self._numbers, min(self._calls, default=self._numbers)
-        data = self._written({"id": number, "oldest": oldest, "do": do, "with": arguments})
-        answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-        self._calls[number] = _Call(data, answer)
-        answer.add_done_callback(lambda _: self._calls.pop(number, None))
+        if isinstance(message, Call):
+            self._check_open()
+            streams = is_stream(message.method)
+            oldest = message.id if streams else min(self._calls, default=message.id)
+            data = _checked(written(event("oldest", oldest), message), self._most_bytes)
+            (self._replies if streams else self._calls)[message.id] = data
+        elif isinstance(message, Cancel) and self._replies.pop(message.id, None) is not None:
+            data = written(message)
+        else:
+            return
         if self._is_connected.is_set():
             self._outbox.put_nowait(data)
-        return answer
 
-    async def generate(self, arguments: Any) -> AsyncGenerator[Frame, None]:
-        """Ask for a reply and yield its pieces. Closing the iterator cancels the request.
+    async def frames(self) -> AsyncIterator[list[Message]]:
+        """Yield what arrives, with the failures of calls that are lost, until the link is closed."""
+        while (messages := await self._arrived.get()) is not None:
+            yield messages
 
-        Args:
-            arguments: an `EngineRequest`.
+    def close(self) -> None:
+        """End `frames`; see `leave`."""
+        self._arrived.put_nowait(None)
 
-        Raises:
-            BaseServerLost: the connection was lost; the request may be made again.
-            PalestraError: what the server has raised.
-        """
-        await self._is_connected.wait()
-        self._check_open()
-        self._numbers += 1
-        number, pieces = self._numbers, asyncio.Queue[Frame | PalestraError]()
-        data = self._written({"id": number, "do": "generate", "with": arguments})
-        self._replies[number] = pieces
-        self._outbox.put_nowait(data)
-        ended = False
-        try:
-            while True:
-                piece = await pieces.get()
-                if isinstance(piece, PalestraError):
-                    ended = True
-                    raise piece
-                if "piece" not in piece.header:
-                    ended = True
-                    return
-                yield piece
-        finally:
-            del self._replies[number]
-            if not ended and self._is_connected.is_set():
-                self._outbox.put_nowait(write_frame({"cancel": number}))
+    async def _cause(self, problem: InvalidRequest | None) -> Exception:
+        return problem or self._closed or EngineFailure("the connection to the base server was closed")
 
     def _check_open(self) -> None:
         if self._closed is not None:
             raise self._closed
         if self.is_lost:
-            raise BaseServerLost(f"the base server at {self.address} was started again, and has forgotten this job")
+            raise self._forgotten()
 
-    def _written(self, header: Mapping[str, Any]) -> bytes:
-        data, wanted = write_frame(header), "lower rollout.groups_per_step, or raise algorithm.minibatches"
-        if len(data) > self._most_bytes:
-            raise PayloadTooLarge(
-                f"a message to the base server has {len(data):,} bytes, and it takes {self._most_bytes:,}; {wanted}"
-            )
-        try:
-            check_header(data)
-        except InvalidRequest as error:
-            raise PayloadTooLarge(f"{error}; {wanted}") from error
-        return data
+    def _forgotten(self) -> BaseServerLost:
+        return BaseServerLost(f"the base server at {self.address} was started again, and has forgotten this job")
+
+    def _fail(self, calls: dict[int, bytes], error: PalestraError) -> None:
+        failed: list[Message] = [Failed(number, SentError.of(error)) for number in calls]
+        calls.clear()
+        self._arrived.put_nowait(failed)
 
     def _end_all(self, error: PalestraError) -> None:
-        """Fail all calls and replies."""
-        for call in list(self._calls.values()):
-            if not call.answer.done():
-                call.answer.set_exception(error)
-                call.answer.exception()  # one that nothing waits for is no defect
-        self._end_replies(error)
-        self._is_connected.set()  # those that wait for a connection learn that there is none
-
-    def _end_replies(self, error: PalestraError) -> None:
-        for pieces in self._replies.values():
-            pieces.put_nowait(error)
+        """Fail all calls, now and later."""
+        self._closed = error
+        self.remote.lose(error)
+        self._is_connected.set()  # `open` learns that there is none
 
     # The connection
 
@@ -247,7 +220,7 @@ class Link:
             if self._is_over():
                 return
             self._is_connected.clear()
-            self._end_replies(BaseServerLost(f"the connection to the base server at {self.address} was lost"))
+            self._fail(self._replies, BaseServerLost(f"the connection to the base server at {self.address} was lost"))
             now = loop.time()
             if since is None:
                 since = now
@@ -284,18 +257,16 @@ class Link:
 
     async def _greet(self, connection: ClientConnection) -> None:
         """Say which job this is, and send again what has no answer."""
-        hello = {"protocol": PROTOCOL, "job": self._job, "process": self._process, "waiting": list(self._calls)}
-        await connection.send(write_frame(hello))
-        answer = _read(await connection.recv())
-        if "error" in answer.header:
-            raise error_of(answer.header["error"])
-        self._most_bytes = int(answer.header["most_bytes"])
-        if self._opened and not answer.header["known"]:
+        hello = Hello(protocol=PROTOCOL, job=self._job, process=self._process, waiting=list(self._calls))
+        await connection.send(written(event("hello", hello)))
+        answer: Welcome = first(await connection.recv(), "welcome", Welcome)
+        self._most_bytes = answer.most_bytes
+        if self._opened and not answer.known:
             self._lose()
         self._opened = True
         self._outbox = asyncio.Queue()
-        for _, call in sorted(self._calls.items()):
-            self._outbox.put_nowait(call.data)
+        for data in (*self._calls.values(), *self._replies.values()):
+            self._outbox.put_nowait(data)
         self._is_connected.set()
 
     def _lose(self) -> None:
@@ -303,30 +274,22 @@ class Link:
         self._is_lost.set()
         self.on_lost()
         log.warning("the base server at %s has forgotten this job, which begins again from its state", self.address)
-        error = BaseServerLost(f"the base server at {self.address} was started again, and has forgotten this job")
-        for call in list(self._calls.values()):
-            if not call.answer.done():
-                call.answer.set_exception(error)
-                call.answer.exception()
-        self._calls.clear()
+        self._fail(self._calls, self._forgotten())
+        self._fail(self._replies, self._forgotten())
 
     async def _talk(self, connection: ClientConnection) -> None:
         """Send what is posted and hand out what arrives until the connection ends."""
         sending = asyncio.create_task(self._send_all(connection))
         try:
             async for data in connection:
-                frame = _read(data)
-                number = frame.header.get("id")
-                error = error_of(frame.header["error"]) if "error" in frame.header else None
-                if number is None:
-                    raise error or InvalidRequest("the base server has sent a message without an id")
-                if (pieces := self._replies.get(number)) is not None:
-                    pieces.put_nowait(error or frame)
-                elif (call := self._calls.get(number)) is not None and not call.answer.done():
-                    if error is not None:
-                        call.answer.set_exception(error)
-                    else:
-                        call.answer.set_result(frame)
+                messages = read(data)
+                for message in messages:
+                    if isinstance(message, Event) and message.name == "refused":
+                        raise refused(message.value)
+                    if isinstance(message, Result | Failed):
+                        self._calls.pop(message.id, None)
+                        self._replies.pop(message.id, None)
+                self._arrived.put_nowait(messages)
         finally:
             with contextlib.suppress(*_UNREACHABLE):
                 await cancelled(sending)
@@ -338,15 +301,22 @@ class Link:
     def _give_up(self, error: PalestraError) -> None:
         """Fail everything for good."""
         if self._closed is None:
-            self._closed = error
             self._end_all(error)
             self._failure.set_result(error)
 
 
-def _read(data: str | bytes) -> Frame:
-    if isinstance(data, str):
-        raise InvalidRequest("the base server has sent a text, which this protocol does not have")
-    return read_frame(data)
+def _checked(data: bytes, most_bytes: int) -> bytes:
+    """Return a message that the server takes."""
+    wanted = "lower rollout.groups_per_step, or raise algorithm.minibatches"
+    if len(data) > most_bytes:
+        raise PayloadTooLarge(
+            f"a message to the base server has {len(data):,} bytes, and it takes {most_bytes:,}; {wanted}"
+        )
+    try:
+        check_values(data, MOST_VALUES)
+    except InvalidRequest as error:
+        raise PayloadTooLarge(f"{error}; {wanted}") from error
+    return data
 
 
 def _text(body: bytes | bytearray | None) -> str:

@@ -22,17 +22,29 @@ from websockets.asyncio.server import Server, ServerConnection, serve, unix_serv
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from palestra.backend.frames import MOST_BYTES, PROTOCOL, REFUSED, TAKEN_OVER, Frame, read_frame, write_frame
-from palestra.backend.typed import typed
-from palestra.errors import ConfigError, EngineFailure, InvalidRequest, PalestraError, TooManyRequests, Unauthorized
-from palestra.process.codec import SentError
+from palestra.errors import ConfigError, PalestraError, Unauthorized
+from palestra.process.channel import Event, Message
+from palestra.threads import in_thread
 from palestra.waiting import cancelled
 from palestra_bases.base import SharedBase
 from palestra_bases.job import HostedJob, check_plain_name
+from palestra_bases.protocol import (
+    MOST_BYTES,
+    MOST_VALUES,
+    PROTOCOL,
+    REFUSED,
+    TAKEN_OVER,
+    Hello,
+    Welcome,
+    event,
+    first,
+    read,
+    refusal,
+    written,
+)
 
 log = logging.getLogger("palestra.base")
 HELLO_SECONDS = 20.0  # from a connection to its first message
-MOST_CALLS = 4096  # of a job that are being executed
 
 
 class BackendServer:
@@ -139,33 +151,32 @@ class BackendServer:
         assert connection.request is not None
         job: HostedJob | None = None
         try:
-            try:
-                async with asyncio.timeout(HELLO_SECONDS):
-                    hello = _read(await connection.recv())
-                tenant = self._tenant(connection.request)
-                async with self._opening[tenant]:
-                    job = await self._open(self._tenant(connection.request), hello, connection)
-            except PalestraError as error:
-                await connection.send(write_frame({"error": SentError.of(error)}))
-                await connection.close(REFUSED, "refused")
-                return
-            await self._serve(job, connection)
+            async with asyncio.timeout(HELLO_SECONDS):
+                hello = first(await connection.recv(), "hello", Hello)
+            tenant = self._tenant(connection.request)
+            async with self._opening[tenant]:
+                job, outbox = await self._open(self._tenant(connection.request), hello, connection)
+            await self._serve(job, outbox, connection)
+        except PalestraError as error:
+            with contextlib.suppress(ConnectionClosed):
+                await connection.send(refusal(error))
+            await connection.close(REFUSED, "refused")
         except (ConnectionClosed, TimeoutError):
             return
         finally:
             if job is not None and self._connections.get(job) is connection:
                 self._left(job)
 
-    async def _open(self, tenant: str, hello: Frame, connection: ServerConnection) -> HostedJob:
-        """Return the job of a connection, and answer its first message."""
-        given = hello.header
-        if given.get("protocol") != PROTOCOL:
+    async def _open(
+        self, tenant: str, hello: Hello, connection: ServerConnection
+    ) -> tuple[HostedJob, asyncio.Queue[Message]]:
+        """Return the job of a connection, and what is sent over it after the answer to its first message."""
+        if hello.protocol != PROTOCOL:
             raise ConfigError(
-                f"the job speaks protocol {given.get('protocol')!r} and this base server {PROTOCOL}; install the same "
-                "version of Palestra for both"
+                f"the job speaks protocol {hello.protocol!r} and this base server {PROTOCOL}; install the same version "
+                "of Palestra for both"
             )
-        name, process = typed(str, given.get("job"), (), "job"), typed(str, given.get("process"), (), "process")
-        waiting = typed(list[int], given.get("waiting", []), (), "waiting")
+        name, process = hello.job, hello.process
         check_plain_name(name, "a job")
         job = self._jobs.get((tenant, name))
         known = job is not None and job.process == process
@@ -177,79 +188,39 @@ class BackendServer:
                 await self._end(job)
         if job is None or not known:
             job = self._jobs[tenant, name] = HostedJob(self._base, tenant, name, process, self._most)
-        else:
-            job.keep_answers(waiting)
         if (lease := self._leases.pop(job, None)) is not None:
             lease.cancel()
         self._connections[job] = connection
+        outbox = job.channel.attach(hello.waiting)
+        job.say_versions()
         try:
-            await connection.send(write_frame({"protocol": PROTOCOL, "known": known, "most_bytes": MOST_BYTES}))
+            await connection.send(written(event("welcome", Welcome(known=known, most_bytes=MOST_BYTES))))
         except BaseException:  # the client has gone: its lease begins
             self._left(job)
             raise
-        return job
+        return job, outbox
 
-    async def _serve(self, job: HostedJob, connection: ServerConnection) -> None:
-        """Execute the calls of a connection until it ends, or the job says goodbye."""
-        replies: dict[int, asyncio.Task[None]] = {}
-        calls: set[asyncio.Task[None]] = set()
+    async def _serve(self, job: HostedJob, outbox: asyncio.Queue[Message], connection: ServerConnection) -> None:
+        """Hand over messages until the connection ends, or the job says goodbye."""
+        sending = asyncio.create_task(_send_all(outbox, connection))
         try:
             async for data in connection:
-                frame = _read(data)
-                if frame.header.get("goodbye"):
-                    await self._end_alone(job, connection)
-                    return
-                if (cancel := frame.header.get("cancel")) is not None:
-                    if (task := replies.get(typed(int, cancel, (), "cancel"))) is not None:
-                        task.cancel()
-                    continue
-                number = typed(int, frame.header.get("id"), (), "id")
-                job.forget_answers(typed(int, frame.header.get("oldest", 0), (), "oldest"))
-                if len(replies) + len(calls) >= MOST_CALLS:
-                    busy = TooManyRequests(f"{MOST_CALLS} calls of this job are being executed; send fewer")
-                    await connection.send(write_frame({"id": number, "error": SentError.of(busy)}))
-                elif frame.header.get("do") == "generate":
-                    if number in replies:
-                        raise InvalidRequest(f"a reply with the id {number} is being sampled already", "id")
-                    task = replies[number] = asyncio.create_task(self._generate(job, connection, number, frame))
-                    task.add_done_callback(partial(_dropped, replies, number))
-                else:
-                    task = asyncio.create_task(self._send(connection, job.answer(number, frame)))
-                    calls.add(task)
-                    task.add_done_callback(calls.discard)
-        except InvalidRequest as error:
-            await connection.send(write_frame({"error": SentError.of(error)}))
-            await connection.close(REFUSED, "refused")
+                for message in await in_thread(partial(read, data)) if len(data) > MOST_VALUES else read(data):
+                    if isinstance(message, Event) and message.name == "goodbye":
+                        await self._end_alone(job, connection)
+                        return
+                    if self._connections.get(job) is connection:
+                        job.channel.take(message)
         finally:
-            await cancelled(*replies.values(), *calls)
-
-    async def _send(self, connection: ServerConnection, answer: asyncio.Task[bytes]) -> None:
-        """Send the answer of a call when there is one; a connection that is lost gets it when the job is back."""
-        data = await asyncio.shield(answer)
-        with contextlib.suppress(ConnectionClosed):
-            await connection.send(data)
-
-    async def _generate(self, job: HostedJob, connection: ServerConnection, number: int, frame: Frame) -> None:
-        """Send a reply in pieces, and then its end."""
-        try:
-            async with contextlib.aclosing(job.generate(frame)) as pieces:
-                async for piece in pieces:
-                    await connection.send(write_frame({"id": number, "piece": piece}))
-            await connection.send(write_frame({"id": number, "result": None}))
-        except ConnectionClosed:
-            return
-        except Exception as error:
-            if not isinstance(error, PalestraError):
-                log.exception("a reply of job %s of %s failed", job.name, job.tenant)
-            known = error if isinstance(error, PalestraError) else EngineFailure(f"{type(error).__name__}: {error}")
             with contextlib.suppress(ConnectionClosed):
-                await connection.send(write_frame({"id": number, "error": SentError.of(known)}))
+                await cancelled(sending)
 
     # Leases
 
     def _left(self, job: HostedJob) -> None:
         """Keep the policies of a job whose connection was lost for the time of its lease."""
         del self._connections[job]
+        job.channel.detach()
         self._leases[job] = asyncio.get_running_loop().call_later(self._lease_seconds, self._expire, job)
 
     def _expire(self, job: HostedJob) -> None:
@@ -275,15 +246,13 @@ class BackendServer:
         await job.close()
 
 
-def _dropped(replies: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
-    replies.pop(number, None)
-
-
-def _read(data: str | bytes) -> Frame:
-    """Return a message."""
-    if isinstance(data, str):
-        raise InvalidRequest("a message of this protocol is bytes, and not text")
-    return read_frame(data)
+async def _send_all(outbox: asyncio.Queue[Message], connection: ServerConnection) -> None:
+    """Send messages; those that are there at the same time in one."""
+    while True:
+        due = [await outbox.get()]
+        while not outbox.empty():
+            due.append(outbox.get_nowait())
+        await connection.send(written(*due))
 
 
 def _url(server: Server) -> str:

@@ -70,6 +70,17 @@ class GivenBase:
         return str(await self.engine.failure())
 
 
+class Whole:
+    """What stands for an engine or a trainer in a job, with what is answered in the job's process."""
+
+    def __init__(self, local: RemoteEngine | RemoteTrainer) -> None:
+        self.local = local
+        self._whole: Any = local.engine if isinstance(local, RemoteEngine) else local.trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole if hasattr(self._whole, name) else self.local, name)
+
+
 class Served:
     """A base server, and what stands for its engine and trainer in jobs."""
 
@@ -83,13 +94,13 @@ class Served:
         await link.open()
         return link
 
-    async def job(self, tenant: str = "ada", job: str = "job", **options: Any) -> tuple[RemoteEngine, RemoteTrainer]:
+    async def job(self, tenant: str = "ada", job: str = "job", **options: Any) -> tuple[Any, Any]:
         link = await self.link(tenant, job, **options)
-        return RemoteEngine(link), RemoteTrainer(link, 2)
+        return Whole(RemoteEngine(link)), Whole(RemoteTrainer(link, 2))
 
     async def close(self) -> None:
         for link in self._links:
-            await link.close()
+            await link.leave()
 
 
 @contextlib.asynccontextmanager

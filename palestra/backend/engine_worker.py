@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from palestra.backend import weights as _weights  # noqa: F401 - how they are sent
 from palestra.config import JobConfig
 from palestra.engine.base import Engine, EngineLoad
 from palestra.errors import EngineFailure, PalestraError
-from palestra.models.saved_weights import SavedWeights
-from palestra.models.weight_file import FileWeights
-from palestra.models.weights import WeightSource
 from palestra.process.channel import Channel, Event, raw
-from palestra.process.codec import decodes
 from palestra.process.stub import Server
 from palestra.threads import in_thread
 from palestra.waiting import cancelled, race
@@ -75,7 +72,7 @@ class EngineWorker:
 
     async def run(self) -> None:
         """Serve until the job has closed the channel, or the engine has failed, which the job learns."""
-        await race(Server(self._channel, WorkerMethods, self, self._sent).run(), self._report())
+        await race(Server(self._channel, {"": (WorkerMethods, self)}, self._sent).run(), self._report())
 
     async def begin(self, order: EngineOrder) -> dict[str, tuple[int, int]]:
         """Load the models; see `WorkerMethods.begin`."""
@@ -113,16 +110,3 @@ class EngineWorker:
             return error
         log.error("a call of an engine worker failed", exc_info=error)
         return EngineFailure(f"the engine failed: {type(error).__name__}: {error}")
-
-
-def _source(sent: Any) -> WeightSource:
-    """Return weights that were sent as a record of their file or folder."""
-    match sent:
-        case {"path": str(path)}:
-            return FileWeights(Path(path))
-        case {"folder": str(folder)}:
-            return SavedWeights(Path(folder))
-    raise ValueError("no weights that another process can read")
-
-
-decodes(WeightSource, _source)

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from palestra.backend.engine_worker import EngineOrder, WorkerMethods
 from palestra.engine.base import EngineLoad
 from palestra.errors import EngineFailure, InvalidRequest
-from palestra.models.saved_weights import SavedWeights
 from palestra.models.weights import WeightSource
 from palestra.process.channel import Channel, Event, Remote
 from palestra.process.codec import decode
@@ -46,7 +45,7 @@ class WorkerEngine:
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
         """Replace a policy's weights by those of a file or a folder; see `Engine.sync_weights`."""
-        await remote_method(WorkerMethods, "sync_weights", self._remote)(policy, version, _anywhere(source))
+        await remote_method(WorkerMethods, "sync_weights", self._remote)(policy, version, source)
         self._versions[policy] = version
 
     async def remove_policy(self, name: str) -> None:
@@ -56,7 +55,7 @@ class WorkerEngine:
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
         """Let requests be sampled from one more policy; see `Engine.add_policy`."""
-        await remote_method(WorkerMethods, "add_policy", self._remote)(name, like, version, _anywhere(source))
+        await remote_method(WorkerMethods, "add_policy", self._remote)(name, like, version, source)
         self._versions[name] = version
 
     def version(self, policy: str) -> PolicyVersion:
@@ -91,8 +90,3 @@ class WorkerEngine:
             self._load = decode(EngineLoad, event.value)
         else:
             self.lose(f"has failed: {decode(str, event.value)}")
-
-
-def _anywhere(source: WeightSource | None) -> WeightSource | None:
-    """Return weights as a process in another folder finds them."""
-    return SavedWeights(source.folder.absolute()) if isinstance(source, SavedWeights) else source

@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -122,6 +122,22 @@ def raw(value: Any) -> msgspec.Raw:
     return msgspec.Raw(encode(value))
 
 
+class Duplex(Protocol):
+    """What carries messages both ways: a `Channel`, or something that outlasts single connections."""
+
+    def send(self, message: Message) -> None:
+        """Send a message."""
+        ...
+
+    def frames(self) -> AsyncIterator[list[Message]]:
+        """Yield what arrives, until nothing can any more; see `Channel.frames`."""
+        ...
+
+    def close(self) -> None:
+        """Neither send nor receive any more."""
+        ...
+
+
 class Channel:
     """One end on an event loop.
 
@@ -219,7 +235,7 @@ class Remote:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: Duplex,
         cause: Cause,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
@@ -244,13 +260,15 @@ class Remote:
             CallBroken, TakenBack: see there.
             Exception: what the method has raised, or why the other side has gone.
         """
+        return await self.post(method, *arguments)
+
+    def post(self, method: str, *arguments: Any) -> asyncio.Future[msgspec.Raw]:
+        """Send a call now, and return the future of its result; see `call`."""
         number = self._send(method, arguments)
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._calls[number] = answer
-        try:
-            return await answer
-        finally:
-            del self._calls[number]
+        answer.add_done_callback(lambda _: self._calls.pop(number))
+        return answer
 
     async def stream(self, method: str, *arguments: Any) -> AsyncGenerator[msgspec.Raw, None]:
         """Call a method, and yield what it yields. Closing the iterator cancels the call. See `call`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 import msgspec
 
 from palestra.errors import InvalidRequest
-from palestra.process.channel import Call, Cancel, Channel, Failed, Piece, Remote, Result, raw
+from palestra.process.channel import Call, Cancel, Duplex, Failed, Piece, Remote, Result, raw
 from palestra.process.codec import SentError, decode
 from palestra.waiting import cancelled
 
@@ -84,26 +84,27 @@ def method_of(kind: Any, name: str) -> Method:
     return Method.of(function)
 
 
-def proxy(protocol: type[T], remote: Remote, local: object) -> T:
+def proxy(protocol: type[T], remote: Remote, local: object, part: str = "") -> T:
     """Return an object that has the methods of a protocol.
 
     Args:
         local: implements the methods that are answered on this side; all others are called at the other end.
+        part: of a `Server`.
     """
     names = [name for name, _ in inspect.getmembers(protocol, inspect.isfunction) if not name.startswith("_")]
-    methods = {name: getattr(local, name, None) or remote_method(protocol, name, remote) for name in names}
+    methods = {name: getattr(local, name, None) or remote_method(protocol, name, remote, part) for name in names}
     return cast(T, type(protocol.__name__, (), {name: staticmethod(method) for name, method in methods.items()})())
 
 
-def remote_method(protocol: Any, name: str, remote: Remote) -> Callable[..., Any]:
-    """Return a function that calls a method at the other end."""
-    method = method_of(protocol, name)
+def remote_method(protocol: Any, name: str, remote: Remote, part: str = "") -> Callable[..., Any]:
+    """Return a function that calls a method at the other end; see `proxy`."""
+    method, called = method_of(protocol, name), f"{part}.{name}" if part else name
 
     async def call(*given: Any, **named: Any) -> Any:
-        return decode(method.returns, await remote.call(name, *method.ordered(*given, **named)))
+        return decode(method.returns, await remote.call(called, *method.ordered(*given, **named)))
 
     async def stream(*given: Any, **named: Any) -> AsyncGenerator[Any, None]:
-        pieces = remote.stream(name, *method.ordered(*given, **named))
+        pieces = remote.stream(called, *method.ordered(*given, **named))
         try:
             async for piece in pieces:
                 yield decode(method.returns, piece)
@@ -114,23 +115,22 @@ def remote_method(protocol: Any, name: str, remote: Remote) -> Callable[..., Any
 
 
 class Server:
-    """Executes the calls that arrive on an object, all at the same time."""
+    """Executes the calls that arrive, all at the same time."""
 
     def __init__(
         self,
-        channel: Channel,
-        protocol: Any,
-        target: object,
+        channel: Duplex,
+        parts: Mapping[str, tuple[Any, object]],
         sent: Callable[[Exception], Awaitable[Exception | None]],
     ) -> None:
         """Prepare to serve.
 
         Args:
-            protocol: whose methods may be called.
-            target: implements them.
+            parts: a protocol whose methods may be called, and what implements them; `save` of the part "trainer" is
+                called as `trainer.save`, and those of the part "" by their names alone.
             sent: returns the error that the caller gets for one that was raised; None: the caller gets no answer.
         """
-        self._channel, self._protocol, self._target, self._sent = channel, protocol, target, sent
+        self._channel, self._parts, self._sent = channel, parts, sent
         self._calls: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -146,14 +146,19 @@ class Server:
         finally:
             await cancelled(*self._calls.values())
 
-    def _forget(self, number: int, _: asyncio.Task[None]) -> None:
-        self._calls.pop(number, None)
+    def _forget(self, number: int, task: asyncio.Task[None]) -> None:
+        if self._calls.get(number) is task:
+            del self._calls[number]
 
     async def _answer(self, call: Call) -> None:
         """Execute one call, and send its answer."""
         try:
-            method = method_of(self._protocol, call.method)
-            found = getattr(self._target, call.method)(*method.decoded(call.arguments))
+            part, _, name = call.method.rpartition(".")
+            if part not in self._parts:
+                raise InvalidRequest(f"there is no method {call.method!r}")
+            protocol, target = self._parts[part]
+            method = method_of(protocol, name)
+            found = getattr(target, name)(*method.decoded(call.arguments))
             result = None
             if method.streams:
                 async with contextlib.aclosing(found) as pieces:

@@ -65,7 +65,7 @@ class Kit:
         link, name = self._links[-1], "policy"
         engine = RemoteEngine(link)
         await engine.sample(name, SamplerSpec(model="tiny-random"))
-        return engine
+        return engine.engine
 
     def _made_engine(self):
         if self.kind == "fake":
@@ -85,7 +85,7 @@ class Kit:
             served(self._shared_engine, trainer, self._folder, socket=f"socket-{number}")
         )
         self._links.append(await base.link(job=f"job-{number}"))
-        made = RemoteTrainer(self._links[-1], 2)
+        made = RemoteTrainer(self._links[-1], 2).trainer
         self._behind[made] = trainer, f"ada/job-{number}/"
         return made
 

@@ -112,7 +112,7 @@ def refused(address: str, key: str) -> bool:
         try:
             await link.open()
         finally:
-            await link.close()
+            await link.leave()
 
     try:
         asyncio.run(call())

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from backends import served
@@ -20,51 +21,63 @@ from unit.building import engine_request, make_sample
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.backend.frames import write_frame
 from palestra.engine.fake.engine import FakeEngine, digits_script
-from palestra.errors import ModelError, PalestraError
+from palestra.errors import InvalidRequest, ModelError, PalestraError
+from palestra.process.channel import Beat, Call, Cancel, Result, raw
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
+from palestra_bases.base import SamplerSpec
+from palestra_bases.protocol import event, written
 
 IDS = np.arange(4, dtype=np.int32)
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=20, seed=3)
 ROWS = [make_sample([1, 2, 3, 4], [2, 3])]
 POLICY = PolicySpec(model="given")
-CALLS: dict[str, dict[str, Any]] = {
-    "generate": {"policy": "p", "prompt": TokenSequence(IDS), "sampling": SAMPLING, "streamed": True},
-    "base.describe": {},
-    "base.sample": {"policy": "q", "spec": {"model": "given", "adapter": {"rank": 4}}},
-    "base.weights": {"policy": "p"},
-    "base.begin_incarnation": {"policy": "p", "incarnation": 1},
-    "base.sync_weights": {"policy": "p", "version": PolicyVersion(0, 1), "source": {"policy": "p", "number": 1}},
-    "base.add_policy": {"name": "r", "like": "p", "version": PolicyVersion(0, 1), "source": None},
-    "base.remove_policy": {"name": "r"},
-    "base.score": {"policy": "p", "prompt": TokenSequence(IDS)},
-    "trainer.create": {"policy": "s", "spec": POLICY},
-    "trainer.forward": {"policy": "p", "batch": ROWS, "outputs": ["old_logprobs"]},
-    "trainer.forward_backward": {
-        "policy": "p",
-        "batch": ROWS,
-        "loss": LossSpec.of(PPOClipLoss()),
-        "request_id": "g",
-    },
-    "trainer.optim_step": {"policy": "p", "params": OptimParams(learning_rate=1e-3), "request_id": "u"},
-    "trainer.untrainable": {"policy": "p", "batch": ROWS, "request_id": "t"},
-    "trainer.save": {"policy": "p", "folder": "run", "state": {"step": 1}, "request_id": "s"},
-    "trainer.save_weights": {"policy": "p", "folder": "run/pool", "step": 1, "request_id": "w"},
-    "trainer.load": {"policy": "p", "folder": "run", "step": 1},
+VERSION = PolicyVersion(0, 1)
+CALLS: dict[str, list[Any]] = {
+    "engine.generate": [{"policy": "p", "prompt": TokenSequence(IDS), "sampling": SAMPLING, "streamed": True}],
+    "base.describe": [],
+    "base.sample": ["q", {"model": "given", "adapter": {"rank": 4}}],
+    "trainer.weights": ["p"],
+    "trainer.begin_incarnation": ["p", 1],
+    "engine.sync_weights": ["p", VERSION, {"policy": "p", "number": 1}],
+    "engine.add_policy": ["r", "p", VERSION, None],
+    "engine.remove_policy": ["r"],
+    "engine.score": ["p", TokenSequence(IDS)],
+    "engine.close": [],
+    "engine.pause": [],
+    "engine.version": ["p"],
+    "engine.load": [],
+    "engine.failure": [],
+    "engine._named": ["p"],
+    "trainer.close": [],
+    "trainer.version": ["p"],
+    "base.close": [],
+    "stranger.save": ["p"],
+    "trainer.create": ["s", POLICY],
+    "trainer.forward": ["p", ROWS, ["old_logprobs"]],
+    "trainer.forward_backward": ["p", ROWS, LossSpec.of(PPOClipLoss()), "g", False],
+    "trainer.optim_step": ["p", OptimParams(learning_rate=1e-3), "u", "policy"],
+    "trainer.untrainable": ["p", ROWS, "t"],
+    "trainer.save": ["p", "run", {"step": 1}, "s"],
+    "trainer.save_weights": ["p", "run/pool", 1, "w"],
+    "trainer.load": ["p", "run", 1],
 }
-NUMBERS = [0, -1, 2**31, 2**63, 10**30, -(10**400), 0.5, float("nan"), float("inf")]
-TEXTS = ["", "x", "p", "\ud800", "\0", "/", "..", "x" * 5000]
+NUMBERS = [0, -1, 2**31, 2**63, -(2**63), 0.5, float("nan"), float("inf")]
+TEXTS = ["", "x", "p", "\0", "/", "..", "x" * 5000]
 OTHERS = [
     None,
     True,
     [],
     [[]],
     {},
-    {"array": 0},
-    {"array": 10**30},
+    b"x",
+    msgspec.msgpack.Ext(5, b"x"),
+    msgspec.msgpack.Ext(-1, bytes(4)),
+    ["<i4", [2**62], b""],
+    {"path": "/etc/passwd"},
+    {"folder": "/etc"},
     [1, 2],
     {"model": "given"},
     np.ones((2, 2), np.int32),
@@ -73,7 +86,7 @@ ODD = st.sampled_from([*NUMBERS, *TEXTS, *OTHERS])
 
 
 def tree_of(value: Any) -> Any:
-    """A message's arguments as JSON with arrays, so that any value can be put into any place."""
+    """A message's arguments as lists and tables with arrays, so that any value can be put into any place."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if hasattr(value, "__dataclass_fields__"):
@@ -108,19 +121,20 @@ async def play(folder: Path, calls: list[tuple[str, Any]]) -> None:
     (folder / "run").mkdir()
     async with served(engine, trainer, folder) as base:
         good, _ = await base.job("ben")
-        await good.sample("policy", CALLS["base.sample"]["spec"])
+        await good.sample("policy", SamplerSpec(model="given"))
         link = await base.link("ada")
-        await link.call("base.sample", {"policy": "p", "spec": {"model": "given"}})
-        await link.call("trainer.create", {"policy": "p", "spec": POLICY})
-        for do, arguments in calls:
-            if isinstance(arguments, dict) and arguments.get("folder") in ("run", "run/pool"):
-                arguments["folder"] = str(folder / arguments["folder"])
+        await link.remote.call("base.sample", "p", {"model": "given"})
+        await link.remote.call("trainer.create", "p", POLICY)
+        for do, given in calls:
+            arguments = given if isinstance(given, list) else [given]
+            here = [isinstance(one, str) and one.startswith("run") for one in arguments]
+            arguments = [str(folder / one) if own else one for one, own in zip(arguments, here, strict=True)]
             try:
-                if do == "generate":
-                    async for _ in link.generate(arguments):
+                if do == "engine.generate":
+                    async for _ in link.remote.stream(do, *arguments):
                         pass
                 else:
-                    await link.call(do, arguments)
+                    await link.remote.call(do, *arguments)
             except PalestraError as error:
                 if error.http_status >= 500 and not isinstance(error, ModelError):  # files that are missing
                     raise AssertionError(f"{do} {arguments}") from error
@@ -143,27 +157,42 @@ def test_odd_calls_are_answered(calls):
     assert not failed
 
 
-HEADERS = [
-    {"cancel": []},
-    {"cancel": 10**30},
-    {"id": 1, "oldest": "x", "do": "base.describe", "with": {}},
-    {"id": 10**30, "do": "base.describe", "with": {}},
-    {"id": float("nan"), "do": "base.describe", "with": {}},
-    {"id": 1, "do": [], "with": {}},
-    {"id": 1, "do": "generate", "with": []},
+MESSAGES = [
+    Cancel(7),
+    Beat(),
+    Result(1, raw(None)),
+    event("oldest", "x"),
+    event("oldest", 2**64 - 1),
+    event("stranger", None),
+    Call(2**63, "base.describe", raw(())),
+    Call(9, "base.describe", raw({})),
+    Call(9, "", raw(())),
+    Call(9, "engine.generate", raw(7)),
+    Call(9, "base.sample", msgspec.Raw(b"\x92\xa1p\x81\xa5model\xa3\xed\xa0\x80")),
 ]
 
 
-@pytest.mark.parametrize("header", HEADERS, ids=str)
-async def test_an_odd_header_costs_its_sender_alone(tmp_path, header, caplog):
+@pytest.mark.parametrize("message", [written(one) for one in MESSAGES] + [b"", b"\x90", b"\x91" * 9999], ids=repr)
+async def test_an_odd_message_costs_its_sender_alone(tmp_path, message, caplog):
     engine, trainer = FakeEngine(digits_script(12, 258)), FakeTrainer(2)
     async with served(engine, trainer, tmp_path) as base:
         good, _ = await base.job("ben")
-        await good.sample("policy", CALLS["base.sample"]["spec"])
+        await good.sample("policy", SamplerSpec(model="given"))
         stranger = await base.link("ada")
-        stranger._outbox.put_nowait(write_frame(header))
+        stranger._outbox.put_nowait(message)
         with contextlib.suppress(PalestraError):
-            await stranger.call("base.describe", {})  # is answered after the header
+            await stranger.remote.call("base.describe")  # is answered after the message
         request = engine_request(IDS, SAMPLING)
         assert [token async for piece in good.generate(request) for token in piece.ids]
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+
+
+async def test_two_replies_of_one_id_end_the_connection(tmp_path):
+    engine = FakeEngine(digits_script(12, 258), piece_tokens=1, piece_delay_seconds=0.01)
+    async with served(engine, FakeTrainer(2), tmp_path) as base:
+        link = await base.link()
+        await link.remote.call("base.sample", "p", {"model": "given"})
+        call = Call(99, "engine.generate", raw(CALLS["engine.generate"]))
+        link._outbox.put_nowait(written(call, call))
+        with pytest.raises(InvalidRequest, match="99"):
+            raise await asyncio.wait_for(link.failure(), 30)

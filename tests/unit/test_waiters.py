@@ -114,7 +114,7 @@ def sessions_of_an_environment_server() -> Case:
 @case
 def calls_of_a_base_server() -> Case:
     made = Link("ws://127.0.0.1:1", "key", "job")
-    return lambda: made.call("forward", {}), lambda: len(made._calls) + made._outbox.qsize()
+    return lambda: made.remote.call("trainer.forward"), lambda: len(made.remote._calls) + made._outbox.qsize()
 
 
 @case

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
 from palestra.config import AdapterConfig
 from palestra.errors import ContextOverflow, InvalidAlgorithm, InvalidRequest
-from palestra.process.codec import SentError, decode, encode
+from palestra.process.codec import SentError, check_values, decode, encode
 from palestra.trainer.base import OptimParams, PolicySpec
-from palestra.types.calls import PolicyVersion, SampledTokens
+from palestra.types.calls import PolicyVersion, SampledTokens, SamplingParams
 from palestra.types.records import TrainSample
 from unit.building import make_sample
 
@@ -42,6 +43,7 @@ class Odd:
         OptimParams(learning_rate=1e-3, betas=(0.1, 0.2)),
         LossSpec.of(PPOClipLoss()),
         Odd(folder=Path("/a/ä")),
+        SamplingParams(temperature=0.7, max_tokens=3, seed=2**63, logit_bias=((3, -1.5),), stop_ids=(7,)),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -127,6 +129,61 @@ def test_a_value_of_another_type_is_refused_with_its_place(kind, value, place):
 def test_bytes_that_are_no_record_are_refused(data):
     with pytest.raises(InvalidRequest):
         decode(TrainSample, data)
+
+
+@pytest.mark.parametrize("data", [b"\xa3\xed\xa0\x80", b"\x91" * 200_000, b"\xdd" + b"\xff" * 4, b"\xc1", b""])
+def test_bytes_that_are_no_value_are_refused(data):
+    with pytest.raises(InvalidRequest):
+        decode(Any, data)
+
+
+def values_in(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(1 + values_in(one) for one in value.values())
+    return 1 + sum(map(values_in, value)) if isinstance(value, list) else 1
+
+
+JSON = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(max_size=400)
+JSON = st.recursive(JSON, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+
+
+@pytest.mark.parametrize("repeats", [0, 15, 16, 31, 32, 255, 256, 70_000])
+def test_values_of_any_length_are_counted(repeats):
+    counted([b"x" * 9, "x" * repeats, b"y" * repeats, [None] * repeats, dict.fromkeys(map(str, range(repeats)))])
+
+
+@given(JSON)
+def test_values_are_counted_without_being_made(value):
+    counted([b"x" * 200, value])
+
+
+def counted(sent: Any) -> None:
+    data, count = encode(sent), values_in(sent)
+    assert len(data) > count
+    check_values(data, count)
+    with pytest.raises(InvalidRequest):
+        check_values(data, count - 1)
+
+
+@pytest.mark.parametrize("unit", [b"\x90", b"\x01", b"\x81\xa1x"])
+def test_too_many_values_are_refused_before_they_are_made(unit):
+    count = 2_000_000
+    data = b"\xdd" + count.to_bytes(4, "big") + unit * count
+    tracemalloc.start()
+    with pytest.raises(InvalidRequest):
+        check_values(data, 1_000)
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+
+
+def test_a_path_leads_to_the_same_file_in_another_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert decode(Path, encode(Path("run"))) == tmp_path / "run"
+
+
+def test_half_a_surrogate_pair_is_not_sent():
+    with pytest.raises(InvalidRequest):
+        encode({"model": "\ud800"})
 
 
 @pytest.mark.parametrize("value", [object(), {"a": 2**64}, np.ones(1, np.complex64)])

@@ -28,11 +28,12 @@ async def test_each_tenant_has_a_folder_of_its_own(tmp_path):
         links = {name: Link(server.address, (keys / name).read_text().strip(), "job") for name in ("ada", "ben")}
         for link in links.values():
             await link.open()
-        ada, ben = (RemoteTrainer(link, 2) for link in links.values())
-        engine = RemoteEngine(links["ada"])
+        ada, ben = (RemoteTrainer(link, 2).trainer for link in links.values())
+        own = RemoteEngine(links["ada"])
+        engine = own.engine
         for trainer in (ada, ben):
             await trainer.create("policy", SPEC)
-        await engine.sample("policy", SamplerSpec(model="tiny-random", adapter=ADAPTER))
+        await own.sample("policy", SamplerSpec(model="tiny-random", adapter=ADAPTER))
         theirs = await ben.save("policy", runs / "ben" / "job", {"step": 1}, "s")
         (runs / "ada").mkdir()
         (runs / "ada" / "link").symlink_to(theirs.parent)
@@ -42,7 +43,7 @@ async def test_each_tenant_has_a_folder_of_its_own(tmp_path):
                 ada.save("policy", folder, {"step": 9}, "s"),
                 ada.save_weights("policy", folder / theirs.name, 1, "w"),
                 ada.create("other", PolicySpec(model=str(folder / theirs.name), adapter=ADAPTER)),
-                engine.sample("other", SamplerSpec(model=str(folder / theirs.name))),
+                own.sample("other", SamplerSpec(model=str(folder / theirs.name))),
                 engine.sync_weights("policy", PolicyVersion(0, 1), SavedWeights(folder / theirs.name)),
             ):
                 with pytest.raises(Forbidden):
@@ -53,4 +54,4 @@ async def test_each_tenant_has_a_folder_of_its_own(tmp_path):
         with pytest.raises(InvalidRequest):
             [piece async for piece in engine.generate(two)]
         for link in links.values():
-            await link.close()
+            await link.leave()

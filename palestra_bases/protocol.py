@@ -1,0 +1,130 @@
+"""What a job and its base server send each other: messages of `palestra.process.channel` over WebSockets.
+
+The first of a job is `Hello`, and the first of a server `Welcome`. Then the job calls methods of `Engine`, `Trainer`
+and `BaseCalls`. An event `oldest` of the job says which calls still wait for an answer, `goodbye` that it ends; an
+event `version` of the server says which version the trainer has of a policy, and `refused` why the connection ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from palestra.backend import weights as _weights  # noqa: F401 - how they are sent
+from palestra.engine.base import Engine
+from palestra.errors import InvalidRequest, PalestraError
+from palestra.process.channel import Event, Message, raw
+from palestra.process.codec import SentError, check_values, decode, encode
+from palestra.process.stub import method_of
+from palestra.trainer.base import Trainer
+from palestra_bases.base import BaseDescription, SamplerSpec
+
+PROTOCOL = 2  # grows with every change of the messages
+MOST_BYTES = 256 * 2**20  # of a message
+MOST_VALUES = 2_000_000  # of a message; each row of a batch has some 100
+TAKEN_OVER = 4001  # the code with which a connection is closed when another process of the job has connected
+REFUSED = 4002  # and when its message could not be used, after the event with the reason
+
+
+class Hello(msgspec.Struct):
+    """Who connects.
+
+    Attributes:
+        process: names the job's process; another process of the same job begins anew.
+        waiting: calls that have no answer yet, and are sent again.
+    """
+
+    protocol: int
+    job: str
+    process: str
+    waiting: list[int]
+
+
+class Welcome(msgspec.Struct):
+    """The answer to `Hello`.
+
+    Attributes:
+        known: whether the server has what this process gave it over an earlier connection.
+        most_bytes: of a message that the server takes.
+    """
+
+    known: bool
+    most_bytes: int
+
+
+class BaseCalls(Protocol):
+    """What a job calls beside the methods of the engine and the trainer."""
+
+    async def describe(self) -> BaseDescription:
+        """Return what a job has to know of the model."""
+        ...
+
+    async def sample(self, policy: str, spec: SamplerSpec) -> None:
+        """Give the engine one of the job's policies, of version 0.0.
+
+        Raises:
+            ConfigError: the model is of another base than the server's, or the adapter does not fit.
+        """
+        ...
+
+
+PARTS: dict[str, Any] = {"base": BaseCalls, "engine": Engine, "trainer": Trainer}
+
+
+def is_stream(method: str) -> bool:
+    """Return whether a method answers in pieces, which are lost with the connection; other calls are made once."""
+    part, _, name = method.rpartition(".")
+    try:
+        return method_of(PARTS.get(part), name).streams
+    except InvalidRequest:
+        return False
+
+
+def written(*messages: Message) -> bytes:
+    """Return the bytes of messages."""
+    return encode(messages)
+
+
+def read(data: str | bytes) -> list[Message]:
+    """Return the messages that `written` has made bytes of.
+
+    Raises:
+        InvalidRequest: they are none, or too long.
+    """
+    if isinstance(data, str):
+        raise InvalidRequest("a message of this protocol is bytes, and not text")
+    check_values(data, MOST_VALUES)
+    found: list[Message] = decode(list[Message], data)
+    return found
+
+
+def first(data: str | bytes, name: str, kind: Any) -> Any:
+    """Return the value of the event with which a connection begins.
+
+    Raises:
+        InvalidRequest: it is something else.
+        PalestraError: the other side refuses, for this reason.
+    """
+    match read(data):
+        case [Event(name="refused", value=value)]:
+            raise refused(value)
+        case [Event(name=found, value=value)] if found == name:
+            return decode(kind, value)
+    raise InvalidRequest(f"a connection begins with {name}")
+
+
+def refused(value: msgspec.Raw) -> PalestraError:
+    """Return the error of the event `refused`."""
+    error = decode(SentError, value).error()
+    return error if isinstance(error, PalestraError) else PalestraError(str(error))
+
+
+def event(name: str, value: Any) -> Event:
+    """Return an event."""
+    return Event(name, raw(value))
+
+
+def refusal(error: Exception) -> bytes:
+    """Return the message before a connection is closed."""
+    return written(event("refused", SentError.of(error)))
