@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import sqlalchemy as sa
 
@@ -17,6 +18,13 @@ from palestra.disk import open_own
 WRITER_CACHE, READER_CACHE = 4096, 2048
 MOST_JOURNAL = 2**24  # bytes to which the write-ahead log is cut when it was emptied
 MOST_VALUES = 500  # bound values of one statement, which SQLite limits
+
+T = TypeVar("T")
+
+
+def pieces(items: Sequence[T], most: int = MOST_VALUES) -> Iterator[Sequence[T]]:
+    """Return items in pieces, each of which one statement can have."""
+    return (items[start : start + most] for start in range(0, len(items), most))
 
 
 def open_engine(

@@ -10,7 +10,6 @@ from palestra.config import AlgorithmConfig, Roles
 from palestra.store import Groups
 from palestra.types.metrics import of_policy
 from palestra.types.records import EpisodeRecord, Task
-from palestra.types.states import EpisodeState
 
 
 async def validate(
@@ -29,14 +28,10 @@ async def validate(
     started = time.monotonic()
     known = await groups.of_step("validation", done)
     first = known[0][0].group_index if known else await groups.next_index("validation")
-    for offset, task in enumerate(tasks):  # after a restart, registering an existing group changes nothing
-        await groups.register("validation", first + offset, done, task, 1)
-    while True:
-        await groups.wait_settled("validation", done, await groups.discarded("validation"))
-        scored = await groups.of_step("validation", done)
-        episodes = [episode for _, members in scored for episode in members]
-        if all(e.state in (EpisodeState.COMPLETED, EpisodeState.DISCARDED) for e in episodes):
-            break
+    # After a restart, registering an existing group changes nothing.
+    await groups.register_many("validation", done, {first + n: (task,) for n, task in enumerate(tasks)}, 1)
+    await groups.wait_settled("validation", done)
+    episodes = [episode for _, members in await groups.of_step("validation", done) for episode in members]
     replies, cut = await groups.replies_of_step("validation", done)
     row = {
         "validation/scored": float(sum(e.rewards is not None for e in episodes)),

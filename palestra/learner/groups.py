@@ -8,17 +8,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from palestra.config import RolloutConfig
 from palestra.database import WAKE_SECONDS
+from palestra.database.sqlite import pieces
 from palestra.errors import EngineFailure, EpisodesLost, PalestraError
 from palestra.rollout.result import Termination
 from palestra.store import RunStore
-from palestra.types.progress import GroupRecord
-from palestra.types.records import EpisodeRecord, Task
-from palestra.types.states import REPLACED, EpisodeState, GroupState
+from palestra.store.groups import GroupNow
+from palestra.threads import in_thread
+from palestra.types.records import Task
+from palestra.types.states import REPLACED, GroupState
 
-OPEN = (EpisodeState.REGISTERED, EpisodeState.CLAIMED)
+GROUPS_AT_ONCE = 64  # whose tasks are read before the first of them are registered
+GATHER_SECONDS = 0.05  # in which groups that end are settled together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,26 +61,12 @@ class DynamicSampling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupEpisodes:
-    """A group as it is now, with its episodes in order of their sample index."""
+class _Used:
+    """Of a group that is complete: its episodes that are fresh enough, and how many others it has."""
 
-    record: GroupRecord
-    episodes: tuple[EpisodeRecord, ...]
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether an episode of the group may still be completed."""
-        return any(episode.state in OPEN for episode in self.episodes)
-
-    @property
-    def completed(self) -> list[str]:
-        """Return the ids of the group's episodes that have a reward."""
-        return [episode.episode_id for episode in self.episodes if episode.state is EpisodeState.COMPLETED]
-
-    @property
-    def discarded(self) -> int:
-        """Return the number of the group's episodes that were discarded."""
-        return sum(episode.state is EpisodeState.DISCARDED for episode in self.episodes)
+    fresh: list[str]
+    stale: list[str]
+    discarded: int
 
 
 async def gather_groups(
@@ -94,7 +84,7 @@ async def gather_groups(
     meanwhile. Groups that were registered before a restart are used, so that no completed episode is lost.
 
     Args:
-        tasks_of: returns the tasks that the episodes of a group play in turn, by the group's index.
+        tasks_of: returns the tasks that the episodes of a group play in turn, by the group's index. Called in a thread.
         last_step: the last step whose episodes may be played now.
         versions: n of each policy that will be trained, by name. An episode with a token of one of them that is older
             than `max_staleness` allows is not used, and registered again. What other policies said is never stale.
@@ -104,114 +94,122 @@ async def gather_groups(
         EpisodesLost, EngineFailure: group after group was lost; training on the rest would hide the failure.
     """
     oldest = {policy: n - config.max_staleness for policy, n in versions.items()}
+    used: dict[int, _Used] = {}  # by group index
+    groups = store.groups
     while True:
-        seen = store.groups.settled.count
+        seen = groups.open.settled.count
         waiting = await _register(store, config, tasks_of, range(step, last_step + 1))
-        discarded = await store.groups.discarded("train")
-        await _settle_all(store, config, await _buckets(store, step), oldest, dynamic)
-        buckets = await _buckets(store, step)
-        dropped = sum(bucket.record.state is GroupState.DROPPED for bucket in buckets)
-        if dropped > 2 * config.groups_per_step:
-            played = sum(len(bucket.completed) + bucket.discarded for bucket in buckets)
-            raise _lost(step, played, await store.groups.discard_reasons("train", step))
-        ready = [bucket for bucket in buckets if bucket.record.state is GroupState.READY]
-        if len(ready) == config.groups_per_step:
-            completed = [name for bucket in ready for name in bucket.completed]
-            stale = await _stale(store, completed, oldest)
+        is_open = groups.open.number("train", step)
+        states, changed = await _settle(store, config, step, oldest, dynamic, used)
+        count = Counter(states.values())
+        if count[GroupState.DROPPED] > 2 * config.groups_per_step:
+            played = sum(len(of.completed) + of.discarded for of in (await groups.played("train", [*states])).values())
+            raise _lost(step, played, await groups.discard_reasons("train", step))
+        if count[GroupState.READY] == config.groups_per_step:
+            ready = [used[index] for index, state in states.items() if state is GroupState.READY]
             return Gathered(
-                episode_ids=tuple(name for name in completed if name not in stale),
-                dropped=dropped,
-                skipped=sum(bucket.record.state is GroupState.SKIPPED for bucket in buckets),
-                discarded=sum(bucket.discarded for bucket in ready),
-                stale=len(stale),
+                episode_ids=tuple(name for of in ready for name in of.fresh),
+                dropped=count[GroupState.DROPPED],
+                skipped=count[GroupState.SKIPPED],
+                discarded=sum(of.discarded for of in ready),
+                stale=sum(len(of.stale) for of in ready),
             )
-        if any(bucket.is_open for bucket in buckets):
-            if waiting:  # a group that is done makes room for another
-                await store.groups.settled.wait(WAKE_SECONDS, seen)
-            else:
-                await store.groups.wait_settled("train", step, discarded)
-
-
-async def _buckets(store: RunStore, step: int) -> list[GroupEpisodes]:
-    """Return the groups of a step in canonical order."""
-    found = await store.groups.of_step("train", step)
-    return [GroupEpisodes(record=record, episodes=tuple(episodes)) for record, episodes in found]
+        if changed:
+            continue
+        if waiting:  # a group that is done makes room for another
+            await groups.open.settled.wait(WAKE_SECONDS, seen)
+        elif count[GroupState.OPEN]:
+            await groups.open.wait("train", step, is_open, WAKE_SECONDS)
+            await groups.open.wait("train", step, 1, GATHER_SECONDS)
 
 
 async def _register(
     store: RunStore, config: RolloutConfig, tasks_of: Callable[[int], Sequence[Task]], steps: range
 ) -> bool:
     """Register the missing groups of these steps; return whether one of them has to wait for another to end."""
-    room = None
+    alive = await store.groups.alive("train", steps)
+    missing = {due: config.groups_per_step - alive.get(due, 0) for due in steps}
+    if not (room := sum(missing.values())):
+        return False
     if config.max_open_buckets is not None:
         room = config.max_open_buckets - await store.groups.number_open("train")
-    for due in steps:
-        alive = sum(bucket.record.state not in REPLACED for bucket in await _buckets(store, due))
-        for _ in range(config.groups_per_step - alive):
-            if room is not None and room <= 0:
-                return True
-            index = await store.groups.next_index("train")
-            first, *others = tasks_of(index)
-            await store.groups.register("train", index, due, first, config.group_size, others)
-            room = None if room is None else room - 1
+    index = await store.groups.next_index("train")
+    for due, number in missing.items():
+        for piece in pieces(range(index, index + min(number, max(room, 0))), GROUPS_AT_ONCE):
+            await store.groups.register_many("train", due, await _tasks(tasks_of, piece), config.group_size)
+            index, room, number = index + len(piece), room - len(piece), number - len(piece)
+        if number:
+            return True
     return False
 
 
-async def _settle_all(
-    store: RunStore,
-    config: RolloutConfig,
-    buckets: Sequence[GroupEpisodes],
-    oldest: Mapping[str, int],
-    dynamic: DynamicSampling | None,
-) -> None:
-    """Settle the groups of a step that are complete: with dynamic sampling only up to the first one that is not."""
-    skipped = sum(bucket.record.state is GroupState.SKIPPED for bucket in buckets)
-    for bucket in buckets:
-        if bucket.record.state is not GroupState.OPEN:
-            continue
-        if not bucket.is_open:
-            left = dynamic if dynamic is not None and skipped < dynamic.most else None
-            state = await _settle(store, config, bucket, oldest, left)
-            skipped += state is GroupState.SKIPPED
-        else:
-            state = GroupState.OPEN
-        if state is GroupState.OPEN and dynamic is not None:
-            return
+async def _tasks(tasks_of: Callable[[int], Sequence[Task]], indices: Sequence[int]) -> dict[int, Sequence[Task]]:
+    """Return the tasks of groups by index, which are read from the store in a thread."""
+    return await in_thread(lambda: {index: tasks_of(index) for index in indices})
 
 
 async def _settle(
     store: RunStore,
     config: RolloutConfig,
-    bucket: GroupEpisodes,
+    step: int,
     oldest: Mapping[str, int],
     dynamic: DynamicSampling | None,
-) -> GroupState:
-    """Make a complete group READY, DROPPED or SKIPPED, unless some of its episodes have to be played again."""
-    record = bucket.record
-    stale = await _stale(store, bucket.completed, oldest)
-    fresh = len(bucket.completed) - len(stale)
-    again = config.group_size - fresh - bucket.discarded
-    if stale and again > 0:
-        names = sorted(stale)[-again:]
-        await store.groups.register_again("train", record.group_index, names)
-        for name in names:
-            await store.log.add_event("episode_stale", {"episode_id": name, "step": record.step})
-        return GroupState.OPEN
-    following = GroupState.READY if fresh >= config.min_group_size else GroupState.DROPPED
-    if following is GroupState.READY and dynamic is not None:
-        used = [name for name in bucket.completed if name not in stale]
-        following = GroupState.READY if await dynamic.teaches(used) else GroupState.SKIPPED
-    await store.groups.settle("train", record.group_index, following)
-    if following in REPLACED:
-        event = f"group_{following.value}"
-        await store.log.add_event(event, {"group_index": record.group_index, "step": record.step})
-    return following
+    used: dict[int, _Used],
+) -> tuple[dict[int, GroupState], bool]:
+    """Settle the groups of a step that are complete: with dynamic sampling only up to the first one that is not.
+
+    Returns the states of all by group index, and whether one has to be replaced now.
+    """
+    now = await store.groups.now("train", step)
+    states = {group.group_index: group.state for group in now}
+    left = [group for group in now if group.state is GroupState.OPEN]
+    in_turn = dynamic is not None
+    complete = [group.group_index for group in (takewhile(_complete, left) if in_turn else filter(_complete, left))]
+    before = [index for index, state in states.items() if state is GroupState.READY and index not in used]
+    used.update(await _played(store, before + complete, oldest))
+    skipped = sum(state is GroupState.SKIPPED for state in states.values())
+    following, again = dict[int, GroupState](), dict[int, list[str]]()
+    for index in complete:
+        of = used[index]
+        if of.stale and (short := config.group_size - len(of.fresh) - of.discarded) > 0:
+            again[index] = sorted(of.stale)[-short:]
+            if in_turn:
+                break
+            continue
+        state = GroupState.READY if len(of.fresh) >= config.min_group_size else GroupState.DROPPED
+        if state is GroupState.READY and dynamic is not None and skipped < dynamic.most:
+            state = GroupState.READY if await dynamic.teaches(of.fresh) else GroupState.SKIPPED
+        skipped += state is GroupState.SKIPPED
+        following[index] = state
+    if following:
+        await store.groups.settle("train", following)
+    if again:
+        await store.groups.register_again("train", step, again)
+    return states | following, any(state in REPLACED for state in following.values())
 
 
-async def _stale(store: RunStore, episode_ids: Sequence[str], oldest: Mapping[str, int]) -> set[str]:
-    """Return the episodes with a token of a policy of `oldest` that was sampled before that version of it."""
-    found = await store.calls.oldest_tokens(episode_ids, tuple(oldest))
-    return {name for name, by_policy in found.items() if any(n < oldest[policy] for policy, n in by_policy.items())}
+def _complete(group: GroupNow) -> bool:
+    return not group.is_open
+
+
+async def _played(store: RunStore, indices: Sequence[int], oldest: Mapping[str, int]) -> dict[int, _Used]:
+    """Return what can be used of groups that are complete, by group index.
+
+    Stale is an episode with a token of a policy of `oldest` that was sampled before that version of it.
+    """
+    if not indices:
+        return {}
+    played = await store.groups.played("train", indices)
+    found = await store.calls.oldest_tokens([name for of in played.values() for name in of.completed], tuple(oldest))
+    stale = {name for name, by_policy in found.items() if any(n < oldest[policy] for policy, n in by_policy.items())}
+    return {
+        index: _Used(
+            fresh=[name for name in of.completed if name not in stale],
+            stale=[name for name in of.completed if name in stale],
+            discarded=of.discarded,
+        )
+        for index, of in played.items()
+    }
 
 
 def _lost(step: int, played: int, reasons: Sequence[str]) -> PalestraError:

@@ -10,7 +10,7 @@ import orjson
 from sqlalchemy import BindParameter, Connection, bindparam, select
 
 from palestra.database import Database
-from palestra.database.sqlite import MOST_VALUES
+from palestra.database.sqlite import pieces
 from palestra.store.codec import chat_of, chat_row
 from palestra.store.lifecycle import held, read_episode
 from palestra.store.tables import Prepared, chats, episodes
@@ -97,11 +97,11 @@ class Calls:
 
         def query(connection: Connection) -> dict[str, dict[str, int]]:
             found: dict[str, dict[str, int]] = {}
-            for start in range(0, len(episode_ids), MOST_VALUES):
+            for piece in pieces(episode_ids):
                 wanted = (
                     select(chats.c.episode_id, chats.c.policy, chats.c.versions)
                     .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
-                    .where(chats.c.episode_id.in_(episode_ids[start : start + MOST_VALUES]))
+                    .where(chats.c.episode_id.in_(piece))
                     .where(chats.c.policy.in_(policies))
                 )
                 for name, policy, versions in connection.execute(wanted):

@@ -16,6 +16,7 @@ from palestra.store import lifecycle
 from palestra.store.casting import Casting
 from palestra.store.leases import LeaseBook
 from palestra.store.lifecycle import Claim, EpisodeEnd
+from palestra.store.open_groups import OpenGroups
 from palestra.store.run_log import insert_event
 from palestra.store.sync_lock import RolloutSyncLock
 from palestra.store.tables import episodes
@@ -36,7 +37,7 @@ class Episodes:
     Attributes:
         leases: of the episodes that are claimed now.
         available: notified when an episode can be claimed.
-        settled: notified when an episode was completed or discarded.
+        open_groups: told when an episode was completed or discarded.
         on_lease_over: called with (episode id, fence) when an episode was ended or given back.
         recent_rewards: by agent, with the episode's `players`, of the 64 training episodes that were completed last,
             oldest first.
@@ -44,7 +45,9 @@ class Episodes:
         sync_lock: keeps episodes from being claimed while it is held by a weight sync.
     """
 
-    def __init__(self, db: Database, leases: LeaseBook, rollout: RolloutConfig, clock: Clock) -> None:
+    def __init__(
+        self, db: Database, leases: LeaseBook, rollout: RolloutConfig, clock: Clock, open_groups: OpenGroups
+    ) -> None:
         """Give each claimed episode a full period of its lease, because time passed while no server was running.
 
         Args:
@@ -53,7 +56,7 @@ class Episodes:
             rollout: the limits of claims, leases and attempts.
         """
         self._db, self.leases, self._rollout, self._clock = db, leases, rollout, clock
-        self.available, self.settled = Notifier(), Notifier()
+        self.available, self.open_groups = Notifier(), open_groups
         self.on_lease_over: list[LeaseOver] = []
         self.recent_rewards: deque[tuple[Mapping[str, float], Mapping[str, str]]] = deque(maxlen=64)
         self.casting: Casting | None = None
@@ -183,7 +186,7 @@ class Episodes:
             if lifecycle.episode_kind(episode_id) == "train":
                 self.recent_rewards.append((end.rewards, completed.players))
             self._lease_over(episode_id, fence)
-            self.settled.notify()
+            self.open_groups.ended(episode_id)
         return completed is not None
 
     @shielded
@@ -287,7 +290,7 @@ class Episodes:
         if following is EpisodeState.REGISTERED:
             self.available.notify(1)
         else:
-            self.settled.notify()
+            self.open_groups.ended(episode_id)
 
     def _lease_over(self, episode_id: str, fence: int) -> None:
         """Forget a lease, call `on_lease_over`, and wake claims that a limit may have kept waiting."""

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import orjson
 import sqlalchemy as sa
 from sqlalchemy import Connection, bindparam, func, select
 
 from palestra.database import WAKE_SECONDS, Database, Notifier, shielded, to_json
+from palestra.database.sqlite import pieces
 from palestra.store.codec import chat_row, episode_of, rewards_to_json
 from palestra.store.lifecycle import episode_name
+from palestra.store.open_groups import OpenGroups
+from palestra.store.run_log import insert_event
 from palestra.store.tables import chats, episodes, groups
+from palestra.types.clock import Clock
 from palestra.types.progress import GroupRecord
 from palestra.types.records import EpisodeKind, EpisodeRecord, RecordedEpisode, Task
 from palestra.types.states import REPLACED, EpisodeState, GroupState, check_transition
 
 OPEN_STATES = (EpisodeState.REGISTERED, EpisodeState.CLAIMED)
 SETTLED_STATES = (EpisodeState.COMPLETED, EpisodeState.DISCARDED)
-_OPEN_OF_STEP = (
-    select(episodes.c.episode_id)
-    .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
-    .where(
-        episodes.c.state == bindparam("state"),
-        episodes.c.kind == bindparam("kind"),
-        groups.c.step == bindparam("step"),
-    )
-    .limit(1)
+_OF_GROUP = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
+_IS_OPEN = sa.exists().where(_OF_GROUP, episodes.c.state.in_([state.value for state in OPEN_STATES]))
+_OF_STEP = (
+    select(groups.c.group_index, groups.c.state, _IS_OPEN)
+    .where(groups.c.kind == bindparam("kind"), groups.c.step == bindparam("step"))
+    .order_by(groups.c.group_index)
+)
+_OPEN = (
+    select(groups.c.kind, groups.c.step, groups.c.group_index, func.count())
+    .join(episodes, _OF_GROUP)
+    .where(episodes.c.state.in_([state.value for state in OPEN_STATES]))
+    .group_by(groups.c.kind, groups.c.group_index)
 )
 _SETTLED_OF_STEP = (
     select(
         func.count().filter(episodes.c.state.in_([state.value for state in SETTLED_STATES])),
         func.count(),
     )
-    .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
+    .join(groups, _OF_GROUP)
     .where(
         episodes.c.kind == bindparam("kind"),
         groups.c.step == bindparam("step"),
@@ -43,10 +51,25 @@ _SETTLED_OF_STEP = (
 _REPLIES_OF_STEP = (
     select(func.count(), func.count().filter(chats.c.finish_reason == "length"))
     .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
-    .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
+    .join(groups, _OF_GROUP)
     .where(groups.c.kind == bindparam("kind"), groups.c.step == bindparam("step"))
 )
-_COUNT = select(func.count()).where(episodes.c.state == bindparam("state"), episodes.c.kind == bindparam("kind"))
+MOST_ADDED = 512  # episodes that one transaction registers, while all other changes wait
+
+
+class GroupNow(NamedTuple):
+    """A group of a step; `is_open` says whether one of its episodes may still be completed."""
+
+    group_index: int
+    state: GroupState
+    is_open: bool
+
+
+class Played(NamedTuple):
+    """The ids of a group's completed episodes, by sample index, and the number of those that were discarded."""
+
+    completed: list[str]
+    discarded: int
 
 
 class Groups:
@@ -56,68 +79,80 @@ class Groups:
 
     Attributes:
         available: notified when episodes can be claimed.
-        settled: notified when an episode was completed or discarded.
+        open: the groups of which an episode may still be completed.
     """
 
-    def __init__(self, db: Database, available: Notifier, settled: Notifier) -> None:
-        self._db, self.available, self.settled = db, available, settled
+    def __init__(self, db: Database, clock: Clock, available: Notifier, open_groups: OpenGroups) -> None:
+        self._db, self._clock, self.available, self.open = db, clock, available, open_groups
 
-    @shielded
-    async def register(
-        self, kind: EpisodeKind, group_index: int, step: int, task: Task, size: int, others: Sequence[Task] = ()
-    ) -> None:
-        """Register a group and its episodes; a group that exists already is not changed.
+    async def register(self, kind: EpisodeKind, group_index: int, step: int, task: Task, size: int) -> None:
+        """Register one group, whose episodes all play one task; see `register_many`."""
+        await self.register_many(kind, step, {group_index: (task,)}, size)
 
-        Args:
-            group_index: position of the group in the canonical order of its kind.
-            step: train: the step that trains on it; validation: the number of steps after which it is scored.
-            task: what its episodes play; the group's name in lists.
-            others: further tasks, which its episodes play in turn with `task`.
-        """
-        tasks = (task, *others)
-
-        def register(connection: Connection) -> int:
-            """Return how many episodes were added."""
-            where = (groups.c.kind == kind, groups.c.group_index == group_index)
-            if connection.execute(select(groups.c.size).where(*where)).first():
-                return 0
-            connection.execute(
-                groups.insert(),
-                {
-                    "kind": kind,
-                    "group_index": group_index,
-                    "step": step,
-                    "task_id": task.task_id,
-                    "size": size,
-                    "state": GroupState.OPEN.value,
-                },
-            )
-            data = [(one.task_id, to_json(one.data)) for one in tasks]
-            _add_episodes(connection, kind, group_index, 0, [data[sample % len(data)] for sample in range(size)])
-            return size
-
-        self.available.notify(await self._db.write(register))
-
-    @shielded
-    async def register_again(self, kind: EpisodeKind, group_index: int, names: Sequence[str]) -> None:
-        """Add an episode of the same task for each of some episodes of a group that can't be used.
+    async def register_many(self, kind: EpisodeKind, step: int, tasks: Mapping[int, Sequence[Task]], size: int) -> None:
+        """Register groups and their episodes, a piece at a time; a group that exists already is not changed.
 
         Args:
-            names: ids of these episodes.
+            step: train: the step that trains on them; validation: the number of steps after which they are scored.
+            tasks: what the episodes of a group play in turn, by the group's position in the canonical order of its
+                kind. The first task is the group's name in lists.
+            size: number of episodes of each group.
         """
+        for piece in pieces(list(tasks.items()), max(1, MOST_ADDED // size)):
+            await self._register(kind, step, dict(piece), size)
+
+    @shielded
+    async def _register(self, kind: EpisodeKind, step: int, tasks: Mapping[int, Sequence[Task]], size: int) -> None:
+        def register(connection: Connection) -> list[int]:
+            """Return which groups were added."""
+            where = (groups.c.kind == kind, groups.c.group_index.in_(tasks))
+            known = set(connection.execute(select(groups.c.group_index).where(*where)).scalars())
+            new = {index: of_group for index, of_group in tasks.items() if index not in known}
+            if new:
+                values = {"kind": kind, "step": step, "size": size, "state": GroupState.OPEN.value}
+                named = [values | {"group_index": i, "task_id": of_group[0].task_id} for i, of_group in new.items()]
+                connection.execute(groups.insert(), named)
+            rows = []
+            for index, of_group in new.items():
+                data = [(one.task_id, to_json(one.data)) for one in of_group]
+                rows += [_new_episode(kind, index, sample, *data[sample % len(data)]) for sample in range(size)]
+            if rows:
+                connection.execute(episodes.insert(), rows)
+            return list(new)
+
+        added = await self._db.write(register)
+        for index in added:
+            self.open.add(kind, step, index, size)
+        self.available.notify(len(added) * size)
+
+    @shielded
+    async def register_again(self, kind: EpisodeKind, step: int, names: Mapping[int, Sequence[str]]) -> None:
+        """Add an episode of the same task for each episode that is too stale, with an event `episode_stale`.
+
+        Args:
+            step: of the groups.
+            names: ids of these episodes, by group index.
+        """
+        now = self._clock.now()
 
         def add(connection: Connection) -> None:
-            members = connection.execute(
-                select(episodes.c.episode_id, episodes.c.sample_index, episodes.c.task_id, episodes.c.task_data)
-                .where(episodes.c.kind == kind, episodes.c.group_index == group_index)
-                .order_by(episodes.c.sample_index)
-            ).all()
-            tasks = {row.episode_id: (row.task_id, row.task_data) for row in members}
-            first = members[-1].sample_index + 1
-            _add_episodes(connection, kind, group_index, first, [tasks[name] for name in names])
+            for index, of_group in names.items():
+                members = connection.execute(
+                    select(episodes.c.episode_id, episodes.c.sample_index, episodes.c.task_id, episodes.c.task_data)
+                    .where(episodes.c.kind == kind, episodes.c.group_index == index)
+                    .order_by(episodes.c.sample_index)
+                ).all()
+                tasks = {row.episode_id: (row.task_id, row.task_data) for row in members}
+                new = enumerate(of_group, members[-1].sample_index + 1)
+                rows = [_new_episode(kind, index, sample, *tasks[name]) for sample, name in new]
+                connection.execute(episodes.insert(), rows)
+                for name in of_group:
+                    insert_event(connection, "episode_stale", {"episode_id": name, "step": step}, now)
 
         await self._db.write(add)
-        self.available.notify(len(names))
+        for index, of_group in names.items():
+            self.open.add(kind, step, index, len(of_group))
+        self.available.notify(sum(map(len, names.values())))
 
     @shielded
     async def register_recorded(self, group_index: int, step: int, recorded: RecordedEpisode) -> None:
@@ -158,7 +193,6 @@ class Groups:
                 connection.execute(chats.insert(), [chat_row(call) | {"episode_id": name} for call in recorded.calls])
 
         await self._db.write(register)
-        self.settled.notify()
 
     async def of_step(self, kind: EpisodeKind, step: int) -> list[tuple[GroupRecord, list[EpisodeRecord]]]:
         """Return the groups of a step in canonical order, each with its episodes."""
@@ -190,7 +224,7 @@ class Groups:
         wanted = (
             select(chats.c.versions)
             .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
-            .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
+            .join(groups, _OF_GROUP)
             .where(groups.c.kind == "train", groups.c.step >= steps.start, groups.c.step < steps.stop)
             .where(episodes.c.state == EpisodeState.COMPLETED.value, chats.c.policy.in_(policies))
         )
@@ -201,15 +235,11 @@ class Groups:
 
         return await self._db.read(query)
 
-    async def discarded(self, kind: EpisodeKind) -> int:
-        """Return how many episodes of this kind were discarded, over the whole run."""
-        return await self._db.read(lambda connection: _discarded(connection, kind))
-
     async def discard_reasons(self, kind: EpisodeKind, step: int) -> list[str]:
         """Return why each discarded episode of a step was discarded, dropped groups included."""
         wanted = (
             select(episodes.c.reason)
-            .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
+            .join(groups, _OF_GROUP)
             .where(episodes.c.kind == kind, groups.c.step == step, episodes.c.state == EpisodeState.DISCARDED.value)
             .order_by(episodes.c.group_index, episodes.c.sample_index)
         )
@@ -227,42 +257,83 @@ class Groups:
         )
         return await self._db.read(lambda connection: int(connection.execute(wanted).scalar_one()))
 
-    async def wait_settled(self, kind: EpisodeKind, step: int, discarded: int) -> None:
-        """Return when no episode of a step is open, or when an episode of its kind was discarded.
+    async def now(self, kind: EpisodeKind, step: int) -> list[GroupNow]:
+        """Return the states of the groups of a step in canonical order."""
+
+        def query(connection: Connection) -> list[GroupNow]:
+            found = connection.execute(_OF_STEP, {"kind": kind, "step": step})
+            return [GroupNow(index, GroupState(state), bool(is_open)) for index, state, is_open in found]
+
+        return await self._db.read(query)
+
+    async def alive(self, kind: EpisodeKind, steps: range) -> dict[int, int]:
+        """Return how many groups of some steps were not replaced, by step; without those that have none."""
+        wanted = (
+            select(groups.c.step, func.count())
+            .where(groups.c.kind == kind, groups.c.step >= steps.start, groups.c.step < steps.stop)
+            .where(groups.c.state.not_in([state.value for state in REPLACED]))
+            .group_by(groups.c.step)
+        )
+        return await self._db.read(lambda connection: {step: n for step, n in connection.execute(wanted)})
+
+    async def played(self, kind: EpisodeKind, indices: Sequence[int]) -> dict[int, Played]:
+        """Return what was played of groups, by group index."""
+
+        def query(connection: Connection) -> dict[int, Played]:
+            found = {index: Played([], 0) for index in indices}
+            for piece in pieces(indices):
+                wanted = (
+                    select(episodes.c.group_index, episodes.c.episode_id, episodes.c.state)
+                    .where(episodes.c.kind == kind, episodes.c.group_index.in_(piece))
+                    .order_by(episodes.c.group_index, episodes.c.sample_index)
+                )
+                for index, name, state in connection.execute(wanted):
+                    if state == EpisodeState.COMPLETED:
+                        found[index].completed.append(name)
+                    elif state == EpisodeState.DISCARDED:
+                        found[index] = found[index]._replace(discarded=found[index].discarded + 1)
+            return found
+
+        return await self._db.read(query)
+
+    async def wait_settled(self, kind: EpisodeKind, step: int) -> None:
+        """Return when no episode of a step is open."""
+        while any(group.is_open for group in await self.now(kind, step)):
+            await self.open.wait(kind, step, 1, WAKE_SECONDS)
+
+    async def settle(self, kind: EpisodeKind, following: Mapping[int, GroupState]) -> None:
+        """Move groups from OPEN to READY, DROPPED or SKIPPED, in one transaction.
+
+        A group that is in that state already is not changed. Of one that is to be replaced there is an event
+        `group_dropped` or `group_skipped`.
 
         Args:
-            discarded: how many episodes of this kind were discarded when the caller last read it; another number ends
-                the wait, because a group may have to be replaced.
-        """
-
-        def query(connection: Connection) -> tuple[bool, int]:
-            is_open = any(
-                connection.execute(_OPEN_OF_STEP, {"kind": kind, "step": step, "state": state.value}).first()
-                for state in OPEN_STATES
-            )
-            return is_open, _discarded(connection, kind)
-
-        while True:
-            seen = self.settled.count
-            is_open, now = await self._db.read(query)
-            if not is_open or now != discarded:
-                return
-            await self.settled.wait(WAKE_SECONDS, seen)
-
-    async def settle(self, kind: EpisodeKind, group_index: int, following: GroupState) -> None:
-        """Move a group from OPEN to READY, DROPPED or SKIPPED; does nothing if the group is already in that state.
+            following: the state of each group, by its index.
 
         Raises:
-            IllegalTransition: the group was settled in the other way.
+            IllegalTransition: a group was settled in another way; none is changed.
         """
+        now = self._clock.now()
 
         def change(connection: Connection) -> None:
-            where = (groups.c.kind == kind, groups.c.group_index == group_index)
-            current = GroupState(connection.execute(select(groups.c.state).where(*where)).scalar_one())
-            if current is following:
-                return
-            check_transition(f"group {kind} {group_index}", current, following)
-            connection.execute(sa.update(groups).where(*where).values(state=following.value))
+            of_kind = groups.c.kind == kind
+            known = select(groups.c.group_index, groups.c.step, groups.c.state).where(of_kind)
+            changed = [
+                row
+                for piece in pieces(list(following))
+                for row in connection.execute(known.where(groups.c.group_index.in_(piece)))
+                if row.state != following[row.group_index]
+            ]
+            for row in changed:
+                check_transition(f"group {kind} {row.group_index}", GroupState(row.state), following[row.group_index])
+            for state in sorted(set(following.values())):
+                for piece in pieces([row.group_index for row in changed if following[row.group_index] is state]):
+                    which = (of_kind, groups.c.group_index.in_(piece))
+                    connection.execute(sa.update(groups).where(*which).values(state=state.value))
+            for row in changed:
+                if (state := following[row.group_index]) in REPLACED:
+                    data = {"group_index": row.group_index, "step": row.step}
+                    insert_event(connection, f"group_{state.value}", data, now)
 
         await self._db.write(change)
 
@@ -303,27 +374,18 @@ def _of_step(connection: Connection, kind: EpisodeKind, step: int) -> list[tuple
     return [(record, members[record.group_index]) for record in records]
 
 
-def _discarded(connection: Connection, kind: EpisodeKind) -> int:
-    """Return how many episodes of this kind were discarded."""
-    return int(connection.execute(_COUNT, {"kind": kind, "state": EpisodeState.DISCARDED.value}).scalar_one())
+def open_groups(connection: Connection) -> OpenGroups:
+    """Return the groups of a store of which an episode may still be completed."""
+    return OpenGroups((kind, step, index, number) for kind, step, index, number in connection.execute(_OPEN))
 
 
-def _add_episodes(
-    connection: Connection, kind: EpisodeKind, group_index: int, first: int, tasks: Sequence[tuple[str, str]]
-) -> None:
-    """Insert registered episodes into a group."""
-    connection.execute(
-        episodes.insert(),
-        [
-            {
-                "episode_id": episode_name(kind, group_index, sample),
-                "kind": kind,
-                "group_index": group_index,
-                "sample_index": sample,
-                "task_id": task_id,
-                "task_data": task_data,
-                "state": EpisodeState.REGISTERED.value,
-            }
-            for sample, (task_id, task_data) in enumerate(tasks, first)
-        ],
-    )
+def _new_episode(kind: EpisodeKind, group_index: int, sample: int, task_id: str, task_data: str) -> dict[str, Any]:
+    return {
+        "episode_id": episode_name(kind, group_index, sample),
+        "kind": kind,
+        "group_index": group_index,
+        "sample_index": sample,
+        "task_id": task_id,
+        "task_data": task_data,
+        "state": EpisodeState.REGISTERED.value,
+    }

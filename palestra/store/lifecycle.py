@@ -68,7 +68,12 @@ def episode_name(kind: EpisodeKind, group_index: int, sample_index: int) -> str:
         group_index: position of its group in the canonical order of its kind.
         sample_index: position of the episode in its group.
     """
-    return f"{kind}-{group_index:06d}-{sample_index:02d}"
+    return f"{group_name(kind, group_index)}-{sample_index:02d}"
+
+
+def group_name(kind: EpisodeKind, group_index: int) -> str:
+    """Return with what the ids of a group's episodes begin."""
+    return f"{kind}-{group_index:06d}"
 
 
 def episode_kind(episode_id: str) -> str:

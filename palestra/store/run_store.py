@@ -26,7 +26,7 @@ from palestra.pictures.limits import PictureLimits
 from palestra.store import tables
 from palestra.store.calls import Calls
 from palestra.store.episodes import Episodes
-from palestra.store.groups import Groups
+from palestra.store.groups import Groups, open_groups
 from palestra.store.leases import LeaseBook
 from palestra.store.run_log import RunLog
 from palestra.store.tasks import Tasks
@@ -206,7 +206,7 @@ def open_run_store(
     db = Database(backend, tables.SCHEMA)
     try:
         leases = LeaseBook(clock, rollout.max_episode_seconds)
-        episodes = Episodes(db, leases, rollout, clock)
+        episodes = Episodes(db, leases, rollout, clock, db.query(open_groups))
     except BaseException:
         db.close()
         raise
@@ -217,7 +217,7 @@ def open_run_store(
         tasks=Tasks(db),
         episodes=episodes,
         calls=Calls(db),
-        groups=Groups(db, episodes.available, episodes.settled),
+        groups=Groups(db, clock, episodes.available, episodes.open_groups),
         trained=TrainedTokens(db),
         log=RunLog(db, clock),
         pictures=_pictures(path.parent / FOLDER, pictures or PicturesConfig(), clock),

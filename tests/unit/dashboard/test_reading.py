@@ -200,7 +200,7 @@ async def test_what_no_batch_will_ever_have_is_not_said_to_wait_for_one(tmp_path
         second = await store.episodes.claim("w", "more1", None, "train-000003-01")
         await store.episodes.abort(second.episode_id, second.fence, "not_scored: None", True)
         if state is not None:
-            await store.groups.settle("train", 3, state)
+            await store.groups.settle("train", {3: state})
     found = {name: episode_answer(run, read_reading(run, name)).why for name in (first.episode_id, second.episode_id)}
     assert why in found[first.episode_id]
     assert found[second.episode_id] == "not trained: it was discarded (not_scored: None)"

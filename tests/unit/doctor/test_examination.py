@@ -220,7 +220,7 @@ async def test_a_group_that_was_dropped_says_nothing_of_opponents_as_in_the_runn
             await store.episodes.end(
                 claimed.episode_id, claimed.fence, EpisodeEnd(rewards={"a": sample % 2, "b": sample % 2})
             )
-        await store.groups.settle("train", 9, GroupState.DROPPED)
+        await store.groups.settle("train", {9: GroupState.DROPPED})
     with browse(tmp_path / "run.db") as connection:
         facts = store_facts(connection)
         told = opponent_facts(connection, [3])[3]

@@ -141,13 +141,13 @@ async def test_groups_of_later_steps_are_registered_and_do_not_hold_up_this_one(
 async def test_no_more_groups_are_open_at_once_than_the_job_allows(store):
     limited = CONFIG.model_copy(update={"max_open_buckets": 1, "groups_per_step": 3})
     most, players = [], Players(store)
-    register = store.groups.register
+    register = store.groups.register_many
 
     async def watched(*arguments):
         await register(*arguments)
         most.append(await store.groups.number_open("train"))
 
-    store.groups.register = watched
+    store.groups.register_many = watched
     playing = asyncio.ensure_future(players.play())
     found = await asyncio.wait_for(gather(store, 1, 0, limited), 10)
     playing.cancel()

@@ -34,7 +34,7 @@ async def played(store, step: int, rewards, groups: int = 12, ready: bool = True
             given = rewards(episode.players["opponent"])
             await store.episodes.end(episode.episode_id, episode.fence, EpisodeEnd(rewards=given))
         if ready:
-            await store.groups.settle("train", index, GroupState.READY)
+            await store.groups.settle("train", {index: GroupState.READY})
     return found
 
 

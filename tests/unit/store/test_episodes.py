@@ -284,10 +284,10 @@ async def test_a_group_of_another_step_in_between_is_left_out(store):
 
 async def test_a_group_is_settled_once(store):
     await register(store)
-    await store.groups.settle("train", 0, GroupState.READY)
-    await store.groups.settle("train", 0, GroupState.READY)
+    await store.groups.settle("train", {0: GroupState.READY})
+    await store.groups.settle("train", {0: GroupState.READY})
     with pytest.raises(IllegalTransition):
-        await store.groups.settle("train", 0, GroupState.DROPPED)
+        await store.groups.settle("train", {0: GroupState.DROPPED})
     assert (await store.groups.of_step("train", 1))[0][0].state is GroupState.READY
 
 

@@ -43,7 +43,7 @@ async def test_registering_and_giving_back_ring_that_an_episode_is_available(sto
 async def test_ending_and_discarding_ring_that_something_is_settled(store, how):
     await store.groups.register("train", 0, 1, TASK, 1)
     await store.episodes.claim("w", "r", None)
-    task = waiting(store.episodes.settled)
+    task = waiting(store.groups.open.settled)
     await settle()
     if how == "end":
         await store.episodes.end(EPISODE, 1, EpisodeEnd(rewards={"agent": 1.0}))
@@ -118,10 +118,10 @@ async def test_an_episode_claimed_by_a_worker_that_died_meanwhile_is_given_back_
 async def test_an_end_whose_caller_went_away_meanwhile_is_an_end_like_any_other(store, clock, how):
     told: list[tuple[str, int]] = []
     store.episodes.on_lease_over.append(lambda e, f: told.append((e, f)))
-    await store.groups.register("train", 0, 1, TASK, 2)
+    await store.groups.register_many("train", 1, {0: (TASK,), 1: (TASK,)}, 1)
     for request in "rs":
         await store.episodes.claim("w", request, None)
-    settled, available = waiting(store.episodes.settled), waiting(store.episodes.available)
+    settled, available = waiting(store.groups.open.settled), waiting(store.episodes.available)
     if how == "end":
         await gone_in_the_middle_of(store, store.episodes.end(EPISODE, 1, EpisodeEnd(rewards={"agent": 1.0})))
         await asyncio.wait_for(settled, 1)
@@ -133,7 +133,7 @@ async def test_an_end_whose_caller_went_away_meanwhile_is_an_end_like_any_other(
     assert told == [(EPISODE, 1)]
     clock.advance(60)
     assert await store.episodes.expire_leases() == 1  # the other one; the first is over
-    assert told[1:] == [("train-000000-01", 1)]
+    assert told[1:] == [("train-000001-00", 1)]
 
 
 async def test_one_lease_that_can_not_be_given_back_does_not_keep_the_others(store, clock):
