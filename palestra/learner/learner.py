@@ -295,7 +295,7 @@ class Learner:
         with self._run.progress.inside(Part.TRAINER):
             row = await self._update(manifest.step, trajectories)
         row |= {"rollout/sampled_tokens": float(self._budget.sampled)}
-        row |= role_metrics(trajectories, self._run.policies.roles)
+        row |= await in_thread(lambda: role_metrics(trajectories, self._run.policies.roles))
         started = time.monotonic()
         await self._publish(self._due(manifest.step))
         row["time/publish_seconds"] = time.monotonic() - started
@@ -328,7 +328,7 @@ class Learner:
                 found = await update.train(step, batches[name])
                 seconds += found["time/train_seconds"]
             else:
-                found = update.metrics_of(trajectories)
+                found = await in_thread(partial(update.metrics_of, trajectories))
             row |= by_policy(found, name) if self._run.policies.roles.rivals else found
         self._run.progress.staleness = dict(ages)  # number of trained tokens of all policies by age
         return row | {"time/train_seconds": seconds}

@@ -259,19 +259,12 @@ class PolicyUpdate:
         forward: ForwardOutputs = {}
         if (needs := self._algorithm.needs | self._regularization.outputs) and batch.samples:
             forward = await self._forward(batch, needs)
-        if batch.samples:
-            batch = batch.with_token_rewards(self._regularization.token_rewards(batch.samples, forward))
-        critic, remembered = self._algorithm.critic, self._algorithm.state()
+        critic = self._algorithm.critic
         waits = critic is not None and self._config.policies[self._policy].updates.until(step) <= critic.warmup_steps
-        advantages = await asyncio.to_thread(self._algorithm.advantages, batch.groups, forward)
-        if waits:
-            # What follows the policy, such as a tuned temperature, would run away while the policy is not trained.
-            self._algorithm.restore(remembered)
-        # The loss of this step has the coefficient from before, with which its rewards were made as well.
+        # The loss of this step has the coefficient from before, with which its rewards are made as well.
         loss = self._regularization.add_to(self._loss)
-        measured = self._regularization.adapt(batch.samples, forward)
-        batch = batch.with_advantages(advantages, forward)
-        batch = await self._without(step, batch, batch.advantage_problems())
+        batch, measured, problems = await asyncio.to_thread(self._with_advantages, batch, forward, waits)
+        batch = await self._without(step, batch, problems)
         row = batch.metrics | dict.fromkeys(COUNTS, 0.0)
         row |= {f"train/{name}": value for name, value in measured.items() if math.isfinite(value)}
         if batch.samples and critic is not None:
@@ -279,6 +272,24 @@ class PolicyUpdate:
         if batch.samples and not waits:
             row |= await self._update(step, batch, loss, request)
         return row
+
+    def _with_advantages(
+        self, batch: Batch, forward: ForwardOutputs, waits: bool
+    ) -> tuple[Batch, dict[str, float], dict[str, str]]:
+        """Return the batch with its advantages, what the regularization has measured, and why episodes can't be used.
+
+        In a thread of its own. `waits` says whether the policy is not trained yet.
+        """
+        if batch.samples:
+            batch = batch.with_token_rewards(self._regularization.token_rewards(batch.samples, forward))
+        remembered = self._algorithm.state()
+        advantages = self._algorithm.advantages(batch.groups, forward)
+        if waits:
+            # What follows the policy, such as a tuned temperature, would run away while the policy is not trained.
+            self._algorithm.restore(remembered)
+        measured = self._regularization.adapt(batch.samples, forward)
+        batch = batch.with_advantages(advantages, forward)
+        return batch, measured, batch.advantage_problems()
 
     async def _forward(self, batch: Batch, needs: frozenset[ForwardOutput]) -> ForwardOutputs:
         """Return outputs for the rows: of the trainer, and those of a teacher on another server."""
@@ -296,11 +307,11 @@ class PolicyUpdate:
             data = {"step": step, "episode_id": episode_id, "reason": reason}
             whose = {"policy": self._policy} if len(self._config.policies) > 1 else {}
             await self._run.event("episode_untrainable", data | whose)
-        return batch.without(problems.keys(), self._trainer.version(self._policy))
+        return await asyncio.to_thread(batch.without, problems.keys(), self._trainer.version(self._policy))
 
     async def _update_critic(self, step: int, batch: Batch, critic: CriticUpdate, request: str) -> dict[str, float]:
         """Update the critic, and return its metrics by full name."""
-        taught = batch.of_critic()
+        taught = await asyncio.to_thread(batch.of_critic)
         if not taught.samples:
             return {}
         rate = self._budget.learning_rate(critic.optimizer, step)
@@ -350,7 +361,8 @@ class PolicyUpdate:
             # The parts follow from the seed and the step alone, so that a step that is repeated makes the same updates.
             draw = np.random.default_rng((self._config.seed, step, epoch))
             last = []
-            for number, samples in enumerate(batch.parts(algorithm.minibatches, algorithm.loss_agg_mode, draw)):
+            parts = await asyncio.to_thread(batch.parts, algorithm.minibatches, algorithm.loss_agg_mode, draw)
+            for number, samples in enumerate(parts):
                 name = f"{request}{whose} epoch {epoch}" + (f" part {number}" if algorithm.minibatches > 1 else "")
                 wanted = recorded and epoch == 0
                 report = await self._trainer.forward_backward(self._policy, samples, loss, f"{name} gradient", wanted)

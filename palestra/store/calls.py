@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import Future
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -18,6 +19,8 @@ from palestra.types.calls import Chat
 from palestra.types.records import EpisodeRecord, TimeStep, Trajectory
 from palestra.types.states import EpisodeState
 from palestra.types.steps import StepTimes
+
+READ_AT_ONCE = 32  # trajectories
 
 _LEASE: dict[str, BindParameter[Any]] = {"episode_id": bindparam("episode_id"), "fence": bindparam("fence")}
 _INSERT_IF_HELD = Prepared(
@@ -80,7 +83,13 @@ class Calls:
         Raises:
             NotFound: one of them does not exist.
         """
-        return await self._db.read(lambda connection: [read_trajectory(connection, name) for name in episode_ids])
+
+        def read(connection: Connection, piece: Sequence[str]) -> list[Trajectory]:
+            return [read_trajectory(connection, name) for name in piece]
+
+        # In pieces, because other tasks wait for the connection.
+        found = [await self._db.read(partial(read, piece=piece)) for piece in pieces(episode_ids, READ_AT_ONCE)]
+        return [trajectory for piece in found for trajectory in piece]
 
     async def oldest_tokens(self, episode_ids: Sequence[str], policies: Sequence[str]) -> dict[str, dict[str, int]]:
         """Return for each episode and policy the `n` of the oldest version that sampled a token under its last lease.
@@ -95,23 +104,25 @@ class Calls:
             By episode id and policy; without episodes and policies that have no token.
         """
 
-        def query(connection: Connection) -> dict[str, dict[str, int]]:
+        def query(connection: Connection, piece: Sequence[str]) -> dict[str, dict[str, int]]:
             found: dict[str, dict[str, int]] = {}
-            for piece in pieces(episode_ids):
-                wanted = (
-                    select(chats.c.episode_id, chats.c.policy, chats.c.versions)
-                    .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
-                    .where(chats.c.episode_id.in_(piece))
-                    .where(chats.c.policy.in_(policies))
-                )
-                for name, policy, versions in connection.execute(wanted):
-                    oldest = min((n for _, n, _ in orjson.loads(versions)), default=None)
-                    if oldest is not None:
-                        by_policy = found.setdefault(name, {})
-                        by_policy[policy] = min(oldest, by_policy.get(policy, oldest))
+            wanted = (
+                select(chats.c.episode_id, chats.c.policy, chats.c.versions)
+                .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
+                .where(chats.c.episode_id.in_(piece))
+                .where(chats.c.policy.in_(policies))
+            )
+            for name, policy, versions in connection.execute(wanted):
+                oldest = min((n for _, n, _ in orjson.loads(versions)), default=None)
+                if oldest is not None:
+                    by_policy = found.setdefault(name, {})
+                    by_policy[policy] = min(oldest, by_policy.get(policy, oldest))
             return found
 
-        return await self._db.read(query)
+        found: dict[str, dict[str, int]] = {}
+        for piece in pieces(episode_ids):
+            found |= await self._db.read(partial(query, piece=piece))
+        return found
 
 
 def read_trajectory(connection: Connection, episode_id: str) -> Trajectory:

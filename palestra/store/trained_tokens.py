@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, bindparam, select
 
 from palestra.database import Database
+from palestra.database.sqlite import pieces
 from palestra.store.codec import pack_array, unpack
 from palestra.store.tables import Prepared, trained_tokens
 from palestra.types.calls import Floats
@@ -43,30 +44,23 @@ class TrainedTokens:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    async def record(self, step: int, calls: Iterable[TrainedCall], steps: int) -> None:
+    async def record(self, step: int, calls: Sequence[TrainedCall], steps: int) -> None:
         """Record calls of a step, in place of what an earlier attempt at the step has recorded of them.
 
         Args:
             calls: of the episodes of the step's manifest.
             steps: how many of the newest steps are kept; at least 1.
         """
-        rows = [
-            {
-                "step": step,
-                "episode_id": one.episode_id,
-                "idx": one.index,
-                "start": one.start,
-                "logprobs": pack_array(one.logprobs, "f4"),
-            }
-            for one in calls
-        ]
+        for piece in pieces(calls):
 
-        def put(connection: Connection) -> None:
-            for row in rows:
-                _PUT.change(connection, row)
-            connection.execute(sa.delete(trained_tokens).where(trained_tokens.c.step <= step - steps))
+            def put(connection: Connection, piece: Sequence[TrainedCall] = piece) -> None:
+                for one in piece:
+                    values = {"step": step, "episode_id": one.episode_id, "idx": one.index, "start": one.start}
+                    _PUT.change(connection, values | {"logprobs": pack_array(one.logprobs, "f4")})
 
-        await self._db.write(put)
+            await self._db.write(put)
+        early = sa.delete(trained_tokens).where(trained_tokens.c.step <= step - steps)
+        await self._db.write(lambda connection: connection.execute(early))
 
 
 def read_trained(connection: Connection, step: int, episode_id: str) -> dict[int, TrainedCall]:

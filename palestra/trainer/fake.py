@@ -20,6 +20,7 @@ from palestra.algorithms.losses import build_loss
 from palestra.errors import ConfigError, NotFound
 from palestra.faults import fault_point
 from palestra.models.weights import LocalWeights, WeightSource
+from palestra.threads import in_thread
 from palestra.trainer import checkpoint
 from palestra.trainer.base import (
     CRITIC_METRICS,
@@ -130,7 +131,7 @@ class FakeTrainer:
         reference = REFERENCE_METRICS if batch and batch[0].reference_logprobs is not None else ()
         metrics = (*(CRITIC_METRICS if network == "critic" else (*TRAINER_METRICS, *reference)), *built.metrics)
 
-        async def work() -> StepReport:
+        def work() -> StepReport:
             digest = hashlib.sha256(mine.gradients[network].encode())
             if loss.kl_coefficient or loss.entropy_coefficient:
                 digest.update(loss.model_dump_json().encode())
@@ -156,14 +157,14 @@ class FakeTrainer:
                 logprobs=tuple(np.where(row.loss_mask, row.logprobs, np.nan) for row in batch) if logprobs else None,
             )
 
-        return await self._serial.run_idempotent(policy, request_id, work)
+        return await self._serial.run_idempotent(policy, request_id, lambda: in_thread(work))
 
     async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
         """Find episodes of `batch` with numbers that are not finite; see `Trainer.untrainable`.
 
         `policy` and `request_id` are not used, because without a model there are no grammars to walk.
         """
-        return record_problems(batch)
+        return await in_thread(lambda: record_problems(batch))
 
     async def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
         """Raise ConfigError: without a model there are no tokens.

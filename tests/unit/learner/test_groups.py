@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
 from palestra.config import RolloutConfig
 from palestra.errors import EngineFailure, EpisodesLost
+from palestra.learner import groups
 from palestra.learner.groups import DynamicSampling, gather_groups
 from palestra.learner.schedule import TaskOrder
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.calls import PolicyVersion, VersionSpan
 from palestra.types.records import Task
+from palestra.types.states import GroupState
 from unit.building import make_chat
 
 CONFIG = RolloutConfig(group_size=3, groups_per_step=2, min_group_size=2)
@@ -64,8 +67,8 @@ async def test_a_step_is_made_of_full_groups_in_canonical_order(store):
 
 async def test_groups_get_their_tasks_in_order(store):
     await gathered(store)
-    groups = await store.groups.of_step("train", 1)
-    assert [record.task_id for record, _ in groups] == [ORDER.task(0).task_id, ORDER.task(1).task_id]
+    found = await store.groups.of_step("train", 1)
+    assert [record.task_id for record, _ in found] == [ORDER.task(0).task_id, ORDER.task(1).task_id]
 
 
 async def test_a_group_that_lost_few_is_trained_with_its_remainder(store):
@@ -306,3 +309,71 @@ async def test_an_engine_that_fails_every_episode_is_an_engine_failure(store):
         await store.episodes.abort(claim.episode_id, claim.fence, "engine_failed: no memory", discard=True)
     with pytest.raises(EngineFailure, match="failed: no memory"):
         await asyncio.wait_for(gathering, 10)
+
+
+# Many groups
+
+
+async def test_commits_do_not_grow_with_the_groups_and_tasks_are_not_read_by_the_event_loop(store):
+    loop, threads, before = threading.get_ident(), set(), store.db.commits
+
+    def tasks_of(index: int):
+        threads.add(threading.get_ident())
+        return ORDER.group(index)
+
+    many = CONFIG.model_copy(update={"groups_per_step": 200, "group_size": 1, "min_group_size": 1})
+    gathering = asyncio.ensure_future(gather_groups(store, many, tasks_of, 1, 1, {"policy": 0}))
+    while await store.groups.next_index("train") < 200:
+        await asyncio.sleep(0)
+    assert store.db.commits - before <= 8
+    assert loop not in threads
+    gathering.cancel()
+    for claim in await store.episodes.claim_many("w", "c", 200):
+        await store.episodes.end(claim.episode_id, 1, EpisodeEnd(rewards={"agent": 1.0}))
+    before = store.db.commits
+    found = await asyncio.wait_for(gather_groups(store, many, tasks_of, 1, 1, {"policy": 0}), 10)
+    assert found.episode_ids == tuple(f"train-{index:06d}-00" for index in range(200))
+    assert store.db.commits - before <= 2
+
+
+async def test_a_step_of_which_only_a_part_was_registered_before_a_restart_gets_the_rest(store, monkeypatch):
+    monkeypatch.setattr(groups, "GROUPS_AT_ONCE", 2)
+    many = CONFIG.model_copy(update={"groups_per_step": 7})
+
+    def fails_at_4(index: int):
+        assert index < 4
+        return ORDER.group(index)
+
+    with pytest.raises(AssertionError):
+        await gather_groups(store, many, fails_at_4, 1, 1, {"policy": 0})
+    assert await store.groups.next_index("train") == 4
+    players = asyncio.ensure_future(Players(store).play())
+    found = await asyncio.wait_for(gather(store, 1, 0, many), 10)
+    players.cancel()
+    assert groups_in(found) == [*range(7)]
+    of_step = await store.groups.of_step("train", 1)
+    assert [record.task_id for record, _ in of_step] == [ORDER.task(index).task_id for index in range(7)]
+
+
+async def test_a_group_is_settled_when_its_last_episode_ends_while_others_are_played(store):
+    gathering = asyncio.ensure_future(gather(store, 1))
+    for number in range(6):
+        claim = await claim_when_there(store, f"c{number}")
+        if claim.episode_id.startswith("train-000001"):
+            await store.episodes.end(claim.episode_id, 1, EpisodeEnd(rewards={"agent": 1.0}))
+    async with asyncio.timeout(2):
+        while [group.state for group in await store.groups.now("train", 1)] != [GroupState.OPEN, GroupState.READY]:
+            await asyncio.sleep(0.01)
+    gathering.cancel()
+
+
+async def test_a_group_that_was_dropped_is_replaced_while_others_are_played(store):
+    gathering = asyncio.ensure_future(gather(store, 1))
+    for number in range(6):
+        claim = await claim_when_there(store, f"c{number}")
+        if claim.episode_id.startswith("train-000000"):
+            await store.episodes.abort(claim.episode_id, 1, "broken", discard=True)
+    async with asyncio.timeout(2):
+        while await store.groups.next_index("train") < 3:
+            await asyncio.sleep(0.01)
+    gathering.cancel()
