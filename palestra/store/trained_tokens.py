@@ -51,16 +51,16 @@ class TrainedTokens:
             calls: of the episodes of the step's manifest.
             steps: how many of the newest steps are kept; at least 1.
         """
+        early = sa.delete(trained_tokens).where(trained_tokens.c.step <= step - steps)
         for piece in pieces(calls):
 
             def put(connection: Connection, piece: Sequence[TrainedCall] = piece) -> None:
                 for one in piece:
                     values = {"step": step, "episode_id": one.episode_id, "idx": one.index, "start": one.start}
                     _PUT.change(connection, values | {"logprobs": pack_array(one.logprobs, "f4")})
+                connection.execute(early)
 
             await self._db.write(put)
-        early = sa.delete(trained_tokens).where(trained_tokens.c.step <= step - steps)
-        await self._db.write(lambda connection: connection.execute(early))
 
 
 def read_trained(connection: Connection, step: int, episode_id: str) -> dict[int, TrainedCall]:
