@@ -10,6 +10,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 FRAMEWORKS := .venv-peers/frameworks
+MORE_FRAMEWORKS := .venv-peers/more-frameworks
 LIBRARIES := .venv-peers/libraries
 PARTNERS := .venv-peers/partners
 VLLM := .venv-peers/vllm
@@ -112,7 +113,7 @@ conformance: $(DEV)  ## compare renderers with real tokenizers (a download of 10
 	$(BIN)/pytest tests/conformance
 	PYTHONPATH=tests $(BIN)/python -m conformance.report docs/reference/renderers.md
 
-frameworks: $(DEV) $(FRAMEWORKS)/installed.txt  ## play agents of three frameworks against the real server; writes docs/reference/frameworks.md
+frameworks: $(DEV) $(FRAMEWORKS)/installed.txt $(MORE_FRAMEWORKS)/installed.txt  ## play agents of nine frameworks against the real server; writes docs/reference/frameworks.md
 	$(BIN)/pytest tests/frameworks tests/documents -m frameworks
 	PYTHONPATH=tests $(BIN)/python -m frameworks.report docs/reference/frameworks.md
 
@@ -178,10 +179,12 @@ $(DEV): $(RUNTIME) requirements-dev.lock
 	$(@D)/bin/pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation -e .
 	cp $(@D)/oldest.txt $@
 
-# Agent frameworks, in an environment of their own. The copy says which versions it has.
+# Agent frameworks, in two environments: those of the second need openai 2. The copy says which versions it has.
 $(FRAMEWORKS)/installed.txt: tests/frameworks/requirements.txt
-	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
-	$(FRAMEWORKS)/bin/pip --disable-pip-version-check install --quiet -r $<
+$(MORE_FRAMEWORKS)/installed.txt: tests/frameworks/more-requirements.txt
+$(FRAMEWORKS)/installed.txt $(MORE_FRAMEWORKS)/installed.txt:
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip --disable-pip-version-check install --quiet -r $<
 	cp $< $@
 
 # Libraries that are optional, in a folder that only the tests of them look into.

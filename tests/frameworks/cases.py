@@ -13,9 +13,24 @@ from typing import Any
 from integration.in_process import Reply
 
 from frameworks.playing import Played, play
-from frameworks.shopkeeper import offering_shopkeeper, shopkeeper, thoughtful_shopkeeper, verbose_shopkeeper
+from frameworks.shopkeeper import (
+    coding_shopkeeper,
+    observing_shopkeeper,
+    offering_shopkeeper,
+    shopkeeper,
+    thoughtful_shopkeeper,
+    verbose_shopkeeper,
+)
 
 NAMES = {"openai_agents": "OpenAI Agents SDK", "langgraph": "LangGraph", "pydantic_ai": "pydantic-ai"}
+OTHERS = {
+    "autogen": "AutoGen",
+    "llamaindex": "LlamaIndex",
+    "haystack": "Haystack",
+    "litellm": "LiteLLM",
+    "smolagents": "smolagents",
+    "crewai": "CrewAI",
+}  # played in the shop alone, over chat completions
 WIRES = {
     "chat": (),
     "chat, streamed": ("--streamed",),
@@ -24,6 +39,10 @@ WIRES = {
 }
 EXACT = (None,) * 6
 STRIPPED = (None, *["reasoning_stripped"] * 5)
+OTHER_FORKS: Mapping[str, tuple[str | None, ...]] = {
+    "smolagents": (None, *["edited_message"] * 5),  # calls of tools are sent back as text
+    "crewai": (None, None, "edited_message"),  # the text beside a call is dropped
+}
 KEEP: Mapping[str, Any] = {"rollout": {"dropped_reasoning": "keep"}}
 
 
@@ -141,4 +160,27 @@ CUT = tuple(
     for wire in WIRES
     if framework != "openai_agents" or wire.startswith("chat")  # over responses it raises
 )
-ALL = (*TALKS, *THINKING, *CUT, *TEAMS, *HANDOFFS, *FORGETFUL, *OFFERS)
+OTHER_TALKS = (
+    *(
+        Case(
+            framework=framework,
+            what="one question" if framework == "crewai" else "three questions",
+            wire=wire,
+            reply=observing_shopkeeper if framework == "smolagents" else shopkeeper,
+            forks=OTHER_FORKS.get(framework, EXACT),
+        )
+        for framework in OTHERS
+        for wire in ("chat", "chat, streamed")
+    ),
+    *(
+        Case(
+            framework="smolagents",
+            what="three questions, `CodeAgent`",
+            wire=wire,
+            scenario="code",
+            reply=coding_shopkeeper,
+        )
+        for wire in ("chat", "chat, streamed")
+    ),
+)
+ALL = (*TALKS, *OTHER_TALKS, *THINKING, *CUT, *TEAMS, *HANDOFFS, *FORGETFUL, *OFFERS)

@@ -20,11 +20,11 @@ from palestra.renderers import ChatMLRenderer
 from palestra.types.calls import Chat
 
 HERE = Path(__file__).parent
-REQUIREMENTS = HERE / "requirements.txt"
-ENVIRONMENT = HERE.parents[1] / ".venv-peers" / "frameworks"
-PYTHON = ENVIRONMENT / "bin" / "python"
-AGENTS = {name: HERE / "agents" / f"{name}_agent.py" for name in ("openai_agents", "langgraph", "pydantic_ai")}
+PEERS = HERE.parents[1] / ".venv-peers"
+AGENTS = HERE / "agents"
+OLDER_CLIENT = ("autogen", "crewai", "haystack", "litellm", "llamaindex", "smolagents")  # with openai 2
 AGENT_SECONDS = 120.0
+QUIET = {"OMP_NUM_THREADS": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # no tables from the network
 SCRIPTED: Mapping[str, Any] = {
     "policies": {"policy": {"model": "tiny-random", "max_context": 20_000, "sampling": {"max_tokens": 1000}}}
 }
@@ -67,13 +67,22 @@ class Played:
         return {name for request in self.sent for name in request.body}
 
 
+ENVIRONMENTS = {"frameworks": HERE / "requirements.txt", "more-frameworks": HERE / "more-requirements.txt"}
+
+
+def python_of(framework: str) -> Path:
+    """The interpreter of a framework's environment."""
+    return PEERS / ("more-frameworks" if framework in OLDER_CLIENT else "frameworks") / "bin" / "python"
+
+
 def missing() -> str | None:
-    """Why nothing can be played; None: the environment is there, and of the versions that `requirements.txt` has."""
-    installed = ENVIRONMENT / "installed.txt"  # a copy of the requirements, made when all of them were installed
-    if not PYTHON.exists() or not installed.exists():
-        return "the frameworks' environment is not there"
-    if installed.read_text() != REQUIREMENTS.read_text():
-        return "the frameworks' environment has other versions than requirements.txt"
+    """Why nothing can be played; None: both environments are there, with the versions of their requirements."""
+    for name, requirements in ENVIRONMENTS.items():
+        installed = PEERS / name / "installed.txt"  # a copy of the requirements, made when all of them were installed
+        if not installed.exists():
+            return f"the environment {name} is not there"
+        if installed.read_text() != requirements.read_text():
+            return f"the environment {name} has other versions than {requirements.name}"
     return None
 
 
@@ -85,11 +94,21 @@ async def play(
     Raises:
         AgentFailed: the agent ended with an exception.
     """
-    return await play_script(AGENTS[framework], scenario, *options, folder=folder, reply=reply, **settings)
+    return await play_script(
+        AGENTS / f"{framework}_agent.py",
+        scenario,
+        *options,
+        folder=folder,
+        reply=reply,
+        framework=framework,
+        **settings,
+    )
 
 
-async def play_script(script: Path, *options: str, folder: Path, reply: Reply | None = None, **settings: Any) -> Played:
-    """Likewise, of any script with the command line of `agents/`."""
+async def play_script(
+    script: Path, *options: str, folder: Path, reply: Reply | None = None, framework: str = "langgraph", **settings: Any
+) -> Played:
+    """Likewise, of any script with the command line of `agents/`, in the environment of a framework."""
     parts = None
     if reply is not None:
         _, tokenizer = renderer_of("tiny-random")
@@ -98,7 +117,7 @@ async def play_script(script: Path, *options: str, folder: Path, reply: Reply | 
     sent: list[Sent] = []
     async with serving(folder, parts, **settings) as job:
         async with episode_of(job) as (client, episode_id), overheard(client.base_url.port or 0, sent) as port:
-            output = await run_agent(script, f"http://127.0.0.1:{port}/v1", client.api_key, *options)
+            output = await run_agent(framework, script, f"http://127.0.0.1:{port}/v1", client.api_key, *options)
         chats = (await trajectory_of(job, episode_id)).chats
     return Played(answers=answers_of(output), chats=chats, sent=tuple(sent))
 
@@ -121,9 +140,9 @@ async def train(framework: str, *, folder: Path, reply: Reply, episodes: int) ->
                 episode = await client.begin_episode()
                 assert episode is not None
                 assert episode.kind == "train"
-                answers.append(
-                    answers_of(await run_agent(AGENTS[framework], episode.base_url, episode.api_key, "talk"))
-                )
+                script = AGENTS / f"{framework}_agent.py"
+                output = await run_agent(framework, script, episode.base_url, episode.api_key, "talk")
+                answers.append(answers_of(output))
                 await client.end_episode(episode, float(number))
             assert await client.begin_episode() is None
         await running
@@ -135,7 +154,7 @@ def answers_of(output: str) -> tuple[str, ...]:
     return tuple(json.loads(output.splitlines()[-1])["answers"])
 
 
-async def run_agent(script: Path, base_url: str, api_key: str, *options: str) -> str:
+async def run_agent(framework: str, script: Path, base_url: str, api_key: str, *options: str) -> str:
     """What the agent printed.
 
     Raises:
@@ -144,7 +163,7 @@ async def run_agent(script: Path, base_url: str, api_key: str, *options: str) ->
     arguments = (*options, "--base-url", base_url, "--api-key", api_key, "--model", "policy")
     environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     process = await asyncio.create_subprocess_exec(
-        str(PYTHON), str(script), *arguments, stdout=-1, stderr=-1, env=environment | {"OMP_NUM_THREADS": "1"}
+        str(python_of(framework)), str(script), *arguments, stdout=-1, stderr=-1, env=environment | QUIET
     )
     try:
         async with asyncio.timeout(AGENT_SECONDS):

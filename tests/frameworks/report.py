@@ -14,20 +14,20 @@ from typing import Any
 
 from unit.building import rows_of
 
-from frameworks.cases import ALL, NAMES, Case
-from frameworks.playing import REQUIREMENTS, Played, missing
+from frameworks.cases import ALL, NAMES, OTHERS, Case
+from frameworks.playing import ENVIRONMENTS, Played, missing
 
 BEGIN, END = "<!-- measured by `make frameworks`; do not edit from here -->", "<!-- to here -->"
-PACKAGES = ("openai-agents", "langgraph", "langchain-openai", "pydantic-ai-slim", "openai")
+FRAMEWORKS = {**NAMES, **OTHERS}
 ALWAYS = ("model", "messages", "input", "instructions", "tools")  # differ with every request
 _DRIFT_HEAD = """| framework | agent | API | calls | kept exact | forks | rows |
 |---|---|---|--:|--:|---|--:|"""
 
 
 def versions() -> str:
-    """Of what was measured."""
-    pins = dict(line.split("==") for line in REQUIREMENTS.read_text().splitlines() if "==" in line)
-    return ", ".join(f"{name} {pins[name]}" for name in PACKAGES)
+    """Of what was measured: the packages that the requirements name first."""
+    heads = (path.read_text().split("\n\n")[0] for path in ENVIRONMENTS.values())
+    return "; and ".join(", ".join(re.findall(r"^\S+==\S+$", head, re.M)) for head in heads).replace("==", " ")
 
 
 def drift_rows(played: Mapping[str, Played]) -> Iterable[str]:
@@ -39,7 +39,7 @@ def drift_rows(played: Mapping[str, Played]) -> Iterable[str]:
         kept = sum(chat.fork is None for chat in found.chats[1:])
         forks = Counter(reason for reason in found.forks if reason)
         said = ", ".join(f"`{reason}` x {count}" for reason, count in forks.items()) or "–"
-        key = (NAMES[case.framework], case.what)
+        key = (FRAMEWORKS[case.framework], case.what)
         rest = (str(len(found.chats)), f"{kept} of {after_the_first}", said, str(len(rows_of(found.chats))))
         lines.setdefault((*key, *rest), []).append(case.wire)
     for (framework, what, *rest), wires in lines.items():
@@ -52,9 +52,9 @@ def field_rows(played: Mapping[str, Played]) -> Iterable[str]:
     for case in ALL:
         for request in played[case.name].sent:
             for name, value in fields_of(request.body):
-                seen.setdefault((request.path, name), {}).setdefault(NAMES[case.framework], set()).add(value)
+                seen.setdefault((request.path, name), {}).setdefault(FRAMEWORKS[case.framework], set()).add(value)
     for (path, name), values in sorted(seen.items()):
-        cells = [", ".join(sorted(values.get(framework, ()))) or "–" for framework in NAMES.values()]
+        cells = [", ".join(sorted(values.get(framework, ()))) or "–" for framework in FRAMEWORKS.values()]
         yield f"| `{path}` | `{name}` | {' | '.join(cells)} |"
 
 
@@ -81,7 +81,7 @@ async def measured() -> str:
     played = {}
     for case in ALL:
         played[case.name] = await _played(case)
-    fields_head = f"| path | field | {' | '.join(NAMES.values())} |\n|---|---|{'---|' * len(NAMES)}"
+    fields_head = f"| path | field | {' | '.join(FRAMEWORKS.values())} |\n|---|---|{'---|' * len(FRAMEWORKS)}"
     return "\n".join(
         [
             f"Measured with {versions()}.\n",

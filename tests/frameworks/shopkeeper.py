@@ -57,3 +57,31 @@ def offering_shopkeeper(prompt: str, seed: int) -> str:
 def verbose_shopkeeper(prompt: str, seed: int) -> str:
     """More than a low limit allows."""
     return "This  is a very long – é – answer, and it does not end soon."
+
+
+def observing_shopkeeper(prompt: str, seed: int) -> str:
+    """The shop of smolagents: a user's message tells what tools returned, and an answer is a call of its own."""
+    newest = prompt.removesuffix(TURN).rsplit("<|im_start|>user\n", 1)[-1].split(END)[0]
+    _, _, question = newest.partition("New task:")
+    if question:
+        wanted = re.findall(r"(\d+|a) (lamp|chair|desk)", question)
+        calls = [call_text("price", item=item, count=1 if count == "a" else int(count)) for count, item in wanted]
+        return "\n".join(calls) or call_text("final_answer", answer="You  are welcome – é! 👩‍💻 ")
+    totals = [int(line.split()[-1]) for line in newest.splitlines() if line[-1:].isdigit()]
+    if len(totals) == 2:
+        return "Let me  see.\n" + call_text("add", a=totals[0], b=totals[1])
+    return call_text("final_answer", answer=answer(totals))
+
+
+def coding_shopkeeper(prompt: str, seed: int) -> str:
+    """The shop of smolagents' CodeAgent: each reply is Python."""
+    newest = prompt.removesuffix(TURN).rsplit("<|im_start|>user\n", 1)[-1].split(END)[0]
+    _, _, question = newest.partition("New task:")
+    wanted = re.findall(r"(\d+|a) (lamp|chair|desk)", question)
+    calls = [f'print(price("{item}",  {1 if count == "a" else count}))' for count, item in wanted]
+    totals = [int(line.split()[-1]) for line in newest.splitlines() if line[-1:].isdigit()]
+    if len(totals) == 2:
+        calls = [f"print(add({totals[0]},  {totals[1]}))"]
+    elif not calls:
+        calls = [f"final_answer({answer(totals) if totals else 'You  are welcome – é! 👩‍💻 '!r})"]
+    return "Thought: let me  see.\n<code>\n" + "\n".join(calls) + "\n</code>"

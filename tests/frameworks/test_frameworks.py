@@ -1,4 +1,4 @@
-"""Agents of three frameworks, as their users write them, against the real server; what is recorded, token by token."""
+"""Agents of nine frameworks, as their users write them, against the real server; what is recorded, token by token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,21 @@ from integration.in_process import renderer_of
 from rendering import render_ids
 from unit.building import rows_of
 
-from frameworks.cases import CUT, FORGETFUL, HANDOFFS, LOW_LIMIT, NAMES, OFFERS, TALKS, TEAMS, THINKING, WIRES, Case
+from frameworks.cases import (
+    CUT,
+    EXACT,
+    FORGETFUL,
+    HANDOFFS,
+    LOW_LIMIT,
+    NAMES,
+    OFFERS,
+    OTHER_TALKS,
+    TALKS,
+    TEAMS,
+    THINKING,
+    WIRES,
+    Case,
+)
 from frameworks.playing import AgentFailed, Played, missing, play, play_script, train
 from frameworks.shopkeeper import shopkeeper, verbose_shopkeeper
 
@@ -71,6 +85,16 @@ async def test_a_conversation_with_tools_is_one_row_of_exact_tokens(tmp_path, ca
     one_row(played)
     assert rendered_anew(played) != played.chats[-1].prompt_ids.tolist()  # the control: the tokens could have changed
     assert {request.body.get("stream", False) for request in played.sent} == {"streamed" in case.wire}
+
+
+@each(OTHER_TALKS)
+async def test_what_other_frameworks_send_back_is_exact_or_a_fork_that_is_expected(tmp_path, case):
+    played = await case.play(tmp_path)
+    assert played.answers == (ANSWERS[:1] if case.framework == "crewai" else ANSWERS)
+    assert played.forks == list(case.forks)
+    assert {request.body.get("stream", False) for request in played.sent} == {"streamed" in case.wire}
+    if case.forks == EXACT:
+        one_row(played)
 
 
 @each(THINKING)
