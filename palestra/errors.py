@@ -33,6 +33,8 @@
     ├── TrainerLost                  503  a process of the trainer has died, and the others were ended
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
     ├── TeacherFailed                503  the server that teaches did not score a step's tokens
+    ├── JudgeFailed              503  a judge gave no verdict that can be used
+    ├── JudgeBudgetSpent         500  a judge has used up the tokens that it may
     ├── InvalidAlgorithm         500  an algorithm or a loss does not keep to what these have to do
     ├── InvalidEnvironment       500  an environment does not keep to what environments have to do
     ├── EnvironmentFailed        500  an environment has failed, and no action of an agent is to blame
@@ -384,6 +386,17 @@ class TeacherFailed(PalestraError):
 
     http_status = 503
     retryable = True
+
+
+class JudgeFailed(PalestraError):
+    """A judge gave no verdict, or none that can be used: what it was asked about has no reward, and never 0."""
+
+    http_status = 503
+    retryable = True
+
+
+class JudgeBudgetSpent(PalestraError):
+    """A judge has used up `judge.token_budget`: the job ends, and goes on with a larger one where it stopped."""
 
 
 class InvalidEnvironment(PalestraError):

@@ -33,6 +33,7 @@ SERVER_POINTS = (
 POLICY_POINTS = ("between_publications",)
 # An action of a seat was sent: it has not been accepted yet, or it was and its sender has not been answered.
 SEAT_POINTS = _both_sides("seat_claim", "seat_action")
+JUDGE_POINTS = _both_sides("verdict_commit")
 POOL_POINTS = _both_sides("pool_rename")  # a past version becomes one of its pool
 # Start: the store is open and no socket listens yet. Stop: the server was asked to end and is about to save.
 LIFE_POINTS = ("during_start", "during_stop")
@@ -40,7 +41,14 @@ SCHEDULER_POINTS = _both_sides("job_commit")  # a job was submitted, moved, or i
 # A request to a Tinker server is in its journal and not answered; or its result is.
 TINKER_POINTS = _both_sides("tinker_accept", "tinker_result")
 FAULT_POINTS = (
-    SERVER_POINTS + POLICY_POINTS + SEAT_POINTS + POOL_POINTS + LIFE_POINTS + SCHEDULER_POINTS + TINKER_POINTS
+    SERVER_POINTS
+    + POLICY_POINTS
+    + SEAT_POINTS
+    + JUDGE_POINTS
+    + POOL_POINTS
+    + LIFE_POINTS
+    + SCHEDULER_POINTS
+    + TINKER_POINTS
 )
 
 

@@ -228,7 +228,7 @@ def _section(model: type[Section], path: str, lines: list[str], kind: str | None
     for name, field in model.model_fields.items():
         kinds = sections_of(field.annotation)
         within = f"{path}.{name}" if path else name
-        if len(kinds) > 1 and field.default is None:  # the tables stand where there is always one of them
+        if len(kinds) > 1 and field.default is None and path:  # the tables stand where there is always one of them
             lines.append(f"| `{name}` | table | `none` | {field.description} |")
             continue
         if kinds and get_origin(field.annotation) is tuple:  # their keys stand elsewhere on the page
@@ -238,7 +238,8 @@ def _section(model: type[Section], path: str, lines: list[str], kind: str | None
             unions.append((within, kinds[0].chosen_by))
         for nested in kinds:
             chosen = chosen_kind(nested) if len(kinds) > 1 else None
-            inner.append((f"{within}.NAME" if get_origin(field.annotation) is dict else within, nested, chosen))
+            table = {dict: f"{within}.NAME", list: f"[{within}]"}.get(get_origin(field.annotation), within)
+            inner.append((table, nested, chosen))
         if kinds:
             continue
         row = _row(name, field, lines if kind is not None else [])

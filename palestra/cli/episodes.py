@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--kind", choices=["train", "validation", "adhoc"], help="list only this kind; without it, all")
     parser.add_argument(
         "--state",
-        choices=["registered", "claimed", "completed", "discarded"],
+        choices=["registered", "claimed", "unjudged", "completed", "discarded"],
         help="list only those in this state; without it, all",
     )
     parser.add_argument(

@@ -7,6 +7,7 @@ from palestra.config.differences import name_differences, name_settings
 from palestra.config.engine import Alike, EngineConfig, MixedEngineConfig, PooledEngineConfig
 from palestra.config.imitation import DistillConfig, SFTConfig
 from palestra.config.job import BUILT_IN, SMOLLM2, TINY, TINY_QWEN_VL, TINY_VISION, JobConfig, JobKind
+from palestra.config.judge import JudgeAccess, JudgeConfig
 from palestra.config.loading import (
     SAVED_CONFIG,
     UNSET,
@@ -90,6 +91,8 @@ __all__ = [
     "GroupConfig",
     "JobConfig",
     "JobKind",
+    "JudgeAccess",
+    "JudgeConfig",
     "KLConfig",
     "LossAggMode",
     "MixedEngineConfig",

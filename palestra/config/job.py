@@ -14,6 +14,7 @@ from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.algorithm_base import AlgorithmConfig
 from palestra.config.devices import check_devices
 from palestra.config.engine import EngineConfig, default_engine
+from palestra.config.judge import JudgeConfig
 from palestra.config.networks import TeacherServerConfig, reference_of
 from palestra.config.parts import CheckpointConfig, ServerConfig, StoreConfig, TrainerConfig
 from palestra.config.pictures import PicturesConfig
@@ -94,6 +95,11 @@ class JobConfig(Section):
     seats: SeatsConfig = SeatsConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AnyAlgorithmConfig = GRPOConfig()
+    judge: JudgeConfig | None = Field(
+        None,
+        description="Scores what was played, beside the environment's own reward (`environment` among the named "
+        "rewards). None: the environment alone does.",
+    )
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     engine: EngineConfig = Field(default_factory=default_engine)
@@ -138,6 +144,12 @@ class JobConfig(Section):
     def _runners_can_play(self) -> JobConfig:
         if self.environment.runners is not None and self.seats.roles:
             raise ValueError("seats belong to episodes that the job's own process plays; leave environment.runners out")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_judged(self) -> JobConfig:
+        if self.judge is not None and self.trains_several:
+            raise ValueError("a judge scores whole episodes, and several policies are trained; train one policy a job")
         return self
 
     @model_validator(mode="after")
@@ -201,9 +213,13 @@ class JobConfig(Section):
         return self.kind == "training" and len(self.trained_policies) > 1
 
     def algorithm_of(self, policy: str) -> AlgorithmConfig:
-        """Return the algorithm that trains a policy: its own, or the job's."""
+        """Return the algorithm that trains a policy: its own, or the job's; with the weights that a judge brings."""
         own = self.policies[policy].algorithm
-        return self.algorithm if own is None else own
+        found: AlgorithmConfig = self.algorithm if own is None else own
+        if self.judge is None:
+            return found
+        weights = {**self.judge.reward_weights, **found.reward_weights}
+        return found.model_copy(update={"reward_weights": weights})
 
     def algorithm_key(self, policy: str) -> str:
         """Return the dotted key of the table that `algorithm_of` returns, for messages."""
@@ -297,6 +313,8 @@ class JobConfig(Section):
         }
         if not self.roles:
             left_out["roles"] = True
+        if self.judge is not None:
+            left_out["judge"] = self.judge.not_judged
         if all(self.policies[name].optimizer.schedule == "constant" for name in self.trained_policies):
             left_out |= {"steps": True, "token_budget": True}
         return self.model_dump(mode="json", exclude=left_out)

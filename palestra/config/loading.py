@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from palestra.config.engine import EngineConfig
 from palestra.config.job import JobConfig
+from palestra.config.judge import JudgeConfig
 from palestra.config.section import Mistake, explain, explain_all, key_parts, sections_of
 from palestra.config.toml_file import read_toml
 from palestra.errors import ConfigError
@@ -111,7 +112,7 @@ def resolve_paths(table: dict[str, Any], folder: Path, names: bool = True) -> No
 @cache
 def path_keys() -> frozenset[str]:
     """Return the keys whose values are paths, in any table."""
-    kinds = sections_of(EngineConfig)
+    kinds = sections_of(EngineConfig) + sections_of(JudgeConfig)
     return frozenset(
         {"run_dir", "train", "validation"}
         | {key for kind in kinds for key, field in kind.model_fields.items() if _is_path(field.annotation)}

@@ -152,7 +152,7 @@ def _walk(root: type[Section], loc: tuple[int | str, ...]) -> tuple[tuple[str, .
         if not inner or not rest:
             return (*place, *rest), section
         assert field is not None
-        if get_origin(field.annotation) in (dict, tuple):  # the step is a name, or the place in a list
+        if get_origin(field.annotation) in (dict, tuple, list):  # the step is a name, or the place in a list
             place.append(rest.pop(0))
         if len(inner) > 1 and rest:
             kind = rest.pop(0)
@@ -165,7 +165,7 @@ def _alternatives(root: type[Section], path: Sequence[str]) -> list[type[Section
     """Return the kinds of section that a path may hold; one or none without a choice."""
     annotation: Any = root
     for step in path:
-        if get_origin(annotation) in (dict, tuple):  # the step is a name that the user has chosen, or a place
+        if get_origin(annotation) in (dict, tuple, list):  # the step is a name that the user has chosen, or a place
             annotation = get_args(annotation)[1 if get_origin(annotation) is dict else 0]
             continue
         fields = [section.model_fields[step] for section in sections_of(annotation) if step in section.model_fields]

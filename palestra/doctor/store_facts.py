@@ -72,7 +72,7 @@ def _attempts(rows: Iterable[Any]) -> dict[str, float]:
         if not isinstance(row.attempts, int):
             continue  # a damaged row
         reason = row.reason if isinstance(row.reason, str) else ""
-        succeeded = row.state in ("completed", "claimed") or reason.startswith(ON_PURPOSE)
+        succeeded = row.state in ("completed", "claimed", "unjudged") or reason.startswith(ON_PURPOSE)
         failures = max(row.attempts - succeeded, 0)
         found[CLAIMS] += row.attempts
         found[FAILURES] += failures

@@ -296,10 +296,21 @@ class Learner:
             row = await self._update(manifest.step, trajectories)
         row |= {"rollout/sampled_tokens": float(self._budget.sampled)}
         row |= await in_thread(lambda: role_metrics(trajectories, self._run.policies.roles))
+        row |= await self._judged(manifest.step)
         started = time.monotonic()
         await self._publish(self._due(manifest.step))
         row["time/publish_seconds"] = time.monotonic() - started
         return row | self._versions_of_row()
+
+    async def _judged(self, step: int) -> dict[str, float]:
+        """Return what the job's judge has done for a step."""
+        if self._run.config.judge is None:
+            return {}
+        store = self._run.store
+        reasons = await store.groups.discard_reasons("train", step)
+        failed = sum(reason.startswith("judge_failed") for reason in reasons)
+        cost = await store.verdicts.cost_of_step("train", step)
+        return {f"judge/{name}": value for name, value in cost.items()} | {"judge/failed": float(failed)}
 
     def _due(self, step: int) -> dict[str, PolicyUpdate]:
         """Return the updates that are made in a step, by the policy's name."""
@@ -409,6 +420,7 @@ class Learner:
             return
         await self._run.engine.resume()
         self._sampling = True
+        self._run.sampling.set()
         if self._run.workers is not None:
             for policy in self._unchecked:
                 await check_engine(self._run.workers, self._trainer, self._run.policies.runtime(policy))

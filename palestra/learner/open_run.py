@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from palestra.config import JobConfig
@@ -30,6 +31,7 @@ class OpenRun:
         report: is called with every event, as it is recorded.
         workers: the engine, if it is a pool of inference workers.
         resumed: whether workers of an earlier process may come back.
+        sampling: set when the engine answers calls.
     """
 
     config: JobConfig
@@ -41,6 +43,7 @@ class OpenRun:
     report: Report
     workers: WorkerPool | None = None
     resumed: bool = False
+    sampling: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def event(self, kind: str, data: dict[str, Any]) -> None:
         """Record an event, and report it."""

@@ -23,6 +23,7 @@ class RolloutSpec:
     agents: Mapping[str, Agent] | None = None  # by name; None: a `ModelAgent` plays every agent
     system: str | None = None  # system message of the agent of an `Environment`; None: the environment's own
     max_tokens: int | None = None  # limit of each reply in tokens, if `agents` is None
+    only_judged: bool = False  # whether the job's judge gives all rewards, so that what the environment gives is none
     temperature: float | None = None  # used where the job fixes no temperature: not in training, nor in validation
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from palestra.client.plain_values import plain_tasks, rows_of_frame
 from palestra.client.player import Rollout
 from palestra.client.task_files import task_rows
-from palestra.config import JobConfig
+from palestra.config import JobConfig, JudgeConfig
 from palestra.envs import ConcurrentEnvironment, Environment, TaskEnvironment
 from palestra.envs.adapters import adapted
 from palestra.envs.environment import task_prompt
@@ -25,7 +25,7 @@ from palestra.runtime.starting_points import with_checkpoints, with_models
 TaskData = Mapping[str, Any]
 Tasks = Iterable[TaskData] | str | Path
 EnvironmentMaker = Callable[[], Environment | ConcurrentEnvironment]
-RewardFunction = Callable[..., Any] | Mapping[str, Callable[..., Any]]
+RewardFunction = Callable[..., Any] | Mapping[str, Callable[..., Any]] | JudgeConfig
 
 
 def resolve_config(
@@ -66,7 +66,7 @@ class Play:
     Attributes:
         rollout: a function `(task, endpoint)`, or a `RolloutSpec`.
         environment: an environment's class, a factory, or a name.
-        reward: scores the answer to a task's `prompt`; several functions by name give several rewards.
+        reward: scores the answer to a task's `prompt`; several functions by name give several rewards. Or a judge.
     """
 
     rollout: Rollout | RolloutSpec | None = None
@@ -96,6 +96,10 @@ def resolve_rollout(config: JobConfig, play: Play) -> Rollout | RolloutSpec | No
         raise ConfigError(f"what is played is said more than once, by {' and '.join(found)}; leave one of them out")
     if rollout is not None:
         return rollout
+    if isinstance(reward, JudgeConfig):
+        return RolloutSpec(
+            environment=lambda: TaskEnvironment(_not_scored), system=config.environment.system, only_judged=True
+        )
     if reward is not None:
         functions = reward.values() if isinstance(reward, Mapping) else (reward,)
         if not all(map(callable, functions)):
@@ -118,6 +122,26 @@ def resolve_rollout(config: JobConfig, play: Play) -> Rollout | RolloutSpec | No
             f"`lambda: {name}(…)`"
         )
     return RolloutSpec(environment=maker, system=config.environment.system)
+
+
+def _not_scored(task: TaskData, answer: str) -> float:
+    """Return the reward of an answer that the job's judge scores."""
+    return 0.0
+
+
+def with_judge(config: JobConfig, reward: RewardFunction | None) -> JobConfig:
+    """Return the job with the judge that is given as its reward, if it is one.
+
+    Raises:
+        ConfigError: the configuration has another one.
+    """
+    if not isinstance(reward, JudgeConfig):
+        return config
+    if config.judge not in (None, reward):
+        raise ConfigError("`reward` is a judge, and the configuration has another one in `judge`; leave one out")
+    if config.trains_several:
+        raise ConfigError("a judge scores whole episodes, and several policies are trained; train one policy a job")
+    return config.model_copy(update={"judge": reward})
 
 
 def _check_rollout(rollout: object) -> None:
@@ -151,7 +175,7 @@ def _check_two(rollout: Callable[..., Any]) -> None:
 
 def check_prompts(name: str, tasks: Iterable[Any], reward: RewardFunction) -> None:
     """Raise ConfigError for tasks that can't be asked or scored by a reward function, before the first episode."""
-    functions = reward.values() if isinstance(reward, Mapping) else (reward,)
+    functions = reward.values() if isinstance(reward, Mapping) else () if isinstance(reward, JudgeConfig) else (reward,)
     needed = {column for function in functions for column in needed_columns(function)}
     for number, task in enumerate(tasks):
         if isinstance(task, Mapping):

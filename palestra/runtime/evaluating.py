@@ -29,6 +29,7 @@ from palestra.runtime.arguments import (
     resolve_config,
     resolve_rollout,
     resolve_tasks,
+    with_judge,
 )
 from palestra.runtime.console import Console, models_of
 from palestra.runtime.environments import environment_of
@@ -170,6 +171,7 @@ def evaluate_until_stopped(
         raise ConfigError(
             f"{config.run_dir} has a run already; choose another folder for the episodes of an evaluation"
         )
+    config = with_judge(config, play.reward)
     played = resolve_rollout(config, play) or _shipped(config)
     if random:
         played = _with_random(played, random)

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from palestra.algorithms.base import Algorithm
-from palestra.config import JobConfig, past_name
+from palestra.config import JobConfig, JudgeAccess, past_name
 from palestra.engine.cards import gpus_of_job
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
@@ -27,6 +27,7 @@ from palestra.runtime.early_checks import check_models, check_reproducible, chec
 from palestra.runtime.environments import environment_of
 from palestra.runtime.event_loop import tune_gc
 from palestra.runtime.housekeeping import looked_after
+from palestra.runtime.judging import Judging
 from palestra.runtime.local_job import CLOSE_SECONDS, LocalJob
 from palestra.runtime.model_memory import check_memory
 from palestra.runtime.numerics import note_numerics, numerics_of, threads_of
@@ -97,6 +98,7 @@ async def local_job(
         plane = await _data_plane(run, context, scores)
         apart = run.config.environment.runners is not None and play is None and not scores
         pool = None if apart else runners_of(run.config, plane.sessions, run.progress, play)
+        judging = _judging(run, plane, url_of(listener), play) if trains or scores else None
         work = await _work(run, parts.trainer, algorithms, terms.scored, context.counts)
         async with (
             served(create_job_app(plane, run.workers, terms.most_replicas), listener, plane.stop, plane.connections),
@@ -110,7 +112,17 @@ async def local_job(
             fleet = fleet_of(run.config, plane, url, terms.places.runner) if apart else None
             player = pool or fleet
             async with fleet or contextlib.nullcontext():
-                yield LocalJob(run, work, plane, url, player, renewal, _watchdog(plane, work, player is not None))
+                yield LocalJob(
+                    run, work, plane, url, player, renewal, _watchdog(plane, work, player is not None), judging
+                )
+
+
+def _judging(run: OpenRun, plane: DataPlane, url: str, play: RolloutSpec | None) -> Judging | None:
+    """Return what judges the episodes of a job; None: it has no judge."""
+    if run.config.judge is None:
+        return None
+    access = JudgeAccess(url=url, key=plane.keys.talk_key, frozen=run.config.frozen_policies)
+    return Judging(run, run.config.judge, access, alone=play is not None and play.only_judged)
 
 
 def _algorithms(config: JobConfig, play: RolloutSpec | None, terms: JobTerms, known: bool) -> dict[str, Algorithm]:

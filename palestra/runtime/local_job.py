@@ -13,6 +13,7 @@ from palestra.engine.base import WorkerPool
 from palestra.errors import EngineFailure, PalestraError, StoreError
 from palestra.learner import Learner, OpenRun
 from palestra.runners import RunnerPool
+from palestra.runtime.judging import Judging
 from palestra.runtime.renewal import Renewal
 from palestra.runtime.runner_fleet import RunnerFleet
 from palestra.runtime.serving import Scoring, Serving
@@ -40,6 +41,7 @@ class LocalJob:
         player: RunnerPool | RunnerFleet | None,
         renewal: Renewal | None,
         watchdog: Watchdog | None,
+        judging: Judging | None = None,
     ) -> None:
         """Assemble a job; `run` runs it.
 
@@ -47,9 +49,11 @@ class LocalJob:
             player: plays episodes, in this process or in its own processes; None: no episodes are played here.
             renewal: restarts training after its loss; None: training ends with this process.
             watchdog: ends the job when it is stuck; None: nothing is trained.
+            judging: has episodes judged; None: the job has no judge.
         """
         self.opened, self.plane, self.url = run, plane, url
         self._work, self._player, self._renewal, self._watchdog = work, player, renewal, watchdog
+        self._judging = judging
         self._stopping = False
         self._all_back_at = time.monotonic() + (RETURN_SECONDS if run.resumed else 0.0)
         self.over = asyncio.Event()  # set when `run` has ended
@@ -93,6 +97,8 @@ class LocalJob:
             parts.append(self._tell_of_workers(self.opened.workers))
         if self._player is not None:
             parts.append(self._player.run())
+        if self._judging is not None:
+            parts.append(self._judging.run())
         await self._unless_stuck(asyncio.ensure_future(race(*parts)))
 
     async def _unless_stuck(self, work: asyncio.Future[Any]) -> None:

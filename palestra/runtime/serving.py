@@ -62,6 +62,7 @@ class Scoring:
         """Score every task once, or until `stop` is called."""
         self._run.folder.write_config(self._run.config)
         await self._run.engine.resume()
+        self._run.sampling.set()
         self._run.progress.move(JobState.RUNNING)
         self._run.progress.enter("evaluating", Phase("validation", 0))
         try:

@@ -26,6 +26,7 @@ from palestra.runtime.arguments import (
     resolve_config,
     resolve_rollout,
     resolve_tasks,
+    with_judge,
 )
 from palestra.runtime.console import Console
 from palestra.runtime.job_thread import OWN_WORKER, Interrupts, JobThread, TrainResult, run
@@ -78,7 +79,7 @@ def train(
             Either may have parameters named `finish_reason`, `messages`, `calls`, `prompt_tokens`, `completion_tokens`
             and `completion_ids`. A result of None is not scored, and left out. Several named rewards, which the job
             weights and adds up (`algorithm.reward_weights`), are a dict of functions, or a function that returns a dict
-            of numbers; None leaves out one of them.
+            of numbers; None leaves out one of them. Or a judge, such as `palestra_judges.Rubric`.
         validation_tasks: held-out tasks, in the same forms, instead of the environment's; scored greedily every
             `evaluation.every_steps` steps.
         concurrency: number of concurrent episodes; None: one step's episodes, at most 64.
@@ -127,6 +128,7 @@ def train_until_stopped(
     """Train like `train`, and also return the received signals, so that the caller chooses how to end."""
     if concurrency is not None:
         concurrency = checked_count("concurrency", concurrency)
+    config = with_judge(config, play.reward)
     played = resolve_rollout(config, play)
     most = config.steps * config.rollout.groups_per_step
     splits = {

@@ -65,6 +65,8 @@ def stuck_part(now: JobActivity) -> str | None:
     if episodes.claimed:
         held = f" (held by {', '.join(now.holders[:3])})" if now.holders else ""
         return f"collectors: {episodes.claimed} episodes are being played{held}, and none calls the model or ends"
+    if episodes.unjudged:
+        return f"judge: {episodes.unjudged} episodes wait for its verdict"
     if not episodes.registered:
         return f"learner: {now.phase} waits for episodes, and none is open"
     if now.plays_itself:

@@ -15,14 +15,14 @@ from palestra.errors import Conflict, InvalidRequest
 from palestra.store import lifecycle
 from palestra.store.casting import Casting
 from palestra.store.leases import LeaseBook
-from palestra.store.lifecycle import Claim, EpisodeEnd
+from palestra.store.lifecycle import Claim, EpisodeEnd, JudgedRewards
 from palestra.store.open_groups import OpenGroups
 from palestra.store.run_log import insert_event
 from palestra.store.sync_lock import RolloutSyncLock
 from palestra.store.tables import episodes
 from palestra.types.clock import Clock
 from palestra.types.progress import Counts
-from palestra.types.records import EpisodeRecord, Task
+from palestra.types.records import EpisodeKind, EpisodeRecord, Task
 from palestra.types.states import EpisodeState
 
 LeaseOver = Callable[[str, int], None]
@@ -42,6 +42,8 @@ class Episodes:
         recent_rewards: by agent, with the episode's `players`, of the 64 training episodes that were completed last,
             oldest first.
         casting: says who plays the roles that have a pool; None: no role has one.
+        judged: whether a judge scores what is trained or validated, before it is complete.
+        played: notified when a judge may have something to do.
         sync_lock: keeps episodes from being claimed while it is held by a weight sync.
     """
 
@@ -60,6 +62,7 @@ class Episodes:
         self.on_lease_over: list[LeaseOver] = []
         self.recent_rewards: deque[tuple[Mapping[str, float], Mapping[str, str]]] = deque(maxlen=64)
         self.casting: Casting | None = None
+        self.judged, self.played = False, Notifier()
         self._being_claimed = 0  # claims in progress, which have no lease yet
         self.sync_lock = RolloutSyncLock(lambda: len(self.leases) + self._being_claimed, self.available)
         self._limit_reached = False  # whether `max_claimed` prevented a claim since the last end of a lease
@@ -180,14 +183,42 @@ class Episodes:
             EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
             InvalidRequest: there are fewer step rewards than TimeSteps with calls, or a reward is not finite.
         """
-        now = self._clock.now()
-        completed = await self._db.write(lambda c: lifecycle.complete(c, episode_id, fence, end, now), "end_commit")
+        now, kind = self._clock.now(), lifecycle.episode_kind(episode_id)
+        judged = self.judged and kind != "adhoc"
+        completed = await self._db.write(
+            lambda c: lifecycle.complete(c, episode_id, fence, end, now, judged), "end_commit"
+        )
         if completed is not None:
-            if lifecycle.episode_kind(episode_id) == "train":
+            if kind == "train" and not judged:
                 self.recent_rewards.append((end.rewards, completed.players))
             self._lease_over(episode_id, fence)
-            self.open_groups.ended(episode_id)
+            if judged:
+                self.played.notify()
+            else:
+                self.open_groups.ended(episode_id)
         return completed is not None
+
+    @shielded
+    async def judge(self, episode: EpisodeRecord, rewards: JudgedRewards | None, reason: str = "") -> None:
+        """Complete an episode with the rewards of a judge; without any, discard it, because the judge has failed.
+
+        Args:
+            reason: why the judge has failed.
+        """
+        await self._db.write(lambda c: lifecycle.judge(c, episode.episode_id, rewards, reason))
+        if rewards is not None and episode.kind == "train":
+            self.recent_rewards.append((rewards.rewards, episode.players))
+        self.open_groups.ended(episode.episode_id)
+
+    @shielded
+    async def discard_open(self, kind: EpisodeKind, group_index: int, reason: str) -> None:
+        """Discard the episodes of a group that have not been played, and end their leases."""
+        now = self._clock.now()
+        found = await self._db.write(lambda c: lifecycle.discard_open(c, kind, group_index, reason, now))
+        for episode in found:
+            self._lease_over(episode.episode_id, episode.fence)
+            self.open_groups.ended(episode.episode_id)
+        self.played.notify()
 
     @shielded
     async def abort(self, episode_id: str, fence: int, reason: str, discard: bool, counts: bool = True) -> None:
@@ -291,6 +322,7 @@ class Episodes:
             self.available.notify(1)
         else:
             self.open_groups.ended(episode_id)
+            self.played.notify()
 
     def _lease_over(self, episode_id: str, fence: int) -> None:
         """Forget a lease, call `on_lease_over`, and wake claims that a limit may have kept waiting."""

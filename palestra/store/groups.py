@@ -21,7 +21,7 @@ from palestra.types.progress import GroupRecord
 from palestra.types.records import EpisodeKind, EpisodeRecord, RecordedEpisode, Task
 from palestra.types.states import REPLACED, EpisodeState, GroupState, check_transition
 
-OPEN_STATES = (EpisodeState.REGISTERED, EpisodeState.CLAIMED)
+OPEN_STATES = (EpisodeState.REGISTERED, EpisodeState.CLAIMED, EpisodeState.UNJUDGED)
 SETTLED_STATES = (EpisodeState.COMPLETED, EpisodeState.DISCARDED)
 _OF_GROUP = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
 _IS_OPEN = sa.exists().where(_OF_GROUP, episodes.c.state.in_([state.value for state in OPEN_STATES]))

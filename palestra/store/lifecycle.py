@@ -219,13 +219,26 @@ class EpisodeEnd:
     facts: Mapping[str, Any] | None = None
 
 
-def complete(connection: Connection, episode_id: str, fence: int, end: EpisodeEnd, now: float) -> EpisodeRecord | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgedRewards:
+    """The rewards of an episode after it was judged; see `EpisodeEnd`."""
+
+    rewards: Mapping[str, float]
+    named_rewards: Mapping[str, float | None]
+    step_rewards: Sequence[float] | None = None
+    agent_step_rewards: Sequence[AgentStepReward] | None = None
+
+
+def complete(
+    connection: Connection, episode_id: str, fence: int, end: EpisodeEnd, now: float, judged: bool = False
+) -> EpisodeRecord | None:
     """Complete an episode: CLAIMED → COMPLETED. One statement writes its rewards and its state.
 
     Args:
         connection: in a transaction of the writing thread.
         fence: of the lease under which it was played.
         now: Unix seconds.
+        judged: whether a judge has to score it first: CLAIMED → UNJUDGED.
 
     Returns:
         The episode as it was before, if it was completed now; None if it was completed before, with the same body.
@@ -249,15 +262,61 @@ def complete(connection: Connection, episode_id: str, fence: int, end: EpisodeEn
     if end.agent_step_rewards is not None:
         body["agent_step_rewards"] = to_json([list(one) for one in end.agent_step_rewards])
     row = _BY_ID.row(connection, {"episode_id": episode_id})
-    if row is not None and row.fence == fence and row.state == EpisodeState.COMPLETED:
+    if row is not None and row.fence == fence and row.state in (EpisodeState.UNJUDGED, EpisodeState.COMPLETED):
         if row.end_digest == digest:
             return None
         raise Conflict(f"episode {episode_id} was ended before with another body; the first one stands")
     episode = _held(_episode(row, episode_id), fence)
     if end.step_rewards is not None:
         _one_for_each_step(connection, episode, len(end.step_rewards))
-    _change(connection, episode, EpisodeState.COMPLETED, {**body, "end_digest": digest, "ended_at": now})
+    following = EpisodeState.UNJUDGED if judged else EpisodeState.COMPLETED
+    _change(connection, episode, following, {**body, "end_digest": digest, "ended_at": now})
     return episode
+
+
+def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None, reason: str) -> None:
+    """End what waits for its verdict: UNJUDGED → COMPLETED; without rewards, UNJUDGED → DISCARDED.
+
+    Does nothing if the episode is over already.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        rewards: with those of the judge; None: the judge has failed.
+        reason: why it has.
+
+    Raises:
+        NotFound: there is no such episode.
+    """
+    episode = read_episode(connection, episode_id)
+    if episode.state is not EpisodeState.UNJUDGED:
+        return
+    if rewards is None:
+        _change(connection, episode, EpisodeState.DISCARDED, {"reason": reason})
+        return
+    values: dict[str, Any] = {
+        "rewards": rewards_to_json(rewards.rewards),
+        "named_rewards": rewards_to_json(rewards.named_rewards),
+    }
+    if rewards.step_rewards is not None:
+        values["step_rewards"] = rewards_to_json(rewards.step_rewards)
+    if rewards.agent_step_rewards is not None:
+        values["agent_step_rewards"] = to_json([list(one) for one in rewards.agent_step_rewards])
+    _change(connection, episode, EpisodeState.COMPLETED, values)
+
+
+def discard_open(connection: Connection, kind: str, group_index: int, reason: str, now: float) -> list[EpisodeRecord]:
+    """Discard the episodes of a group that have not been played, and return them as they were."""
+    rows = connection.execute(
+        select(episodes).where(
+            episodes.c.kind == kind,
+            episodes.c.group_index == group_index,
+            episodes.c.state.in_((EpisodeState.REGISTERED.value, EpisodeState.CLAIMED.value)),
+        )
+    )
+    found = [episode_of(row) for row in rows]
+    for episode in found:
+        _change(connection, episode, EpisodeState.DISCARDED, {"reason": reason, "ended_at": now})
+    return found
 
 
 def _one_for_each_step(connection: Connection, episode: EpisodeRecord, rewards: int) -> None:

@@ -31,6 +31,7 @@ from palestra.store.leases import LeaseBook
 from palestra.store.run_log import RunLog
 from palestra.store.tasks import Tasks
 from palestra.store.trained_tokens import TrainedTokens
+from palestra.store.verdicts import Verdicts
 from palestra.types.clock import Clock, SystemClock
 
 DAMAGED_CODES = frozenset((sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT))
@@ -146,6 +147,7 @@ class RunStore:
         episodes: claims and ends, for workers.
         calls: the recorded calls, for sessions; and trajectories, for the learner.
         groups: episodes of one task, for the learner.
+        verdicts: of the job's judge.
         trained: logprobs of tokens when they were trained, of the newest steps.
         log: manifests, metrics, events and facts of the run.
         pictures: of the calls, which name them by digest; files beside the database.
@@ -158,6 +160,7 @@ class RunStore:
     episodes: Episodes
     calls: Calls
     groups: Groups
+    verdicts: Verdicts
     trained: TrainedTokens
     log: RunLog
     pictures: KeptPictures
@@ -218,6 +221,7 @@ def open_run_store(
         episodes=episodes,
         calls=Calls(db),
         groups=Groups(db, clock, episodes.available, episodes.open_groups),
+        verdicts=Verdicts(db, clock),
         trained=TrainedTokens(db),
         log=RunLog(db, clock),
         pictures=_pictures(path.parent / FOLDER, pictures or PicturesConfig(), clock),

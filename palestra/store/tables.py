@@ -112,6 +112,23 @@ chats = Table(
     sqlite_with_rowid=False,
 )
 
+verdicts = Table(
+    "verdicts",
+    metadata,
+    Column("kind", String, primary_key=True),
+    Column("group_index", Integer, primary_key=True),
+    Column("members", Text, primary_key=True),  # [[episode, fence], …] of the episodes that were judged together
+    Column("rubric", String, primary_key=True),  # digest of what was asked
+    Column("judge", String, primary_key=True),  # who was asked
+    Column("ordering", Integer, primary_key=True),  # of the members, where a judge is asked in several
+    Column("scores", Text, nullable=False),  # {episode: {name: number}}
+    Column("reasons", Text, nullable=False),  # {episode: {name: text}}
+    Column("calls", Integer, nullable=False),
+    Column("tokens", Integer, nullable=False),
+    Column("seconds", Float, nullable=False),
+    Column("at", Float, nullable=False),
+)
+
 manifests = Table(
     "manifests",
     metadata,

@@ -69,6 +69,11 @@ METRICS = (
         "a penalty or a bonus of entropy. Always 0 of `reinforce_pp` without `baseline = group`, `rae`, `ppo`, `a2c`, "
         "`sac`, `sft` and `distill`.",
     ),
+    Metric("judge/verdicts", "verdicts", "Verdicts of the job's judge on the step's groups; of jobs with a judge."),
+    Metric("judge/calls", "calls", "Requests that these verdicts took, with those that failed before."),
+    Metric("judge/tokens", "tokens", "Tokens of their answered requests, of prompts and replies."),
+    Metric("judge/seconds", "s", "Sum of the times from a question to its verdict; many are asked at the same time."),
+    Metric("judge/failed", "episodes", "Episodes of the step that were discarded because the judge gave no verdict."),
     Metric("train/groups_dropped", "groups", "Groups of this step that lost too many episodes and were replaced."),
     Metric(
         "train/groups_skipped",

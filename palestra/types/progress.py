@@ -40,6 +40,7 @@ class Counts:
     claimed: int
     completed: int
     discarded: int
+    unjudged: int = 0  # played, and waiting for a verdict
 
 
 @dataclass(kw_only=True, slots=True)

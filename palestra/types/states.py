@@ -35,11 +35,13 @@ class BaseState(StrEnum):
 class EpisodeState(StrEnum):
     """States of an attempt at a task.
 
-    CLAIMED goes back to REGISTERED when the lease expires or the worker releases it.
+    CLAIMED goes back to REGISTERED when the lease expires or the worker releases it. In a job with a judge, an
+    episode that its worker has ended is UNJUDGED until it is judged.
     """
 
     REGISTERED = "registered"
     CLAIMED = "claimed"
+    UNJUDGED = "unjudged"
     COMPLETED = "completed"
     DISCARDED = "discarded"
 
@@ -104,7 +106,10 @@ TRANSITIONS: Mapping[StrEnum, frozenset[StrEnum]] = {
     BaseState.ENDING: frozenset(),
     EpisodeState.REGISTERED: frozenset({EpisodeState.CLAIMED, EpisodeState.DISCARDED}),
     # A claimed episode is played again by another worker if its lease expires or its worker gives it back.
-    EpisodeState.CLAIMED: frozenset({EpisodeState.COMPLETED, EpisodeState.REGISTERED, EpisodeState.DISCARDED}),
+    EpisodeState.CLAIMED: frozenset(
+        {EpisodeState.UNJUDGED, EpisodeState.COMPLETED, EpisodeState.REGISTERED, EpisodeState.DISCARDED}
+    ),
+    EpisodeState.UNJUDGED: frozenset({EpisodeState.COMPLETED, EpisodeState.DISCARDED}),
     EpisodeState.COMPLETED: frozenset(),
     EpisodeState.DISCARDED: frozenset(),
     GroupState.OPEN: frozenset({GroupState.READY, *REPLACED}),

@@ -25,7 +25,7 @@ export async function episodesView({ run, query }) {
   const form = h("form", { class: "filters", role: "search" },
     field("text", "Text", h("input", { type: "search", value: value("text"), placeholder: "in task, messages, replies, metadata" }), "grow"),
     field("kind", "Kind", choice([["train", `train (${whole(total(known.train))})`], ["validation", `validation (${whole(total(known.validation))})`], ["adhoc", `ad hoc (${whole(total(known.adhoc))})`]], value("kind") || "train")),
-    field("state", "State", choice([["", "any"], ["registered", "registered"], ["claimed", "claimed"], ["completed", "completed"], ["discarded", "discarded"]], value("state"))),
+    field("state", "State", choice([["", "any"], ["registered", "registered"], ["claimed", "claimed"], ["unjudged", "unjudged"], ["completed", "completed"], ["discarded", "discarded"]], value("state"))),
     field("step", "Step", numeric("step", 1)),
     h("fieldset", {}, h("legend", {}, "Reward"), field("least_reward", "from", numeric("least_reward")), field("most_reward", "to", numeric("most_reward"))),
     h("fieldset", {}, h("legend", {}, "Sampled tokens"), field("least_tokens", "from", numeric("least_tokens", 1)), field("most_tokens", "to", numeric("most_tokens", 1))),

@@ -75,8 +75,10 @@ def test_a_job_runs_before_it_completes_and_starts_before_it_runs():
     assert [state for state in JobState if JobState.RUNNING in following(state)] == [JobState.STARTING]
 
 
-def test_only_an_episode_that_is_claimed_gets_a_reward_and_it_may_be_played_again():
-    assert [state for state in EpisodeState if EpisodeState.COMPLETED in following(state)] == [EpisodeState.CLAIMED]
+def test_only_an_episode_that_is_claimed_or_waits_for_its_judge_gets_a_reward():
+    rewarded = [state for state in EpisodeState if EpisodeState.COMPLETED in following(state)]
+    assert rewarded == [EpisodeState.CLAIMED, EpisodeState.UNJUDGED]
+    assert [state for state in EpisodeState if EpisodeState.UNJUDGED in following(state)] == [EpisodeState.CLAIMED]
     assert EpisodeState.REGISTERED in following(EpisodeState.CLAIMED)
 
 

@@ -1,0 +1,118 @@
+"""The `[judge]` table. Each kind of judge has keys of its own; entry points of `palestra.judges` name the sections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag
+from pydantic_core import CoreSchema
+
+from palestra.config.section import Seconds, Section
+from palestra.errors import ConfigError
+from palestra.extensions import extensions, load_extension
+
+if TYPE_CHECKING:
+    from palestra.envs.judge import Judge
+
+GROUP = "palestra.judges"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeAccess:
+    """How a judge reaches the policies of its job.
+
+    Attributes:
+        url: of the job's server, without /v1.
+        key: opens model calls outside any episode; `model` names the policy.
+        frozen: names of the job's frozen policies.
+    """
+
+    url: str
+    key: str
+    frozen: tuple[str, ...] = ()
+
+
+class JudgeConfig(Section):
+    """What every judge has. A field of this type takes a table of any kind that is installed.
+
+    Attributes:
+        not_judged: keys that change no verdict, so that a run may go on with other values.
+    """
+
+    model_config = ConfigDict(defer_build=True)  # the kinds are known when the first configuration is checked
+
+    not_judged: ClassVar[frozenset[str]] = frozenset({"url", "key_variable", "wait_seconds"})
+
+    kind: str = Field(description="The kind of judge; each has keys of its own.")
+    url: str | None = Field(
+        None,
+        description="URL of the server that the judge asks, without /v1, such as `http://10.0.0.5:8000`: any with "
+        "OpenAI's chat completions.",
+    )
+    key_variable: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="Environment variable that holds the server's key. None: the server needs none.",
+    )
+    wait_seconds: Seconds | None = Field(
+        None,
+        description="Judges of whole groups: seconds after the first episode of a group has been played at which those "
+        "that have not been are discarded, if the others are `rollout.min_group_size`. None: leases alone decide.",
+    )
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        """Return the names of the rewards that the judge gives, with their weights."""
+        raise NotImplementedError
+
+    def make(self, access: JudgeAccess) -> Judge:
+        """Return the judge.
+
+        Raises:
+            ConfigError: it can't be made, because a variable is not set, say.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def alternatives(cls) -> Sequence[type[Section]]:
+        """Return the sections of which a field of this type holds one."""
+        return tuple(_sections().values()) if cls is JudgeConfig else (cls,)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Check a field of this type by the section that `kind` chooses."""
+        if cls is not JudgeConfig:
+            return handler(source)
+        found = _sections()
+
+        def known(value: Any) -> Any:  # the error of pydantic's union would not name the key
+            if not isinstance(value, dict | Section):
+                raise ValueError(f"it is a table, such as {{kind = 'rubric'}}, and not {value!r}")
+            if (kind := _kind_of(value)) not in list(found):
+                raise ValueError(f"kind is {kind!r} (installed kinds: {', '.join(map(repr, found)) or 'none'})")
+            return value
+
+        tagged = tuple(Annotated[one, Tag(kind)] for kind, one in found.items())
+        if len(tagged) < 2:
+            return handler.generate_schema(Annotated[(*found.values(), dict)[0], BeforeValidator(known)])
+        union = Union[tagged]  # type: ignore[valid-type]  # noqa: UP007
+        return handler.generate_schema(Annotated[union, Discriminator(_kind_of), BeforeValidator(known)])
+
+
+@cache
+def _sections() -> dict[str, type[JudgeConfig]]:
+    """Return the section of each kind of judge that is installed."""
+    found: dict[str, type[JudgeConfig]] = {}
+    for name, point in extensions(GROUP).items():
+        section = load_extension(point)
+        if (kind := section.model_fields["kind"].default) != name:
+            raise ConfigError(f"the judge {name!r} of {point.value} has a section of kind {kind!r}; make them equal")
+        found[name] = section
+    return found
+
+
+def _kind_of(value: Any) -> Any:
+    return value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)

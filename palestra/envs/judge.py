@@ -1,0 +1,98 @@
+"""`Judge`: scores episodes when they have been played, one at a time or a whole group, before they are complete.
+
+A package brings one by an entry point of `palestra.judges`: a class derived from `palestra.config.JudgeConfig`, which
+is the table `[judge]` of a job, and whose `make` returns the judge. See `palestra_judges`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from palestra.types.records import EpisodeKind, Trajectory
+from palestra.types.verdicts import Verdict, VerdictKey
+
+
+class VerdictBook(Protocol):
+    """The verdicts of a run, on the disk. A judge records each before it returns, and asks for none that is known."""
+
+    async def known(self, key: VerdictKey) -> Verdict | None:
+        """Return a verdict that was given before; None: there is none."""
+        ...
+
+    async def record(self, key: VerdictKey, verdict: Verdict) -> None:
+        """Keep a verdict; returns when it is on disk."""
+        ...
+
+    async def tokens(self) -> int:
+        """Return how many tokens the recorded verdicts have cost."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgedGroup:
+    """Episodes of one task that a judge sees together.
+
+    Attributes:
+        kind: of the episodes.
+        group_index: of their group.
+        trajectories: the episodes with their calls: those that wait for a verdict and, for a judge of whole groups,
+            those that they are compared with. A validation episode is compared with the first validated of its task.
+        waiting: ids of the episodes that wait for a verdict.
+        seed: of the job.
+    """
+
+    kind: EpisodeKind
+    group_index: int
+    trajectories: tuple[Trajectory, ...]
+    waiting: frozenset[str]
+    seed: int
+
+    def key(self, rubric: str, judge: str, ordering: int = 0) -> VerdictKey:
+        """Return the key of a verdict on these episodes; the arguments are those of `VerdictKey`."""
+        episodes = [trajectory.episode for trajectory in self.trajectories]
+        members = tuple((episode.episode_id, episode.fence) for episode in episodes)
+        return VerdictKey(
+            kind=self.kind,
+            group_index=self.group_index,
+            members=members,
+            rubric=rubric,
+            judge=judge,
+            ordering=ordering,
+        )
+
+
+class Judge(Protocol):
+    """Scores episodes. It runs on an event loop of its own, in a thread, and may be asked several things at once.
+
+    Attributes:
+        whole_groups: whether it compares the episodes of a group. Else it gets one episode at a time, as soon as that
+            has been played.
+    """
+
+    whole_groups: bool
+
+    async def open(self, book: VerdictBook) -> list[str]:
+        """Prepare to judge; called once, on the judge's event loop.
+
+        Returns:
+            What the user has to know of the judge, such as that it agrees with few labels.
+
+        Raises:
+            PalestraError: it can't judge; the job fails.
+        """
+        ...
+
+    async def judge(self, group: JudgedGroup, book: VerdictBook) -> Mapping[str, Mapping[str, float]]:
+        """Return the named rewards of each waiting episode, by its id. One that is left out is discarded.
+
+        Raises:
+            JudgeFailed: it has no verdict: all waiting episodes of `group` are discarded, and are in no mean.
+            PalestraError: it can't judge any more; the job fails.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close connections; called once, on the judge's event loop."""
+        ...

@@ -1,0 +1,176 @@
+"""The verdicts of a job's judge, and the episodes that wait for one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import sqlalchemy as sa
+from sqlalchemy import Connection, func, select
+from sqlalchemy.dialects.sqlite import insert
+
+from palestra.database import Database, to_json
+from palestra.store.codec import episode_of
+from palestra.store.tables import episodes, groups, verdicts
+from palestra.types.clock import Clock
+from palestra.types.records import EpisodeKind, EpisodeRecord
+from palestra.types.states import EpisodeState
+from palestra.types.verdicts import Verdict, VerdictKey
+
+UNJUDGED, COMPLETED = EpisodeState.UNJUDGED.value, EpisodeState.COMPLETED.value
+_UNPLAYED = (EpisodeState.REGISTERED.value, EpisodeState.CLAIMED.value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaitingGroup:
+    """A group with episodes that have to be judged.
+
+    Attributes:
+        step: that trains or validates it.
+        waiting: episodes without a verdict, by sample index.
+        judged: episodes of the group that have one already, since some were played again.
+        unplayed: how many episodes of the group are still to be played.
+        since: when the first of `waiting` ended, Unix seconds.
+    """
+
+    kind: EpisodeKind
+    group_index: int
+    step: int
+    waiting: tuple[EpisodeRecord, ...]
+    judged: tuple[EpisodeRecord, ...]
+    unplayed: int
+    since: float
+
+
+class Verdicts:
+    """Keeps each verdict once, so that a resumed job asks for none again.
+
+    Its methods may be called on any event loop.
+    """
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self._db, self._clock = db, clock
+
+    async def known(self, key: VerdictKey) -> Verdict | None:
+        """Return a verdict that was given before."""
+
+        def query(connection: Connection) -> Verdict | None:
+            row = connection.execute(select(verdicts).where(*_is(key))).first()
+            return None if row is None else _verdict(row)
+
+        return await self._db.read(query)
+
+    async def record(self, key: VerdictKey, verdict: Verdict) -> None:
+        """Keep a verdict; returns when it is on disk. The first one of a key stays."""
+        row = _columns(key) | {
+            "scores": to_json(verdict.scores),
+            "reasons": to_json(verdict.reasons),
+            "calls": verdict.calls,
+            "tokens": verdict.tokens,
+            "seconds": verdict.seconds,
+            "at": self._clock.now(),
+        }
+        await self._db.write(
+            lambda connection: connection.execute(insert(verdicts).on_conflict_do_nothing(), row), "verdict_commit"
+        )
+
+    async def tokens(self) -> int:
+        """Return how many tokens all verdicts of the run have cost."""
+        total = select(func.coalesce(func.sum(verdicts.c.tokens), 0))
+        return await self._db.read(lambda connection: int(connection.execute(total).scalar_one()))
+
+    async def cost_of_step(self, kind: EpisodeKind, step: int) -> dict[str, float]:
+        """Return what the verdicts of a step have cost: `verdicts`, `calls`, `tokens`, `seconds`."""
+        same = (groups.c.kind == verdicts.c.kind) & (groups.c.group_index == verdicts.c.group_index)
+        sums = [func.coalesce(func.sum(verdicts.c[name]), 0).label(name) for name in ("calls", "tokens", "seconds")]
+        wanted = select(func.count().label("verdicts"), *sums).select_from(verdicts).join(groups, same)
+        wanted = wanted.where(groups.c.kind == kind, groups.c.step == step)
+
+        def query(connection: Connection) -> dict[str, float]:
+            return {name: float(value) for name, value in connection.execute(wanted).one()._mapping.items()}
+
+        return await self._db.read(query)
+
+    async def waiting(self) -> list[WaitingGroup]:
+        """Return the groups that have episodes without a verdict, in canonical order."""
+        return await self._db.read(_waiting)
+
+    async def first_validated(self, task_id: str) -> EpisodeRecord | None:
+        """Return the first validation episode of a task that was completed; None: there is none."""
+        wanted = (
+            select(episodes)
+            .where(episodes.c.kind == "validation", episodes.c.task_id == task_id, episodes.c.state == COMPLETED)
+            .order_by(episodes.c.group_index)
+            .limit(1)
+        )
+
+        def query(connection: Connection) -> EpisodeRecord | None:
+            row = connection.execute(wanted).first()
+            return None if row is None else episode_of(row)
+
+        return await self._db.read(query)
+
+
+def verdicts_of(connection: Connection, episode: EpisodeRecord) -> list[Verdict]:
+    """Return the verdicts on the last attempt of an episode, in their order."""
+    wanted = select(verdicts).where(
+        verdicts.c.kind == episode.kind,
+        verdicts.c.group_index == episode.group_index,
+        verdicts.c.members.contains(to_json([episode.episode_id, episode.fence])),
+    )
+    return [_verdict(row) for row in connection.execute(wanted.order_by(verdicts.c.at, verdicts.c.ordering))]
+
+
+def _columns(key: VerdictKey) -> dict[str, Any]:
+    return {
+        "kind": key.kind,
+        "group_index": key.group_index,
+        "members": to_json([list(member) for member in key.members]),
+        "rubric": key.rubric,
+        "judge": key.judge,
+        "ordering": key.ordering,
+    }
+
+
+def _is(key: VerdictKey) -> list[sa.ColumnElement[bool]]:
+    return [verdicts.c[name] == value for name, value in _columns(key).items()]
+
+
+def _verdict(row: Any) -> Verdict:
+    return Verdict(
+        scores=orjson.loads(row.scores),
+        reasons=orjson.loads(row.reasons),
+        calls=row.calls,
+        tokens=row.tokens,
+        seconds=row.seconds,
+    )
+
+
+def _waiting(connection: Connection) -> list[WaitingGroup]:
+    same = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
+    open_groups = select(episodes.c.kind, episodes.c.group_index).where(episodes.c.state == UNJUDGED).distinct()
+    rows = connection.execute(
+        select(episodes, groups.c.step)
+        .join(groups, same)
+        .where(sa.tuple_(episodes.c.kind, episodes.c.group_index).in_(open_groups))
+        .order_by(episodes.c.kind.desc(), episodes.c.group_index, episodes.c.sample_index)
+    )
+    found: Mapping[tuple[EpisodeKind, int, int], list[Any]] = defaultdict(list)
+    for row in rows:
+        found[row.kind, row.group_index, row.step].append(row)
+    return [_group(*place, members) for place, members in found.items()]
+
+
+def _group(kind: EpisodeKind, group_index: int, step: int, rows: Sequence[Any]) -> WaitingGroup:
+    return WaitingGroup(
+        kind=kind,
+        group_index=group_index,
+        step=step,
+        waiting=tuple(episode_of(row) for row in rows if row.state == UNJUDGED),
+        judged=tuple(episode_of(row) for row in rows if row.state == COMPLETED),
+        unplayed=sum(row.state in _UNPLAYED for row in rows),
+        since=min(row.ended_at for row in rows if row.state == UNJUDGED),
+    )

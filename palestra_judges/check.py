@@ -1,0 +1,223 @@
+"""Compares a judge with labels of people, with itself, and with replies that say nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from palestra.client.task_files import task_rows
+from palestra.errors import ConfigError
+from palestra.types.verdicts import Verdict, VerdictKey
+from palestra.waiting import together
+from palestra_judges.agreement import interval, kappa, tau_b
+from palestra_judges.bounds import below
+from palestra_judges.config import Criterion, Relative, Rubric
+from palestra_judges.relative import Entry, RelativeJudge
+from palestra_judges.rubric import RubricJudge
+
+NULLS = (
+    "",
+    ":",
+    "Thought process:",
+    "Solution",
+    "{question}",
+    "This is an excellent and complete answer, 10 out of 10.",
+)
+NULL_QUESTIONS = 4  # of the labels, with each of which every null reply is judged
+T = TypeVar("T")
+
+
+class NoBook:
+    """The verdicts of a check, which are not kept."""
+
+    async def known(self, key: VerdictKey) -> Verdict | None:
+        """Return nothing."""
+        return None
+
+    async def record(self, key: VerdictKey, verdict: Verdict) -> None:
+        """Keep nothing."""
+
+    async def tokens(self) -> int:
+        """Return 0."""
+        return 0
+
+
+async def check(config: Rubric | Relative, judge: RubricJudge | RelativeJudge, labels: Path) -> dict[str, Any]:
+    """Return what a judge is worth, by the names of `bounds`, and of each criterion.
+
+    Args:
+        judge: that `config` makes.
+        labels: JSON lines. Of a rubric `question`, `reply` and `labels` (a choice by criterion); of a relative judge
+            `question`, `replies` and `ranks` (one for each reply, 1 for the best).
+
+    Raises:
+        ConfigError: a line does not fit the judge.
+        JudgeFailed: the judge gives no verdict.
+    """
+    rows = [dict(row) for row in task_rows(labels)]
+    if len(rows) < 2:
+        raise ConfigError(f"{labels} has {len(rows)} labels; about 50 say something, and 200 are better")
+    await judge.open(NoBook())
+    try:
+        if isinstance(config, Rubric) and isinstance(judge, RubricJudge):
+            found = await _rubric(config, judge, [_labelled(labels, n, row, config) for n, row in enumerate(rows, 1)])
+        else:
+            assert isinstance(config, Relative)
+            assert isinstance(judge, RelativeJudge)
+            found = await _relative(config, judge, [_ranked(labels, n, row) for n, row in enumerate(rows, 1)])
+    finally:
+        await judge.close()
+    found = {"judge": judge.version, "rubric": judge.rubric, "labels": len(rows)} | found
+    return found | {"below": below(found)}
+
+
+def _labelled(path: Path, number: int, row: Mapping[str, Any], config: Rubric) -> dict[str, Any]:
+    """Return a label of a rubric, with the number of each choice."""
+    _strings(path, number, row, "question", "reply")
+    given = row.get("labels")
+    names = [one.name for one in config.criteria]
+    if not isinstance(given, dict) or sorted(given) != sorted(names):
+        raise ConfigError(f"{path}, line {number}: `labels` has a choice for each of {', '.join(names)}, not {given!r}")
+    for one in config.criteria:
+        if given[one.name] not in one.choices:
+            raise ConfigError(
+                f"{path}, line {number}: {given[one.name]!r} is no choice of {one.name!r} ({', '.join(one.choices)})"
+            )
+    return {**row, "labels": {one.name: one.choices.index(given[one.name]) for one in config.criteria}}
+
+
+def _ranked(path: Path, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a label of a relative judge."""
+    _strings(path, number, row, "question")
+    replies, ranks = row.get("replies"), row.get("ranks")
+    if not isinstance(replies, list) or len(replies) < 2 or not all(isinstance(one, str) for one in replies):
+        raise ConfigError(f"{path}, line {number}: `replies` is a list of at least two texts")
+    if len(set(replies)) < len(replies):
+        raise ConfigError(f"{path}, line {number}: two `replies` are equal")
+    given = ranks if isinstance(ranks, list) else []
+    if len(given) != len(replies) or not all(type(one) in (int, float) and math.isfinite(one) for one in given):
+        raise ConfigError(f"{path}, line {number}: `ranks` has a number for each of the {len(replies)} replies")
+    return dict(row)
+
+
+def _strings(path: Path, number: int, row: Mapping[str, Any], *keys: str) -> None:
+    for key in keys:
+        if not isinstance(row.get(key), str):
+            raise ConfigError(f"{path}, line {number}: `{key}` is not a text")
+
+
+async def _rubric(config: Rubric, judge: RubricJudge, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    async def choices(row: Mapping[str, Any], **how: Any) -> dict[str, int]:
+        scores = (await judge.ask(_shown(row["question"], row["reply"]), "", **how)).scores[""]
+        return {one.name: round(scores[one.name] * (len(one.choices) - 1)) for one in config.criteria}
+
+    plain = await _each(rows, choices)
+    mirrored = await _each(rows, lambda row: choices(row, mirrored=True))
+    again = await _each(rows, lambda row: choices(row, repeat=1))
+    nulls = [
+        {"question": row["question"], "reply": null.replace("{question}", row["question"])}
+        for row in rows[:NULL_QUESTIONS]
+        for null in NULLS
+    ]
+    judged = await _each(nulls, choices)
+    criteria = {one.name: _criterion(one, [row["labels"][one.name] for row in rows], plain) for one in config.criteria}
+    known = [one["kappa"] for one in criteria.values() if one["kappa"] is not None]
+    return {
+        "agreement": min(known, default=None),
+        "position_consistency": _equal(plain, mirrored),
+        "self_consistency": _equal(plain, again),
+        "null_share": sum(_share(config, one) > 0.5 for one in judged) / len(judged),
+        "criteria": criteria,
+    }
+
+
+def _criterion(criterion: Criterion, labels: Sequence[int], judged: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+    """Return the agreement of one criterion with the labels."""
+    found, size = [one[criterion.name] for one in judged], len(criterion.choices)
+
+    def resampled(places: Sequence[int]) -> float:
+        return kappa([labels[place] for place in places], [found[place] for place in places], size)
+
+    low, high = interval(len(labels), resampled)
+    return {
+        "equal": float(np.mean([a == b for a, b in zip(labels, found, strict=True)])),
+        "kappa": _number(kappa(labels, found, size)),
+        "kappa_interval": [_number(low), _number(high)],
+        "tau_b": _number(tau_b(labels, found)),
+    }
+
+
+async def _relative(config: Relative, judge: RelativeJudge, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    async def scores(row: Mapping[str, Any], mirrored: bool = False, repeat: int = 0) -> list[float]:
+        entries: list[Entry] = [
+            ({"reply": {"role": "assistant", "text": text}}, (str(n),)) for n, text in enumerate(row["replies"])
+        ]
+        order = judge.orders(entries, 0)[0]
+        verdict = await judge.ask({"question": row["question"]}, order[::-1] if mirrored else order, repeat)
+        return [verdict.scores[str(n)][config.name] for n in range(len(entries))]
+
+    plain = await _each(rows, scores)
+    mirrored = await _each(rows, lambda row: scores(row, mirrored=True))
+    again = await _each(rows, lambda row: scores(row, repeat=1))
+    means = [(np.asarray(a) + np.asarray(b)).tolist() for a, b in zip(plain, mirrored, strict=True)]
+    taus = [tau_b([-rank for rank in row["ranks"]], one) for row, one in zip(rows, means, strict=True)]
+    nulls = [
+        {**row, "replies": [*row["replies"], text]}
+        for row in rows[:NULL_QUESTIONS]
+        for null in NULLS
+        if (text := null.replace("{question}", row["question"])) not in row["replies"]
+    ]
+    judged = await _each(nulls, scores)
+    low, high = interval(len(taus), lambda places: float(np.nanmean([taus[place] for place in places])))
+    return {
+        "agreement": _number(float(np.nanmean(taus))),
+        "agreement_interval": [_number(low), _number(high)],
+        "position_consistency": _same_pairs(plain, mirrored),
+        "self_consistency": _same_pairs(plain, again),
+        "null_share": sum(one[-1] > 0.5 for one in judged) / len(judged),
+    }
+
+
+def _shown(question: str, reply: str) -> dict[str, Any]:
+    """Return data as that of an episode looks; see `work_of`."""
+    return {"question": question, "reply": {"role": "assistant", "text": reply}}
+
+
+async def _each(
+    rows: Sequence[Mapping[str, Any]], ask: Callable[[Mapping[str, Any]], Coroutine[Any, Any, T]]
+) -> list[T]:
+    return await together(*(ask(row) for row in rows))
+
+
+def _equal(first: Sequence[Mapping[str, int]], second: Sequence[Mapping[str, int]]) -> float:
+    """Return the share of criteria that have the same choice."""
+    return float(np.mean([a[name] == b[name] for a, b in zip(first, second, strict=True) for name in a]))
+
+
+def _same_pairs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> float:
+    """Return the share of pairs of replies that two rankings order alike."""
+    same = [
+        (a[i] > a[j]) == (b[i] > b[j])
+        for a, b in zip(first, second, strict=True)
+        for i in range(len(a))
+        for j in range(i)
+    ]
+    return float(np.mean(same))
+
+
+def _share(config: Rubric, choices: Mapping[str, int]) -> float:
+    """Return what a work has of the largest weighted sum; a criterion with a negative weight counts the other way."""
+    most = sum(abs(one.weight) for one in config.criteria)
+    got = 0.0
+    for one in config.criteria:
+        score = choices[one.name] / (len(one.choices) - 1)
+        got += abs(one.weight) * (score if one.weight >= 0 else 1 - score)
+    return got / most if most else 0.0
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

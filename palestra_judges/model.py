@@ -1,0 +1,181 @@
+"""`JudgeModel`: the language model that judges, asked over HTTP within the limits of its table."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import httpx2
+import orjson
+
+from palestra.envs.judge import VerdictBook
+from palestra.errors import ConfigError, JudgeBudgetSpent, JudgeFailed
+from palestra.http_clients import async_http_client
+from palestra_judges.questions import Question
+
+if TYPE_CHECKING:
+    from palestra_judges.config import ModelJudge
+
+T = TypeVar("T")
+MOST_BYTES = 256 * 1024  # of an answer
+LONGEST_PAUSE_SECONDS = 10.0
+REFUSED = (401, 403, 404)  # asking again, or about another episode, would change nothing
+TOO_MUCH = (400, 413, 422)  # this question can't be answered, perhaps because it is too long
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered(Generic[T]):
+    """An answer that could be read, and what it has cost."""
+
+    value: T
+    calls: int
+    tokens: int
+    seconds: float
+
+
+class JudgeModel:
+    """Asks one model. A question that gets no answer, or none that can be read, is asked again, and then fails."""
+
+    def __init__(self, config: ModelJudge, url: str, key: str, model: str | None) -> None:
+        """Prepare to ask; nothing is sent yet.
+
+        Args:
+            url: of the server, without /v1.
+            model: its name there; None: the only one that the server lists.
+        """
+        self._config, self._url, self._model = config, url, model
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = async_http_client(headers=headers, timeout=None)
+        self._free = asyncio.Semaphore(config.max_concurrency)
+        self._spent = 0
+
+    @property
+    def version(self) -> str:
+        """Return who is asked; of a server it is the name that the model has there."""
+        return f"policy {self._model}" if self._config.policy is not None else str(self._model)
+
+    async def open(self, book: VerdictBook) -> None:
+        """Find the model, and what the run's verdicts have cost so far.
+
+        Raises:
+            ConfigError: the server can't be asked, or it is not clear which model is meant.
+        """
+        self._spent = await book.tokens()
+        if self._model is None:
+            try:
+                async with asyncio.timeout(self._config.timeout_seconds):
+                    answer = await self._sent("GET", "/v1/models", None)
+                names = [str(one["id"]) for one in answer["data"]]
+            except (TimeoutError, httpx2.HTTPError, JudgeFailed, KeyError, TypeError) as error:
+                said = str(error) or type(error).__name__
+                raise ConfigError(f"judge: {self._url} does not say which models it has: {said}") from error
+            if len(names) != 1:
+                raise ConfigError(f"judge.model names one of the models of {self._url}: {', '.join(names) or 'none'}")
+            self._model = names[0]
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def ask(self, question: Question, read: Callable[[str], T], repeat: int = 0) -> Answered[T]:
+        """Ask until an answer can be read.
+
+        Args:
+            repeat: how often the same question was asked before, each time with another seed.
+            read: returns what an answer says; raises JudgeFailed.
+
+        Raises:
+            JudgeFailed: no answer could be read.
+            JudgeBudgetSpent: the tokens are used up.
+            ConfigError: the server refuses to answer at all.
+        """
+        tokens, started = 0, time.monotonic()
+        async with self._free:
+            for number in range(self._config.retries + 1):
+                self._check_budget()
+                try:
+                    text, used = await self._once(question, number, question.seed + number + 1000 * repeat)
+                    self._spent += used
+                    tokens += used
+                    value = read(text)
+                except JudgeFailed as error:
+                    if number == self._config.retries or isinstance(error, _Final):
+                        raise JudgeFailed(str(error)) from error
+                    await asyncio.sleep(min(0.1 * 4**number, LONGEST_PAUSE_SECONDS))
+                else:
+                    seconds = time.monotonic() - started
+                    return Answered(value=value, calls=number + 1, tokens=tokens, seconds=seconds)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _check_budget(self) -> None:
+        budget = self._config.token_budget
+        if budget is not None and self._spent >= budget:
+            raise JudgeBudgetSpent(
+                f"the judge has used {self._spent:,} tokens, and judge.token_budget is {budget:,}; raise it, and go on "
+                "with --resume (in a script resume=True)"
+            )
+
+    async def _once(self, question: Question, number: int, seed: int) -> tuple[str, int]:
+        """Return the model's text, and the tokens of prompt and reply."""
+        body = {
+            "model": self._model,
+            "messages": question.messages,
+            "temperature": 0.0 if number == 0 else 0.7,  # the same prompt would get the same answer again
+            "max_tokens": self._config.max_tokens,
+            "seed": seed,
+        }
+        limit = self._config.timeout_seconds
+        try:
+            async with asyncio.timeout(limit):
+                answer = await self._sent("POST", "/v1/chat/completions", body)
+        except TimeoutError:
+            raise JudgeFailed(f"the judge did not answer within {limit:g} s") from None
+        except httpx2.HTTPError as error:
+            raise JudgeFailed(f"the judge can't be asked: {str(error) or type(error).__name__}") from error
+        try:
+            text = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            raise JudgeFailed("the judge's server answered with something that is no chat completion") from None
+        if not isinstance(text, str) or not text.strip():
+            raise JudgeFailed("the judge said nothing")
+        return text, _tokens(answer, question, text)
+
+    async def _sent(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        """Return the JSON that the server answers."""
+        content = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        async with self._http.stream(method, self._url + path, content=content, headers=headers) as reply:
+            data = b""
+            async for piece in reply.aiter_bytes():
+                data += piece
+                if len(data) > MOST_BYTES:
+                    raise JudgeFailed(f"the judge's answer has more than {MOST_BYTES // 1024} KiB")
+            status = reply.status_code
+        said = data[:200].decode(errors="replace")
+        if status in REFUSED:
+            raise ConfigError(f"judge: {self._url} refuses to judge ({status}): {said!r}")
+        if status in TOO_MUCH:
+            raise _Final(f"the judge's server refused the question ({status}): {said!r}")
+        if status != 200:
+            raise JudgeFailed(f"the judge's server answered {status}: {said!r}")
+        try:
+            return orjson.loads(data)
+        except orjson.JSONDecodeError:
+            raise JudgeFailed(f"the judge's server answered with no JSON: {said!r}") from None
+
+
+class _Final(JudgeFailed):
+    """A failure that asking again would not mend."""
+
+
+def _tokens(answer: Any, question: Question, text: str) -> int:
+    """Return the tokens of a request; where the server does not say, about as many as the text has."""
+    usage = answer.get("usage")
+    found = usage.get("total_tokens") if isinstance(usage, dict) else None
+    if type(found) is int and found >= 0:
+        return found
+    return (sum(len(message["content"]) for message in question.messages) + len(text)) // 4

@@ -1,0 +1,135 @@
+"""`RelativeJudge`: ranks the episodes of a group in a drawn order and in its mirror image.
+
+A judge prefers places, and an order and its mirror image take most of that back (arXiv 2310.07712), at the price of two
+drawn orders, which do not. Equal replies are one entry, and entries have names that say nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from palestra.envs.judge import JudgedGroup, VerdictBook
+from palestra.errors import JudgeFailed
+from palestra.types.verdicts import Verdict
+from palestra.waiting import together
+from palestra_judges.bounds import doubts
+from palestra_judges.model import JudgeModel
+from palestra_judges.questions import canonical, digest, question_of, work_of
+from palestra_judges.verdicts import read_ranking
+
+if TYPE_CHECKING:
+    from palestra_judges.config import Relative
+
+TASK = "Rank the replies from best to worst by this question: "
+VERDICT = {
+    "id": "{id}",
+    "reasons": {"id of a reply": "one sentence"},
+    "ranking": ["id of the best", "…", "of the worst"],
+}
+Entry = tuple[Any, tuple[str, ...]]  # what was done, and the episodes that have done it
+
+
+class RelativeJudge:
+    """Asks about whole groups."""
+
+    whole_groups = True
+
+    def __init__(self, config: Relative, model: JudgeModel) -> None:
+        self._config, self._model = config, model
+        self._instructions = "\n\n".join(filter(None, [config.instructions, TASK + config.question]))
+        self.rubric = digest(self._instructions, config.sees, *config.task_keys)[:32]
+
+    async def open(self, book: VerdictBook) -> list[str]:
+        """Prepare to ask; see `Judge.open`."""
+        await self._model.open(book)
+        return doubts(self._config.checked, self.rubric, self._model.version)
+
+    @property
+    def version(self) -> str:
+        """Return who is asked."""
+        return self._model.version
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._model.close()
+
+    async def judge(self, group: JudgedGroup, book: VerdictBook) -> Mapping[str, Mapping[str, float]]:
+        """Return the mean rank of each waiting episode, from 0 to 1; see `Judge.judge`."""
+        works = [work_of(one, self._config.sees, self._config.task_keys) for one in group.trajectories]
+        asked, done = works[0][0], [work for _, work in works]
+        if any(other != asked for other, _ in works):  # each entry has its own question
+            asked, done = {}, [{**other, **work} for other, work in works]
+        names = [one.episode.episode_id for one in group.trajectories]
+        orders = self.orders(entries_of(names, done), group.seed)
+        given = await together(*(self._verdict(group, book, asked, n, one) for n, one in enumerate(orders)))
+        name = self._config.name
+        return {one: {name: _mean([verdict.scores[one][name] for verdict in given])} for one in group.waiting}
+
+    def orders(self, entries: Sequence[Entry], seed: int) -> list[list[Entry]]:
+        """Return the orders in which entries are shown: each drawn one is followed by its mirror image."""
+        draw = random.Random(digest(str(seed), *(canonical(work) for work, _ in entries)))
+        found: list[list[Entry]] = []
+        while len(found) < self._config.orders:
+            drawn = list(entries)
+            draw.shuffle(drawn)
+            found += [drawn, drawn[::-1]]
+        return found[: self._config.orders]
+
+    async def _verdict(
+        self, group: JudgedGroup, book: VerdictBook, asked: Mapping[str, Any], number: int, entries: Sequence[Entry]
+    ) -> Verdict:
+        key = group.key(self.rubric, self._model.version, number)
+        if (verdict := await book.known(key)) is None:
+            verdict = await self.ask(asked, entries)
+            await book.record(key, verdict)
+        return verdict
+
+    async def ask(self, asked: Mapping[str, Any], entries: Sequence[Entry], repeat: int = 0) -> Verdict:
+        """Return the verdict on entries in this order; one entry alone is not asked about, and has 0.5.
+
+        Args:
+            repeat: how often it was asked before.
+
+        Raises:
+            JudgeFailed: there is none.
+        """
+        name = self._config.name
+        if len(entries) == 1:
+            return Verdict(scores={one: {name: 0.5} for one in entries[0][1]}, reasons={}, calls=0)
+        works = canonical({"": [work for work, _ in entries]})
+        ids = [digest(works, str(place))[:6] for place in range(len(entries))]
+        if len(set(ids)) < len(ids):
+            raise JudgeFailed("two replies have drawn the same id")
+        data = {**asked, "replies": [{"id": one, **work} for one, (work, _) in zip(ids, entries, strict=True)]}
+        question = question_of(data, self._instructions, json.dumps(VERDICT, ensure_ascii=False))
+        answered = await self._model.ask(question, partial(read_ranking, question_id=question.id, ids=ids), repeat)
+        ranking, said = answered.value
+        scores: dict[str, dict[str, float]] = {}
+        reasons: dict[str, dict[str, str]] = {}
+        for one, (_, episodes) in zip(ids, entries, strict=True):
+            score = 1 - ranking.index(one) / (len(ids) - 1)
+            scores |= {episode: {name: score} for episode in episodes}
+            reasons |= {episode: {name: said[one]} for episode in episodes if one in said}
+        return Verdict(
+            scores=scores,
+            reasons=reasons,
+            calls=answered.calls,
+            tokens=answered.tokens,
+            seconds=answered.seconds,
+        )
+
+
+def entries_of(names: Sequence[str], works: Sequence[Mapping[str, Any]]) -> list[Entry]:
+    """Return works as entries, equal ones as one, in an order that does not depend on their names."""
+    found: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
+    for name, work in zip(names, works, strict=True):
+        found.setdefault(canonical(work), (work, []))[1].append(name)
+    return [(work, tuple(episodes)) for _, (work, episodes) in sorted(found.items())]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,157 @@
+"""Jobs whose rewards are given by a judge behind real HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judge_server import Asked, judging
+
+import palestra
+from palestra import JobConfig
+from palestra_judges import Criterion, Rubric
+
+TASKS = [{"id": f"t{n}", "prompt": f"say {n}"} for n in range(3)]
+
+
+def config(folder: Path, **changes: Any) -> JobConfig:
+    return JobConfig.model_validate(
+        {
+            "run_dir": str(folder),
+            "steps": 2,
+            "deterministic": True,
+            "rollout": {"group_size": 4, "groups_per_step": 2, "min_group_size": 2},
+            "engine": {"kind": "fake", "reply_tokens": 6},
+            "evaluation": {"every_steps": 0},
+            "store": {"synchronous": "NORMAL"},
+        }
+        | changes
+    )
+
+
+def rows(folder: Path, query: str) -> list[dict[str, Any]]:
+    connection = sqlite3.connect(folder / "run.db")
+    connection.row_factory = sqlite3.Row
+    try:
+        return [dict(row) for row in connection.execute(query)]
+    finally:
+        connection.close()
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    newest = max((folder / "checkpoints").glob("step-*"))
+    return {path.name: path.read_bytes() for path in newest.iterdir() if path.suffix != ".json"}
+
+
+CRITERIA = [
+    Criterion(name="long", text="Is it long?", choices=["no", "somewhat", "yes"], weight=2.0),
+    Criterion(name="odd", text="Is it odd?", weight=0.0),
+]
+
+
+def long_and_odd(asked: Asked) -> str:
+    digits = sum(character.isdigit() for character in asked.text)
+    chosen = {"long": ["no", "somewhat", "yes"][min(digits // 2, 2)], "odd": ["no", "yes"][digits % 2]}
+    return asked.choose(lambda one: chosen[one["name"]], reason=f"{digits} digits")
+
+
+def test_each_criterion_is_a_named_reward_and_the_verdict_is_kept_with_its_reason(tmp_path):
+    with judging(long_and_odd) as server:
+        rubric = Rubric(url=server.url, criteria=CRITERIA)
+        done = palestra.train(reward=rubric, tasks=TASKS, config=config(tmp_path / "run"), quiet=True)
+    assert done.state == "completed"
+    episodes = rows(tmp_path / "run", "SELECT * FROM episodes WHERE kind = 'train'")
+    assert len(episodes) == 16
+    assert {row["state"] for row in episodes} == {"completed"}
+    verdicts = {json.loads(row["members"])[0][0]: row for row in rows(tmp_path / "run", "SELECT * FROM verdicts")}
+    for row in episodes:
+        named = json.loads(row["named_rewards"])
+        assert named.keys() == {"long", "odd"}
+        assert json.loads(row["rewards"]) == {"agent": 2 * named["long"]}
+        assert json.loads(verdicts[row["episode_id"]]["scores"])[row["episode_id"]] == named
+        assert json.loads(verdicts[row["episode_id"]]["reasons"])[row["episode_id"]]["long"].endswith("digits")
+    assert len(server.asked) == 16
+    assert done.metrics[-1]["judge/verdicts"] == 8
+    assert done.metrics[-1]["judge/tokens"] == 800
+
+
+def breaks(text: str) -> bool:
+    """Whether the judge fails on a reply: on about a fifth of them."""
+    return hashlib.sha256(text.encode()).digest()[0] < 51
+
+
+def test_a_judge_that_fails_leaves_the_weights_of_a_run_without_those_episodes(tmp_path):
+    def judge(asked: Asked) -> Any:
+        return (500, b"down") if breaks(asked.text) else long_and_odd(asked)
+
+    def reward(task: dict[str, Any], answer: str) -> dict[str, float] | None:
+        digits = sum(character.isdigit() for character in answer)
+        return None if breaks(answer) else {"long": min(digits // 2, 2) / 2, "odd": float(digits % 2)}
+
+    with judging(judge) as server:
+        rubric = Rubric(url=server.url, criteria=CRITERIA, retries=0)
+        palestra.train(reward=rubric, tasks=TASKS, config=config(tmp_path / "judged"), quiet=True)
+    weighed = config(tmp_path / "plain", algorithm={"name": "grpo", "reward_weights": {"long": 2.0, "odd": 0.0}})
+    palestra.train(reward=reward, tasks=TASKS, config=weighed, quiet=True)
+    lost = rows(tmp_path / "judged", "SELECT reason FROM episodes WHERE state = 'discarded'")
+    assert len(lost) >= 2
+    assert all(row["reason"].startswith("judge_failed: the judge's server answered 500") for row in lost)
+    query = "SELECT step, episode_ids FROM manifests"
+    assert rows(tmp_path / "judged", query) == rows(tmp_path / "plain", query)
+    assert weights(tmp_path / "judged") == weights(tmp_path / "plain")
+
+
+SCRIPT = """
+import sys, palestra
+from test_jobs import CRITERIA, TASKS, config
+from palestra_judges import Rubric
+folder, url, resume = sys.argv[1:]
+rubric = Rubric(url=url, criteria=CRITERIA, max_concurrency=1)
+palestra.train(reward=rubric, tasks=TASKS, config=config(folder), resume=resume == "resume", quiet=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["after_verdict_commit:3", "before_step:2"])
+def test_a_job_that_was_killed_asks_for_no_stored_verdict_again(tmp_path, fault):
+    def run(folder: Path, url: str, resume: str, fault: str = "") -> int:
+        here = Path(__file__).parent
+        path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+        made = os.environ | {"PYTHONPATH": path, "PALESTRA_FAULT": fault}
+        return subprocess.run([sys.executable, "-c", SCRIPT, folder, url, resume], env=made, timeout=170).returncode
+
+    with judging(long_and_odd) as server:
+        assert run(tmp_path / "killed", server.url, "new", fault) == -signal.SIGKILL
+        stored = rows(tmp_path / "killed", "SELECT * FROM verdicts")
+        before = len(server.asked)
+        assert run(tmp_path / "killed", server.url, "resume") == 0
+        assert len(server.asked) - before == 16 - len(stored)
+        rubric = Rubric(url=server.url, criteria=CRITERIA, max_concurrency=1)
+        palestra.train(reward=rubric, tasks=TASKS, config=config(tmp_path / "whole"), quiet=True)
+    query = "SELECT kind, group_index, members, scores FROM verdicts ORDER BY 1, 2, 3"
+    found = rows(tmp_path / "killed", query)
+    assert len(found) == 16
+    assert [row["scores"] for row in found] == [row["scores"] for row in rows(tmp_path / "whole", query)]
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+
+
+def test_a_group_is_ranked_beside_the_reward_of_its_environment(tmp_path):
+    def judge(asked: Asked) -> str:
+        return asked.rank(lambda text: sum(character.isdigit() for character in text), bias=3.0)
+
+    with judging(judge) as server:
+        settings = config(tmp_path / "run", judge={"kind": "relative", "url": server.url})
+        palestra.train(reward=lambda task, answer: len(answer) / 10, tasks=TASKS, config=settings, quiet=True)
+    for row in rows(tmp_path / "run", "SELECT * FROM episodes"):
+        named = json.loads(row["named_rewards"])
+        assert named.keys() == {"environment", "rank"}
+        assert json.loads(row["rewards"])["agent"] == pytest.approx(named["environment"] + named["rank"])
+    assert {row["ordering"] for row in rows(tmp_path / "run", "SELECT ordering FROM verdicts")} == {0, 1}
