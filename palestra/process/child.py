@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from palestra.process import keeper
 from palestra.threads import in_thread
 
 HOSTED = (
@@ -207,6 +208,23 @@ def ending(code: int) -> str:
         return f"ended with code {code}"
     names = {one.value: one.name for one in signal.Signals}  # those of real time have none
     return f"was killed by {names.get(-code, f'signal {-code}')}"
+
+
+def kept_command(lifeline: int, seconds: float, command: Sequence[str], folders: Sequence[Path] = ()) -> list[str]:
+    """Return the command line that runs somebody else's program under a `keeper`, in a session of its own.
+
+    Args:
+        lifeline: number of the end of a pipe that the keeper gets; the program ends when the other end is closed.
+        seconds: from SIGTERM to SIGKILL.
+        folders: that are removed when all has ended.
+    """
+    removed = [word for folder in folders for word in ("--remove", str(folder))]
+    return [sys.executable, "-I", "-S", keeper.__file__, str(lifeline), str(seconds), *removed, *command]
+
+
+def kept_ending(code: int) -> str:
+    """Return how a program has ended that a `keeper` has run, by the keeper's exit code."""
+    return ending(128 - code if code > 128 else code)
 
 
 def last_line(log: Path) -> str:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -19,11 +18,12 @@ import httpx2
 
 from palestra.errors import EngineFailure, ModelError
 from palestra.http_clients import http_client
+from palestra.process.child import kept_command, kept_ending
+from palestra.process.keeper import LAST_SECONDS, members_of
 from palestra_engines.external.connection import Address
-from palestra_engines.external.supervisor import LAST_SECONDS, members_of
 
-SUPERVISOR = Path(__file__).with_name("supervisor.py")
-STOP_SECONDS = 15.0  # the supervisor kills what is left earlier
+GRACE_SECONDS = 10.0  # between asking the server to end and killing it
+STOP_SECONDS = 15.0  # for the keeper to do so
 _LOOK_SECONDS = 0.25
 _TAIL_BYTES = 65_536
 # Lines of a traceback's end: "ValueError: Head size 16 is not supported", perhaps behind a logger's prefix; and what
@@ -66,26 +66,30 @@ class ServerProcess:
             EngineFailure: the process can't be started.
         """
         self._name, self._log = name, log
-        removed = [word for folder in folders for word in ("--remove", str(folder))]
+        theirs, lifeline = os.pipe()
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
             with log.open("ab") as file:
                 self._from = file.tell()
                 self._popen = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(SUPERVISOR), *removed, *command],
-                    stdin=subprocess.PIPE,
+                    kept_command(theirs, GRACE_SECONDS, command, folders),
+                    stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=file,
-                    start_new_session=True,  # a group of its own, which Ctrl-C at a terminal does not reach
+                    pass_fds=(theirs,),
+                    start_new_session=True,  # which Ctrl-C at a terminal does not reach
                     env=dict(variables),
                 )
         except OSError as error:
+            os.close(lifeline)
             raise EngineFailure(f"{name} can't be started: {error}") from error
-        self._finalizer = weakref.finalize(self, _end, self._popen, folders)
+        finally:
+            os.close(theirs)
+        self._finalizer = weakref.finalize(self, _end, self._popen, lifeline, folders)
 
     @property
     def pid(self) -> int:
-        """Return the process id of the supervisor, which is that of the server's process group."""
+        """Return the process id of the keeper, which is that of the session of the server's processes."""
         return self._popen.pid
 
     def wait_until_ready(self, address: Address, path: str, seconds: float) -> None:
@@ -132,14 +136,14 @@ class ServerProcess:
     def kill(self) -> None:
         """End the server and all of its processes without waiting, even if they stand still; `stop` cleans up.
 
-        The supervisor, and Python's process that removes what the server has in shared memory, end by themselves then.
+        The keeper, and Python's process that removes what the server has in shared memory, end by themselves then.
         """
         for process in members_of(self._popen.pid):
             if process != self._popen.pid and not _is_tracker(process):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._popen.pid, signal.SIGCONT if sys.platform == "linux" else signal.SIGKILL)
+            os.kill(self._popen.pid, signal.SIGCONT)
 
     def stop(self) -> None:
         """End the server and all of its processes, and wait for that."""
@@ -156,13 +160,14 @@ class ServerProcess:
         return (self._said() or ["(none)"])[-1].strip()[:300]
 
     def _reason(self) -> str:
-        """Return the first error of the log that is not the consequence of another, or else its last line.
+        """Return the first error of the log that is not the consequence of another, or else how the server has ended.
 
         A setting of the job that causes the error is named.
         """
         found = [match[1] for line in self._said() if (match := _ERROR.search(line.rstrip()))]
         causes = [error for error in found if not any(word in error for word in _CONSEQUENCE)]
-        reason = _PYDANTIC.sub("", (causes or found or [self._last_line()])[0])[:300]
+        how = f"the server {kept_ending(self._popen.wait())}: {self._last_line()}"
+        reason = _PYDANTIC.sub("", (causes or found or [how])[0])[:300]
         remedy = next((remedy for words, remedy in _REMEDIES.items() if words in reason), None)
         return reason if remedy is None else f"{reason.rstrip('.')}; {remedy}"
 
@@ -184,14 +189,14 @@ def _listens(address: Address) -> bool:
         return tried.connect_ex(str(address.socket)) == 0
 
 
-def _end(process: subprocess.Popen[bytes], folders: Sequence[Path]) -> None:
-    """Close the pipe, upon which the supervisor ends its group, reap the supervisor and remove the folders."""
-    assert process.stdin is not None
-    process.stdin.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):  # the supervisor itself is stopped, say
+def _end(process: subprocess.Popen[bytes], lifeline: int, folders: Sequence[Path]) -> None:
+    """Close the pipe, upon which the keeper ends all, reap the keeper and remove the folders."""
+    os.close(lifeline)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # the keeper itself is stopped, say
         process.wait(STOP_SECONDS)
-    with contextlib.suppress(ProcessLookupError):  # the supervisor was killed by another, say, and left the group
-        os.killpg(process.pid, signal.SIGKILL)
+    for left in members_of(process.pid):  # the keeper was killed by another, say
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(left, signal.SIGKILL)
     process.wait()
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

@@ -51,7 +51,7 @@ def is_running(job) -> bool:
 
 def computing(job_id: str, service: Service) -> psutil.Process:
     """The process of a job's vLLM that has the model."""
-    (leader,) = [one for one in servers_of(service, job_id) if "supervisor.py" not in " ".join(one.cmdline())][:1]
+    (leader,) = [one for one in servers_of(service, job_id) if "keeper.py" not in " ".join(one.cmdline())][:1]
     family = [leader, *leader.children(recursive=True)]
     return max(family, key=lambda one: one.memory_info().rss)
 

@@ -52,8 +52,8 @@ def on_vllm(folder: Path) -> Settings:
 def victim_of(component: str, children: list[psutil.Process], held: psutil.Process) -> psutil.Process:
     """Which of the processes of a job is hurt: the one that stands still, if it is one of the component."""
     if component == VLLM_SERVER:
-        (supervisor,) = (one for one in children if any(word.endswith("supervisor.py") for word in one.cmdline()))
-        return max(supervisor.children(recursive=True), key=lambda one: one.memory_info().rss)
+        (keeper,) = (one for one in children if any(word.endswith("process/keeper.py") for word in one.cmdline()))
+        return max(keeper.children(recursive=True), key=lambda one: one.memory_info().rss)
     backends = [one for one in children if PROGRAMS[component] in one.cmdline()]
     return held if held in backends else backends[0]
 

@@ -6,19 +6,19 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import orjson
 
 from palestra.errors import EnvironmentFailed
-from palestra.tools.mcp import keeper
+from palestra.process.child import kept_command, kept_ending
 from palestra.tools.mcp.transport import Message, Transport
 from palestra.waiting import cancelled
 
 # What a server's process gets of the environment of this one, which may hold keys.
 INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
+GRACE_SECONDS = 2.0  # from SIGTERM to SIGKILL
 EXIT_SECONDS = 1.0  # for the server to end by itself when its input is closed
 _KILLED = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM))
 KEPT_BYTES = 2_000  # of what the server wrote to standard error, for the message that it has ended
@@ -52,7 +52,7 @@ class StdioTransport(Transport):
         theirs, self._lifeline = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", keeper.__file__, str(theirs), *self._command),
+                *kept_command(theirs, GRACE_SECONDS, self._command),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -98,7 +98,7 @@ class StdioTransport(Transport):
         finally:
             self._hang_up()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(2 * keeper.GRACE_SECONDS):
+                async with asyncio.timeout(2 * GRACE_SECONDS):
                     await process.wait()
                     await asyncio.wait(self._reading)  # until the pipes end
             await cancelled(*self._reading)
@@ -134,13 +134,13 @@ class StdioTransport(Transport):
 
     async def _how_ended(self, process: asyncio.subprocess.Process) -> str:
         """Describe how a server with a closed pipe has ended, with the end of its output."""
-        ending, code = asyncio.ensure_future(process.wait()), ""
+        ending, how = asyncio.ensure_future(process.wait()), "has ended"
         await asyncio.wait((ending, *self._reading[1:]), timeout=EXIT_SECONDS, return_when=asyncio.ALL_COMPLETED)
         if ending.done():
-            code = f" with code {ending.result()}"
+            how = kept_ending(ending.result())
             self.ended_by_itself = ending.result() not in _KILLED
         await cancelled(ending)
-        return f"{self.where} has ended{code}{self._last_words()}"
+        return f"{self.where} {how}{self._last_words()}"
 
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
         """Read standard error, so that the server never waits for it, and keep the end."""

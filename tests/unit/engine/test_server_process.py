@@ -14,8 +14,9 @@ import pytest
 from palestra.config import AdapterConfig
 from palestra.errors import ConfigError, EngineFailure, ModelError
 from palestra.models.device import CORES_VARIABLE, allowed_cores
+from palestra.process import keeper
 from palestra_engines.external.connection import Address
-from palestra_engines.external.process import SUPERVISOR, ServerProcess
+from palestra_engines.external.process import ServerProcess
 from palestra_engines.vllm.command import (
     WORKER,
     OnCards,
@@ -59,7 +60,7 @@ def process_of(script: str, folder: Path) -> tuple[ServerProcess, Address]:
     return ServerProcess("vLLM", command, {"PATH": os.environ["PATH"]}, folder / "log", (private,)), address
 
 
-def members(group: int) -> list[int]:
+def members(session: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -67,7 +68,7 @@ def members(group: int) -> list[int]:
                 state = (entry / "stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            if int(state[2]) == group and state[0] != "Z":
+            if int(state[3]) == session and state[0] != "Z":
                 found.append(int(entry.name))
     return found
 
@@ -193,26 +194,16 @@ def test_what_a_server_has_in_shared_memory_is_removed_however_it_ends(tmp_path,
 
 def test_a_server_ends_with_a_job_that_is_killed(tmp_path):
     holder = (
-        "import subprocess, sys, time\n"
-        "made = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True)\n"
-        "print(made.pid, flush=True)\n"
+        "import os, subprocess, sys, time\n"
+        "theirs, ours = os.pipe()\n"
+        "words = [sys.executable, '-I', '-S', sys.argv[1], str(theirs), '10', *sys.argv[2:]]\n"
+        "print(subprocess.Popen(words, pass_fds=(theirs,), start_new_session=True).pid, flush=True)\n"
+        "os.close(theirs)\n"
         "time.sleep(600)"
     )
     private = tmp_path / "private"
     private.mkdir()
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        str(SUPERVISOR),
-        "--remove",
-        str(private),
-        sys.executable,
-        "-S",
-        "-c",
-        SERVER,
-        str(private / "http"),
-    ]
+    command = [keeper.__file__, "--remove", str(private), sys.executable, "-S", "-c", SERVER, str(private / "http")]
     job = subprocess.Popen([sys.executable, "-S", "-c", holder, *command], stdout=subprocess.PIPE, text=True)
     assert job.stdout is not None
     group = int(job.stdout.readline())

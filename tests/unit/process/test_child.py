@@ -1,14 +1,17 @@
-"""Programs beside a job: what they are started with."""
+"""Programs beside a job: what they are started with, and how they end."""
 
 from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from palestra.process.child import MALLOC_VARIABLE, malloc_without_caches, popen
+from palestra.process.child import MALLOC_VARIABLE, kept_command, kept_ending, malloc_without_caches, popen
+from palestra.process.keeper import members_of
 
 PROGRAM = """
 import os, socket, sys
@@ -49,3 +52,26 @@ def test_a_program_gets_its_variables_and_the_settings_if_it_computes(tmp_path, 
         said = ours.makefile("rb").read().decode()
     assert process.wait(60) == 0
     assert said == f"{settings}|ä b"
+
+
+LEAVES = """
+import os, subprocess, sys
+inner = "import os, signal, time; os.setpgid(0, 0); signal.signal(15, signal.SIG_IGN); "
+inner += "print('up', flush=True); time.sleep(600)"
+with subprocess.Popen([sys.executable, "-S", "-c", inner], stdout=subprocess.PIPE) as left:
+    left.stdout.readline()
+    os.kill(os.getpid(), int(sys.argv[1])) if sys.argv[1] != "0" else os._exit(3)
+"""
+
+
+@pytest.mark.parametrize(("number", "words"), [(0, "ended with code 3"), (9, "was killed by SIGKILL")])
+def test_a_keeper_ends_all_that_a_program_has_left_and_says_how_that_ended(number, words):
+    theirs, ours = os.pipe()
+    command = [sys.executable, "-S", "-c", LEAVES, str(number)]
+    kept = subprocess.Popen(
+        kept_command(theirs, 0.2, command), pass_fds=(theirs,), stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    os.close(theirs)
+    assert kept_ending(kept.wait(30)) == words
+    assert not members_of(kept.pid)
+    os.close(ours)

@@ -152,7 +152,7 @@ async def test_a_server_gets_no_variable_that_was_not_given_to_it(monkeypatch):
     [
         (server("old"), ProtocolMismatch, "speaks version '1999-01-01' of MCP, and this client 2025-11-25"),
         (server("without"), EnvironmentFailed, "offers no tools"),
-        (server("dies"), EnvironmentFailed, "has ended with code 1: no licence"),
+        (server("dies"), EnvironmentFailed, "ended with code 1: no licence"),
         (server("chatty"), EnvironmentFailed, "writes to standard output what is no message of MCP: b'Welcome!"),
         (server("slow", start_seconds=0.3), EnvironmentFailed, "did not answer within 0.3 s"),
         (server("endless"), EnvironmentFailed, "or some page twice"),
@@ -188,9 +188,9 @@ def test_wrong_settings_are_refused_at_once(where, settings, words):
 async def test_a_server_that_dies_fails_the_attempt_and_is_no_text_for_the_model():
     manager = ToolManager([server()])
     await manager.open()
-    with pytest.raises(EpisodeForfeited, match="has ended with code 3: out of memory"):
+    with pytest.raises(EpisodeForfeited, match="ended with code 3: out of memory"):
         await manager.execute_calls([call("die"), call("hang")])
-    with pytest.raises(EpisodeForfeited, match="has ended with code 3"):
+    with pytest.raises(EpisodeForfeited, match="ended with code 3"):
         await manager.execute_calls([call("add", '{"a": 1}')])
     await manager.close()
 

@@ -1,0 +1,102 @@
+"""Start a command, and end it with all that it has started when it, or the owner, ends.
+
+A program of its own, `python keeper.py DESCRIPTOR SECONDS [--remove FOLDER]… COMMAND …`, that leads a session. It
+imports nothing of Palestra, so that it starts fast and stays small. The descriptor is a pipe whose other end the owner
+keeps: it is closed however the owner ends, also by SIGKILL. The command has the keeper's standard input, output and
+error, and SECONDS from SIGTERM to SIGKILL. The folders are removed at the end: sockets, and weights in shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+
+LAST_SECONDS = 3.0  # for what is left when the command has ended: Python's process that removes shared memory, say
+_LOOK_SECONDS = 0.02
+
+
+def main() -> int:
+    """Run the command and return its exit code, or 128 + the signal that ended it."""
+    lifeline, seconds, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    folders = []
+    while command[0] == "--remove":
+        folders.append(command[1])
+        command = command[2:]
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    child = os.fork()
+    if child == 0:
+        _become(command, lifeline)
+    with contextlib.suppress(OSError):  # the child does the same, and may have been first
+        os.setpgid(child, child)
+    for descriptor in (0, 1):  # the command's alone, so that it sees the end of its input, and its reader its end
+        os.close(descriptor)
+    ended, status = 0, 0
+    while not ended and lifeline not in select.select([lifeline, woken], [], [])[0]:
+        os.read(woken, 512)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    _signal(child, signal.SIGTERM)
+    until = time.monotonic() + (min(seconds, LAST_SECONDS) if ended else seconds)
+    while (not ended or _others()) and time.monotonic() < until:
+        time.sleep(_LOOK_SECONDS)
+        if not ended:
+            ended, status = os.waitpid(child, os.WNOHANG)
+    _signal(child, signal.SIGKILL)
+    for process in _others():  # those that have left the group
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    if not ended:
+        status = os.waitpid(child, 0)[1]
+    if folders:
+        import shutil
+
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+def _become(command: list[str], lifeline: int) -> None:
+    """Turn this process, a new one, into the command."""
+    try:
+        os.setpgid(0, 0)
+        os.close(lifeline)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # all of the group have ended
+        os.killpg(group, number)
+
+
+def _others() -> list[int]:
+    return [process for process in members_of(os.getpid()) if process != os.getpid()]
+
+
+def members_of(session: int) -> list[int]:
+    """Return the processes of a session that run; none where the system does not tell."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
+        try:
+            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                state, _, _, own = file.read().rpartition(")")[2].split()[:4]
+        except OSError:  # no process, or one that has ended meanwhile
+            continue
+        if int(own) == session and state not in "ZX":
+            found.append(int(name))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
