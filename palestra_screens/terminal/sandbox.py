@@ -21,7 +21,7 @@ from palestra.errors import ConfigError, EnvironmentFailed
 from palestra.threads import in_thread
 from palestra_screens.terminal.descriptors import Descriptors, read_pipe
 from palestra_screens.terminal.program import Program
-from palestra_screens.terminal.system_calls import call_filter, known_machine
+from palestra_screens.terminal.system_calls import LIBRARY, call_filter, has_filters
 
 HOME = "/work"  # the only place, beside /tmp, at which a process in a sandbox can write
 _START_SECONDS = 30.0
@@ -238,13 +238,15 @@ def check_sandbox() -> None:
     Raises:
         ConfigError: one is missing.
     """
-    if sys.platform.startswith("linux") and not known_machine():
-        raise ConfigError("this environment needs a machine of the kind x86-64 or ARM64, whose system calls it knows")
     missing = [name for name in ("bwrap", "bash", "git", "python3") if shutil.which(name, path="/usr/bin:/bin") is None]
     if not sys.platform.startswith("linux") or missing:
         raise ConfigError(
             f"this environment needs Linux, and {', '.join(missing)} in /usr/bin; run: "
             "apt-get install bubblewrap bash git python3"
+        )
+    if not has_filters():
+        raise ConfigError(
+            f"this environment needs {LIBRARY}, by which system calls are refused; run: apt-get install libseccomp2"
         )
 
 

@@ -16,8 +16,9 @@ import pytest
 import uvloop
 from machine import require
 
-from palestra.errors import EnvironmentFailed
-from palestra_screens.terminal.sandbox import SandboxLimits, run_once, start_sandbox
+from palestra.errors import ConfigError, EnvironmentFailed
+from palestra_screens.terminal import sandbox as sandboxes
+from palestra_screens.terminal.sandbox import SandboxLimits, check_sandbox, run_once, start_sandbox
 
 require("bwrap", "git")
 SMALL = SandboxLimits(memory_mib=256, disk_mib=8, files=500, processes=20, cpu_seconds=2)
@@ -245,9 +246,9 @@ def test_it_has_its_own_descriptors_only_on_any_event_loop(new_loop):  # jobs ru
 async def test_a_sandbox_ends_with_the_process_that_made_it():
     script = """
 import asyncio, subprocess
-from palestra_screens.terminal.sandbox import Limits, start_sandbox
+from palestra_screens.terminal.sandbox import SandboxLimits, start_sandbox
 async def main():
-    await start_sandbox(["sleep", "4321"], {}, Limits(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    await start_sandbox(["sleep", "4321"], {}, SandboxLimits(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     print("started", flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
@@ -266,3 +267,9 @@ async def test_what_can_not_be_started_is_a_failure_of_the_environment():
     assert "not found" in await said("no-such-program 2>&1")
     with pytest.raises(EnvironmentFailed, match=r"no sandbox was started|started no program"):
         await run_once(["true"], {"a": b"", "a/b": b""}, SMALL, seconds=5)
+
+
+def test_a_machine_without_the_library_of_filters_is_told_which_one(monkeypatch):
+    monkeypatch.setattr(sandboxes, "has_filters", lambda: False)
+    with pytest.raises(ConfigError, match="libseccomp"):
+        check_sandbox()
