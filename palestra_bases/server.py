@@ -191,7 +191,7 @@ class BackendServer:
         if (lease := self._leases.pop(job, None)) is not None:
             lease.cancel()
         self._connections[job] = connection
-        outbox = job.channel.attach(hello.waiting)
+        outbox = job.channel.attach(set(hello.waiting))
         job.say_versions()
         try:
             await connection.send(written(event("welcome", Welcome(known=known, most_bytes=MOST_BYTES))))
