@@ -1,6 +1,6 @@
-"""Write files of a run whole or not at all, and report an error of the disk in one line with the path and the cause.
+"""Writes files atomically, and reports a disk error in one line with path and cause.
 
-Folders that are needed for a while are removed, also if a signal ends the process.
+Temporary folders are removed, even if a signal ends the process.
 """
 
 from __future__ import annotations
@@ -29,13 +29,10 @@ T = TypeVar("T")
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError of the block into a StoreError that says in one line what to do.
 
-    The OSError stays its `__cause__`, by which a service decides whether the disk or the job is at fault.
+    The OSError stays its `__cause__`, from which a service decides whether the disk or the job is at fault.
 
     Args:
-        path: the file or folder that the block writes, for the message.
-
-    Raises:
-        StoreError: the block raised an OSError.
+        path: of the written file or folder, for the message.
     """
     try:
         yield
@@ -52,15 +49,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write a file so that after a crash it has either its old content or all of the new.
+    """Write a file atomically: after a crash it has either its old or its new content.
 
     Args:
-        path: the file; its folder has to exist.
-        content: all bytes of the file.
         mode: permissions of a new file, before the umask.
-
-    Raises:
-        StoreError: the file could not be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}")
     with writing(path):
@@ -80,11 +72,7 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def sync(path: Path) -> None:
-    """Write a file or folder to the disk, so that it survives a loss of power.
-
-    Raises:
-        OSError: it is not there, or the disk failed.
-    """
+    """Flush a file or folder to disk, so that it survives a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -93,22 +81,14 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Write all files and folders in a folder to the disk, but not the folder's own name.
-
-    Raises:
-        OSError: see `sync`.
-    """
+    """Flush all files and folders in a folder to disk, without the folder's own name."""
     for where, _, files in os.walk(folder):
         for name in (*files, "."):
             sync(Path(where, name))
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and those above it, and write the names of the new ones to the disk.
-
-    Raises:
-        OSError: a folder can't be made.
-    """
+    """Create a folder with its parents, and flush the new names to disk."""
     if not path.is_dir():
         make_folders(path.parent)
         path.mkdir(exist_ok=True)
@@ -116,13 +96,10 @@ def make_folders(path: Path) -> None:
 
 
 def rename_whole(source: Path, target: Path) -> None:
-    """Give a folder whose content is on the disk its final name; a folder of that name is there until then.
+    """Rename a folder that is already on disk, replacing a folder of the new name.
 
-    Where the system can't exchange two folders, the old one is called `.replaced-NAME` for a moment, and a process
-    that dies in it leaves it to `put_back`.
-
-    Raises:
-        OSError: the folder can't be renamed.
+    If the system can't exchange two folders, the old one is called `.replaced-NAME` for a moment; after a crash at that
+    moment, `put_back` restores it.
     """
     if target.exists() and exchange_folders(source, target):
         old = source
@@ -136,11 +113,7 @@ def rename_whole(source: Path, target: Path) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Give a folder that was about to be replaced its name again, unless the new one has it; see `rename_whole`.
-
-    Raises:
-        OSError: the folder can't be renamed.
-    """
+    """Restore the name of a folder that was being replaced, unless the new one has it; see `rename_whole`."""
     if not folder.exists() and _replaced(folder).exists():
         _replaced(folder).rename(folder)
         sync(folder.parent)
@@ -151,7 +124,7 @@ def _replaced(folder: Path) -> Path:
 
 
 def exchange_folders(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step. Returns False, and changes nothing, where the file system can't do that."""
+    """Exchange two folders atomically; False: not supported by the file system, and nothing has changed."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:  # another system than Linux
@@ -160,26 +133,23 @@ def exchange_folders(one: Path, other: Path) -> bool:
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder that only its owner can enter, unless it exists, and refuse one that others could have filled.
+    """Create a folder accessible only to its owner, or check an existing one.
 
     Raises:
         ConfigError: see `check_folder`.
-        OSError: the folder can't be made.
+        OSError: the folder can't be created.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_folder(path)
 
 
 def check_folder(path: Path, *, may_be_sticky: bool = False) -> None:
-    """Refuse a folder in which another user could have put files, such as a secret or a link.
+    """Raise ConfigError for a folder in which another user could have put files, such as a secret or a link.
 
     Args:
-        path: of the folder. A link to it is followed, if it is this user's or root's.
-        may_be_sticky: whether everybody may make files there and nobody can replace those of others, as in `/tmp`.
-
-    Raises:
-        ConfigError: it is another user's, or others can write to it.
-        OSError: there is no such folder.
+        path: a link is followed if it is this user's or root's.
+        may_be_sticky: whether to accept a folder like `/tmp`, where everyone may create files but not replace those of
+            others.
     """
     for status in (path.lstat(), path.stat()):
         if status.st_uid not in (os.geteuid(), 0):
@@ -192,17 +162,17 @@ def check_folder(path: Path, *, may_be_sticky: bool = False) -> None:
 
 
 def open_own(path: Path, flags: int, mode: int = 0o600, *, follow: bool = False) -> int:
-    """Open a file and return its descriptor; refuse one that another user could have made or changed.
+    """Open a file and return its descriptor; refuse one that another user could have created or changed.
 
-    Do not give O_TRUNC: the file is looked at after it is open.
+    Do not pass O_TRUNC: the file is checked after it is open.
 
     Args:
         flags: of `os.open`.
         mode: permissions of a new file, before the umask.
-        follow: whether a link is followed, where the operator has named the file.
+        follow: whether to follow a link, for a file named by the operator.
 
     Raises:
-        ConfigError: it is a link, no regular file or another user's, or others can write to it.
+        ConfigError: it is a link, not a regular file, another user's, or writable by others.
         OSError: it can't be opened.
     """
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)  # a pipe without a reader does not block
@@ -229,7 +199,7 @@ def open_own(path: Path, flags: int, mode: int = 0o600, *, follow: bool = False)
 
 
 def read_own(path: Path, *, follow: bool = False) -> bytes:
-    """Return the content of a file that no other user could have made or changed; see `open_own`.
+    """Return the content of a file that no other user could have created or changed; see `open_own`.
 
     Raises:
         ConfigError, OSError: see `open_own`.
@@ -239,7 +209,7 @@ def read_own(path: Path, *, follow: bool = False) -> bytes:
 
 
 def in_new_folder(parent: Path, prefix: str, work: Callable[[Path], T]) -> T:
-    """Return what `work` returns for a new folder, which is removed afterwards, also if a signal's handler raises."""
+    """Return the result of `work` for a temporary folder, removed afterwards, even if a signal's handler raises."""
     folder = parent / f"{prefix}{secrets.token_hex(8)}"
     # A signal's handler may raise between any two lines. `TemporaryDirectory` forgets its folder where that happens
     # before its `with` is entered; here the name is known, and the `try` entered, before there is a folder.
@@ -254,7 +224,7 @@ def in_new_folder(parent: Path, prefix: str, work: Callable[[Path], T]) -> T:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process of this machine holds the lock of a file. On another system than Linux: False."""
+    """Return whether a process of this machine holds the lock of a file; False on systems other than Linux."""
     # Read from the kernel's list: to try the lock would make the start of a job fail that tries it in this moment.
     try:
         inode = path.stat().st_ino

@@ -70,14 +70,13 @@ _NOT_THE_USERS = tuple(f"{Path(place).resolve()}/" for place in (str(Path(__file
 
 
 class PalestraError(Exception):
-    """Base of every error that Palestra raises on purpose, with the HTTP answer that each of them becomes.
+    """Base of every error that Palestra raises on purpose, with its HTTP answer.
 
-    Catch it to handle all of them; anything else that comes out of Palestra is a bug, or an error of the caller's own
-    code.
+    Catch it to handle all of them; any other exception is a bug, or an error of your own code.
 
     Attributes:
-        http_status: status of an API answer that reports the error.
-        retryable: whether the same request may succeed later, so that clients send it again.
+        http_status: of an API answer that reports the error.
+        retryable: whether the same request may succeed later, so that clients retry it.
         exit_code: of a command that this error ends.
         code: stable name of the error in API answers, for programs.
     """
@@ -97,10 +96,10 @@ class PalestraError(Exception):
 
 
 class InvalidRequest(PalestraError):
-    """The body of a request can't be understood, or a value in it is out of range.
+    """The body of a request is invalid, or a value in it is out of range.
 
     Attributes:
-        field: path of the field that is wrong, such as `messages.0.content`; None where no single field is to blame.
+        field: path of the wrong field, such as `messages.0.content`; None: no single field.
     """
 
     http_status = 422
@@ -117,7 +116,7 @@ class UnsupportedField(InvalidRequest):
 
 
 class ProtocolMismatch(InvalidRequest):
-    """The two sides of the environment protocol have no version of it in common; update the older one."""
+    """The two sides of the environment protocol have no common version; update the older one."""
 
     http_status = 400
 
@@ -126,7 +125,7 @@ class ControlTokenInText(InvalidRequest):
     """The text of a message spells a control token of the model, which its renderer can't write as text.
 
     Attributes:
-        where: the message, in words.
+        where: describes the message.
         token: the control token's text.
     """
 
@@ -142,7 +141,7 @@ class ControlTokenInText(InvalidRequest):
 
 
 class GrammarRefused(InvalidRequest):
-    """A grammar that a reply would have to match takes more time or memory than one grammar may.
+    """A grammar needs more time or memory than one grammar may.
 
     Simplify the schema.
     """
@@ -153,23 +152,23 @@ class GrammarRefused(InvalidRequest):
         """Create the error.
 
         Args:
-            field: path of the request's field that asked for the grammar, if it is known.
-            lasting: whether the grammar would also be refused on another machine or at another time. A refusal for time
-                is not lasting, because the machine may have been busy.
+            field: path of the request's field with the grammar, if known.
+            lasting: whether another machine would refuse the grammar too. A refusal for time is not lasting, because
+                the machine may have been busy.
         """
         super().__init__(message, field)
         self.lasting = lasting
 
     def of_field(self, field: str) -> GrammarRefused:
-        """Return the error as one of a request that asks for the grammar in `field`, with the advice to simplify it."""
+        """Return the error for a request with the grammar in `field`, with the advice to simplify it."""
         return GrammarRefused(f"{field}: over the bound of a grammar: {self}; simplify it", field, self.lasting)
 
 
 class ContextOverflow(PalestraError):
-    """Prompt and reply together are longer than the model's context; shorten the messages or raise `max_context`.
+    """Prompt and reply together exceed the model's context; shorten the messages or raise `max_context`.
 
     Attributes:
-        prompt_tokens: length of the prompt, or a lower bound of it.
+        prompt_tokens: length of the prompt, or a lower bound.
         max_context: longest prompt and reply together, in tokens.
     """
 
@@ -183,8 +182,8 @@ class ContextOverflow(PalestraError):
         Args:
             prompt_tokens: length of the prompt in tokens.
             max_context: longest prompt and reply together, in tokens.
-            at_least: whether `prompt_tokens` is a lower bound, because tokenisation stopped where the context was full.
-            pictures: how many there are, and how many of the tokens stand for them.
+            at_least: whether `prompt_tokens` is a lower bound, because tokenisation stopped at the limit.
+            pictures: their number, and the number of their placeholder tokens.
         """
         number, placeholders = pictures
         shown = f"{number} pictures have {placeholders} of the tokens; leave some out, " if number else ""
@@ -197,11 +196,7 @@ class ContextOverflow(PalestraError):
 
     @classmethod
     def of_message(cls, message: str) -> ContextOverflow:
-        """Return the error whose message a server has sent.
-
-        Raises:
-            ValueError: it is no message of this error.
-        """
+        """Return the error for a message from a server."""
         found = re.match(r"the prompt has (at least )?(\d+) tokens and the context of this policy is (\d+);", message)
         if found is None:
             raise ValueError(f"no message of a full context: {message}")
@@ -209,7 +204,7 @@ class ContextOverflow(PalestraError):
 
 
 class ConfigError(PalestraError):
-    """A job's configuration is wrong: a value is out of range, or does not fit other values or this machine."""
+    """A job's configuration is wrong: a value is out of range, or conflicts with other values or this machine."""
 
     http_status = 400
 
@@ -219,26 +214,26 @@ class RunInUse(ConfigError):
 
 
 class OutOfMemory(ConfigError):
-    """The models of a job do not fit into the memory that is free; others use the rest now, and may give it back."""
+    """The models of a job do not fit into the free memory; other processes may release theirs."""
 
     http_status = 503
     retryable = True
 
 
 class Unauthorized(PalestraError):
-    """A request came without a key, or with one that the server does not know (any more)."""
+    """A request has no key, or an unknown one."""
 
     http_status = 401
 
 
 class Forbidden(PalestraError):
-    """The key is known, but does not open this route: it is an episode's key, say, or lacks a scope."""
+    """The key is valid, but not for this route: it is an episode's key, for example, or lacks a scope."""
 
     http_status = 403
 
 
 class NotFound(PalestraError):
-    """The episode, job, policy or file that was named does not exist, or the caller's key must not see it."""
+    """The episode, job, policy or file does not exist, or is invisible to the caller's key."""
 
     http_status = 404
 
@@ -246,24 +241,24 @@ class NotFound(PalestraError):
 class Conflict(PalestraError):
     """The present state of a job, an episode or a group does not allow the request.
 
-    Asking again will not change that.
+    A retry does not change that.
     """
 
     http_status = 409
 
 
 class JobOver(Conflict):
-    """The job has ended, and its data plane with it, so a client can't be connected to it any more."""
+    """The job has ended, and its data plane with it, so that a client can't connect."""
 
 
 class IllegalTransition(Conflict):
-    """A change of state that the lifecycle's table in `types/states.py` does not allow."""
+    """A state change that the lifecycle's table in `types/states.py` does not allow."""
 
 
 class ClaimOver(Conflict):
-    """A claim was sent again after its lease had ended or its episode was finished.
+    """A claim was repeated after its lease had ended or its episode was finished.
 
-    Claim again under another request id.
+    Claim again with another request id.
     """
 
 
@@ -272,7 +267,7 @@ class HistoryDrift(Conflict):
 
     Attributes:
         reason: a value of `ForkReason`.
-        position: first token that differs.
+        position: first different token.
     """
 
     def __init__(self, reason: str, call: int | None, message: int, position: int) -> None:
@@ -295,11 +290,11 @@ class EpisodeEnded(Conflict):
 
 
 class EpisodeOver(Conflict):
-    """An action was sent to a concurrent environment whose episode has nothing more to show to any agent."""
+    """An action was sent to a concurrent environment whose episode is over."""
 
 
 class Expired(PalestraError):
-    """The result of a request was kept for some time, and that is over."""
+    """The result of a request was kept for a limited time, which has passed."""
 
     http_status = 410
 
@@ -311,10 +306,10 @@ class PayloadTooLarge(PalestraError):
 
 
 class TooManyRequests(PalestraError):
-    """Too many requests wait for the same resource, or a key has used up its requests for this minute.
+    """Too many requests wait for the same resource, or a key has exceeded its rate.
 
     Attributes:
-        retry_after_seconds: how long to wait before the request is sent again; answers have it as `Retry-After`.
+        retry_after_seconds: when to retry; answers have it as `Retry-After`.
     """
 
     http_status = 429
@@ -326,46 +321,46 @@ class TooManyRequests(PalestraError):
 
 
 class ServerStopping(PalestraError):
-    """The server is shutting down, so it takes no more work. It may come back under the same address."""
+    """The server is shutting down, so it accepts no more work. It may return under the same address."""
 
     http_status = 503
     retryable = True
 
 
 class EngineFailure(PalestraError):
-    """The engine could not finish a call. Nothing of the reply may be used, and the call may be sent again."""
+    """The engine could not finish a call. The reply must not be used; the call may be retried."""
 
     http_status = 503
     retryable = True
 
 
 class ReplyLost(EngineFailure):
-    """A reply was lost in part, and its caller has tokens that sampling it again did not repeat.
+    """A reply was partly lost, and resampling did not repeat the tokens that its caller has.
 
-    A caller who has handed on none of them may begin anew; the whole reply then comes from one attempt.
+    A caller that has not passed on any of them may begin again; the whole reply then comes from one attempt.
     """
 
 
 class EngineServerError(EngineFailure):
-    """A server from which an engine samples has answered that it has failed. It is there, and may be asked again."""
+    """A server of an engine has reported that it failed. It is alive, and may be asked again."""
 
 
 class EngineKeyRefused(EngineFailure):
-    """A server of the engine asks for another key than the job has, which asking again does not change."""
+    """A server of the engine requires another key; a retry does not help."""
 
     http_status = 500
     retryable = False
 
 
 class BaseServerLost(EngineFailure):
-    """The connection to a base server was lost, or the server has been started again and has forgotten the job.
+    """The connection to a base server was lost, or the restarted server has forgotten the job.
 
     The job begins again from its newest checkpoint.
     """
 
 
 class TrainerLost(PalestraError):
-    """One of the processes of a trainer has died or stopped, and the others were ended with it.
+    """A process of a trainer has died or stopped, and the others were ended.
 
     The job begins again from its newest checkpoint.
     """
@@ -375,14 +370,14 @@ class TrainerLost(PalestraError):
 
 
 class ConnectionLost(PalestraError):
-    """The client could not reach the server for longer than its `retry_seconds` allow."""
+    """The server was unreachable for longer than the client's `retry_seconds`."""
 
     http_status = 503
     retryable = True
 
 
 class TeacherFailed(PalestraError):
-    """The server that teaches could not be asked, or its answer can't be used. The weights are as before the step."""
+    """The teacher's server could not be reached, or its answer is invalid. The weights are as before the step."""
 
     http_status = 503
     retryable = True
@@ -400,44 +395,44 @@ class JudgeBudgetSpent(PalestraError):
 
 
 class InvalidEnvironment(PalestraError):
-    """An environment breaks the rules of `Environment`: a method returned a wrong type, say.
+    """An environment breaks the rules of `Environment`: a method returned a wrong type, for example.
 
     The message names the rule.
     """
 
 
 class InvalidAlgorithm(PalestraError):
-    """An algorithm or a loss breaks the rules of `Algorithm` or `Loss`: a loss is not a number, say.
+    """An algorithm or a loss breaks the rules of `Algorithm` or `Loss`: a loss is not a number, for example.
 
-    The message names the rule and, where some rows are to blame, their episodes.
+    The message names the rule and the episodes of affected rows.
     """
 
 
 class EnvironmentFailed(PalestraError):
-    """An environment has failed by a fault of its own, or of its machine: a server is gone, a process was killed.
+    """An environment has failed by its own or its machine's fault: a server is lost, a process was killed.
 
-    The attempt at the episode has no reward, and the episode is played again. Raise it in an environment of your own
-    where no action of an agent can have brought the failure about. Every other exception that an environment raises
-    after an agent's action is a forfeit.
+    The attempt at the episode has no reward, and the episode is retried. Raise it in your own environment if no action
+    of an agent can have caused the failure. Every other exception of an environment after an agent's action is a
+    forfeit.
     """
 
 
 class RewardFailed(EnvironmentFailed):
-    """A reward function raised something, which `__cause__` has. No reward is known, so the episode has none."""
+    """A reward function raised an exception, its `__cause__`. The reward is unknown, so the episode has none."""
 
 
 class EpisodeForfeited(PalestraError):
-    """An environment has ended, broken or hung by an agent's action: the episode ends as that agent's loss.
+    """An agent's action has ended, broken or hung an environment: the episode ends as that agent's loss.
 
-    The agent earns `forfeit_reward`, or what it had earned where that is less. The episode is not played again:
-    otherwise a model could void the episodes that it is about to lose.
+    The agent earns `forfeit_reward`, or its earlier rewards if these are less. The episode is not retried: otherwise a
+    model could void episodes that it is about to lose.
     """
 
 
 class NotScored(PalestraError):
     """A reward is None: the episode is left out of training.
 
-    That is no failure, and the episode is not played again.
+    This is not a failure, and the episode is not retried.
     """
 
 
@@ -445,8 +440,8 @@ class RolloutFailed(PalestraError):
     """An environment, agent or engine failed in an episode that Palestra played, or its time limit was reached.
 
     Attributes:
-        termination: which of these it was; see `rollout.Termination`. `__cause__` is the exception of the user's code,
-            if there was one.
+        termination: the reason; see `rollout.Termination`. `__cause__` is the exception of the user's code, if there
+            was one.
     """
 
     def __init__(self, termination: str, message: str) -> None:
@@ -455,21 +450,21 @@ class RolloutFailed(PalestraError):
 
 
 class EpisodesLost(PalestraError):
-    """A step can't be trained: group after group lost its episodes, as without rewards or by failures."""
+    """A step can't be trained: group after group lost its episodes, without rewards or by failures."""
 
 
 class JobStuck(PalestraError):
-    """Nothing has happened in a training job for longer than `watchdog.seconds`; the message names the stuck part."""
+    """A training job has made no progress for longer than `watchdog.seconds`; the message names the stuck part."""
 
 
 class WorkerCrashLoop(PalestraError):
-    """Worker processes die as soon as they are started, so the command gives up rather than start them for ever."""
+    """Worker processes die right after their start, so the command gives up."""
 
 
 class ServerFailed(PalestraError):
     """A model server could not be started, or has died.
 
-    The control plane may start it again, perhaps on another node.
+    The control plane may restart it, possibly on another node.
     """
 
     http_status = 503
@@ -477,7 +472,7 @@ class ServerFailed(PalestraError):
 
 
 class NodeLost(ServerFailed):
-    """The node that was chosen for a model server is dead; the job waits until another node has room."""
+    """The node chosen for a model server is dead; the job waits until another node is free."""
 
 
 class ModelError(PalestraError):
@@ -485,7 +480,7 @@ class ModelError(PalestraError):
 
 
 class CheckpointError(PalestraError):
-    """No checkpoint of the run can be read, or one can't be written, because the disk is full, say."""
+    """No checkpoint of the run can be read, or one can't be written, because the disk is full, for example."""
 
 
 class StoreError(PalestraError):
@@ -493,14 +488,16 @@ class StoreError(PalestraError):
 
 
 class StoreUnreachable(StoreError):
-    """The database does not answer at the moment; the operation may succeed when the database is back."""
+    """The database does not answer at the moment; a later retry may succeed."""
 
     http_status = 503
     retryable = True
 
 
 class Superseded(StoreError):
-    """Another control plane has taken over the control store, so this one ends. Its jobs go on under the other one."""
+    """Another control plane has taken over the control store, so this one ends. Its jobs continue
+    under the other one.
+    """
 
     http_status = 503
     retryable = True
@@ -508,10 +505,10 @@ class Superseded(StoreError):
 
 
 def place_of(error: BaseException) -> str:
-    """Return the innermost line of a user's code that an error went through, as " (agent.py:17, in rollout)".
+    """Return the innermost line of a user's code in an error's traceback, as " (agent.py:17, in rollout)".
 
-    Frames of Palestra, of Python itself and of installed packages are skipped, because users can't change them. Returns
-    "" if no other frame is left.
+    Frames of Palestra, of Python itself and of installed packages are skipped, because users can't change them; "": no
+    other frame.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         # Packages may also lie outside of this interpreter's own folder (PYTHONPATH, a .pth file, the system's).
@@ -522,7 +519,7 @@ def place_of(error: BaseException) -> str:
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
-    """Return an error and what has caused it, the nearest first."""
+    """Return an error and its causes, nearest first."""
     found: list[BaseException] = [error]
     while (following := found[-1].__cause__ or found[-1].__context__) is not None and following not in found:
         found.append(following)

@@ -30,11 +30,7 @@ from palestra.extras import missing_extra
 
 
 def extensions(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points of a group by name, in the order of their names.
-
-    Raises:
-        ConfigError: two packages have one of the same name.
-    """
+    """Return the entry points of a group by name, sorted."""
     found: dict[str, EntryPoint] = {}
     for point in sorted(entry_points(group=group), key=lambda point: point.name):
         if (first := found.setdefault(point.name, point)).value != point.value:
@@ -43,7 +39,7 @@ def extensions(group: str) -> dict[str, EntryPoint]:
 
 
 def load_extension(point: EntryPoint) -> Any:
-    """Return what an entry point leads to.
+    """Return an entry point's object.
 
     Raises:
         ConfigError: it can't be imported.
@@ -58,11 +54,11 @@ def load_extension(point: EntryPoint) -> Any:
 
 
 def nearest(name: str, known: Collection[str], form: str = "{}", cutoff: float = 0.6) -> str:
-    """Return `; did you mean X?` for the known name that is most like a wrong one; empty where none is like it.
+    """Return `; did you mean X?` for the most similar known name; empty without a similar one.
 
     Args:
-        form: how the known name is written, with `{}` in its place.
-        cutoff: how like it has to be, from 0 to 1.
+        form: the known name's format, with `{}` in its place.
+        cutoff: required similarity, from 0 to 1.
     """
     found = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"; did you mean {form.format(found[0])}?" if found else ""

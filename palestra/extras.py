@@ -1,4 +1,4 @@
-"""Which part of an installation has a module, for messages to those who installed less."""
+"""Which extra of the installation contains a module, for error messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EXTRAS = {
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:
-    """Return what to install where a module of an extra is missing, in words; None for other modules."""
+    """Describe what to install for a missing module of an extra; None for other modules."""
     module = (error.name or "").partition(".")[0]
     for extra, modules in _EXTRAS.items():
         if module in modules:

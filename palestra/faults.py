@@ -1,8 +1,8 @@
 """Named points at which a test may kill or stop the process: `PALESTRA_FAULT=before_manifest_commit:3`.
 
-`fault_point(name)` does nothing unless the environment variable names it. Then the n-th pass sends SIGKILL to this
-process, which is the one way of dying that runs no handler, flushes nothing and can't be caught. With `:STOP` behind
-the number it sends SIGSTOP: the process stands still at this point until it gets SIGCONT.
+`fault_point(name)` has no effect unless the environment variable names it. Then the n-th pass sends SIGKILL to this
+process, which runs no handler, flushes nothing and can't be caught. With `:STOP` behind the number it sends SIGSTOP:
+the process stops at this point until SIGCONT.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FAULT_POINTS = (
 
 
 class InjectedFault(NamedTuple):
-    """The fault that `PALESTRA_FAULT` asks for: which point, at which pass (from 1), and the signal to send."""
+    """The fault that `PALESTRA_FAULT` requests: the point, the pass (from 1), and the signal."""
 
     point: str
     number: int
@@ -77,6 +77,6 @@ _passes = count(1)
 
 
 def fault_point(name: str) -> None:
-    """Kill or stop this process if `PALESTRA_FAULT` names this point and this pass; otherwise do nothing."""
+    """Kill or stop this process if `PALESTRA_FAULT` names this point and pass."""
     if _armed is not None and name == _armed.point and next(_passes) == _armed.number:
         os.kill(os.getpid(), _armed.signal)

@@ -20,16 +20,15 @@ from palestra.proxies import proxy_note, proxy_of
 
 @functools.cache
 def trusted() -> ssl.SSLContext:
-    """Return the system's certificates; reading them takes longer than a request, so that is done once."""
+    """Return the system's certificates, read once: reading them takes longer than a request."""
     return ssl.create_default_context()
 
 
 def http_client(*, transport: httpx2.BaseTransport | None = None, **settings: Any) -> httpx2.Client:
-    """Return a client whose requests use the proxy of the environment, but not to this machine.
+    """Return a client that uses the environment's proxy, except for this machine.
 
     Args:
-        transport: in place of the usual one, such as one of a Unix socket.
-        settings: further ones of `httpx2.Client`.
+        transport: replaces the usual one, for example with a Unix socket.
     """
     return httpx2.Client(transport=transport or ProxyRoutes(**settings), **settings)
 
@@ -40,17 +39,10 @@ def async_http_client(*, transport: httpx2.AsyncBaseTransport | None = None, **s
 
 
 class WebSocket(connect):
-    """Opens a WebSocket, through a proxy as HTTP clients do; follows no redirect, which could lead to another host."""
+    """Opens a WebSocket, through a proxy like HTTP clients; follows no redirect, which could lead to another host."""
 
     def __init__(self, url: str, **settings: Any) -> None:
-        """Prepare to connect.
-
-        Args:
-            settings: of `websockets.connect`.
-
-        Raises:
-            ConfigError: the environment names a proxy that WebSockets can't use.
-        """
+        """Prepare to connect."""
         proxy = proxy_of(url)
         if proxy is not None:
             try:
@@ -62,12 +54,12 @@ class WebSocket(connect):
         super().__init__(url, proxy=proxy, **settings)
 
     def process_redirect(self, exc: Exception) -> Exception | str:
-        """Return the answer as the failure that it is (called by websockets)."""
+        """Return the redirect as a failure (called by websockets)."""
         return exc
 
 
 class ProxyRoutes(httpx2.BaseTransport):
-    """A pool of connections for each proxy, and one without."""
+    """A connection pool for each proxy, and one without."""
 
     def __init__(self, **settings: Any) -> None:
         """Take `verify` and `limits` of a client's settings."""
@@ -75,7 +67,7 @@ class ProxyRoutes(httpx2.BaseTransport):
         self._pools: dict[str | None, httpx2.HTTPTransport] = {}
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send a request on its way (called by the client)."""
+        """Send a request by its pool (called by the client)."""
         proxy = proxy_of(str(request.url), self._proxies)
         with _explained(proxy):
             if (pool := self._pools.get(proxy)) is None:
@@ -97,7 +89,7 @@ class AsyncProxyRoutes(httpx2.AsyncBaseTransport):
         self._pools: dict[str | None, httpx2.AsyncHTTPTransport] = {}
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send a request on its way (called by the client)."""
+        """Send a request by its pool (called by the client)."""
         proxy = proxy_of(str(request.url), self._proxies)
         with _explained(proxy):
             if (pool := self._pools.get(proxy)) is None:
@@ -111,7 +103,7 @@ class AsyncProxyRoutes(httpx2.AsyncBaseTransport):
 
 
 def _of_transport(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return those settings of a client that its transport needs."""
+    """Return a client's settings for its transport."""
     return {name: settings[name] for name in ("verify", "limits") if name in settings}
 
 

@@ -1,6 +1,6 @@
-"""Which servers are asked through a proxy: never this machine, others as the environment says.
+"""Which servers are reached through a proxy: never this machine, others as the environment says.
 
-The variables are `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY`; their forms in lower case win.
+The variables are `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY`; their lower-case forms take precedence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OWN = ("localhost", "127.0.0.1", "127.0.0.0/8", "::1", "0.0.0.0")
 
 
 def is_own(host: str) -> bool:
-    """Return whether a host is this machine: loopback, any, an address of its network cards, or its own name."""
+    """Return whether a host is this machine: loopback, any, an address of its network interfaces, or its own name."""
     host = host.lower().strip("[]").rstrip(".").partition("%")[0]
     if host == "localhost" or host.endswith(".localhost") or host == _name():
         return True
@@ -39,14 +39,11 @@ def is_own(host: str) -> bool:
 
 
 def proxy_of(url: str, environment: Mapping[str, str] | None = None) -> str | None:
-    """Return the URL of the proxy through which a server is asked; None: directly.
+    """Return the URL of a server's proxy; None: direct.
 
     Args:
-        url: of the server: http, https, ws or wss.
-        environment: the proxies by scheme, as `urllib.request.getproxies` returns them; None: those of this process.
-
-    Raises:
-        ConfigError: the environment names something that is no proxy.
+        url: http, https, ws or wss.
+        environment: proxies by scheme, as from `urllib.request.getproxies`; None: this process's.
     """
     proxies = getproxies() if environment is None else environment
     parts = urlsplit(url)
@@ -66,13 +63,13 @@ def proxy_of(url: str, environment: Mapping[str, str] | None = None) -> str | No
 
 
 def through_proxy(url: str) -> str:
-    """Return the end of a message about a server that did not answer as it should; "": no proxy lies in between."""
+    """Return the end of a message about a wrong answer that may come from a proxy; "": no proxy."""
     proxy = proxy_of(url)
     return "" if proxy is None else proxy_note(proxy)
 
 
 def proxy_note(proxy: str) -> str:
-    """Return the part of a message that names a proxy, without its password, and where it was named."""
+    """Return the part of a message that names a proxy, without its password, and its variable."""
     scheme, _, rest = proxy.partition("://")
     return f" through the proxy {scheme}://{rest.rpartition('@')[2]} (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY)"
 
@@ -91,7 +88,7 @@ def _name() -> str:
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the address that a host is, also in short forms such as 127.1; None: it is a name."""
+    """Return a host's address, including short forms such as 127.1; None: it is a name."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Output to a terminal: text of others never moves its cursor, sets its title or reorders its lines.
+"""Output to a terminal: foreign text can't move the cursor, set the title or reorder lines.
 
-Reasons, names, metadata, logs and errors may come from anybody who can reach a server. Every control character in them
-is replaced by a picture of itself (`␛` for escape), so that a terminal shows them and does not obey them.
+Reasons, names, metadata, logs and errors may come from anyone who can reach a server. Every control character in them
+is replaced by its control picture (`␛` for escape), so that a terminal shows it instead of executing it.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _PICTURES, _DELETE, _UNKNOWN = 0x2400, "\u2421", "\ufffd"
 
 
 def printable(text: str) -> str:
-    """Return the text with every control character replaced by a visible one; only newlines and tabs stay."""
+    """Return the text with control characters made visible, except newlines and tabs."""
     return _CONTROL.sub(_picture, text.replace("\r\n", "\n"))
 
 
 def one_line(text: str) -> str:
-    """Return the text as `printable` does, on one line: for a cell of a table, or a field of a line."""
+    """Return the text as from `printable`, on one line, for a table cell or a field."""
     return printable(" ".join(text.split()))
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """Return the text with `?` for what a stream can't write: not every terminal is UTF-8.
+    """Return the text with `?` for what a stream can't encode: not every terminal is UTF-8.
 
     Args:
-        encoding: of the stream; None: it takes any text.
+        encoding: of the stream; None: any text.
     """
     if encoding is None or encoding.lower().replace("-", "").startswith("utf"):
         return text
@@ -53,11 +53,11 @@ def encodable(text: str, encoding: str | None) -> str:
 
 
 def say(text: str = "", *, end: str = "\n", file: TextIO | None = None) -> None:
-    """Write a line to standard output or another stream, and flush it. All commands write with this function.
+    """Write a line to standard output or another stream, and flush it; used by all commands.
 
     Args:
-        text: the line; control characters of others in it are shown and not obeyed.
-        file: the stream; None: standard output.
+        text: control characters in it are made visible.
+        file: None: standard output.
     """
     stream = file or sys.stdout
     stream.write(encodable(printable(text), getattr(stream, "encoding", None)) + end)
@@ -65,9 +65,9 @@ def say(text: str = "", *, end: str = "\n", file: TextIO | None = None) -> None:
 
 
 class TerminalConsole(Console):
-    """A console of rich for text of others, in which neither control characters nor markup such as `[red]` are obeyed.
+    """A rich console for foreign text, whose control characters and markup such as `[red]` have no effect.
 
-    Styles are those of `rich.text.Text`. A file or a pipe has no width into which lines would have to be made to fit.
+    Styles are those of `rich.text.Text`. A file or a pipe has no width to which lines are fitted.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -77,7 +77,7 @@ class TerminalConsole(Console):
             self.width = NO_WIDTH
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render as `Console` does, and replace what the terminal would obey or can't show in text."""
+        """Render like `Console`, with control and unsupported characters replaced."""
         for segment in super().render(renderable, options):
             if segment.control:
                 yield segment
@@ -86,10 +86,10 @@ class TerminalConsole(Console):
 
 
 class LogFormatter(logging.Formatter):
-    """Formats log records for a terminal: as `logging.Formatter`, with control characters replaced by visible ones."""
+    """Formats log records for a terminal, with control characters made visible."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record's text as `logging.Formatter` makes it, with control characters replaced."""
+        """Return the record's text from `logging.Formatter`, with control characters replaced."""
         return printable(super().format(record))
 
 

@@ -1,10 +1,9 @@
-"""Threads: one for each piece of work of a job, and a few for all requests.
+"""Threads: a new one for each piece of a job's work, and a pool for requests.
 
-A job's work is not done in a pool, for two reasons. Work that hangs for ever would take a place in a pool for ever. And
-OpenMP keeps threads of its own for every thread that has computed in parallel: when all of these together are more than
-the machine has cores, they stop waiting actively for one another, and a small product takes nearly twice as long.
-OpenMP's threads end with the thread that they belong to. So work that computes only now and then gets a new thread each
-time; only the engine keeps its thread.
+A job's work does not use a pool, for two reasons. Work that hangs would occupy the pool forever. And OpenMP keeps a
+pool of threads for every thread that has computed in parallel: when all of these together exceed the machine's cores,
+they stop spinning, and a small product takes nearly twice as long. OpenMP's threads end with the thread that they
+belong to. So work that computes only now and then gets a new thread each time; only the engine keeps its thread.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ REQUEST_THREADS = 2  # more would only take the interpreter's lock from the even
 async def in_thread(work: Callable[[], T], name: str = "palestra-work", daemon: bool = True) -> T:
     """Run a blocking function in a new thread and return its result.
 
-    The function is run to its end, even if the caller is cancelled.
+    The function runs to its end, even if the caller is cancelled.
 
     Args:
-        work: the function. It sees the context variables of the caller.
-        name: name of the thread, for debuggers and logs.
-        daemon: whether the process may end while the function is still running.
+        work: sees the context variables of the caller.
+        name: of the thread, for debuggers and logs.
+        daemon: whether the process may end while the function is running.
 
     Raises:
-        BaseException: what `work` raised; StopIteration and exits of the interpreter arrive as a RuntimeError.
+        BaseException: any exception of `work`; StopIteration and exits of the interpreter become a RuntimeError.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -59,7 +58,7 @@ async def in_thread(work: Callable[[], T], name: str = "palestra-work", daemon: 
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a call of `function` gives a coroutine: an `async def`, or an object whose `__call__` is one."""
+    """Return whether calling `function` gives a coroutine: an `async def`, or an object whose `__call__` is one."""
     while isinstance(function, partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -72,7 +71,7 @@ async def call(function: Callable[[], Any], name: str = "palestra-work", *, bloc
 
     Args:
         function: without parameters; a `functools.partial` of an asynchronous function counts as asynchronous.
-        blocking: whether a function that is not asynchronous may block. If not, it is called on the event loop.
+        blocking: whether a synchronous function may block; otherwise it is called on the event loop.
     """
     found = await in_thread(function, name) if blocking and not is_async(function) else function()
     # A function that is not asynchronous may still return a coroutine, such as a method that calls one that is.
@@ -80,7 +79,7 @@ async def call(function: Callable[[], Any], name: str = "palestra-work", *, bloc
 
 
 def _raisable(error: BaseException) -> BaseException:
-    """Return an error that a future can hold, and that does not end the program when it is raised.
+    """Return an error that a future can hold, and that does not end the program when raised.
 
     A future refuses StopIteration, and SystemExit or KeyboardInterrupt of a thread must not end the whole process.
     """
@@ -88,15 +87,14 @@ def _raisable(error: BaseException) -> BaseException:
 
 
 class CallerGone(Exception):
-    """Raised inside of work in a `WorkPool` whose caller was cancelled, so that the thread becomes free early."""
+    """Raised in work of a `WorkPool` whose caller was cancelled, so that the thread becomes free early."""
 
 
 class WorkPool:
-    """A few threads for those parts of requests that would block the event loop, such as parsing a large body.
+    """A few threads for parts of requests that would block the event loop, such as parsing a large body.
 
-    They are not asyncio's default executor, so that no number of long requests keeps a job's own work waiting. Work of
-    a caller that was cancelled is dropped: before it starts if it is still queued, otherwise when it calls
-    `check_wanted`.
+    They are not asyncio's default executor, so that long requests never delay a job's own work. Work of a cancelled
+    caller is dropped: before it starts if it is still queued, otherwise when it calls `check_wanted`.
     """
 
     def __init__(self, threads: int = REQUEST_THREADS) -> None:
@@ -105,7 +103,7 @@ class WorkPool:
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `function` with the arguments in one of the pool's threads, and return its result.
 
-        If the caller is cancelled, `check_wanted` raises `CallerGone` in the function from then on.
+        If the caller is cancelled, `check_wanted` raises `CallerGone` in the function.
         """
         abandoned = threading.Event()
 
@@ -128,7 +126,7 @@ class WorkPool:
             del future
 
     def close(self) -> None:
-        """Stop the threads after their present work; work that is still queued is dropped."""
+        """Stop the threads after their present work; queued work is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -140,12 +138,9 @@ _current = _Current()
 
 
 def check_wanted() -> None:
-    """Raise `CallerGone` if the caller for whom this thread works was cancelled. Call it in long loops.
+    """Raise `CallerGone` if this thread's caller was cancelled. Call it in long loops.
 
-    Outside of `WorkPool.run` nothing happens.
-
-    Raises:
-        Abandoned: the caller of `WorkPool.run` was cancelled.
+    No effect outside `WorkPool.run`.
     """
     if _current.abandoned is not None and _current.abandoned.is_set():
         raise CallerGone

@@ -1,7 +1,7 @@
-"""Wait for several things at the same time, leave nothing running and lose no error.
+"""Waits for several awaitables, without leaving tasks running or losing errors.
 
-`race` waits for the first of several, `together` for all of them or the first failure, and `cancelled` ends tasks that
-were started elsewhere. All three await what they cancel, so that no task outlives the block that started it.
+`race` waits for the first of several, `together` for all of them or the first failure, and `cancelled` ends tasks
+started elsewhere. All three await what they cancel, so that no task outlives the block that started it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Winner(Generic[T]):
-    """The entrant of a race that was done first.
+    """The first awaitable of a race that was done.
 
     Attributes:
-        index: which argument of `race` it was, from 0.
-        result: what it returned.
+        index: argument of `race`, from 0.
     """
 
     index: int
@@ -32,20 +31,15 @@ class Winner(Generic[T]):
 
 
 async def race(*entrants: Awaitable[T]) -> Winner[T]:
-    """Await several things until the first of them is done, and cancel the others.
+    """Await several awaitables until the first of them is done, and cancel the others.
 
-    The others have ended when `race` returns or raises, also where the caller itself is cancelled. Give an entrant that
-    must not be cancelled in `asyncio.shield`.
-
-    Args:
-        entrants: what is awaited. If several are done in the same turn of the event loop, the first argument wins.
-
-    Returns:
-        The number and the result of the winner.
+    The others have ended when `race` returns or raises, even if the caller is cancelled. Wrap an awaitable that must
+    not be cancelled in `asyncio.shield`. If several are done in the same iteration of the event loop, the first
+    argument wins.
 
     Raises:
-        Exception: the winner's; or, where the winner has a result, that of another one, raised before or while it was
-            cancelled. Every further error is logged, and so are all of them where the caller is cancelled.
+        Exception: the winner's; or, if the winner has a result, another one's, raised before or while it was cancelled.
+            Further errors are logged, and all of them if the caller is cancelled.
     """
     tasks = [asyncio.ensure_future(entrant) for entrant in entrants]
     try:
@@ -61,16 +55,12 @@ async def race(*entrants: Awaitable[T]) -> Winner[T]:
 
 
 async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Run coroutines at the same time until all are done, or until one fails, and cancel the others then.
+    """Run coroutines concurrently until all are done, or until one fails; then cancel the others.
 
-    Args:
-        work: what is run. A single coroutine runs in the caller's own task.
-
-    Returns:
-        Their results, in order.
+    Results are in order. A single coroutine runs in the caller's own task.
 
     Raises:
-        Exception: the first that one of them raised; the others have ended by then. Every further error is logged.
+        Exception: the first one raised; the others have ended by then. Further errors are logged.
     """
     if len(work) == 1:
         return [await work[0]]
@@ -85,13 +75,10 @@ async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def cancelled(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait until all of them have ended, also where the caller is cancelled meanwhile.
-
-    Args:
-        tasks: any number, of which some may have ended already.
+    """Cancel tasks and wait until all of them have ended, even if the caller is cancelled meanwhile.
 
     Raises:
-        Exception: what one of them raised, before or while it was cancelled. Every further error is logged.
+        Exception: raised by one of them, before or while it was cancelled. Further errors are logged.
     """
     for task in tasks:
         task.cancel()
@@ -103,7 +90,7 @@ async def cancelled(*tasks: asyncio.Future[Any]) -> None:
 
 
 async def _wait_then_cancel(tasks: Collection[asyncio.Future[Any]], until: str) -> set[asyncio.Future[Any]]:
-    """Wait as `asyncio.wait` does; then cancel what is not done, and wait for that, too."""
+    """Wait like `asyncio.wait`; then cancel the rest, and wait for it too."""
     interrupted: asyncio.CancelledError | None = None
     try:
         if tasks:
@@ -141,10 +128,9 @@ def _raise_one(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 def _log_errors(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Log the errors of tasks that have ended and whose errors are not raised.
+    """Log the errors of ended tasks that are not raised.
 
-    One of Palestra's own says what happened and what to do, so that no traceback is added: a store that is gone, say,
-    fails in every task that uses it.
+    Palestra's own errors are logged without a traceback: a lost store, for example, fails in every task that uses it.
     """
     for task in tasks:
         if _failed(task):

@@ -22,18 +22,17 @@ class _Loaded:
 
 
 class AdapterCache:
-    """The adapters that an engine has; those that were used longest ago make room for others.
+    """The adapters loaded in an engine, with LRU eviction.
 
-    Uses begin in the order in which they were asked for. One whose adapter has no room, because all that are loaded are
-    being sampled from, waits for the first of them to be free, and so do those after it: no adapter waits for longer
-    than the replies take that began before.
+    Uses begin in the order of the requests. If all loaded adapters are in use, the next adapter waits for the first
+    free one, and later uses wait behind it, so no adapter waits longer than the replies that began before it.
     """
 
     def __init__(self, engine: Engine, most: int) -> None:
         """Begin without adapters.
 
         Args:
-            most: adapters that it has at the same time, at least 1.
+            most: limit, at least 1.
         """
         self._engine, self.most = engine, most
         self._loaded: dict[str, _Loaded] = {}  # by the engine's policy, in the order in which they were used last
@@ -44,18 +43,15 @@ class AdapterCache:
 
     @property
     def names(self) -> list[str]:
-        """Return the policies that the engine has or is getting, the one that was used longest ago first."""
+        """Return the policies that are loaded or loading, least recently used first."""
         return list(self._loaded)
 
     @contextlib.asynccontextmanager
     async def loaded(self, name: str, load: LoadAdapter) -> AsyncIterator[None]:
-        """Have an adapter loaded inside of the block.
+        """Hold an adapter loaded while the block is open.
 
         Args:
-            load: is called with the name where the adapter is not loaded.
-
-        Raises:
-            PalestraError: that of `load`; the adapter is not loaded then.
+            load: called with the name if the adapter is not loaded; its error is raised.
         """
         async with self._turn:
             known = self._loaded.pop(name, None)
@@ -76,7 +72,7 @@ class AdapterCache:
             self._freed.set()
 
     async def remove(self, name: str) -> None:
-        """Free the memory of an adapter if the engine has it, or is getting it; requests that sample from it fail."""
+        """Free the memory of an adapter if it is loaded or loading; requests that sample from it fail."""
         if (known := self._loaded.pop(name, None)) is not None:
             # A task of its own: a request that made room may be cancelled, and the engine would keep the adapter.
             self._leaving[name] = asyncio.create_task(self._remove(name, known))

@@ -13,31 +13,27 @@ from palestra_bases.adapter_cache import AdapterCache, LoadAdapter
 
 
 class AdapterEngine:
-    """Implements `Engine` over another engine, which has only some of the adapters at the same time.
+    """An `Engine` over another engine, which has only some of the adapters loaded at a time.
 
-    Policies that are trained, and the base itself, are always in the engine.
+    Trained policies and the base itself are always loaded.
     """
 
     def __init__(self, engine: Engine, cache: AdapterCache) -> None:
         """Begin without adapters.
 
         Args:
-            cache: loads adapters into the engine, also those of others.
+            cache: loads adapters into the engine; may be shared.
         """
         self._engine, self._cache = engine, cache
         self._loads: dict[str, LoadAdapter] = {}  # of policies that need not be in memory
 
     async def add_adapter(self, name: str, load: LoadAdapter) -> None:
-        """Let requests be sampled from an adapter that does not change, of version 0.0; it is loaded once, to see.
-
-        Raises:
-            PalestraError: that of `load`.
-        """
+        """Add an adapter that does not change, of version 0.0; load it once as a check."""
         async with self._cache.loaded(name, load):
             self._loads[name] = load
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[SampledTokens, None]:
-        """Stream a reply, after loading the adapter if it is not there; see `Engine.generate`."""
+        """Stream a reply, after loading the adapter if necessary; see `Engine.generate`."""
         async with self._having(request.policy):
             pieces = self._engine.generate(request)
             async with contextlib.aclosing(pieces) as reply:  # type: ignore[type-var]  # an async generator
@@ -45,26 +41,18 @@ class AdapterEngine:
                     yield piece
 
     async def score(self, policy: str, prompt: TokenSequence) -> list[float]:
-        """Return the log-probability of each token of a prompt but the first; see `Engine.score`."""
+        """Return the log-probability of each prompt token but the first; see `Engine.score`."""
         async with self._having(policy):
             return await self._engine.score(policy, prompt)
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
-        """Replace the weights of a policy that is trained; see `Engine.sync_weights`.
-
-        Raises:
-            ConfigError: the policy is an adapter that does not change.
-        """
+        """Replace the weights of a trained policy; see `Engine.sync_weights`."""
         if policy in self._loads:
             raise ConfigError(f"{policy} is never trained, and keeps its weights")
         await self._engine.sync_weights(policy, version, source)
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
-        """Let requests be sampled from one more policy; see `Engine.add_policy`.
-
-        Raises:
-            ConfigError: `like` is an adapter that does not change, and other weights are given.
-        """
+        """Add a policy; see `Engine.add_policy`."""
         if like not in self._loads:
             await self._engine.add_policy(name, like, version, source)
         elif source is not None:
@@ -92,11 +80,11 @@ class AdapterEngine:
         return FIRST_VERSION if policy in self._loads else self._engine.version(policy)
 
     def load(self) -> EngineLoad:
-        """Return what the engine has to do; see `Engine.load`."""
+        """Return the engine's load; see `Engine.load`."""
         return self._engine.load()
 
     async def failure(self) -> str:
-        """Return when the engine can't continue, and say why; see `Engine.failure`."""
+        """Wait until the engine fails, and return the reason; see `Engine.failure`."""
         return await self._engine.failure()
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Which jobs may use the base server of a service: a file that the service writes, and the base server reads.
+"""Which jobs may use a service's base server: a file written by the service and read by the base server.
 
-Each job is a tenant of its own at the base server, with a key of its own, which is good from the job's start to its
-end. The file has digests of keys, and no keys.
+Each job is a tenant of the base server with its own key, valid from the job's start to its end. The file only has
+digests of keys.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Admission:
     """One job at a base server.
 
     Attributes:
-        job_id: of the job, which is its tenant's name there.
-        weight: its share of the trainer's tokens beside those of the other jobs.
+        job_id: also its tenant's name there.
+        weight: relative share of the trainer's tokens.
         digest: SHA-256 of its key, in hex.
     """
 
@@ -37,12 +37,12 @@ class Admission:
 
 
 def new_key() -> str:
-    """Return a new key of a job for its base server."""
+    """Return a new job key for a base server."""
     return PREFIX + secrets.token_hex(24)
 
 
 def is_key(text: str) -> bool:
-    """Return whether a text has the form of a job's key."""
+    """Return whether a text has the form of a job key."""
     return re.fullmatch(f"{PREFIX}[0-9a-f]{{48}}", text) is not None
 
 
@@ -52,24 +52,16 @@ def key_digest(key: str) -> str:
 
 
 def write_admissions(path: Path, admissions: Iterable[Admission]) -> None:
-    """Replace the file of a base server's admissions.
-
-    Args:
-        admissions: all jobs that may use the base server from now on.
-    """
+    """Replace the admissions file with all jobs that may now use the base server."""
     found = {each.job_id: {"weight": each.weight, "digest": each.digest} for each in admissions}
     write_whole(path, json.dumps(found, indent=1, sort_keys=True).encode(), 0o600)
 
 
 class Admissions:
-    """The admissions of a base server, as they were when the file was read last."""
+    """The admissions of a base server, as of the last read."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file.
-
-        Raises:
-            StoreError: it is missing or damaged.
-        """
+        """Read the file."""
         self._path = path
         self._jobs: dict[str, Admission] = {}
         self._by_digest: dict[str, str] = {}
@@ -77,11 +69,7 @@ class Admissions:
         self.read()
 
     def read(self) -> None:
-        """Read the file again.
-
-        Raises:
-            StoreError: it is missing or damaged.
-        """
+        """Read the file again."""
         try:
             found = json.loads(self._path.read_bytes())
             jobs = {name: Admission(job_id=name, **each) for name, each in found.items()}
@@ -94,7 +82,7 @@ class Admissions:
         self._by_digest = {each.digest: name for name, each in jobs.items()}
 
     def take_gone(self) -> set[str]:
-        """Return the jobs that were admitted and no longer are, each once."""
+        """Return the jobs that are no longer admitted, each once."""
         gone, self._gone = self._gone, set()
         return gone
 
@@ -104,10 +92,10 @@ class Admissions:
         return {name: each.weight for name, each in self._jobs.items()}
 
     def of(self, key: str | None) -> str:
-        """Return the job of a key, which may have been admitted a moment ago.
+        """Return the job of a key, reading the file again if necessary.
 
         Raises:
-            Unauthorized: there is no key, or it is none of a job that runs here.
+            Unauthorized: there is no key, or it is not a running job's.
             StoreError: the file can't be read.
         """
         # Looked up by digest, so that the time of a comparison says nothing about a key.

@@ -1,4 +1,4 @@
-"""What a base server is given: one model, and an engine and a trainer over it."""
+"""Interface of a base server's model, engine and trainer."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from palestra.trainer.base import PolicySpec, Trainer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseDescription:
-    """What a job has to know of a base server's model to write prompts and read replies.
+    """What a job needs to know about a base server's model to write prompts and parse replies.
 
     Attributes:
-        model: the base, as its operator has named it.
-        vocab_size: number of tokens, V.
-        max_positions: most positions of the model.
-        max_context: most tokens of prompt and reply together that fit into the engine's memory.
+        model: name of the base given by its operator.
+        max_positions: context length of the model.
+        max_context: largest prompt and reply together that fit into the engine's memory, in tokens.
         dtype: precision of the engine's products.
         trainer_dtype: precision of the trainer's products.
-        deterministic: whether samples and weights are the same bit by bit whatever is computed beside them.
+        deterministic: whether samples and weights are the same bit by bit whatever else is computed.
         tokenizer: the tokenizer's files by name, each uint8 [bytes].
-        tokenizer_name: what the tokenizer was loaded from, by which a renderer may be found.
-        numerics: what computes there; see `palestra.models.numerics`.
+        tokenizer_name: origin of the tokenizer, to select a renderer.
+        numerics: see `palestra.models.numerics`.
     """
 
     model: str
@@ -46,12 +45,12 @@ class BaseDescription:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerSpec:
-    """What a policy is sampled from.
+    """The sampling weights of a policy.
 
     Attributes:
         model: the base, or the folder of an adapter of it.
-        adapter: what is trained; the engine then gets the weights of every version. None: nothing is, so that the
-            weights are those of `model`.
+        adapter: the trained adapter, whose every version the engine gets. None: not trained; the weights are those of
+            `model`.
     """
 
     model: str
@@ -59,27 +58,27 @@ class SamplerSpec:
 
 
 class SharedBase(Protocol):
-    """A model whose own weights never change, with the engine and the trainer that all jobs of a base server share."""
+    """A frozen model, with the engine and the trainer that all jobs of a base server share."""
 
     @property
     def description(self) -> BaseDescription:
-        """Return what a job has to know of the model."""
+        """Return the description of the model."""
         ...
 
     def parts_of(self, tenant: str) -> tuple[Engine, Trainer]:
-        """Return the engine and the trainer as one tenant uses them; policies have full names there."""
+        """Return the engine and the trainer for one tenant; policies have full names there."""
         ...
 
     def folder_of(self, tenant: str) -> Path:
-        """Return the folder in which all files of a tenant's jobs are; it is absolute, without symbolic links."""
+        """Return the folder for all files of a tenant's jobs, absolute and without symbolic links."""
         ...
 
     def own_folder(self) -> Path | None:
-        """Return the server's own folder, into which nothing is written for jobs; None: it has none."""
+        """Return the server's own folder, which jobs can't write to; None: it has none."""
         ...
 
     async def sample(self, name: str, spec: SamplerSpec) -> None:
-        """Give the engine one more policy, of version 0.0.
+        """Add a policy of version 0.0 to the engine.
 
         Raises:
             ConfigError: the model is another base, or the adapter does not fit.
@@ -92,7 +91,7 @@ class SharedBase(Protocol):
         ...
 
     def check(self, spec: PolicySpec) -> None:
-        """Look whether the trainer may have a policy.
+        """Check whether the trainer may have a policy.
 
         Raises:
             ConfigError: a model is of another base, and the message names both; or there is no adapter to train.
@@ -100,9 +99,9 @@ class SharedBase(Protocol):
         ...
 
     async def remove(self, tenant: str) -> None:
-        """Forget a tenant in the trainer, with its policies; requests of it fail, also those that are computed."""
+        """Remove a tenant with its policies from the trainer; its requests fail, even running ones."""
         ...
 
     async def failure(self) -> str:
-        """Return when engine or trainer can't continue, and say why."""
+        """Wait until engine or trainer fails, and return the reason."""
         ...

@@ -1,6 +1,6 @@
-"""The parts of a light job, whose engine and trainer are a base server's, and how it goes on when that is lost.
+"""The parts of a light job, whose engine and trainer are a base server's, and how it continues after a loss.
 
-Nothing here loads torch: the tokenizer comes from the server as files, and grammars and weights stay there.
+This module does not load torch: the tokenizer comes from the server as files, and grammars and weights stay there.
 """
 
 from __future__ import annotations
@@ -47,22 +47,18 @@ class SharedBaseConnection:
         samplers: Mapping[str, SamplerSpec],
         deterministic: bool,
     ) -> None:
-        """Keep what is needed to begin anew at a server that has forgotten the job.
+        """Store what is needed to begin again at a server that has forgotten the job.
 
         Args:
-            samplers: what each policy of the job is sampled from, by its name.
-            deterministic: whether the job's numbers have to be the same bit by bit after a restart.
+            samplers: sampling weights by policy.
+            deterministic: whether the job's numbers must be the same bit by bit after a restart.
         """
         self._link, self._engine, self._trainer, self._samplers = link, engine, trainer, samplers
         self._deterministic = deterministic
         self.numerics: dict[str, str] = {}
 
     async def describe(self) -> BaseDescription:
-        """Return what the server says of its model.
-
-        Raises:
-            ConfigError: the job is deterministic, and the server is not, or computes otherwise than before.
-        """
+        """Return the server's description of its model."""
         found: BaseDescription = await remote_method(BaseCalls, "describe", self._link.remote, "base")()
         if self._deterministic:
             if not found.deterministic:
@@ -81,17 +77,17 @@ class SharedBaseConnection:
         return self._link.is_lost
 
     async def lost(self) -> None:
-        """Return when the server has forgotten the job."""
+        """Wait until the server has forgotten the job."""
         await self._link.lost()
 
     async def renew(self) -> None:
-        """Give the server the policies to sample from, in the place of those that it has forgotten.
+        """Give the server the policies again.
 
         Calls that wait for the engine do so until `resume`.
 
         Raises:
             BaseServerLost: it was lost again.
-            ConfigError: the server has another model now, or does not keep what the job asks for.
+            ConfigError: the server has another model now, or can't keep the job's requirements.
         """
         self._trainer.forget()
         self._link.renew()
@@ -99,7 +95,7 @@ class SharedBaseConnection:
         await self.sample()
 
     async def sample(self) -> None:
-        """Have the server load what the job's policies are sampled from; see `RemoteEngine.sample`."""
+        """Make the server load the job's sampling weights; see `RemoteEngine.sample`."""
         for name, spec in self._samplers.items():
             await self._engine.sample(name, spec)
 
@@ -108,11 +104,11 @@ async def connect_base(config: JobConfig, weights: Mapping[str, str]) -> tuple[P
     """Connect to the base server that a job names, and return the parts of the job.
 
     Args:
-        weights: folders to load models from, instead of the policies' `model`, by the policy's name.
+        weights: folders that replace the policies' `model`, by policy.
 
     Raises:
-        ConfigError: there is no key, or the server has another model, or can't keep what the job asks for.
-        Unauthorized: the key is not known there.
+        ConfigError: there is no key, or the server has another model, or can't keep the job's requirements.
+        Unauthorized: the key is unknown.
         EngineFailure: the server can't be reached.
     """
     assert config.base is not None
@@ -148,11 +144,7 @@ async def connect_base(config: JobConfig, weights: Mapping[str, str]) -> tuple[P
 
 
 def base_key() -> str:
-    """Return the key for base servers, which no configuration holds.
-
-    Raises:
-        ConfigError: neither variable is set, or the file can't be read.
-    """
+    """Return the key for base servers, which is never part of a configuration."""
     if key := os.environ.get(KEY):
         return key
     if (file := os.environ.get(KEY_FILE)) is None:
@@ -164,12 +156,12 @@ def base_key() -> str:
 
 
 def _job_id(config: JobConfig) -> str:
-    """Return the name of a job at its base server, which stays when it is started again in its folder."""
+    """Return a job's name at its base server, which stays the same when it is restarted in its folder."""
     return f"{config.name}-{hashlib.sha256(str(config.folder.resolve()).encode()).hexdigest()[:12]}"
 
 
 def _runtimes(config: JobConfig, engine: Engine, base: BaseDescription) -> dict[str, PolicyRuntime]:
-    """Return what sessions need of each policy."""
+    """Return the session runtime of each policy."""
     tokenizer = _tokenizer(base)
     renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.dropped_reasoning == "keep")
     vocabulary = vocabulary_of(tokenizer, base.vocab_size)

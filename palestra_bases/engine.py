@@ -29,11 +29,7 @@ class RemoteEngine:
     """
 
     def __init__(self, link: Link) -> None:
-        """Use a connection.
-
-        Args:
-            link: to the base server; this object closes it.
-        """
+        """Use a connection, which this object closes."""
         self._link = link
         self._versions: dict[str, PolicyVersion] = {}
         self._open = asyncio.Event()
@@ -47,11 +43,7 @@ class RemoteEngine:
         self.engine = proxy(Engine, link.remote, self, "engine")
 
     async def sample(self, policy: str, spec: SamplerSpec) -> None:
-        """Give the base server's engine one of the job's policies, of version 0.0.
-
-        Raises:
-            ConfigError: the model is of another base than the server's, or the adapter does not fit.
-        """
+        """Add one of the job's policies to the base server's engine, at version 0.0."""
         await remote_method(BaseCalls, "sample", self._link.remote, "base")(policy, spec)
         self._versions[policy] = FIRST_VERSION
 
@@ -59,7 +51,7 @@ class RemoteEngine:
         """Stream a reply; see `Engine.generate`.
 
         Raises:
-            ReplyLost: the reply was sampled again, and came out differently.
+            ReplyLost: the reply was resampled, and came out differently.
         """
         replay = TokenReplay()
         while True:
@@ -80,7 +72,7 @@ class RemoteEngine:
                     self._idle.set()
 
     async def _begin(self) -> None:
-        """Return when a call may begin, which then counts as running."""
+        """Wait until a call may begin, and count it as running."""
         self._waiting += 1
         try:
             await self._open.wait()
@@ -92,20 +84,17 @@ class RemoteEngine:
         self._idle.clear()
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
-        """Have the base server hand weights from its trainer, or from a folder, to its engine.
-
-        See `Engine.sync_weights`.
-        """
+        """Make the base server's engine take weights from its trainer, or from a folder; see `Engine.sync_weights`."""
         await self._remote("sync_weights", policy, version, source)
         self._versions[policy] = version
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
-        """Let requests be sampled from one more policy; see `Engine.add_policy`."""
+        """Add a policy; see `Engine.add_policy`."""
         await self._remote("add_policy", name, like, version, source)
         self._versions[name] = version
 
     async def remove_policy(self, name: str) -> None:
-        """Free the memory of a policy; see `Engine.remove_policy`."""
+        """Remove a policy; see `Engine.remove_policy`."""
         await self._remote("remove_policy", name)
         self._versions.pop(name, None)
 
@@ -113,7 +102,7 @@ class RemoteEngine:
         await remote_method(Engine, name, self._link.remote, "engine")(*arguments)
 
     async def pause(self) -> None:
-        """Let no call of this job begin until `resume`, and return when those that have begun are finished."""
+        """Let no call of this job begin until `resume`, and wait for running ones."""
         self._open.clear()
         await self._idle.wait()
 
@@ -123,11 +112,11 @@ class RemoteEngine:
             self._open.set()
 
     def version(self, policy: str) -> PolicyVersion:
-        """Return the version of the weights that a policy is sampled from now."""
+        """Return the version of a policy's weights."""
         return self._versions.get(policy, FIRST_VERSION)
 
     def load(self) -> EngineLoad:
-        """Return the calls of this job, and the tokens that were sampled for it; passes are common to all jobs."""
+        """Return this job's calls and sampled tokens; passes are shared by all jobs."""
         return EngineLoad(waiting=self._waiting, running=self._running, sampled_tokens=self._sampled_tokens)
 
     async def failure(self) -> str:
@@ -135,7 +124,7 @@ class RemoteEngine:
         return str(await self._link.failure())
 
     async def close(self) -> None:
-        """Fail the calls that are open, and say goodbye to the base server."""
+        """Fail open calls, and disconnect from the base server."""
         self._closed = True
         self._open.set()
         await self._link.leave()

@@ -70,7 +70,7 @@ class HostedJob:
 
     @property
     def policies(self) -> int:
-        """Return how many policies the job has, those that are trained and sampled counted once."""
+        """Return the number of policies; one that is trained and sampled counts once."""
         return len(self._sampled | self._trained)
 
     async def _sent(self, error: Exception) -> Exception:
@@ -93,7 +93,7 @@ class HostedJob:
             self.channel.send(event("version", (policy, version)))
 
     async def close(self) -> None:
-        """Free all policies, after the calls that have begun."""
+        """Free all policies, after running calls."""
         self.channel.close()
         await self._serving
         for policy in sorted(self._sampled):
@@ -158,9 +158,9 @@ class HostedJob:
         self._base.check(spec)
 
     def _check_rows(self, batch: Sequence[TrainSample], any_ids: bool) -> None:
-        """Refuse rows whose columns have other lengths, or tokens that the model does not have.
+        """Raise an error for rows with columns of wrong lengths, or with unknown tokens.
 
-        On a GPU such an index would end the process, and the jobs of others with it.
+        On a GPU such an index would end the process, and with it other jobs.
         """
         for number, row in enumerate(batch):
             shape = (len(row.ids),) if row.ids.ndim == 1 else None
@@ -327,11 +327,7 @@ def _check_state(state: Mapping[str, Any]) -> None:
 
 
 def check_plain_name(name: str, whose: str) -> None:
-    """Refuse a name that could be read as two, or that fills or garbles a log.
-
-    Raises:
-        ConfigError: the name can't be used.
-    """
+    """Raise ConfigError for a name that is ambiguous, or that would fill or garble a log."""
     if not name or "/" in name or len(name) > MOST_NAME or not name.isprintable():
         raise ConfigError(
             f"{whose} can't be called {name[:MOST_NAME]!r}: names have 1 to {MOST_NAME} printable characters, and no /"
@@ -345,7 +341,7 @@ def _check_count(value: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def _no_path_refused() -> Iterator[None]:
-    """Refuse what the system takes for no path: it is too long, or a link that leads to itself."""
+    """Raise an error for a text that is not a valid path: too long, or a symbolic link loop."""
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:

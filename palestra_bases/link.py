@@ -1,4 +1,4 @@
-"""The connection of a job to a base server: kept alive, and made again where it is lost."""
+"""The connection of a job to a base server, with keep-alive and reconnection."""
 
 from __future__ import annotations
 
@@ -67,11 +67,8 @@ class Link:
 
         Args:
             address: `unix:PATH`, `ws://HOST:PORT` or `wss://HOST:PORT`.
-            job: names the job among those of the tenant.
-            patience_seconds: how long a server that can't be reached is waited for.
-
-        Raises:
-            ConfigError: the address can't be used.
+            job: unique within the tenant.
+            patience_seconds: how long to wait for an unreachable server.
         """
         if not address.startswith(SCHEMES):
             raise ConfigError(f"the address of a base server begins with {', '.join(SCHEMES)}, and not {address!r}")
@@ -93,12 +90,12 @@ class Link:
         self.remote = Remote(self, self._cause, lambda found: self.on_event(found))
 
     async def open(self) -> None:
-        """Connect, and wait for a server that can't be reached.
+        """Connect, waiting for an unreachable server.
 
         Raises:
-            Unauthorized: the key is not known there.
-            ConfigError: the server speaks another version of the protocol.
-            EngineFailure: it could not be reached for longer than the patience.
+            Unauthorized: the key is unknown.
+            ConfigError: the server has another version of the protocol.
+            EngineFailure: it was unreachable for longer than the patience.
         """
         self._task = asyncio.create_task(self._run())
         await race(self._is_connected.wait(), asyncio.shield(self._failure))
@@ -107,19 +104,19 @@ class Link:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the server has forgotten the job, so that everything has to be made anew."""
+        """Return whether the server has forgotten the job."""
         return self._is_lost.is_set()
 
     async def lost(self) -> None:
-        """Return when the server has forgotten the job."""
+        """Wait until the server has forgotten the job."""
         await self._is_lost.wait()
 
     def renew(self) -> None:
-        """Let calls be made again after a loss."""
+        """Allow calls again after a loss."""
         self._is_lost.clear()
 
     async def failure(self) -> PalestraError:
-        """Return when the link is given up, and say why; one that was closed never returns."""
+        """Wait until the link is given up, and return the reason; never returns after `close`."""
         return await asyncio.shield(self._failure)
 
     async def leave(self) -> None:
@@ -194,7 +191,7 @@ class Link:
     # The connection
 
     async def _run(self) -> None:
-        """Connect again and again until the link is closed or given up."""
+        """Reconnect until the link is closed or given up."""
         loop, pause = asyncio.get_running_loop(), 0.05
         since: float | None = None
         while not self._is_over():
@@ -256,7 +253,7 @@ class Link:
         return WebSocket(self.address, **options)
 
     async def _greet(self, connection: ClientConnection) -> None:
-        """Say which job this is, and send again what has no answer."""
+        """Identify the job, and send unanswered calls again."""
         hello = Hello(protocol=PROTOCOL, job=self._job, process=self._process, waiting=list(self._calls))
         await connection.send(written(event("hello", hello)))
         answer: Welcome = first(await connection.recv(), "welcome", Welcome)
@@ -278,7 +275,7 @@ class Link:
         self._fail(self._replies, self._forgotten())
 
     async def _talk(self, connection: ClientConnection) -> None:
-        """Send what is posted and hand out what arrives until the connection ends."""
+        """Send posted calls and dispatch incoming messages until the connection ends."""
         sending = asyncio.create_task(self._send_all(connection))
         try:
             async for data in connection:

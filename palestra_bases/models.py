@@ -1,7 +1,6 @@
-"""Base models in memory once, with one engine and one trainer over them, for all that a server has to do with them.
+"""Base models in memory once, with one engine and one trainer for all uses of a server.
 
-A base server's light jobs and the clients of the Tinker API are tenants of the same queue, and are sampled for in the
-same passes.
+A base server's light jobs and the clients of the Tinker API are tenants of the same queue, and share sampling passes.
 """
 
 from __future__ import annotations
@@ -32,15 +31,14 @@ LOADED_ADAPTERS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedModelOptions:
-    """Which base models a server has, and how it computes.
+    """The base models of a server, and how it computes.
 
     Attributes:
         models: names of base models, at least one.
-        engine, trainer: as a job has them.
-        deterministic: whether samples and weights must not depend on what is computed beside them.
-        slots: adapters in training that are in memory at the same time, as `SharedTrainer` has it; None: all.
-        loaded_adapters: adapters that are sampled from without being trained, and that are in memory at the same time;
-            others are loaded again when they are used.
+        engine, trainer: configured like a job's.
+        deterministic: whether samples and weights must not depend on what else is computed.
+        slots: limit of adapters in training in memory, see `SharedTrainer`; None: all.
+        loaded_adapters: limit of sampled but untrained adapters in memory; others are reloaded when used.
     """
 
     models: Sequence[str]
@@ -52,20 +50,20 @@ class SharedModelOptions:
 
 
 class SharedModels:
-    """Base models whose own weights never change, and what computes with them.
+    """Frozen base models with their engine and trainer.
 
     Attributes:
-        loaded: each base model with its tokenizer, by its name.
-        engine: samples; its policy of a base model itself is `policy_of_base(name)`, and ends no reply by itself.
-        queue: before the trainer. The trainer keeps all checkpoints: whoever has them written removes older ones.
-        adapters: those that the engine has without their being trained.
+        loaded: models with their tokenizers, by name.
+        engine: its policy of a base model itself is `policy_of_base(name)`, without stop tokens.
+        queue: in front of the trainer, which keeps all checkpoints: callers remove older ones.
+        adapters: loaded without being trained.
     """
 
     def __init__(self, options: SharedModelOptions) -> None:
-        """Load the models, and start an engine and a trainer over them.
+        """Load the models, and start an engine and a trainer.
 
         Raises:
-            ConfigError: a model is named twice, is an adapter, or sees.
+            ConfigError: a model is named twice, is an adapter, or a vision-language model.
             ModelError: a model can't be loaded.
         """
         import torch
@@ -119,10 +117,10 @@ class SharedModels:
         return found
 
     def trainer_of(self, tenant: str, weight: float = 1.0) -> TenantTrainer:
-        """Return a tenant's place in the queue; jobs and other clients of one tenant have one share together.
+        """Return a tenant's trainer; jobs and other clients of one tenant share one queue share.
 
         Args:
-            weight: its share of the tokens beside those of others.
+            weight: relative share of the tokens.
         """
         from palestra_bases.training.tenant_trainer import TenantTrainer
 
@@ -130,14 +128,13 @@ class SharedModels:
         return TenantTrainer(self.queue, tenant)
 
     async def add_policy(self, policy: str, model: str, adapter: Any = None, **more: Any) -> None:
-        """Give the engine one more policy, of version 0.0.
+        """Add a policy of version 0.0 to the engine.
 
         Args:
-            policy: its name in the engine, which is new.
+            policy: a new name in the engine.
             model: a base model, or the folder of an adapter of one.
-            adapter: of a policy that is trained, so that its weights will change; None: the weights are those of
-                `model`.
-            more: of `PolicyModel`: what ends a reply, and grammars.
+            adapter: of a trained policy, whose weights will change; None: the weights are those of `model`.
+            more: of `PolicyModel`: stop tokens, and grammars.
 
         Raises:
             ConfigError: the adapter does not fit.
@@ -161,17 +158,13 @@ class SharedModels:
 
 
 def policy_of_base(name: str) -> str:
-    """Return the engine's name for the policy of a base model itself, which no job and no client can make up."""
+    """Return the engine's policy name of a base model itself, which jobs and clients can't use."""
     return f"base {name}"
 
 
 @contextlib.asynccontextmanager
 async def shared_models(options: SharedModelOptions) -> AsyncIterator[SharedModels]:
-    """Have base models loaded inside of the block.
-
-    Raises:
-        ConfigError, ModelError: see `SharedModels`.
-    """
+    """Hold base models loaded while the block is open."""
     shared = await in_thread(lambda: SharedModels(options), daemon=False)
     try:
         yield shared

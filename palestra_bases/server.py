@@ -1,8 +1,8 @@
 """Serves one base to the jobs of several tenants, over WebSockets.
 
-A job has one connection. Its first message says which job and which process it is; then each call is a message, and
-each has one answer, but for replies, which come in pieces. A job whose connection is lost keeps its policies for the
-time of a lease, within which the same process may come back; calls that it sends again are not executed again.
+A job has one connection. Its first message identifies the job and its process. Each later message is a call with one
+answer, except that replies arrive in parts. After a lost connection, a job's policies are kept for a lease time, during
+which the same process may reconnect; repeated calls are not executed again.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class BackendServer:
         lease_seconds: float = 60.0,
         most_policies: int = 16,
     ) -> None:
-        """Begin without jobs; `listen` takes connections.
+        """Begin without jobs; `listen` accepts connections.
 
         Args:
-            tenant_of: returns the tenant of a key, and raises Unauthorized for one that is not known.
-            lease_seconds: how long a job whose connection is lost keeps its policies.
-            most_policies: how many policies a job may have.
+            tenant_of: returns the tenant of a key, or raises Unauthorized.
+            lease_seconds: how long a disconnected job keeps its policies.
+            most_policies: limit per job.
         """
         self._base, self._tenant_of = base, tenant_of
         self._lease_seconds, self._most = lease_seconds, most_policies
@@ -74,15 +74,11 @@ class BackendServer:
 
     @property
     def jobs(self) -> list[tuple[str, str, int]]:
-        """Return tenant, name and number of policies of each job that is here."""
+        """Return tenant, name and number of policies of each present job."""
         return [(tenant, name, job.policies) for (tenant, name), job in self._jobs.items()]
 
     async def remove(self, tenant: str) -> None:
-        """End the jobs of a tenant, also in the middle of their requests, and free what they have.
-
-        Args:
-            tenant: its key is not known any more.
-        """
+        """End the jobs of a tenant whose key is no longer valid, even during requests, and free their resources."""
         async with self._opening[
             tenant
         ]:  # a connection that was let in before the key was forgotten is there, or refused
@@ -96,14 +92,11 @@ class BackendServer:
 
     @contextlib.asynccontextmanager
     async def listen(self, socket: Path | None = None, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-        """Take connections inside of the block, and yield the address that jobs name.
+        """Accept connections while the block is open, and yield the address for jobs.
 
         Args:
-            socket: path of a Unix socket; None: `host` and `port` are listened on.
+            socket: path of a Unix socket; None: use `host` and `port`.
             port: 0: any free one.
-
-        Raises:
-            ConfigError: the address can't be listened on.
         """
         options: dict[str, Any] = {
             "process_request": self._check_key,
@@ -218,7 +211,7 @@ class BackendServer:
     # Leases
 
     def _left(self, job: HostedJob) -> None:
-        """Keep the policies of a job whose connection was lost for the time of its lease."""
+        """Keep a disconnected job's policies for the lease time."""
         del self._connections[job]
         job.channel.detach()
         self._leases[job] = asyncio.get_running_loop().call_later(self._lease_seconds, self._expire, job)
@@ -231,13 +224,13 @@ class BackendServer:
         task.add_done_callback(self._closing.discard)
 
     async def _end_alone(self, job: HostedJob, connection: ServerConnection | None) -> None:
-        """Free what a job has, unless it has another connection by now; no connection is let in meanwhile."""
+        """Free a job's resources unless it has reconnected; meanwhile no connection is accepted."""
         async with self._opening[job.tenant]:
             if self._connections.get(job) is connection:
                 await self._end(job)
 
     async def _end(self, job: HostedJob) -> None:
-        """Free what a job has."""
+        """Free a job's resources."""
         self._connections.pop(job, None)
         if (lease := self._leases.pop(job, None)) is not None:
             lease.cancel()

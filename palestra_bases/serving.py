@@ -36,22 +36,22 @@ KEYS, SOCKET, PREFIX = "keys", "socket", "pb-"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseOptions:
-    """How a base server is started.
+    """Options of a base server.
 
     Attributes:
-        model: name of the base, as `model` of a job has it.
+        model: name of the base, as in `model` of a job.
         folder: of the server: its keys, and its socket.
-        port: to listen on, 0: any free one; None: the socket in `folder`.
-        host: where it listens, with a port.
-        runs: the folder below which jobs have theirs, of several tenants each in that of the tenant's name; the server
-            reads and writes no file elsewhere.
-        tenants: names, each of which has a key in `folder/keys`.
-        engine, trainer: as a job has them.
-        deterministic: whether samples and weights must not depend on what is computed beside them.
-        lease_seconds: how long a job whose connection is lost keeps its policies.
-        most_policies: how many policies a job may have.
+        port: 0: any free one; None: the socket in `folder`.
+        host: address to listen on, with a port.
+        runs: parent folder of jobs, for several tenants with a subfolder for each; the server reads and writes no file
+            elsewhere.
+        tenants: names, each with a key in `folder/keys`.
+        engine, trainer: configured like a job's.
+        deterministic: whether samples and weights must not depend on what else is computed.
+        lease_seconds: how long a disconnected job keeps its policies.
+        most_policies: limit per job.
         slots, loaded_adapters: see `SharedModelOptions`.
-        tinker: how the Tinker API is served beside jobs, over the same model; None: it is not.
+        tinker: how to serve the Tinker API over the same model; None: not served.
     """
 
     model: str
@@ -71,7 +71,7 @@ class BaseOptions:
 
     @property
     def shared_models(self) -> SharedModelOptions:
-        """Return how the model is loaded."""
+        """Return how to load the model."""
         return SharedModelOptions(
             models=(self.model,),
             engine=self.engine,
@@ -84,13 +84,10 @@ class BaseOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseServer:
-    """A base server that listens.
+    """A listening base server.
 
     Attributes:
         address: for `policies.NAME.base` of jobs.
-        tenants: the keys.
-        jobs: those that are connected.
-        tinker: the Tinker API, if it is served as well.
     """
 
     address: str
@@ -101,12 +98,10 @@ class BaseServer:
 
 @contextlib.asynccontextmanager
 async def base_server(options: BaseOptions) -> AsyncIterator[tuple[BaseServer, LoadedBase]]:
-    """Serve a base inside of the block.
+    """Serve a base while the block is open.
 
     Raises:
         RunInUse: another process serves from this folder.
-        ConfigError: an option can't be used.
-        ModelError: the model can't be loaded.
     """
     with starting_in(options.folder) as start:
         tenants = Tenants(options.folder / KEYS, options.tenants, PREFIX)
@@ -129,14 +124,13 @@ async def base_server(options: BaseOptions) -> AsyncIterator[tuple[BaseServer, L
 
 
 class LoadedBase:
-    """Implements `SharedBase` with a model of this process."""
+    """A `SharedBase` with a model of this process."""
 
     def __init__(self, options: BaseOptions, shared: SharedModels, own_folders: bool = False) -> None:
-        """Prepare what jobs need of the model.
+        """Prepare the model for jobs.
 
         Args:
-            shared: has the model, and what computes with it.
-            own_folders: whether each tenant has the folder of its name in `options.runs`, in which all its files are.
+            own_folders: whether each tenant is restricted to the subfolder of its name in `options.runs`.
         """
         from palestra.engine.embedded.engine import token_budget
         from palestra.grammars.pool import Grammars
@@ -165,29 +159,29 @@ class LoadedBase:
         )
 
     def parts_of(self, tenant: str) -> tuple[Engine, Trainer]:
-        """Return the engine, which is the same for all tenants, and the tenant's place in the queue of the trainer."""
+        """Return the shared engine, and the tenant's queue to the trainer."""
         self._tenants.add(tenant)
         return self._engine, self._shared.trainer_of(tenant, self._weights.get(tenant, 1.0))
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Set the shares of tenants in the trainer's tokens, from the next round on; others have a weight of 1."""
+        """Set the tenants' weights from the next round on; 1 for others."""
         self._weights = dict(weights)
         for tenant in self._tenants & weights.keys():
             self._shared.queue.add_tenant(tenant, weights[tenant])
 
     async def remove(self, tenant: str) -> None:
-        """Forget a tenant in the queue, with its policies; see `SharedBase.remove`."""
+        """Remove a tenant with its policies from the queue; see `SharedBase.remove`."""
         if tenant in self._tenants:
             self._tenants.discard(tenant)
             await self._shared.queue.remove_tenant(tenant)
 
     @property
     def load(self) -> QueueLoad:
-        """Return what waits in the queue of the trainer."""
+        """Return the load of the trainer's queue."""
         return self._shared.queue.load()
 
     def folder_of(self, tenant: str) -> Path:
-        """Return the folder of all runs, or that of the tenant's."""
+        """Return the folder of all runs, or the tenant's."""
         return self._runs / tenant if self._own_folders else self._runs
 
     def own_folder(self) -> Path | None:
@@ -197,7 +191,7 @@ class LoadedBase:
     async def sample(self, name: str, spec: SamplerSpec) -> None:
         """Load an adapter, or the base itself, for the engine; see `SharedBase.sample`.
 
-        An adapter that is not trained need not stay in memory.
+        An untrained adapter may be evicted from memory.
         """
         await in_thread(lambda: self._check_model(spec.model))
         own = {"stop_ids": self._stop_ids, "grammars": self._grammars}
@@ -217,7 +211,7 @@ class LoadedBase:
         return model == self._options.model or canonical_name(model) == canonical_name(self._options.model)
 
     def check(self, spec: PolicySpec) -> None:
-        """Refuse a policy without an adapter, or of another base; see `SharedBase.check`."""
+        """Raise an error for a policy without an adapter, or of another base; see `SharedBase.check`."""
         if spec.adapter is None:
             raise ConfigError(
                 "a policy on a shared base trains an adapter, because the base never changes; give it one"
@@ -239,7 +233,7 @@ class LoadedBase:
             )
 
     async def failure(self) -> str:
-        """Return when the engine can't continue, and say why."""
+        """Wait until the engine fails, and return the reason."""
         return await self._engine.failure()
 
     def close(self) -> None:
@@ -258,9 +252,8 @@ async def serve_base(options: BaseOptions, ready: Callable[[BaseServer], None], 
     """Serve until `stop` is set.
 
     Raises:
-        EngineFailure: the engine can't continue; jobs go on when the server is started again.
+        EngineFailure: the engine failed; jobs continue when the server is restarted.
         StoreError: the journal of the Tinker API can't be written any more.
-        ConfigError, ModelError: see `base_server`.
     """
     async with base_server(options) as (server, base):
         ready(server)

@@ -27,11 +27,10 @@ class RemoteTrainer:
     """
 
     def __init__(self, link: Link, keep: int) -> None:
-        """Use a connection.
+        """Use a connection, which this object closes.
 
         Args:
-            link: to the base server; this object closes it.
-            keep: how many checkpoints of a policy are kept.
+            keep: number of checkpoints to keep per policy.
         """
         self._link, self._keep = link, keep
         self._versions: dict[str, PolicyVersion] = {}
@@ -39,11 +38,11 @@ class RemoteTrainer:
         self.trainer = proxy(Trainer, link.remote, self, "trainer")
 
     def forget(self) -> None:
-        """Forget all policies, because the base server has forgotten the job."""
+        """Drop all policies, because the base server has forgotten the job."""
         self._versions.clear()
 
     async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
-        """Have the base server write a checkpoint; see `Trainer.save`. Older ones are removed here."""
+        """Make the base server write a checkpoint, and remove older ones; see `Trainer.save`."""
         path: Path = await remote_method(Trainer, "save", self._link.remote, "trainer")(
             policy, folder, state, request_id
         )
@@ -51,16 +50,12 @@ class RemoteTrainer:
         return folder / path.name
 
     async def remove(self, policy: str) -> None:
-        """Have the base server forget a policy; see `Trainer.remove`."""
+        """Make the base server remove a policy; see `Trainer.remove`."""
         await remote_method(Trainer, "remove", self._link.remote, "trainer")(policy)
         del self._versions[policy]
 
     def version(self, policy: str) -> PolicyVersion:
-        """Return the version of a policy's master weights, as the base server has said it last.
-
-        Raises:
-            NotFound: there is no such policy.
-        """
+        """Return the last known version of a policy's master weights."""
         if policy not in self._versions:
             raise NotFound(f"the trainer has no policy {policy!r}")
         return self._versions[policy]
@@ -68,14 +63,14 @@ class RemoteTrainer:
     def begin_incarnation(self, policy: str, incarnation: int) -> None:
         """Set the incarnation of all later versions; see `Trainer.begin_incarnation`.
 
-        The base server gets the call after those that were made before, and an error of it comes with the next one.
+        The call is sent after earlier ones, and its error is raised by the next one.
         """
         self._versions[policy] = PolicyVersion(incarnation, self.version(policy).n)
         answer = self._link.remote.post("trainer.begin_incarnation", policy, incarnation)
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def close(self) -> None:
-        """Say goodbye to the base server, which then frees all policies."""
+        """Disconnect from the base server, which then frees all policies."""
         await self._link.leave()
 
     def _take(self, event: Event) -> None:

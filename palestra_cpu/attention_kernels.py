@@ -1,7 +1,8 @@
 """Attention of runs of tokens by compiled functions, `attention_kernels.c`: prompts of an engine, trees of a trainer.
 
-A run is tokens that follow one another; it sees itself, and those behind which it begins. All runs of a pass are one
-call a layer. Torch's attention takes a call for each, and in its gradient products of float32 or small pieces.
+A run is a sequence of consecutive tokens that attend to themselves and to the prefix at which the run begins. All runs
+of a pass are one call per layer. Torch's attention takes a call for each, and computes its gradient in float32 or in
+small products.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ _RUN = np.dtype(
 
 
 class Runs:
-    """Runs of tokens in the order of a flat batch, each behind the beginning of an earlier one or of none.
+    """Runs of tokens in the order of a flat batch, each beginning at a prefix of an earlier one or at no prefix.
 
     Attributes:
-        places: how many tokens they have, each run filled up to whole vectors.
-        queries: how many of these are in the batch.
-        firsts: the place of each run's first one there, int64 [R].
+        places: total tokens, each run padded to whole vectors.
+        queries: number of tokens in the batch.
+        firsts: position of each run's first token, int64 [R].
     """
 
     def __init__(
@@ -68,15 +69,10 @@ class Runs:
         """Take R runs.
 
         Args:
-            lengths: how many tokens each has.
-            queries: how many of its last tokens are in the batch; None: all.
-            parents: the run behind whose beginning each begins, -1 for none; None: none.
-            behind: how many tokens that beginning has, 0 for none; None: none.
-            trees: the first run of each tree, whose runs see no others; None: each is its own.
-
-        Raises:
-            ValueError: a run is empty, or has fewer tokens than queries, or does not begin behind an earlier one of its
-                tree.
+            queries: number of last tokens of each run in the batch; None: all.
+            parents: the run whose prefix each continues, -1 for none; None: none.
+            behind: length of that prefix, 0 for none; None: none.
+            trees: first run of each tree, whose runs attend to no other tree; None: each run is a tree.
         """
         count = len(lengths)
         given = {
@@ -122,14 +118,14 @@ class Runs:
 
     @property
     def all_asked(self) -> bool:
-        """Whether all tokens of all runs are in the batch."""
+        """Return whether all tokens of all runs are in the batch."""
         return bool((self._table["queries"] == self._table["length"]).all())
 
     def blocks(self, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the blocks of queries, int64 [B, 2], and the first block of each tree and one past the last, [T + 1].
+        """Return the blocks of queries, int64 [B, 2], and the block offsets of the trees, [T + 1].
 
         Args:
-            group: how many heads of queries read the same keys.
+            group: number of query heads per key head.
         """
         if group not in self._blocks:
             size, table = max(1, _BLOCK // group), self._table
@@ -142,13 +138,13 @@ class Runs:
     def lying(
         self, keys: NDArray[np.int64], values: NDArray[np.int64], step: int, heads: int | NDArray[np.int64]
     ) -> NDArray[np.void]:
-        """Return the runs [R] as C reads them.
+        """Return the runs [R] in C's layout.
 
         Args:
             keys: the address of each run's first key, [R].
             values: of its first value, [R].
-            step: how many numbers lie between a token and the next.
-            heads: how many between a head and the next, of all or of each.
+            step: stride between tokens.
+            heads: stride between heads, for all or each.
         """
         found = self._table.copy()
         found["keys"], found["values"], found["step"], found["head"] = keys, values, step, heads
@@ -156,17 +152,14 @@ class Runs:
 
 
 class CachedRuns(Runs):
-    """Pieces of prompts, each behind what is in its cache, where its keys and values are put."""
+    """Chunks of prompts after their cached tokens; their keys and values are written to the cache."""
 
     def __init__(self, pieces: Sequence[tuple[Tensor, int, int]]) -> None:
-        """Take pieces in their order in the batch.
+        """Take chunks in their order in the batch.
 
         Args:
-            pieces: storage [layers, 2, K, at least P, D], contiguous, bfloat16 on a CPU; how many tokens are there; how
-                many are to be added.
-
-        Raises:
-            ValueError: one is too long for its storage, which may lie otherwise than C reads it.
+            pieces: storage [layers, 2, K, at least P, D], contiguous, bfloat16 on a CPU; number of cached tokens;
+                number of tokens to add.
         """
         super().__init__([old + new for _, old, new in pieces], queries=[new for _, _, new in pieces])
         shapes = {(one.shape[0], one.shape[2], one.shape[4]) for one, _, _ in pieces}
@@ -184,11 +177,7 @@ class CachedRuns(Runs):
         self._sizes = np.array([one.shape[3] for one in self._kept], np.int64) * self._width
 
     def of(self, layer: int, heads: int, width: int) -> NDArray[np.void]:
-        """Return the runs [R] with their addresses in a layer; see `Runs.lying`.
-
-        Raises:
-            ValueError: there is no such layer, or it has other heads of keys.
-        """
+        """Return the runs [R] with their addresses in a layer; see `Runs.lying`."""
         if not 0 <= layer < self.layers or (heads, width) != (self._heads, self._width):
             shape = self.layers, self._heads, self._width
             raise ValueError(f"layer {layer} with {heads} heads of {width} numbers does not fit a cache of {shape}")
@@ -197,10 +186,10 @@ class CachedRuns(Runs):
 
 
 class AttentionKernels:
-    """The compiled functions, of bfloat16 tensors on the CPU; without a gradient of their own."""
+    """The compiled functions for bfloat16 tensors on the CPU, without gradients of their own."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Take over a compiled library."""
+        """Use a compiled library."""
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
@@ -210,7 +199,7 @@ class AttentionKernels:
 
     @staticmethod
     def takes(queries: Tensor, keys: Tensor) -> bool:
-        """Return whether the functions compute what queries [1, H, N, D] see of keys [1, K, N, D]."""
+        """Return whether the functions support queries [1, H, N, D] and keys [1, K, N, D]."""
         width, group = queries.shape[3], queries.shape[1] // max(1, keys.shape[1])
         typed = queries.dtype == keys.dtype == _HALF and queries.device.type == "cpu"
         return typed and not width % 2 and 0 < width <= _MOST_WIDTH and 1 <= group <= _BLOCK
@@ -218,12 +207,11 @@ class AttentionKernels:
     def prompts(
         self, layer: int, new: tuple[Tensor, Tensor, Tensor], runs: CachedRuns, scale: float, window: int | None
     ) -> Tensor:
-        """Put keys and values of new tokens into their caches, and return what each sees, bfloat16 [N, H, D].
+        """Write keys and values of new tokens into their caches, and return the attention output, bfloat16 [N, H, D].
 
         Args:
             new: queries [1, H, N, D], keys and values [1, K, N, D], of the new tokens of all runs.
-            runs: with N new tokens.
-            window: how many positions a token sees, its own included; None: all before it.
+            window: positions that a token attends to, including its own; None: all before it.
         """
         heads, groups = new[0].shape[1], new[1].shape[1]
         parts, stride = _read(new, runs, window)
@@ -233,12 +221,11 @@ class AttentionKernels:
     def trees(
         self, new: tuple[Tensor, Tensor, Tensor], runs: Runs, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """Return what each token sees, bfloat16 [N, H, D], and the logarithms of the scores' sums, float32 [H, N].
+        """Return the attention output, bfloat16 [N, H, D], and the logsumexp of the scores, float32 [H, N].
 
         Args:
             new: queries [1, H, N, D], keys and values [1, K, N, D].
-            runs: whose N tokens are all in the batch.
-            window: how many positions a token sees, its own included; None: all before it.
+            window: positions that a token attends to, including its own; None: all before it.
         """
         heads, groups, count = new[0].shape[1], new[1].shape[1], new[0].shape[2]
         parts, stride = _read(new, runs, window)
@@ -255,13 +242,11 @@ class AttentionKernels:
         scale: float,
         window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries, bfloat16 [1, H, N, D], keys and values [1, K, N, D].
+        """Return the gradients of queries, bfloat16 [1, H, N, D], keys and values [1, K, N, D]; other arguments as in
+        `trees`.
 
         Args:
-            of_out: gradient of what `trees` returned, [N, H, D].
-            runs: what it was given, as scale and window.
-            scale: see `trees`.
-            window: see `trees`.
+            of_out: gradient of the result of `trees`, [N, H, D].
         """
         (_, heads, count, width), groups = new[0].shape, new[1].shape[1]
         parts, stride = _read(new, runs, window)
@@ -309,7 +294,7 @@ class AttentionKernels:
         window: int | None,
         sums: Tensor | None,
     ) -> Tensor:
-        """Return what queries see, bfloat16 [N, H, D]."""
+        """Return the attention output, bfloat16 [N, H, D]."""
         (queries, groups), (count, width) = heads, parts[0].shape[2:]
         blocks, _ = runs.blocks(queries // groups)
         out = empty(_HALF, count, queries, width)
@@ -327,7 +312,7 @@ class AttentionKernels:
 
 
 def _read(new: tuple[Tensor, Tensor, Tensor], runs: Runs, window: int | None) -> tuple[Sequence[Tensor], int]:
-    """Return queries [1, H, N, D], keys and values [1, K, N, D] as C reads them; see `beside`."""
+    """Return queries [1, H, N, D], keys and values [1, K, N, D] in C's layout; see `beside`."""
     if window is not None and not 1 <= window < 2**62:
         raise ValueError(f"a window of at least 1 token is needed, not of {window}")
     queries, groups, shape = new[0].shape[1], new[1].shape[1], tuple(new[0].shape)

@@ -1,11 +1,10 @@
-"""What lies between the matrix products of a Llama layer, and decoding layers, compiled on this machine.
+"""Compiled functions for the operations between a Llama layer's matrix products, and for decoding layers.
 
-Between two products there are a dozen small operators of torch. While an engine samples they take longer to call than
-to compute, and while a trainer computes gradients each reads and writes memory once more (docs/benchmarks.md).
-`cpu_kernels.c` has them as a few functions in bfloat16, which the machine's C compiler makes ready in a second or two
-when the first of them is needed. Without a compiler `TorchOperators` computes the same, and rounds at the same
-places. A decoding pass has few rows, so that its products take as long as reading the weights; each of its layers is
-one call.
+Between two products torch has a dozen small operators. In an engine they take longer to call than to compute, and in a
+trainer's gradient each reads and writes memory once more (docs/explanation/benchmarks.md). `cpu_kernels.c` has them as
+a few bfloat16 functions, which the machine's C compiler compiles in a second or two on first use. Without a compiler
+`TorchOperators` computes the same, and rounds at the same points. A decoding pass has few rows, so its products take as
+long as reading the weights; each of its layers is one call.
 """
 
 from __future__ import annotations
@@ -56,15 +55,15 @@ _ARGUMENTS = {
 
 
 class CpuKernels:
-    """The compiled functions, of tensors on the CPU; without a gradient of their own.
+    """The compiled functions for tensors on the CPU, without gradients of their own.
 
     Attributes:
-        most_rows: how many rows `product` and `layer` multiply faster than oneDNN does; 0: never.
-        attention: of runs of tokens; None: the processor has no products of bfloat16.
+        most_rows: up to so many rows `product` and `layer` are faster than oneDNN; 0: never.
+        attention: of runs of tokens; None: the processor has no bfloat16 products.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Take over a compiled library."""
+        """Use a compiled library."""
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
@@ -74,7 +73,7 @@ class CpuKernels:
         self.attention = AttentionKernels(library) if self.most_rows else None
 
     def norm(self, stream: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Add to a residual stream, in place, and return its RMS norm, bfloat16 [N, width], and the rows' factors.
+        """Add to a residual stream, in place; return its RMS norm, bfloat16 [N, width], and the rows' factors.
 
         Args:
             stream: float32 [N, width], contiguous.
@@ -118,14 +117,14 @@ class CpuKernels:
         return parts[:, :queries], parts[:, queries : queries + keys], parts[:, queries + keys :]
 
     def gate(self, both: Tensor) -> Tensor:
-        """Return silu(gate) * up, bfloat16 [N, inner], of gate and up beside one another, [N, 2 * inner]."""
+        """Return silu(gate) * up, bfloat16 [N, inner], for concatenated gate and up, [N, 2 * inner]."""
         rows, width = len(both), both.shape[1] // 2
         given, out = laid(both, _HALF, rows, 2 * width), empty(_HALF, rows, width)
         self._library.palestra_gate(start(given), start(out), rows, width)
         return out
 
     def gate_gradient(self, both: Tensor, of_out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `gate` returned, [N, inner], and the gradient of `both`, [N, 2 * inner]; see `TorchOperators`."""
+        """Return the result of `gate`, [N, inner], and the gradient of `both`, [N, 2 * inner]; see `TorchOperators`."""
         rows, width = of_out.shape
         given = laid(both, _HALF, rows, 2 * width), laid(of_out, _HALF, rows, width)
         again, of_both = empty(_HALF, rows, width), empty(_HALF, rows, 2 * width)
@@ -141,14 +140,14 @@ class CpuKernels:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """Put the keys and values of one token a row into a cache, and return what it sees, bfloat16 [R, H, D].
+        """Append keys and values of one token per row to a cache; return the attention output, bfloat16 [R, H, D].
 
         Args:
-            new: queries [1, H, R, D], keys and values [1, K, R, D]; of what `rotate` returns, nothing is copied.
+            new: queries [1, H, R, D], keys and values [1, K, R, D]; views from `rotate` are not copied.
             keys: bfloat16 [R, K, C, D], contiguous; written to.
-            values: as `keys`.
-            lengths: int64 [R], how many positions are filled, less than C.
-            window: how many positions a token sees, its own included; None: all before it.
+            values: like `keys`.
+            lengths: int64 [R], filled positions, less than C.
+            window: positions that a token attends to, including its own; None: all before it.
         """
         rows, heads, capacity, width = keys.shape
         queries = new[0].shape[1]
@@ -167,9 +166,9 @@ class CpuKernels:
         return out
 
     def product(self, rows: Tensor, matrix: MatrixAddress) -> Tensor:
-        """Return the product of rows, bfloat16 [N, width], with a packed matrix, plus its biases: bfloat16 [N, outs].
+        """Return the product of rows, bfloat16 [N, width], with a packed matrix, plus biases: bfloat16 [N, outs].
 
-        The bits of a row do not depend on the other rows.
+        The bits of a row do not depend on other rows.
         """
         given, out = laid(rows, _HALF, len(rows), matrix.width), empty(_HALF, len(rows), matrix.outs)
         self._library.palestra_product(ctypes.addressof(matrix), start(given), start(out), len(rows))
@@ -184,15 +183,15 @@ class CpuKernels:
         layer: DecodingLayer,
         cached: CachedRows,
     ) -> None:
-        """Compute a whole layer for one new token of each row in a cache: into the stream, and into the cache.
+        """Compute a whole layer for one new token of each row in a cache, updating the stream and the cache.
 
         Args:
-            stream: float32 [N, hidden], contiguous; N as many as rows in the cache.
-            matrices: of queries, keys and values together, of what attention returns, of gate and up together, of the
-                gated block's result.
-            norms: weights float32 [hidden] and eps of the two.
+            stream: float32 [N, hidden], contiguous; N is the number of rows in the cache.
+            matrices: of queries, keys and values together; of the attention output; of gate and up together; of the
+                gated block's output.
+            norms: weights float32 [hidden] and eps of both.
             rotation: cosines and sines, float32 [N, 1, D], the first half of the sines negative.
-            cached: the rows; they have addresses.
+            cached: rows with addresses.
         """
         (rows, hidden), (queries, keys), width = stream.shape, layer.heads, rotation[0].shape[-1]
         inner, all_heads = matrices[3].width, (queries + 2 * keys) * width
@@ -217,11 +216,11 @@ class CpuKernels:
 
 
 class CompiledKernels(NamedTuple):
-    """What came of compiling the functions on this machine.
+    """The result of compiling the functions on this machine.
 
     Attributes:
-        kernels: the functions; None: torch computes.
-        compiler: that made them; empty where there are none.
+        kernels: None: torch computes.
+        compiler: that made them; empty without kernels.
         problem: why there are none.
     """
 
@@ -232,7 +231,9 @@ class CompiledKernels(NamedTuple):
 
 @functools.cache
 def compiled_kernels() -> CompiledKernels:
-    """Compile and try the functions, the first time; where that fails, once more, because a disk may be full, say."""
+    """Compile and test the functions once; after a failure retry once, because a disk may have been
+    full, for example.
+    """
     if sys.platform != "linux":
         return CompiledKernels(None, problem="compiled on Linux alone")  # elsewhere torch has no OpenMP to use as well
     found = _compiled_once()
@@ -261,7 +262,7 @@ def cpu_kernels() -> CpuKernels | None:
 
 
 def attention_kernels(queries: Tensor, keys: Tensor) -> AttentionKernels | None:
-    """Return the functions for queries [1, H, N, D] and keys [1, K, N, D]; None: torch's attention computes these."""
+    """Return the functions for queries [1, H, N, D] and keys [1, K, N, D]; None: use torch's attention."""
     if not AttentionKernels.takes(queries, keys):
         return None
     kernels = cpu_kernels()

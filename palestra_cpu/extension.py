@@ -1,4 +1,4 @@
-"""What Palestra finds by the entry point: kernels for a CPU, where torch is the version that they are written for."""
+"""The entry point: CPU kernels for the torch versions they are written for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TORCH_VERSION = "2.13.0"  # whose private functions and layouts of oneDNN these 
 
 
 def load() -> Kernels:
-    """Return the kernels, or why they can't be used with the torch that is installed."""
+    """Return the kernels, or why they can't be used with the installed torch."""
     found = torch.__version__.partition("+")[0]
     if found != TORCH_VERSION:
         return Kernels(f"palestra_cpu needs torch {TORCH_VERSION}, and {found} is installed")
@@ -32,7 +32,7 @@ class CpuExtension(Kernels):
     """Layers, packed matrices and attention in bfloat16 on a CPU."""
 
     def numerics(self) -> tuple[str, str]:
-        """Compile the functions, the first time; see `Kernels`."""
+        """Compile the functions on first use; see `Kernels`."""
         tried = compiled_kernels()
         return TORCH if tried.kernels is None else f"compiled by {tried.compiler}", tried.problem
 
@@ -62,12 +62,14 @@ class CpuExtension(Kernels):
 
 
 class DecodingRows(CachedRows):
-    """Attention of one new token of each row of a cache."""
+    """Attention of one new token for each row of a cache."""
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor | None:
-        """Put keys and values [1, K, N, D] into the cache, and return what each of N queries sees, [N, H, D]."""
+        """Write keys and values [1, K, N, D] into the cache, and return the attention output of N
+        queries, [N, H, D].
+        """
         kernels = cpu_kernels() if query.dtype == torch.bfloat16 and query.device.type == "cpu" else None
         if kernels is None:
             return None
@@ -82,7 +84,7 @@ class DecodingRows(CachedRows):
 
 
 class _Prompts:
-    """Attention of pieces of prompts, each behind what its cache has."""
+    """Attention of chunks of prompts, each after its cached tokens."""
 
     def __init__(self, pieces: Sequence[tuple[Tensor, int, int]]) -> None:
         self._pieces = pieces
@@ -90,7 +92,9 @@ class _Prompts:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor | None:
-        """Put keys and values [1, K, N, D] into the caches, and return what each of N queries sees, [N, H, D]."""
+        """Write keys and values [1, K, N, D] into the caches, and return the attention output of N
+        queries, [N, H, D].
+        """
         kernels = attention_kernels(query, key)
         return None if kernels is None else kernels.prompts(layer, (query, key, value), self._runs, scale, window)
 
@@ -108,7 +112,7 @@ class _Trees:
     def __call__(
         self, _layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor | None:
-        """Return what each of N nodes sees, [N, H, D]."""
+        """Return the attention output of N nodes, [N, H, D]."""
         if (kernels := attention_kernels(query, key)) is None:
             return None
         seen: Tensor = RunAttention.apply(query, key, value, self._runs, kernels, scale, window)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What compiled functions are given: tensors as C reads them, packed matrices, rows of a cache, layers."""
+"""Arguments of compiled functions: tensors in C's layout, packed matrices, rows of a cache, layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCKS, _INPUTS = (64, 32), 32  # outputs of a block, and inputs up to a multip
 
 
 class MatrixAddress(ctypes.Structure):
-    """Where a packed matrix [outs, width] lies, and its biases, see `cpu_kernels.c`."""
+    """Address of a packed matrix [outs, width] and its biases, see `cpu_kernels.c`."""
 
     _fields_ = (("packed", _POINTER), ("biases", _POINTER), ("width", _COUNT), ("outs", _COUNT), ("block", _COUNT))
     width: int
@@ -24,13 +24,12 @@ class MatrixAddress(ctypes.Structure):
 
     @classmethod
     def of(cls, packed: Tensor, plain: Tensor, bias: Tensor | None, trusted: bool) -> MatrixAddress | None:
-        """Return the address of what oneDNN has packed; None: it does not lie as the functions read it.
+        """Return the address of a matrix packed by oneDNN; None: its layout is not supported.
 
         Args:
-            packed: of `plain`.
-            plain: bfloat16 [outs, width], with which what lies there is compared.
+            plain: bfloat16 [outs, width], compared with the packed numbers.
             bias: bfloat16 [outs], contiguous.
-            trusted: whether the weights before these lay in blocks, so that comparing some blocks is enough.
+            trusted: whether the previous weights had the layout, so that comparing some blocks is enough.
         """
         (outs, width), given = plain.shape, plain.contiguous()
         block = next((size for size in _BLOCKS if _lies_in_blocks(packed, given, size, trusted)), None)
@@ -53,15 +52,15 @@ class _CachedPart(ctypes.Structure):
 
 
 class CachedRows:
-    """The rows of a cache, each of which gets one new token in a pass.
+    """The rows of a cache, each with one new token in a pass.
 
     Attributes:
-        parts: storage [layers, 2, places, key heads, capacity, head dim], and how many positions of its first rows are
-            filled, int64 [rows], less than the capacity.
+        parts: storage [layers, 2, allocated rows, key heads, capacity, head dim], and the filled positions of its first
+            rows, int64 [rows], less than the capacity.
     """
 
     def __init__(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Take the rows in the order of the parts, each of which has storage and lengths [rows]."""
+        """Take the rows in the order of the parts, each with storage and lengths [rows]."""
         self.parts = parts
 
     def __len__(self) -> int:
@@ -69,17 +68,17 @@ class CachedRows:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """How many rows there are, key heads in each, and numbers in a head."""
+        """Return the numbers of rows, of key heads, and of numbers in a head."""
         return len(self), self.parts[0][0].shape[3], self.parts[0][0].shape[5]
 
     @property
     def layers(self) -> int:
-        """How many layers the cache is of."""
+        """Return the number of the cache's layers."""
         return self.parts[0][0].shape[0]
 
     @functools.cached_property
     def addresses(self) -> ctypes.Array[_CachedPart] | None:
-        """Where the parts lie; None: not as C reads them."""
+        """Return the addresses of the parts; None: their layout is not supported."""
         for storage, lengths in self.parts:
             plain = all(one.is_contiguous() and one.device.type == "cpu" for one in (storage, lengths))
             typed = (storage.dtype, lengths.dtype) == (torch.bfloat16, torch.int64)
@@ -95,13 +94,13 @@ class CachedRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodingLayer:
-    """What a layer of the Llama kind is, beside its weights.
+    """The properties of a Llama layer other than weights.
 
     Attributes:
-        number: of the layer, from 0.
+        number: from 0.
         heads: of queries, and of keys.
-        scale: factor of the scores.
-        window: how many positions a token sees, its own included; None: all before it.
+        scale: of the scores.
+        window: positions that a token attends to, including its own; None: all before it.
     """
 
     number: int
@@ -111,7 +110,7 @@ class DecodingLayer:
 
 
 def _lies_in_blocks(packed: Tensor, plain: Tensor, size: int, some: bool) -> bool:
-    """Return whether a matrix lies as [blocks, pairs, size, 2], in which C finds the outputs, and inputs in pairs."""
+    """Return whether a matrix has the layout [blocks, pairs, size, 2] that C reads."""
     outs, width = plain.shape
     blocks, pairs = -(-outs // size), -(-width // _INPUTS) * _INPUTS // 2
     if width % 2 or not (outs and width) or torch.ops.mkldnn._nbytes(packed) != 4 * blocks * pairs * size:
@@ -127,47 +126,35 @@ def _lies_in_blocks(packed: Tensor, plain: Tensor, size: int, some: bool) -> boo
 
 
 def laid(one: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return a tensor as C reads it, a copy if its numbers do not lie one after another.
-
-    Raises:
-        ValueError: it has another type or shape, or lies elsewhere.
-    """
+    """Return a tensor in C's layout, copied unless it is contiguous."""
     if one.dtype != dtype or one.shape != shape or one.device.type != "cpu":
         raise ValueError(f"{dtype} {shape} on a CPU is needed, not {one.dtype} {tuple(one.shape)} on {one.device}")
     return one.contiguous()
 
 
 def written(one: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return a tensor that C writes to, which therefore must lie there already; a copy would take what is written.
-
-    Raises:
-        ValueError: see `laid`; or its numbers do not lie one after another.
-    """
+    """Return a tensor for C to write to; it is never copied."""
     if not one.is_contiguous():
         raise ValueError(f"a tensor {tuple(one.shape)} that is written to must be contiguous")
     return laid(one, dtype, *shape)
 
 
 def empty(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return a new tensor whose type and device do not follow torch's defaults, which other threads change."""
+    """Return a new tensor with a type and device that do not follow torch's defaults, which other threads change."""
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def start(one: Tensor | None) -> int | None:
-    """Return the address of a tensor; the caller has to hold the tensor until C returns."""
+    """Return the address of a tensor; the caller must keep the tensor alive until C returns."""
     return None if one is None else one.data_ptr()
 
 
 def beside(new: tuple[Tensor, Tensor, Tensor], heads: tuple[int, int]) -> tuple[Sequence[Tensor], int]:
-    """Return queries, keys and values of new tokens as C reads them, and how many numbers a token lies from the next.
-
-    Of what `rotate` returns, nothing is copied.
+    """Return queries, keys and values of new tokens in C's layout, and the stride between tokens; views from `rotate`
+    are not copied.
 
     Args:
         new: bfloat16, queries [1, H, N, D], keys and values [1, K, N, D], on a CPU.
-
-    Raises:
-        ValueError: one has another type or shape, or lies elsewhere.
     """
     (queries, keys), count, width, stride = heads, new[0].shape[2], new[0].shape[3], new[0].stride(2)
     for one, own in zip(new, (queries, keys, keys), strict=True):

@@ -1,4 +1,4 @@
-"""Compiles the C files beside it with the machine's C compiler, and loads what it has made."""
+"""Compiles this package's C files with the machine's C compiler, and loads the library."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _WIDEST = "-mprefer-vector-width=512"  # which not all compilers know
 
 
 def kernel_library() -> tuple[ctypes.CDLL, str]:
-    """Return the compiled functions, and the compiler's name and version as it says them.
+    """Return the compiled functions, and the compiler's name and version.
 
     Raises:
-        OSError: there is no compiler, or it can't be started, or what it has made can't be loaded.
-        subprocess.SubprocessError: the compiler refuses, or takes too long.
+        OSError: the compiler or the library can't be used.
+        subprocess.SubprocessError: the compiler fails, or takes too long.
     """
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
@@ -52,7 +52,7 @@ def _run(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[st
 
 
 def _compiled(compiler: str, folder: Path) -> Path:
-    """Return a library that was made in a folder; errors are those of `kernel_library`."""
+    """Return a library compiled into a folder; errors are those of `kernel_library`."""
     library = folder / "kernels.so"
 
     def compile_file(name: str) -> str:

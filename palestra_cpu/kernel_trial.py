@@ -1,7 +1,7 @@
-"""A trial of compiled functions before anything is computed with them: a compiler may make wrong ones in silence.
+"""Tests compiled functions before first use: a compiler may silently produce wrong ones.
 
-They are made on each machine by the compiler that is there, which may change the order of sums; a loop that it divides
-into vectors wrongly would be a model that samples and learns something else, without an error.
+Each machine's own compiler makes them, and may reorder sums; a wrongly vectorised loop would be a model that samples
+and learns something else, without an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST = 0.01  # of the norm of what is right: several times what rounding to bfl
 
 
 def wrong_functions(kernels: CpuKernels) -> list[str]:
-    """Return the names of those functions whose results are not what torch's operators compute; it takes some 20 ms."""
+    """Return the names of functions whose results differ from torch's operators; it takes about 20 ms."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         wrong = [name for name, found, wanted in _results(kernels) if not _near(found, wanted)]
     return list(dict.fromkeys(wrong))
@@ -38,7 +38,7 @@ def _near(found: Tensor, wanted: Tensor) -> bool:
 
 
 def _results(kernels: CpuKernels) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name of each function, with what it has computed and what is right, of equal shapes."""
+    """Yield the name of each function, its result and the expected one, of equal shapes."""
     draw, right = torch.Generator().manual_seed(0), TorchOperators()
 
     def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -76,7 +76,9 @@ def _results(kernels: CpuKernels) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def _decoded(new: tuple[Tensor, Tensor, Tensor], cache: Tensor) -> Tensor:
-    """Return what new tokens see, float32 [R, H, D], of `_FILLED` positions in a cache [1, 2, R, K, C, D]."""
+    """Return the expected attention output, float32 [R, H, D], over `_FILLED` positions in a cache [1,
+    2, R, K, C, D].
+    """
     queries, *pair = (one[0].transpose(0, 1).float() for one in new)
     keys, values = (
         torch.cat((old[:, :, :_FILLED].float(), one.unsqueeze(2)), dim=2)
@@ -94,16 +96,7 @@ def _multiplied(
     angles: tuple[Tensor, Tensor],
     cache: Tensor,
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield a product and what a decoding layer adds to a stream, where matrices lie as C reads them; see `_results`.
-
-    Args:
-        kernels: the functions.
-        stream: float32 [R, width].
-        plain: the matrices of a layer, bfloat16 [out, in].
-        norms: the weights of its norms, float32 [width].
-        angles: cosines and sines, float32 [R, 1, D].
-        cache: bfloat16 [1, 2, R, K, C, D], with `_FILLED` positions in each row.
-    """
+    """Yield a product and a decoding layer's update of a stream, if matrices have C's layout; see `_results`."""
     packed = [torch.ops.mkldnn._reorder_linear_weight(one, 64) for one in plain]
     found = [MatrixAddress.of(one, matrix, None, trusted=False) for one, matrix in zip(packed, plain, strict=True)]
     addresses = [one for one in found if one is not None]
@@ -134,7 +127,9 @@ def _multiplied(
 def _runs(
     kernels: AttentionKernels, new: tuple[Tensor, Tensor, Tensor], of_out: Tensor
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield what attention of two runs and its gradient are, the second behind half of the first; see `_results`."""
+    """Yield the attention of two runs and its gradient; the second run begins after half of the first;
+    see `_results`.
+    """
     first, behind = 45, 20
     runs = Runs([first, _ROWS - first], parents=[-1, 0], behind=[0, behind], trees=[0])
     seen = torch.ones((_ROWS, _ROWS), dtype=torch.bool, device="cpu").tril()

@@ -1,11 +1,10 @@
-"""The two halves of a Llama layer as functions with gradients of their own, for bfloat16 on a CPU.
+"""The two halves of a Llama layer as functions with their own gradients, for bfloat16 on a CPU.
 
-They round where transformers' modules do under autocast; sums may be in another order, because matrices that read the
-same input are one product, and because of `CpuKernels`. For the backward pass they keep the streams and the products,
-and round weights and make norms again, which takes less time than it takes memory to keep them. Autograd would round
-the same input once for each product that reads it, multiply gradients by matrices one by one, keep a tensor for each
-operation of a norm and of a rotary embedding, and make one for each of their gradients; between products, most of a
-layer's time is spent on these.
+They round where transformers' modules do under autocast; sums may be in another order, because matrices with the same
+input are one product, and because of `CpuKernels`. For the backward pass they save the streams and the products, and
+recompute rounded weights and norms, which is cheaper than the memory. Autograd would round the same input once for each
+product, multiply gradients by matrices one by one, and save a tensor for each operation of a norm and of a rotary
+embedding, and for each of their gradients; most of a layer's time between products is spent on these.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 class _Context(FunctionCtx):
-    """What a forward pass leaves to the backward pass."""
+    """Values that the forward pass saves for the backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -52,7 +51,7 @@ def _in_own_precision(backward: _Backward) -> _Backward:
 
 
 class AttentionInput(Function):
-    """Queries and keys, rotated, and values: `apply(x, norm, eps, cos, sin, heads, weights, biases...)`."""
+    """Rotated queries and keys, and values: `apply(x, norm, eps, cos, sin, heads, weights, biases...)`."""
 
     @staticmethod
     def forward(
@@ -126,7 +125,7 @@ class BehindAttention(Function):
 
         Args:
             x: float32 [N, hidden], the residual stream.
-            seen: bfloat16 [N, H * D], what attention returned.
+            seen: bfloat16 [N, H * D], the attention output.
             norm: float32 [hidden], weights of the norm.
             out: float32 [hidden, H * D].
             gate: float32 [inner, hidden].
@@ -144,7 +143,7 @@ class BehindAttention(Function):
     @_in_own_precision
     @once_differentiable
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the stream, of what attention returned, of the norm and of the weights [n, d]."""
+        """Return the gradients of the stream, the attention output, the norm and the weights [n, d]."""
         stream, seen, norm, factors, both, out, *weights, down = ctx.saved_tensors
         between, given = between_products(), gradients[0].to(_ROUNDED)
         active, of_both = between.gate_gradient(both, given @ down.to(_ROUNDED))
@@ -162,7 +161,7 @@ class BehindAttention(Function):
 
 
 def _beside(parts: Sequence[Tensor]) -> Tensor:
-    """Return what `rotate` returned as the products that it was given, [N, out]; nothing is copied."""
+    """Return the results of `rotate` as the concatenated products, [N, out], without copying."""
     first = parts[0]
     return first.as_strided((first.shape[2], first.stride(2)), (first.stride(2), 1))
 

@@ -1,9 +1,9 @@
-"""Layers of the Llama kind on a CPU, computed in fewer and larger steps than transformers' modules do.
+"""Llama layers on a CPU, computed in fewer and larger steps than transformers' modules.
 
-A layer of this kind is attention with rotary embedding, then a gated block, each behind an RMS norm. A trainer in
-bfloat16 gets the functions of `layer_functions`, and an engine with packed matrices whole products without the modules
-around them, also where rows have adapters; in all other cases transformers' own layers compute, as where a trainer has
-adapters beside the matrices. Without `CpuKernels` both give the bits of transformers' layers.
+Such a layer is attention with rotary embedding, then a gated block, each after an RMS norm. A trainer in bfloat16 uses
+the functions of `layer_functions`, and an engine with packed matrices uses whole products without the modules around
+them, even if rows have adapters. In all other cases, such as a trainer with adapters, transformers' own layers compute.
+Without `CpuKernels` both give the bits of transformers' layers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ _NORMS = frozenset(name.replace("DecoderLayer", "RMSNorm") for name in _WINDOWS)
 
 
 def shorten_layers(model: nn.Module) -> None:
-    """Let the layers of a model that are of the Llama kind compute in fewer steps; all others stay as they are.
+    """Replace the forward of Llama layers of a transformers model on a CPU; other layers are unchanged.
 
-    Args:
-        model: of transformers, on a CPU. What takes the place of its matrices later is found at each call.
+    Matrices replaced later are looked up at each call.
     """
     for layer in model.modules():
         if type(layer).__name__ in _WINDOWS and _is_plain(layer):
@@ -44,7 +43,7 @@ def shorten_layers(model: nn.Module) -> None:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Return whether a layer has the activation and no biases beyond those that `_forward` knows."""
+    """Return whether a layer has the supported activation and biases."""
     biased = (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
     return isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation) and all(one.bias is None for one in biased)
 
@@ -52,7 +51,7 @@ def _is_plain(layer: Any) -> bool:
 def _forward(
     layer: Any, hidden_states: Tensor, *arguments: Any, position_embeddings: tuple[Tensor, Tensor], **named: Any
 ) -> Tensor:
-    """Return the residual stream [1, N, hidden] behind a layer; in the place of the layer's own `forward`."""
+    """Return the residual stream [1, N, hidden] after a layer; replaces the layer's own `forward`."""
     slot: AttentionSlot = layer.self_attn.palestra_slot
     alone = slot.attention is not None and not slot.shared_out and len(hidden_states) == 1
     if alone and hidden_states.dtype == torch.float32:
@@ -68,9 +67,10 @@ def _forward(
 
 
 def _is_rounded(layer: Any) -> bool:
-    """Return whether a layer has its own kind of modules, nothing beside or hooked on them, and multiplies in bfloat16.
+    """Return whether a layer has its original modules without hooks or adapters, and multiplies in bfloat16.
 
-    Also without gradients: logprobs from before an update have the bits of those that the update computes.
+    This includes passes without gradients: logprobs from before an update equal those that the update computes, bit for
+    bit.
     """
     norms, matrices = (layer.input_layernorm, layer.post_attention_layernorm), _projections(layer)
     return (
@@ -90,7 +90,9 @@ def _projections(layer: Any) -> tuple[Any, ...]:
 
 
 def _is_packed(layer: Any) -> bool:
-    """Return whether queries, keys and values are of one packed matrix, gate and up of another, and the rest alone."""
+    """Return whether queries, keys and values share one packed matrix, gate and up another, and the rest have their
+    own.
+    """
     query, key, value, out, gate, up, down = (packed_part(one) for one in _projections(layer))
     if not (query and key and value and out and gate and up and down):
         return False
@@ -98,7 +100,7 @@ def _is_packed(layer: Any) -> bool:
 
 
 def _rounded(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Return what a layer computes, [1, N, hidden], with the functions whose gradients are our own."""
+    """Return a layer's output, [1, N, hidden], by functions with our own gradients."""
     attention, mlp, before, behind = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
     x, first = stream[0], (attention.q_proj, attention.k_proj, attention.v_proj)
     cos, sin = _signed(slot, rotation)
@@ -121,7 +123,7 @@ def _rounded(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Te
 
 
 def _decoded(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor]) -> Tensor | None:
-    """Return what a layer computes, [1, N, hidden], by one call; None: it takes several."""
+    """Return a layer's output, [1, N, hidden], by one call; None: it needs several."""
     kernels, attention, mlp = between_products(), layer.self_attn, layer.mlp
     rows = getattr(slot.attention, "compiled", None)
     if not isinstance(rows, CachedRows) or not isinstance(kernels, CpuKernels):
@@ -146,7 +148,7 @@ def _decoded(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Te
 
 
 def _sampled(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Return what a layer computes, [1, N, hidden], with packed matrices and without a gradient."""
+    """Return a layer's output, [1, N, hidden], with packed matrices and without a gradient."""
     attention, mlp, before, behind = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
     first, between = (attention.q_proj, attention.k_proj, attention.v_proj), between_products()
     x = stream[0].clone()  # to which both products are added
@@ -158,13 +160,13 @@ def _sampled(layer: Any, stream: Tensor, slot: AttentionSlot, rotation: tuple[Te
 
 
 def _product(layers: Sequence[Any], x: Tensor) -> Tensor:
-    """Return what the layers of one packed matrix, all of them, make of x [N, in]: bfloat16 [N, out]."""
+    """Return the output of all layers of one packed matrix for x [N, in]: bfloat16 [N, out]."""
     found: Tensor = layers[0].whole_product(layers, x)
     return found
 
 
 def _attended(layer: Any, slot: AttentionSlot, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Return what each token sees, [N, H * D]."""
+    """Return the attention output, [N, H * D]."""
     assert slot.attention is not None
     attention = layer.self_attn
     window = _WINDOWS[type(layer).__name__](attention)

@@ -1,11 +1,10 @@
-"""A model's matrices in the layout that oneDNN multiplies by, for an engine on a CPU.
+"""A model's matrices in oneDNN's layout, for an engine on a CPU.
 
-A product with a plain matrix brings it into this layout first, for every pass. A model that only samples is packed
-once for each version of its weights instead, and its plain matrices are dropped, so that it takes no more memory. A
-base under adapters is packed once, beside its plain matrices, which a trainer needs. Layers that read the same input,
-such as queries, keys and values, are packed as one matrix: their input is rounded once and multiplied once. oneDNN's
-results are the same bits as those of the plain matrices; few rows are multiplied by `CpuKernels` where that is faster,
-which adds in another order.
+A product with a plain matrix converts it to this layout in every pass. A model that only samples is packed once for
+each version of its weights, and its plain matrices are dropped, so that it needs no more memory. A base under adapters
+is packed once, and keeps its plain matrices for the trainer. Layers with the same input, such as queries, keys and
+values, are packed as one matrix: their input is rounded and multiplied once. oneDNN's results have the same bits as
+with plain matrices; few rows are multiplied by `CpuKernels` if that is faster, which adds in another order.
 """
 
 from __future__ import annotations
@@ -29,19 +28,18 @@ _MOST_DIFFERENCE = 0.05  # relative, between a packed model and itself before: a
 
 
 class PackedLayers:
-    """The packed matrices of a model: those of its layers, and a copy of the head's.
+    """The packed matrices of a model's layers, and a copy of the head's.
 
     Attributes:
-        head: multiplies hidden states. The plain matrix stays beside it, because it is the embedding as well, and the
-            logits of the most probable tokens are computed from it in float32.
+        head: multiplies hidden states. The plain matrix is kept, because it is the embedding too, and gives the float32
+            logits of the most probable tokens.
     """
 
     def __init__(self, model: Any, groups: Sequence[Sequence[str]], exact: bool = False) -> None:
-        """Put packed matrices in the place of a model's linear layers.
+        """Replace a transformers model's bfloat16 linear layers by packed matrices.
 
         Args:
-            model: of transformers, its matrices in bfloat16.
-            groups: names of layers that read the same input.
+            groups: names of layers with the same input.
             exact: see `PackedMatrix`.
         """
         head = model.get_output_embeddings()
@@ -59,24 +57,24 @@ class PackedLayers:
         return iter((*self._matrices, self.head))
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Return the output layer's product with hidden states [M, hidden], bfloat16 [M, V]."""
+        """Return the logits, bfloat16 [M, V], of hidden states [M, hidden]."""
         return self.head.product(hidden, 0)
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of the weights that are packed and nowhere else, by the names of their parameters."""
+        """Return the shapes of the weights that exist only in packed form, by parameter name."""
         return {name: shape for matrix in self._matrices for name, shape in matrix.shapes()}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight that is packed and nowhere else, bfloat16 [out, in], by the name of its parameter."""
+        """Yield each weight that exists only in packed form, bfloat16 [out, in], by parameter name."""
         for matrix in self._matrices:
             for name, weight in zip(matrix.names, matrix.unpacked(), strict=True):
                 yield f"{name}.weight", weight
 
     def take(self, given: Mapping[str, Tensor]) -> None:
-        """Pack new weights; those of the head, and all biases, are taken from the layers, which have them already.
+        """Pack new weights; the head and all biases are read from the layers.
 
         Args:
-            given: at least what `shapes` names, [out, in] each.
+            given: at least those named by `shapes`, [out, in] each.
         """
         for matrix in self._matrices:
             matrix.pack([given[f"{name}.weight"] for name in matrix.names])
@@ -84,27 +82,25 @@ class PackedLayers:
 
 
 def pack_model(model: CausalLM, exact: bool = False) -> None:
-    """Pack a model that only samples, if that is possible; otherwise it stays as it is.
+    """Pack a model that only samples, if possible.
 
-    It is possible for bfloat16 on a CPU for which torch has oneDNN, and for layers of `torch.nn.Linear`. A packed model
-    has no gradients.
+    It is possible for bfloat16 on a CPU with torch's oneDNN, for `torch.nn.Linear` layers. A packed model has no
+    gradients.
 
     Args:
-        model: its weights are its own, and no pass of it is running.
-        exact: whether products must have the same bits for any number of rows.
+        model: has its own weights, and no running pass.
+        exact: whether products must give the same bits for any number of rows.
     """
     if model.base is None and model.packed is None and _can_be_packed(model):
         _pack(model, exact)
 
 
 def pack_base(model: CausalLM) -> dict[str, PackedLinear]:
-    """Pack a copy of a base's matrices, if that is possible and they take at most an eighth of the memory.
+    """Pack a copy of a base's matrices, if possible in at most an eighth of the memory; return the packed layers by
+    name.
 
     Args:
-        model: on the weights of the base, with layers of its own that have no adapter; no pass of it is running.
-
-    Returns:
-        What stands for the base's layers by their names, and for the layer that predicts tokens; {}: nothing does.
+        model: shares the base's weights, with layers of its own without an adapter, and no running pass.
     """
     head = head_layer(model.model)
     size = sum(2 * weight.numel() for _, weight in model.named_parameters() if weight.ndim == 2)
@@ -140,9 +136,9 @@ def _pack(model: CausalLM, exact: bool = False) -> None:
 
 
 def _same_inputs(model: CausalLM) -> list[list[str]]:
-    """Return the names of the linear layers that a pass calls once, those that read the same input together.
+    """Return groups of linear layers with the same input, among those that a pass calls once.
 
-    Layers that are called for some tokens only, such as experts, are left out where the trial does not call them.
+    Layers called only for some tokens, such as experts, are left out if the trial does not call them.
     """
     head = model.model.get_output_embeddings()
     uses = Counter(id(weight) for _, weight in model.model.named_parameters(remove_duplicate=False))

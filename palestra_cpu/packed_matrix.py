@@ -1,4 +1,4 @@
-"""Matrices of layers that read the same input, in the layout that oneDNN multiplies by, and what stands for a layer."""
+"""Matrices of layers with the same input in oneDNN's layout, and modules that replace the layers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _ROWS = 64  # for which oneDNN chooses the layout; other numbers of rows are mul
 
 
 class PackedMatrix:
-    """The matrices of layers that read the same input, below one another, with their biases.
+    """The stacked matrices of layers with the same input, with their biases.
 
     Attributes:
-        names: of the layers in the model of transformers.
-        width: how many inputs they have.
-        address: where the weights lie, for products of few rows; None: oneDNN multiplies all.
+        names: of the layers in the transformers model.
+        width: number of inputs.
+        address: of the weights, for products of few rows; None: oneDNN computes all.
     """
 
     def __init__(self, names: Sequence[str], layers: Sequence[nn.Linear], exact: bool = False) -> None:
-        """Pack the weights of some layers, all with a bias or all without, as they are.
+        """Pack the weights of some layers, all with a bias or all without.
 
         Args:
-            layers: have weights [out, in], with the same number of inputs.
-            exact: whether a product must have the same bits for any number of rows, so that always oneDNN multiplies.
+            layers: with weights [out, in] and the same number of inputs.
+            exact: whether a product must give the same bits for any number of rows, so that oneDNN computes all.
         """
         self.names = list(names)
         self._sizes, self.width = [layer.out_features for layer in layers], layers[0].in_features
@@ -41,7 +41,7 @@ class PackedMatrix:
         self.pack([layer.weight for layer in layers])
 
     def __deepcopy__(self, known: dict[int, Any]) -> PackedMatrix:
-        """Return a copy with weights of its own, which `copy.deepcopy` can't make of what oneDNN keeps."""
+        """Return a copy with its own weights; `copy.deepcopy` can't copy oneDNN's data."""
         made = known[id(self)] = object.__new__(PackedMatrix)
         made.names, made._sizes, made.width, made._exact = self.names, self._sizes, self.width, self._exact
         made._biases = copy.deepcopy(self._biases, known)
@@ -53,7 +53,7 @@ class PackedMatrix:
         return made
 
     def pack(self, weights: Sequence[Tensor]) -> None:
-        """Replace the weights, one [out, in] for each layer; the biases are read from the layers."""
+        """Replace the weights, one [out, in] for each layer; biases are read from the layers."""
         rounded = [weight.detach().to("cpu", torch.bfloat16) for weight in weights]  # a trainer's are on its card
         whole = torch.cat(rounded) if len(rounded) > 1 else rounded[0]  # of one, `cat` would only make a copy
         packed = torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS)
@@ -63,7 +63,9 @@ class PackedMatrix:
         self._packed, self._bias, self.address = packed, bias, address
 
     def _found(self, packed: Tensor, plain: Tensor, bias: Tensor | None, trusted: bool) -> MatrixAddress | None:
-        """Return where weights [out, in] lie, if this machine multiplies few rows itself; see `MatrixAddress.of`."""
+        """Return the address of weights [out, in], if this machine multiplies few rows itself; see
+        `MatrixAddress.of`.
+        """
         kernels = None if self._exact else cpu_kernels()
         if kernels is None or not kernels.most_rows:
             return None
@@ -75,11 +77,11 @@ class PackedMatrix:
             yield f"{name}.weight", torch.Size((size, self.width))
 
     def unpacked(self) -> tuple[Tensor, ...]:
-        """Return the weights of each layer, bfloat16 [out, in], in memory of their own."""
+        """Return the weights of each layer, bfloat16 [out, in], in new memory."""
         return torch.split(self._packed.to_dense(), self._sizes)
 
     def whole_product(self, rows: Tensor) -> Tensor:
-        """Return what all layers make of rows [N, in], bfloat16 [N, out]."""
+        """Return the outputs of all layers for rows [N, in], bfloat16 [N, out]."""
         rounded, kernels, address = rows.to(torch.bfloat16), cpu_kernels(), self.address
         if address is not None and kernels is not None and len(rows) <= kernels.most_rows:
             return kernels.product(rounded, address)
@@ -87,12 +89,12 @@ class PackedMatrix:
         return out
 
     def product(self, x: Tensor, number: int) -> Tensor:
-        """Return what one of the layers makes of its input, bfloat16 [..., out].
+        """Return one layer's output, bfloat16 [..., out].
 
-        The products of all layers are computed for the first that reads an input, and kept for the others.
+        The first layer that reads an input computes the outputs of all, which are kept for the others.
 
         Args:
-            x: [..., in], in any floating type.
+            x: [..., in], of any floating type.
         """
         if x is not self._given:
             whole = self.whole_product(x.flatten(0, -2))
@@ -104,7 +106,7 @@ class PackedMatrix:
 
 
 class PackedLinear(nn.Module):
-    """Stands where a linear layer was, and has a part of a packed matrix."""
+    """Replaces a linear layer by a part of a packed matrix."""
 
     def __init__(self, matrix: PackedMatrix, number: int, layer: nn.Linear) -> None:
         super().__init__()
@@ -116,15 +118,15 @@ class PackedLinear(nn.Module):
         return self.matrix.product(x, self._number)
 
     def whole_product(self, layers: Sequence[nn.Module], x: Tensor) -> Tensor:
-        """Return what all layers of the matrix make of x [N, in]: bfloat16 [N, out].
+        """Return the outputs of all layers of the matrix for x [N, in]: bfloat16 [N, out].
 
         Args:
-            layers: these layers; this is the first of them.
+            layers: the first one is this layer.
         """
         return self.matrix.whole_product(x)
 
 
 def packed_part(layer: nn.Module) -> PackedLinear | None:
-    """Return the part of a packed matrix that a layer computes with; None: it has a plain matrix."""
+    """Return a layer's part of a packed matrix; None: it has a plain matrix."""
     found: PackedLinear | None = layer if type(layer) is PackedLinear else getattr(layer, "packed", None)
     return found

@@ -14,7 +14,7 @@ from palestra_cpu.attention_kernels import AttentionKernels, Runs
 
 
 def runs_of_trees(trees: Sequence[Sequence[tuple[int, int, int]]]) -> Runs:
-    """Return the runs of trees that lie one after another, [N] nodes in all, in a flat batch; see `Kernels.trees`."""
+    """Return the runs of concatenated trees, [N] nodes in all, in a flat batch; see `Kernels.trees`."""
     lengths, parents, behind, starts = list[int](), list[int](), list[int](), list[int]()
     for tree in trees:
         starts.append(len(lengths))
@@ -27,7 +27,7 @@ def runs_of_trees(trees: Sequence[Sequence[tuple[int, int, int]]]) -> Runs:
 
 
 class RunAttention(torch.autograd.Function):
-    """What the tokens of runs see: `apply(query, key, value, runs, kernels, scale, window)`."""
+    """Attention of the tokens of runs: `apply(query, key, value, runs, kernels, scale, window)`."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What lies between the matrix products of a Llama layer, by torch's operators: on a machine that can't compile it.
+"""The operations between a Llama layer's matrix products by torch's operators, for machines without a compiler.
 
 The results are the bits of transformers' modules under autocast to bfloat16.
 """
@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 class TorchOperators:
-    """What `CpuKernels` computes, of tensors on any device; without a gradient of their own."""
+    """The functions of `CpuKernels` for tensors on any device, without gradients of their own."""
 
     @staticmethod
     def norm(stream: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Add to a residual stream, in place, and return its RMS norm, bfloat16 [N, width], and the rows' factors.
+        """Add to a residual stream, in place; return its RMS norm, bfloat16 [N, width], and the rows' factors.
 
         Args:
             stream: float32 [N, width].
@@ -37,7 +37,7 @@ class TorchOperators:
             stream: the input, float32 [N, width].
             factors: of the rows, [N, 1], as `norm` returned them.
             weight: float32 [width].
-            more: is added to the gradient of the input, float32 [N, width]; None: nothing.
+            more: added to the gradient of the input, float32 [N, width]; None: nothing.
         """
         given, even = of_out.float(), stream * factors
         of_weight = (given * even).sum(dim=0)
@@ -48,12 +48,13 @@ class TorchOperators:
 
     @staticmethod
     def rotate(whole: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys, rotated, and values, bfloat16 [1, heads, N, D], of the products [N, out] of all.
+        """Return rotated queries and keys, and values, bfloat16 [1, heads, N, D], from their concatenated products [N,
+        out].
 
-        Rotation is `y * cos + swapped(y) * sin`. Its gradient is the same of the gradient, with `swapped(sin)`.
+        Rotation is `y * cos + swapped(y) * sin`. Its gradient is the same function of the gradient, with
+        `swapped(sin)`.
 
         Args:
-            whole: those of queries, of keys and of values beside one another.
             cos: float32 [N, 1, D].
             sin: float32 [N, 1, D], its first half negative.
         """
@@ -66,16 +67,16 @@ class TorchOperators:
 
     @staticmethod
     def gate(both: Tensor) -> Tensor:
-        """Return silu(gate) * up, bfloat16 [N, inner], of gate and up beside one another, [N, 2 * inner]."""
+        """Return silu(gate) * up, bfloat16 [N, inner], for concatenated gate and up, [N, 2 * inner]."""
         gate, up = both.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def gate_gradient(both: Tensor, of_out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `gate` returned, and the gradient of `both`, bfloat16 [N, 2 * inner].
+        """Return the result of `gate`, and the gradient of `both`, bfloat16 [N, 2 * inner].
 
         Args:
-            both: gate and up beside one another, bfloat16 [N, 2 * inner].
+            both: concatenated gate and up, bfloat16 [N, 2 * inner].
             of_out: gradient of the result, bfloat16 [N, inner].
         """
         gate, up = both.chunk(2, dim=1)

@@ -1,6 +1,6 @@
-"""Comparisons of algorithms over scenarios and seeds, and matrices of which version beats which.
+"""Comparisons of algorithms over scenarios and seeds, and matrices of versions that play each other.
 
-A name is imported when it is first used, so that adding this package's commands loads little.
+Names are imported on first use, so that adding this package's commands loads little.
 """
 
 from __future__ import annotations

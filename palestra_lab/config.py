@@ -17,7 +17,7 @@ Table = dict[str, Any]
 
 
 class AlgorithmEntry(BaseModel):
-    """One algorithm of a comparison: the job's `[algorithm]`, and changes of other keys of the job."""
+    """One algorithm of a comparison: the job's `[algorithm]`, and changes of other keys."""
 
     model_config = ConfigDict(extra="allow", frozen=True)  # the rest is checked as the job's `[algorithm]`
 
@@ -26,12 +26,12 @@ class AlgorithmEntry(BaseModel):
 
     @property
     def settings(self) -> Table:
-        """Return what stands in the entry besides `name` and `overrides`."""
+        """Return the keys of the entry besides `name` and `overrides`."""
         return dict(self.model_extra or {})
 
 
 class ScenarioEntry(Section):
-    """One scenario of a comparison: a job, what is played, and for how many sampled tokens."""
+    """One scenario of a comparison: a job, its environment, and a budget of sampled tokens."""
 
     title: str | None = Field(None, description="Heading on the page. None: the key of the scenario.")
     about: str = Field("", description="Text for the page, in Markdown.")
@@ -106,12 +106,9 @@ class ComparisonConfig(Section):
 
 
 def load_comparison(path: Path) -> ComparisonConfig:
-    """Read a comparison from a TOML file; a relative `job`, `play` or `output` in it is relative to the file.
+    """Read a comparison from a TOML file; relative `job`, `play` and `output` are relative to the file.
 
-    They are absolute in what is returned, so that runs are the same from whichever folder they are asked for.
-
-    Raises:
-        ConfigError: the file does not exist or is not TOML, a key is unknown, or a value is out of range.
+    They become absolute, so that runs do not depend on the current directory.
     """
     data = read_toml(path)
     try:
@@ -131,11 +128,10 @@ def load_comparison(path: Path) -> ComparisonConfig:
 
 
 def resolved_play(play: str, folder: Path) -> str:
-    """Return the name of a function with the absolute path of its file, if it is in a file and not in a module.
+    """Return a function's name with the absolute path of its file, unless it is in a module.
 
     Args:
-        play: see `ScenarioEntry.play`.
-        folder: to which a relative path is relative.
+        folder: base of a relative path.
     """
     file, colon, function = play.rpartition(":")
     return f"{(folder / file).resolve()}{colon}{function}" if file.endswith(".py") else play

@@ -1,4 +1,4 @@
-"""Environments in which a model acts by programs of the machine: a browser, a desktop, a terminal."""
+"""Environments in which a model acts through programs of the machine: a browser, a desktop, a terminal."""
 
 from palestra_screens.browser import BrowserEnvironment, MiniWoB
 from palestra_screens.desktop import DesktopEnvironment

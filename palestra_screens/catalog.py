@@ -1,4 +1,4 @@
-"""The environments in which a model acts by programs of the machine, as `palestra environments` lists them."""
+"""The environments of this package for the catalogue and `palestra environments`."""
 
 from __future__ import annotations
 

@@ -41,11 +41,7 @@ class BaseProcess:
         self._log: IO[str] | None = None
 
     async def start(self, order: BaseOrder, host: str) -> str:
-        """Load the model and serve it; returns the address when the server listens.
-
-        Raises:
-            PalestraError: the base server can't be started.
-        """
+        """Load the model and serve it; return the address when the server listens."""
         self._log = open_log(order.folder)
         (order.folder / ENDED_FILE).unlink(missing_ok=True)
         logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=self._log, force=True)
@@ -63,7 +59,7 @@ class BaseProcess:
         return self._address
 
     async def address(self) -> str | None:
-        """Return the address that jobs connect to, or None if the server does not listen yet."""
+        """Return the address for jobs, or None if the server does not listen yet."""
         return self._address
 
     async def ended(self) -> Ended:
@@ -72,14 +68,14 @@ class BaseProcess:
         return await asyncio.shield(self._serving)
 
     async def stop(self) -> None:
-        """Ask the server to end. Jobs that are connected wait for another one under its address."""
+        """Ask the server to end. Connected jobs wait for another one at its address."""
         self._stop.set()
 
     async def answer(self) -> None:
         """Return when the event loop responds."""
 
     async def ping(self) -> BaseLoad:
-        """Return how busy the server is."""
+        """Return the server's load."""
         if self._base is None or self._server is None:
             return BaseLoad()
         tenants = self._base.load.tenants
@@ -106,7 +102,7 @@ class BaseProcess:
         return ended
 
     async def _serve_jobs(self, order: BaseOrder, host: str, listening: asyncio.Event) -> str | None:
-        """Serve until `stop`, and return None, or until the engine can't continue, and return why."""
+        """Serve until `stop`, and return None; or until the engine fails, and return the reason."""
         with starting_in(order.folder) as start:
             admissions = Admissions(order.folder / FILE)
             options = await in_thread(lambda: _options(order))
@@ -131,7 +127,7 @@ class BaseProcess:
 
 
 async def _follow(admissions: Admissions, base: LoadedBase, server: BackendServer) -> None:
-    """Give jobs their shares, and end those whose admission is taken away, as the file says."""
+    """Apply changes of the admissions file: shares of jobs, and ended admissions."""
     while True:
         try:
             admissions.read()

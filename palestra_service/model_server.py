@@ -29,7 +29,7 @@ class ModelServer:
         """Create a server without a job.
 
         Args:
-            places: where the job's processes run beside this one.
+            places: where the job's other processes run.
         """
         self._places = places
         self._thread: JobThread | None = None
@@ -41,14 +41,11 @@ class ModelServer:
     async def start(
         self, config: dict[str, Any], folder: str, host: str, weights: Mapping[str, str] | None = None
     ) -> str:
-        """Start the job, or resume the run in its folder; returns the URL when the data plane listens.
+        """Start the job, or resume the run in its folder; return the URL when the data plane listens.
 
         Args:
-            host: address for the data plane to listen on.
+            host: address for the data plane.
             weights: by policy an absolute folder, or a name of the hub, instead of its `model`; None: none.
-
-        Raises:
-            PalestraError: the job can't be started.
         """
         os.environ.pop("PALESTRA_API_KEY", None)  # that would be the operator's; every job has a key of its own
         try:
@@ -84,7 +81,7 @@ class ModelServer:
         return self._url
 
     async def ended(self) -> Ended:
-        """Wait until the job has ended, and return how it ended."""
+        """Wait until the job has ended, and return how."""
         assert self._thread is not None, "start it first"
         await self._thread.ended.wait()
         try:
@@ -98,18 +95,18 @@ class ModelServer:
         return self._ended(Ending.COMPLETED if done else Ending.STOPPED, "")
 
     async def stop(self) -> None:
-        """Ask the job to save and end; returns when its event loop has received that."""
+        """Ask the job to save and end; return when its event loop has received that."""
         if self._thread is not None:
             self._thread.stop()
             await self._thread.answer()
 
     async def answer(self) -> None:
-        """Return when the job's event loop responds, which a blocked loop does not."""
+        """Return when the job's event loop responds, unless it is blocked."""
         if self._thread is not None:
             await self._thread.answer()
 
     async def ping(self) -> float | None:
-        """Return the job's own estimate of the seconds it has left, or None."""
+        """Return the job's estimate of its remaining seconds, or None."""
         return None if self._thread is None else self._thread.seconds_left
 
     def _ended(self, ending: Ending, reason: str) -> Ended:
@@ -125,10 +122,8 @@ class ModelServer:
 
 
 def start_failure(error: Exception, say: Callable[[str], None]) -> PalestraError:
-    """Log why a server could not be started, and return the error that says whether another start may help.
-
-    Returns:
-        A `ServerFailed` if another start may help; else `error` itself if it is one of ours.
+    """Log why a server could not be started; return a `ServerFailed` if a retry may help, else the error itself if it
+    is Palestra's.
     """
     known = isinstance(error, PalestraError)
     said = str(error) if known else f"{type(error).__name__}: {error}"
@@ -139,6 +134,6 @@ def start_failure(error: Exception, say: Callable[[str], None]) -> PalestraError
 
 
 def open_log(folder: Path) -> IO[str]:
-    """Open the log of a job, or of a base server, for appending, line by line."""
+    """Open a log for appending, line by line."""
     folder.mkdir(parents=True, exist_ok=True)
     return (folder / LOG_FILE).open("a", buffering=1, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The page of a control plane: jobs of a tenant, and their runs for those who may read them."""
+"""The page of a control plane: jobs of a tenant, and their runs for authorized users."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The page of a service: the runs of a tenant's jobs, for those who may see them.
+"""The page of a service: the runs of a tenant's jobs, for authorized users.
 
-Everything else that the page of a service shows comes from the routes of the control plane.
+The control plane's routes provide the rest of the page's data.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ AFTER = "`JOB:NUMBER` for each job whose events are wanted."
 
 
 class JobAccess(Protocol):
-    """Says which jobs a request may see, and what their runs are; the routes know neither keys nor tenants.
+    """Authorizes access to jobs and provides their runs; the routes know neither keys nor tenants.
 
     Attributes:
-        any_key: dependency of a route that any good key opens.
+        any_key: route dependency that any valid key passes.
         listing: dependency of a route that lists jobs.
         reading: dependency of a route that reads the job of the path parameter `run`.
     """
@@ -45,17 +45,17 @@ class JobAccess(Protocol):
         """Return the run of a job.
 
         Raises:
-            NotFound: the request may see no such job, or the job has no run yet.
-            Forbidden: its key does not read jobs.
+            NotFound: the job is not visible, or has no run yet.
+            Forbidden: the key may not read jobs.
         """
         ...
 
     async def running(self, request: Request) -> Sequence[Run]:
-        """Return the runs of the running jobs that a request may see, the newest first."""
+        """Return the runs of visible running jobs, newest first."""
         ...
 
     async def check(self, request: Request, job_ids: Collection[str]) -> None:
-        """Check that the key of a request that goes on still opens some jobs.
+        """Check that a continuing request's key still gives access to some jobs.
 
         Raises:
             PalestraError: it does not.
@@ -68,10 +68,10 @@ class JobAccess(Protocol):
 
 
 def add_service_page(app: FastAPI, jobs: JobAccess, stopping: asyncio.Event) -> None:
-    """Add the page, and the runs of jobs, to an application, in which `/` and `public_paths` have to be public.
+    """Add the page, and the runs of jobs, to an application with public `/` and `public_paths`.
 
     Args:
-        stopping: is set when the server ends, so that streams end too.
+        stopping: set when the server ends, to end streams.
     """
     reader = Reader((), stopping, MOST_RUNS)
 
@@ -101,7 +101,7 @@ def add_service_page(app: FastAPI, jobs: JobAccess, stopping: asyncio.Event) -> 
 
     @app.get(f"{PAGE}/api/runs", tags=["page"], dependencies=[Depends(jobs.listing)])
     async def runs(request: Request, response: Response) -> RunsAnswer:
-        """List how far the running jobs of the caller's tenant are, the newest 50 of those that the caller sees."""
+        """List the progress of the tenant's running jobs: the newest 50 visible ones."""
         private(response)
         found = await jobs.running(request)
         for run in found:
@@ -113,7 +113,7 @@ def add_service_page(app: FastAPI, jobs: JobAccess, stopping: asyncio.Event) -> 
 
 
 def _add_stream(app: FastAPI, jobs: JobAccess, reader: Reader, stopping: asyncio.Event) -> None:
-    """Add the route of the stream of what jobs report."""
+    """Add the route that streams jobs' reports."""
     streams = Streams(reader, stopping)
 
     @app.get(f"{PAGE}/api/events", tags=["page"], dependencies=[Depends(jobs.listing)])
@@ -122,9 +122,9 @@ def _add_stream(app: FastAPI, jobs: JobAccess, reader: Reader, stopping: asyncio
         after: Annotated[list[str], Query(description=AFTER, max_length=MOST_FOLLOWED)],
         follow: bool = True,
     ) -> StreamingResponse:
-        """Stream server-sent events of the runs of jobs: those after some numbers, then new ones until all are over.
+        """Stream server-sent events of jobs' runs: those after some numbers, then new ones until all are over.
 
-        The data of each has the id of its job as `run`, its `event_id`, `at`, `kind`, and `data`.
+        The data of each has its job's id as `run`, its `event_id`, `at`, `kind`, and `data`.
         """
         positions = read_positions(after)
         if not positions:

@@ -1,7 +1,7 @@
-"""Answers that scorers of reasoning-gym evaluate as Python: only harmless ones reach them.
+"""Filters answers that scorers of reasoning-gym evaluate as Python: only harmless ones reach them.
 
-`countdown` and others call `eval` or sympy's `parse_expr` with what a model wrote, in the process of the job. An answer
-that could do more than state numbers or a list scores 0, without being evaluated.
+`countdown` and others call `eval` or sympy's `parse_expr` with a model's text, in the job's process. An answer that
+could do more than state numbers or a list scores 0, without being evaluated.
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ _BY_DATASET = {
 
 
 def may_be_scored(dataset: str, answer: str) -> bool:
-    """Return whether an answer may reach the scorer of a data set.
-
-    Args:
-        dataset: name in `reasoning-gym`.
-    """
+    """Return whether an answer may reach the scorer of a data set."""
     kind = _BY_DATASET.get(dataset)
     if kind is None:
         return True

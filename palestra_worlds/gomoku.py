@@ -16,17 +16,13 @@ EMPTY, AGENT, OPPONENT = ".", "X", "O"
 
 
 class Board:
-    """A square board, and who has how many stones in a row."""
+    """A square board with the stones of both players, and the winning row length."""
 
     def __init__(self, size: int, to_win: int) -> None:
-        """Begin without a stone.
+        """Begin with an empty board.
 
         Args:
-            size: rows, and columns.
             to_win: stones in a row that win.
-
-        Raises:
-            ValueError: it can't be played.
         """
         if not 2 <= to_win <= size <= 19:
             raise ValueError(f"a board of {size} with {to_win} in a row can't be played")
@@ -34,15 +30,15 @@ class Board:
         self._stones = [[EMPTY] * size for _ in range(size)]
 
     def __str__(self) -> str:
-        """Return the board in lines of characters."""
+        """Return the board as text."""
         return "\n".join("".join(line) for line in self._stones)
 
     def rules(self, stone: str) -> str:
-        """Return the rules for the player who has these stones."""
+        """Return the rules for the player with these stones."""
         return f"You are {stone}. {self.to_win} in a row win. Move: row column, from 1 to {self.size}."
 
     def move(self, text: str) -> tuple[int, int] | None:
-        """Return the last (row, column), from 0, that a text names; None: it names none that is free."""
+        """Return the last free (row, column), from 0, that a text names; None: it names none."""
         said = _NUMBER.findall(text)[-2:]
         if len(said) < 2 or max(map(len, said)) > 9:  # Python refuses numbers of thousands of digits
             return None
@@ -51,23 +47,23 @@ class Board:
         return (row, column) if inside and self._stones[row][column] == EMPTY else None
 
     def put(self, row: int, column: int, stone: str) -> None:
-        """Place a stone, or take it away.
+        """Place or remove a stone.
 
         Args:
-            row: of the place, from 0.
-            column: of the place, from 0.
-            stone: `AGENT`, `OPPONENT`, or `EMPTY` to take a stone away.
+            row: from 0.
+            column: from 0.
+            stone: `AGENT`, `OPPONENT`, or `EMPTY` to remove one.
         """
         self._stones[row][column] = stone
 
     @property
     def free(self) -> list[tuple[int, int]]:
-        """All places without a stone, row by row."""
+        """Return all free positions, row by row."""
         size = range(self.size)
         return [(row, column) for row in size for column in size if self._stones[row][column] == EMPTY]
 
     def wins(self, row: int, column: int) -> bool:
-        """Return whether the stone at this place stands in a row that is long enough."""
+        """Return whether the stone at this position is in a row that is long enough."""
         stone = self._stones[row][column]
         for down, right in _DIRECTIONS:
             length = 1
@@ -97,7 +93,7 @@ class Gomoku(Environment):
         Args:
             size: rows and columns of the board, at most 19.
             to_win: stones in a row that win.
-            opponent: `random`, or `greedy`, which wins if it can and else keeps the agent from winning.
+            opponent: `random`, or `greedy`, which wins if it can and else prevents the agent's win.
 
         Raises:
             ValueError: no game can be played with these settings.
@@ -156,18 +152,10 @@ def _check(opponent: str) -> None:
 
 
 def gomoku_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-    """Draw games: the player that begins, and the seed of the opponent's moves.
+    """Draw games: the first player, and the seed of the opponent's moves; keys `id`, `first` and `seed`.
 
-    All games start from the same empty board, so the splits differ in seeds only. An opponent that draws the same moves
-    for two seeds plays the same game: on the smallest boards a validation game may equal one of training.
-
-    Args:
-        split: the split to draw from.
-        count: number of tasks.
-        seed: other seeds draw other tasks of the same split.
-
-    Returns:
-        `count` distinct tasks with the keys `id`, `first` and `seed`.
+    All games start from the same empty board, so the splits differ only in seeds. An opponent that draws the same moves
+    for two seeds plays the same game: on the smallest boards a validation game may equal a training game.
     """
     return draw_tasks(split, count, seed, _draw)
 

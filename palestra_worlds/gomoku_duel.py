@@ -16,10 +16,10 @@ WON, DRAWN, LOST, IMPOSSIBLE = 1.0, 0.5, 0.0, -0.5
 
 
 class GomokuDuel(MultiAgentEnvironment):
-    """The agents `agent` and `opponent` take turns; `roles.opponent` says which policy plays the second one.
+    """The agents `agent` and `opponent` take turns; `roles.opponent` chooses the second one's policy.
 
     A move is two numbers, row and column from 1. Rewards of each agent: won 1, drawn 0.5, lost 0. An impossible move
-    ends the game with -0.5 for who made it, and 0.5 for the other, as a draw: it did not win.
+    ends the game with -0.5 for its player, and 0.5 for the other, as in a draw.
 
     The task may have `size`, `to_win`, and `first` (`agent`, or `opponent`).
     """
@@ -28,7 +28,7 @@ class GomokuDuel(MultiAgentEnvironment):
     roles = ("agent", "opponent")
 
     def __init__(self, *, size: int = 3, to_win: int = 3, clock: Clock | None = None) -> None:
-        """Set what holds where the task does not say it.
+        """Create the environment with defaults for tasks that do not set them.
 
         Raises:
             ValueError: it can't be played.

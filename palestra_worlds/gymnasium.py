@@ -26,14 +26,15 @@ _FROZEN = 0.8  # probability that a field of a random map is ice, not a hole
 
 
 class GymnasiumEnvironment(Environment):
-    """Any environment of Gymnasium whose actions can be said; `palestra.train(environment=…)` makes one by itself.
+    """Any environment of Gymnasium whose actions have a form as text; `palestra.train(environment=…)` creates one
+    automatically.
 
-    A task may have the keys `seed` and `options`, which go to Gymnasium's `reset`. The agent's action is the first name
-    of an action, or number, in its reply; of a space of several numbers it is as many numbers, of a Dict or a Tuple it
-    is JSON, and of a text space it is the reply itself.
+    A task may have the keys `seed` and `options` for Gymnasium's `reset`. The agent's action is the first name of an
+    action, or number, in its reply; for a space of several numbers it is that many numbers, for a Dict or a Tuple it is
+    JSON, and for a text space it is the reply itself.
 
     If a reply has no valid action, such as a number out of range, a random action is taken, drawn by the task's seed;
-    the agent is paid min(reward, 0) - 1, which is always less than that action earns. With `impossible_reward` the
+    the agent's reward is min(reward, 0) - 1, which is always less than that action's. With `impossible_reward` the
     episode ends instead, and the reply never reaches the world.
     """
 
@@ -55,21 +56,22 @@ class GymnasiumEnvironment(Environment):
 
         Args:
             world: Gymnasium's name of the environment, for example `Taxi-v3`, or its class. Or an instance, which is
-                made once more by its `spec`, and is copied where it has none, since each episode needs its own.
+                recreated by its `spec`, or copied if it has none, because each episode needs its own.
             actions: names for the numbers of a discrete space, in order; empty: the agent says numbers.
-            features: names for the numbers of an observation of one dimension, in order; empty: they are shown bare.
-            rules: text before the first observation of each episode; empty: what a reply has to be, where it is not
-                any text.
-            impossible_reward: reward of a reply that has no valid action, which then ends the episode; None: another
-                move is made in its place, see the class.
-            enforce: whether a model can say nothing else than one of the actions, of a discrete space.
-            observation: what the agent is shown: `text`; `picture`, the observation, an array of uint8 [height,
-                width], [height, width, 1] or [height, width, 3]; or `render`, what the world's `render` draws.
+            features: names for the numbers of a one-dimensional observation, in order; empty: numbers are shown without
+                names.
+            rules: text before the first observation of each episode; empty: a description of valid replies, unless any
+                text is valid.
+            impossible_reward: reward of a reply without a valid action, which then ends the episode; None: another
+                action replaces it, see the class.
+            enforce: whether the model can only sample valid actions, for a discrete space.
+            observation: `text`; `picture`, the observation, a uint8 array [height, width], [height, width, 1] or
+                [height, width, 3]; or `render`, the result of the world's `render`.
             **settings: arguments for `gymnasium.make` or the class; with `render`, `render_mode` is `rgb_array`.
 
         Raises:
-            ConfigError: Gymnasium is not installed, or has no such environment, or its actions are of another kind, or
-                its observations are no pictures.
+            ConfigError: Gymnasium or the environment is not installed, its actions are of an unsupported kind, or its
+                observations are not pictures.
         """
         gymnasium = imported_gymnasium()
         if observation == "render":
@@ -112,13 +114,13 @@ class GymnasiumEnvironment(Environment):
         return f"{self._rules}\n{shown}" if isinstance(shown, str) else [self._rules, shown], dict(info)
 
     def _shown(self, seen: Any) -> Any:
-        """Return what the agent is shown: a text, or a picture as an array."""
+        """Return the agent's view: a text, or a picture as an array."""
         if self._view == "text":
             return self.describe(seen)
         return seen if self._view == "picture" else self._world.render()
 
     def step(self, action: str) -> Step:
-        """Take the first valid action that the reply names; see the class for a reply that names none."""
+        """Take the first valid action in the reply; see the class for a reply without one."""
         chosen = self._chosen(action)
         if chosen is not None:
             seen, reward, terminated, truncated, info = self._world.step(chosen)
@@ -132,14 +134,14 @@ class GymnasiumEnvironment(Environment):
         return told, paid, bool(terminated), bool(truncated), dict(info) | {"impossible": True}
 
     def close(self) -> None:
-        """Close the Gymnasium environment and release what it holds."""
+        """Close the Gymnasium environment and release its resources."""
         self._world.close()
 
     def describe(self, seen: Any) -> str:
-        """Return an observation of the world as text for the agent. Override this where `str` of it reads badly.
+        """Return an observation as text for the agent. Override this if `str` of it is hard to read.
 
         Args:
-            seen: the observation, as Gymnasium returned it.
+            seen: the observation from Gymnasium.
 
         Raises:
             InvalidEnvironment: the observation has no form as text, or its text is longer than 2,000 characters.
@@ -156,7 +158,7 @@ class GymnasiumEnvironment(Environment):
         return text
 
     def _chosen(self, said: str) -> Any:
-        """Return the action that the reply names, in the form of the action space, or None."""
+        """Return the action in the reply, in the form of the action space, or None."""
         if self._first is None:
             return action_of(self._world.action_space, said)
         if self._actions:
@@ -170,7 +172,7 @@ class GymnasiumEnvironment(Environment):
 
 
 def adapted_world(world: Any) -> Callable[[], GymnasiumEnvironment] | None:
-    """Return what makes environments of a class, an instance or a registered name of Gymnasium; None: it is none."""
+    """Return a factory for a class, an instance or a registered name of Gymnasium; None: it is none of these."""
     if "gymnasium" not in sys.modules and (not isinstance(world, str) or find_spec("gymnasium") is None):
         return None
     gymnasium = imported_gymnasium()
@@ -182,11 +184,7 @@ def adapted_world(world: Any) -> Callable[[], GymnasiumEnvironment] | None:
 
 
 def _made(world: Any, name: str, settings: Mapping[str, Any]) -> Any:
-    """Return a new world of a name, a class or an instance.
-
-    Raises:
-        ConfigError: Gymnasium can't make it, or the instance can't be copied.
-    """
+    """Return a new world for a name, a class or an instance."""
     gymnasium = imported_gymnasium()
     try:
         if isinstance(world, str):
@@ -212,11 +210,7 @@ def _made(world: Any, name: str, settings: Mapping[str, Any]) -> Any:
 
 
 def imported_gymnasium() -> Any:
-    """Import Gymnasium and return the module.
-
-    Raises:
-        ConfigError: Gymnasium is not installed.
-    """
+    """Import Gymnasium and return the module."""
     try:
         import gymnasium
     except ImportError:
@@ -225,9 +219,9 @@ def imported_gymnasium() -> Any:
 
 
 class FrozenLake(GymnasiumEnvironment):
-    """A walk over ice with holes, where `@` on the map is the agent.
+    """A walk over ice with holes; `@` on the map is the agent.
 
-    A task may have the keys `map` (rows of the letters S, F, H and G) and `seed`, which matters on slippery ice only.
+    A task may have the keys `map` (rows of the letters S, F, H and G) and `seed`, which only matters on slippery ice.
     """
 
     def __init__(self, *, size: int = 4, is_slippery: bool = False, impossible_reward: float = 0.0) -> None:
@@ -236,7 +230,7 @@ class FrozenLake(GymnasiumEnvironment):
         Args:
             size: 4 or 8, the size of the map for tasks that have none.
             is_slippery: whether a step may go sideways.
-            impossible_reward: reward of a reply that names no direction; it ends the episode.
+            impossible_reward: reward of a reply that names no direction, which ends the episode.
 
         Raises:
             ValueError: there is no map of this size.
@@ -269,7 +263,7 @@ class FrozenLake(GymnasiumEnvironment):
         return super().reset(task)
 
     def describe(self, seen: Any) -> str:
-        """Return the map as lines of text, with `@` at the agent's place."""
+        """Return the map as lines of text, with `@` at the agent's position."""
         rows = [[letter.decode() for letter in row] for row in self._world.unwrapped.desc]
         row, column = divmod(int(seen), len(rows[0]))
         rows[row][column] = "@"
@@ -285,19 +279,7 @@ def _checked(rows: Any) -> list[str]:
 
 
 def frozen_lake_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-    """Draw random maps of 4 x 4 on which G can be reached. The splits share no map.
-
-    Args:
-        split: the split to draw from.
-        count: number of tasks.
-        seed: other seeds draw other tasks of the same split.
-
-    Returns:
-        `count` distinct tasks with the keys `id`, `map` and `seed`.
-
-    Raises:
-        ConfigError: Gymnasium is not installed, or the split has fewer than `count` tasks.
-    """
+    """Draw random maps of 4 x 4 on which G can be reached; keys `id`, `map` and `seed`. The splits share no map."""
     imported_gymnasium()
     from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 

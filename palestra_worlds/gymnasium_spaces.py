@@ -1,4 +1,4 @@
-"""Spaces of Gymnasium as text: what an agent is to say, what it has said, and what it sees."""
+"""Gymnasium's spaces as text: instructions, parsing of actions, and observations."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ _SHOWN_NUMBERS = 256  # of an array that is shown as text
 
 
 class NoText(ValueError):
-    """A space, or an observation, has no form as text."""
+    """A space or an observation has no form as text."""
 
 
 def kind_of(space: Any) -> str:
-    """Return the name of a space's kind, such as `Box`, of its first base class in Gymnasium."""
+    """Return the name of a space's kind, such as `Box`: its first base class in Gymnasium."""
     return next(base.__name__ for base in type(space).__mro__ if base.__module__.startswith("gymnasium.spaces"))
 
 
 def is_picture_space(space: Any) -> bool:
-    """Return whether observations of a space are pictures: uint8, [height, width] with no, one or three channels."""
+    """Return whether a space's observations are pictures: uint8, [height, width] with no, one or three channels."""
     if kind_of(space) != "Box" or space.dtype.name != "uint8":
         return False
     return len(space.shape) == 2 or (len(space.shape) == 3 and space.shape[2] in {1, 3})
 
 
 def instruction(space: Any) -> str:
-    """Return what a reply has to be, as a sentence for the agent.
+    """Describe valid replies in a sentence for the agent.
 
     Raises:
-        NoText: actions of this kind can't be said.
+        NoText: the kind of action has no form as text.
     """
     kind = kind_of(space)
     if kind == "Discrete":
@@ -56,10 +56,10 @@ def instruction(space: Any) -> str:
 
 
 def action_of(space: Any, said: str) -> Any:
-    """Return the action that a reply says, or None if it says none that the space contains.
+    """Parse a reply's action, or return None without a valid one.
 
     Args:
-        said: the reply. Its first numbers are taken, as many as the action has; of a Dict or a Tuple it is JSON.
+        said: the reply. Its first numbers are used, as many as the action has; for a Dict or a Tuple it is JSON.
     """
     kind = kind_of(space)
     if kind in ("Dict", "Tuple"):
@@ -77,8 +77,7 @@ def shown(value: Any, names: Sequence[str] = ()) -> str:
     """Return an observation as text.
 
     Args:
-        value: the observation: a number, a text, an array of at most two dimensions, or dicts and tuples of them.
-        names: of the numbers of an array of one dimension; (): none.
+        names: of the numbers of a one-dimensional array; (): none.
 
     Raises:
         NoText: the observation is a picture, or another array that is too large to be read.
@@ -126,7 +125,7 @@ def _of_json(space: Any, given: Any) -> Any:
 
 
 def _marked(value: Any) -> Any:
-    """Return None for None and something else for all else: arrays can't be compared with None by `in`."""
+    """Return None for None and a marker for anything else: arrays can't be compared with None by `in`."""
     return None if value is None else True
 
 

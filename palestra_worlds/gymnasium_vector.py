@@ -16,12 +16,12 @@ from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, sho
 
 
 class GymnasiumVector(MultiAgentEnvironment):
-    """A vector environment of Gymnasium. Each copy of its world is played by one agent; the roles are `world-0`, …
+    """A vector environment of Gymnasium with one agent for each copy of its world; the roles are `world-0`, …
 
-    Use it for worlds that compute many copies at once, on a GPU for instance. All copies step together, so a step waits
-    for the slowest agent; the episode is over when all copies have ended. A task may have the keys `seed`, of which
+    Use it for worlds that compute many copies at once, for example on a GPU. All copies step together, so a step waits
+    for the slowest agent; the episode is over when all copies have ended. A task may have the keys `seed`, from which
     each copy gets its own, and `options`. If a reply has no valid action, a random action is taken, drawn by the task's
-    seed; the agent is paid min(reward, 0) - 1. With `impossible_reward` its copy ends instead.
+    seed; the agent's reward is min(reward, 0) - 1. With `impossible_reward` its copy ends instead.
     """
 
     reusable = True
@@ -41,12 +41,13 @@ class GymnasiumVector(MultiAgentEnvironment):
 
         Args:
             name: Gymnasium's name of the environment, for example `CartPole-v1`.
-            worlds: how many there are, each with an agent of its own.
-            features: names for the numbers of an observation of one dimension, in order; empty: they are shown bare.
-            rules: text before the first observation of each agent; empty: what a reply has to be.
-            impossible_reward: reward of a reply that has no valid action, which then ends its copy; None: another move
-                is made in its place, see the class.
-            clock: source of the times of observations; None: the system's clock.
+            worlds: number of copies, each with its own agent.
+            features: names for the numbers of a one-dimensional observation, in order; empty: numbers are shown without
+                names.
+            rules: text before the first observation of each agent; empty: a description of valid replies.
+            impossible_reward: reward of a reply without a valid action, which then ends its copy; None: another action
+                replaces it, see the class.
+            clock: source of observation times; None: the system's clock.
             **settings: arguments for `gymnasium.make_vec`.
 
         Raises:
@@ -73,7 +74,7 @@ class GymnasiumVector(MultiAgentEnvironment):
         self._worlds.close()
 
     def begin(self, task: Mapping[str, Any]) -> None:
-        """Begin an episode in every world, with seeds that follow the task's."""
+        """Begin an episode in every world, with seeds derived from the task's."""
         seed = task.get("seed")
         self._seen, _ = self._worlds.reset(seed=seed, options=task.get("options"))
         space = self._worlds.single_action_space
@@ -81,11 +82,11 @@ class GymnasiumVector(MultiAgentEnvironment):
         self._playing = self.roles
 
     def protocol(self, task: Mapping[str, Any]) -> AgentProtocol:
-        """Return that the agents whose worlds go on act at the same time."""
+        """Return that the agents of running worlds act at the same time."""
         return decided(lambda: self._playing)
 
     def rules(self, role: str) -> str:
-        """Return what stands before a role's first observation."""
+        """Return the text before a role's first observation."""
         return self._rules
 
     def view(self, role: str) -> str:
@@ -100,7 +101,7 @@ class GymnasiumVector(MultiAgentEnvironment):
             raise InvalidEnvironment(f"an observation of {self._worlds}: {error}") from error
 
     def apply(self, actions: Mapping[str, ChatMessage]) -> Outcome:
-        """Make a step in every world, and take what has become of those that are played."""
+        """Step every world, and collect the results of running ones."""
         gymnasium = imported_gymnasium()
         space = self._worlds.single_action_space
         said = {role: action_of(space, action.text) for role, action in actions.items()}
@@ -129,7 +130,7 @@ class GymnasiumVector(MultiAgentEnvironment):
 
 
 def _part(batch: Any, place: int) -> Any:
-    """Return one world's observation out of those of all."""
+    """Return one world's observation from a batch."""
     if isinstance(batch, dict):
         return {name: _part(part, place) for name, part in batch.items()}
     if isinstance(batch, tuple) and not hasattr(batch, "shape"):

@@ -1,4 +1,4 @@
-"""Environment `kuhn-poker`: the smallest poker, whose best play is known (Kuhn 1950), with OpenSpiel's rules."""
+"""Environment `kuhn-poker`: the smallest poker, whose optimal play is known (Kuhn 1950), with OpenSpiel's rules."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _RULES = (
 class KuhnPoker(MultiAgentEnvironment):
     """Two players, three cards, one bet; a player sees its own card and the moves so far, as in `0pb`.
 
-    That is OpenSpiel's information state. The rewards are what is won and lost, from -2 to 2, and add up to 0. A reply
-    that is too late loses what its player has put in, as does an illegal one where replies are not held to the moves.
+    That is OpenSpiel's information state. The rewards are wins and losses, from -2 to 2, and sum to 0. A late reply
+    loses the player's stake, and so does an illegal one unless replies are restricted to the moves.
 
     The task has `seed`, which deals the cards, or `cards`: those of the first and the second player.
     """
@@ -38,9 +38,8 @@ class KuhnPoker(MultiAgentEnvironment):
         """Create the environment.
 
         Args:
-            rules: whether a player reads the rules before its first card; a model that is trained from nothing needs
-                none.
-            clock: source of the times of observations; None: the system's clock.
+            rules: whether a player reads the rules before its first card; not needed by a model trained from scratch.
+            clock: source of observation times; None: the system's clock.
         """
         super().__init__(clock)
         self._rules = rules
@@ -64,7 +63,7 @@ class KuhnPoker(MultiAgentEnvironment):
         return turns(self.roles)
 
     def rules(self, role: str) -> str:
-        """Return the rules, if they are wanted."""
+        """Return the rules, if configured."""
         return _RULES if self._rules else ""
 
     def view(self, role: str) -> str:
@@ -86,7 +85,7 @@ class KuhnPoker(MultiAgentEnvironment):
         return _paid(other, 1, self._moves) if self._moves in ("bp", "pbp") else None
 
     def forfeit(self, role: str, fault: Fault) -> Outcome:
-        """Return the loss of what the player has put in, which is 1 before each of its moves, as if it folded."""
+        """Return the loss of the player's stake, which is 1 before each of its moves, like a fold."""
         return _paid(_other(role), 1, f"{role}: {fault}")
 
 

@@ -30,12 +30,7 @@ class KuhnPolicy:
     second_states: ClassVar[tuple[str, ...]] = tuple(f"{card}{moves}" for card in range(3) for moves in ("p", "b"))
 
     def __post_init__(self) -> None:
-        """Refuse what is no policy.
-
-        Raises:
-            ValueError: information states are missing, or there is one that the game does not have, or a number is no
-                probability.
-        """
+        """Check that this is a policy."""
         states = {*self.first_states, *self.second_states}
         if missing := sorted(states - self.bets.keys()):
             raise ValueError(f"a policy of Kuhn poker has twelve information states; missing: {', '.join(missing)}")
@@ -47,19 +42,19 @@ class KuhnPolicy:
 
     @property
     def value(self) -> float:
-        """Return the expected reward of the first player; -1/18 if both play perfectly (Kuhn 1950)."""
+        """Return the expected reward of the first player; -1/18 if both play optimally (Kuhn 1950)."""
         return sum(self._value(deal, "") for deal in self.deals) / len(self.deals)
 
     @property
     def best_responses(self) -> tuple[float, float]:
-        """Return the expected reward of each player who plays best against the policy of the other."""
+        """Return each player's expected reward as the best response to the other's policy."""
         first = max(one.value for one in self._with_pure(self.first_states))
         second = max(-one.value for one in self._with_pure(self.second_states))
         return first, second
 
     @property
     def exploitability(self) -> float:
-        """Return half of what both best responses win together: 0 for perfect play, 0.458 if all moves are random."""
+        """Return half of the sum of both best responses: 0 for optimal play, 0.458 if all moves are random."""
         return sum(self.best_responses) / 2
 
     def _with_pure(self, states: tuple[str, ...]) -> Iterator[KuhnPolicy]:

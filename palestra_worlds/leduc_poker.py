@@ -22,10 +22,10 @@ _RULES = (
 
 
 class LeducPoker(MultiAgentEnvironment):
-    """Two players; a player sees its card, and the moves of both rounds with the card for both, as in `Qcrc/Kr`.
+    """Two players; a player sees its card, and the moves of both rounds with the common card, as in `Qcrc/Kr`.
 
-    The rewards are what is won and lost, from -13 to 13, and add up to 0. A reply that is too late loses what its
-    player has put in, as does an illegal one where replies are not held to the legal moves.
+    The rewards are wins and losses, from -13 to 13, and sum to 0. A late reply loses the player's stake, and so does an
+    illegal one unless replies are restricted to the legal moves.
 
     The task has `seed`, which deals the cards, or `cards`: three numbers from 0 to 5 (two of each rank), of the first
     player, the second player, and both.
@@ -43,13 +43,13 @@ class LeducPoker(MultiAgentEnvironment):
 
         Args:
             rules: whether a player reads the rules before its first card.
-            clock: source of the times of observations; None: the system's clock.
+            clock: source of observation times; None: the system's clock.
         """
         super().__init__(clock)
         self._rules = rules
 
     def begin(self, task: Mapping[str, Any]) -> None:
-        """Deal three cards, of which the last is shown in the second round.
+        """Deal three cards; the last is revealed in the second round.
 
         Raises:
             ValueError: the task's `cards` are not three different numbers from 0 to 5.
@@ -64,15 +64,15 @@ class LeducPoker(MultiAgentEnvironment):
         self._lines = [""]  # the moves of each round
 
     def protocol(self, task: Mapping[str, Any]) -> AgentProtocol:
-        """Return that the rules say who is next: the first player begins each round."""
+        """Return that the rules name the next player: the first player begins each round."""
         return decided(lambda: (self.roles[len(self._lines[-1]) % 2],))
 
     def rules(self, role: str) -> str:
-        """Return the rules, if they are wanted."""
+        """Return the rules, if configured."""
         return _RULES if self._rules else ""
 
     def view(self, role: str) -> str:
-        """Return the player's card, the moves, and the card for both in the second round."""
+        """Return the player's card, the moves, and the common card in the second round."""
         shown = f"/{RANKS[self._ranks[2]]}{self._lines[1]}" if len(self._lines) == 2 else ""
         return f"{RANKS[self._ranks[self.roles.index(role)]]}{self._lines[0]}{shown}"
 
@@ -83,7 +83,7 @@ class LeducPoker(MultiAgentEnvironment):
         return (*((FOLD,) if behind else ()), CALL, *((RAISE,) if raises else ()))
 
     def apply(self, actions: Mapping[str, ChatMessage]) -> Outcome | None:
-        """Make a move; pay if the game is over, and show the card for both after the first round."""
+        """Make a move; pay if the game is over, and reveal the common card after the first round."""
         ((role, action),) = actions.items()
         player, move = self.roles.index(role), action.text
         self._lines[-1] += move
@@ -103,7 +103,7 @@ class LeducPoker(MultiAgentEnvironment):
         return self._won(None if first == second else strength.index(max(strength)))
 
     def forfeit(self, role: str, fault: Fault) -> Outcome:
-        """Return the loss of what the player has put in, as if it folded."""
+        """Return the loss of the player's stake, like a fold."""
         return self._won(1 - self.roles.index(role), f"{role}: {fault}")
 
     def _won(self, winner: int | None, result: str = "") -> Outcome:

@@ -23,13 +23,14 @@ _RULES = (
 
 
 class Negotiation(MultiAgentEnvironment):
-    """The roles make offers in turns: what the speaker wants of each kind, as in `201`; `y` accepts, `n` ends it.
+    """The roles make offers in turns: the number of each kind that the speaker wants, as in `201`; `y` accepts, `n`
+    ends it.
 
     A player sees the numbers of things, their worth to itself, and the other's last offer, as in `212 315 201`, or `-`
-    in the place of an offer. Rewards are the worth of what each gets, as a part of all, so from 0 to 1. Without a deal
-    both get 0, and so they do after an illegal or late reply.
+    without an offer. The reward is the worth of a player's things as a part of all, from 0 to 1. Without a deal, or
+    after an illegal or late reply, both get 0.
 
-    The task has `seed`, from which things and their worth follow.
+    The task has `seed`, which determines things and their worth.
     """
 
     reusable = True
@@ -44,7 +45,7 @@ class Negotiation(MultiAgentEnvironment):
         Args:
             offers: turns of both together; without a deal after these both get 0.
             rules: whether a player reads the rules before its first turn.
-            clock: source of the times of observations; None: the system's clock.
+            clock: source of observation times; None: the system's clock.
 
         Raises:
             ValueError: `offers` is below 2.
@@ -55,7 +56,7 @@ class Negotiation(MultiAgentEnvironment):
         self._offers, self._rules = offers, rules
 
     def begin(self, task: Mapping[str, Any]) -> None:
-        """Draw the things, and what they are worth to each role."""
+        """Draw the things, and their worth to each role."""
         source = random.Random(int(task.get("seed", 0)))
         self._counts = [source.randint(1, _MOST) for _ in range(_KINDS)]
         while _WORTH % math.gcd(*self._counts):  # three of each kind can't be worth 10
@@ -69,7 +70,7 @@ class Negotiation(MultiAgentEnvironment):
         return turns(self.roles)
 
     def rules(self, role: str) -> str:
-        """Return the rules, if they are wanted."""
+        """Return the rules, if configured."""
         return _RULES.format(offers=self._offers) if self._rules else ""
 
     def view(self, role: str) -> str:
@@ -77,7 +78,7 @@ class Negotiation(MultiAgentEnvironment):
         return f"{_digits(self._counts)} {_digits(self._worth[role])} {self._offer or '-'}"
 
     def legal(self, role: str) -> Sequence[str]:
-        """Return every division, and the answers to an offer if there is one."""
+        """Return every division, and the answers to an offer, if there is one."""
         offers = (_digits(offer) for offer in product(*(range(count + 1) for count in self._counts)))
         return (*offers, *((ACCEPT,) if self._offer else ()), WALK_AWAY)
 
@@ -105,7 +106,7 @@ class Negotiation(MultiAgentEnvironment):
 
 
 def _draw_worth(source: random.Random, counts: Sequence[int]) -> list[int]:
-    """Draw what one thing of each kind is worth, below 10 each, so that all things together are worth 10."""
+    """Draw the worth of one thing of each kind, below 10 each, so that all things together are worth 10."""
     fitting = [
         list(worth)
         for worth in product(range(10), repeat=_KINDS)

@@ -33,14 +33,13 @@ class _TooLong(EnvironmentFailed):
 class NemoGymEnvironment(ConcurrentEnvironment):
     """An episode at a resources server of NeMo Gym.
 
-    A task is a row of a data set of NeMo Gym: `responses_create_params` with the input and the tools, beside what the
-    verifier needs. The agent's calls become requests to the server's routes, in the session that `seed_session` has
-    begun; its first reply without a call, or the last of `max_steps` replies, goes to `verify`, whose answer has the
-    reward.
+    A task is a row of a data set of NeMo Gym: `responses_create_params` with the input and the tools, and the
+    verifier's data. The agent's calls become requests to the server's routes, in the session begun by `seed_session`;
+    its first reply without a call, or the last of `max_steps` replies, goes to `verify`, which returns the reward.
 
-    What a tool answers is shown to the agent, errors included, as NeMo Gym has it. A call that the server breaks off
-    without an answer is a forfeit. A server that can't be reached, or does not verify, fails the attempt at the
-    episode, which has no reward.
+    The agent sees a tool's answers, including errors, as in NeMo Gym. A call that the server aborts without an answer
+    is a forfeit. A server that can't be reached, or does not verify, fails the attempt at the episode, which has no
+    reward.
     """
 
     reusable = True
@@ -57,20 +56,20 @@ class NemoGymEnvironment(ConcurrentEnvironment):
         max_message_bytes: int = 16 << 20,
         clock: Clock | None = None,
     ) -> None:
-        """Take the address of a resources server.
+        """Store the address of a resources server.
 
         Args:
             url: the server's URL, such as `http://127.0.0.1:8000`.
-            key: is sent as `Authorization: Bearer`; None: none is.
+            key: sent as `Authorization: Bearer`; None: none.
             system: system message before the task's input; None: the task's own, if it has one.
-            max_steps: replies that the agent may make in an episode.
-            tool_seconds: limit for one call of a tool; a later result is an error that the agent reads.
-            verify_seconds: limit for the verifier, which may ask a model.
-            max_message_bytes: length of one answer of the server.
-            clock: source of the times of observations; None: the system's clock.
+            max_steps: limit of the agent's replies in an episode.
+            tool_seconds: limit for one tool call; a later result is an error that the agent reads.
+            verify_seconds: limit for the verifier, which may call a model.
+            max_message_bytes: limit of one answer of the server.
+            clock: source of observation times; None: the system's clock.
 
         Raises:
-            ConfigError: the URL is no URL, or a number makes no sense.
+            ConfigError: the URL or a number is invalid.
         """
         super().__init__(clock)
         self.max_steps = checked_count("max_steps", max_steps)
@@ -107,7 +106,7 @@ class NemoGymEnvironment(ConcurrentEnvironment):
         self.emit("agent", messages, tools=self._tools)
 
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:
-        """Run the action's calls and show their results, or have the episode verified and end it."""
+        """Run the action's calls and show their results, or verify and end the episode."""
         self._output += reply_items(action, len(self._output))
         if action.tool_calls and not self.cut_off:
             # One after another, as NeMo Gym's own agent: a call may need what the one before it has changed.
@@ -128,7 +127,7 @@ class NemoGymEnvironment(ConcurrentEnvironment):
         )  # fmt: skip
 
     async def _call(self, call: ToolCall) -> ChatMessage:
-        """Return what the server says to a call, as a message."""
+        """Return the server's answer to a call, as a message."""
         text = await self._result(call)
         return ChatMessage(role="tool", content=(TextPart(text=text),), tool_call_id=call.id, name=call.function.name)
 
@@ -149,7 +148,7 @@ class NemoGymEnvironment(ConcurrentEnvironment):
             return json.dumps({"error": str(error)})
 
     async def _asked(self, path: str, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Post to a route whose failure is one of the episode, and return its answer."""
+        """Post to a route whose failure fails the episode, and return its answer."""
         try:
             status, text = await self._post(path, _json(body), seconds)
         except TimeoutError:
@@ -189,7 +188,7 @@ class NemoGymEnvironment(ConcurrentEnvironment):
         return answer.status_code, found
 
     def _response(self) -> dict[str, Any]:
-        """Return what was said as an object `response` of OpenAI's Responses API."""
+        """Return the reply as an object `response` of OpenAI's Responses API."""
         asked = self._task["responses_create_params"]
         return {
             "id": "resp_palestra",

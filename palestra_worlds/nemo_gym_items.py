@@ -1,4 +1,4 @@
-"""Items of OpenAI's Responses API, in which NeMo Gym writes conversations, and chat messages."""
+"""Conversions between chat messages and items of OpenAI's Responses API, which NeMo Gym uses."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 def conversation_of(asked: Mapping[str, Any], system: str | None) -> tuple[ChatMessage, ...]:
-    """Return the messages with which an episode begins.
+    """Return the initial messages of an episode from a task's `responses_create_params`.
 
     Args:
-        asked: a task's `responses_create_params`.
         system: a system message before all others; None: the task's own, if it has one.
-
-    Raises:
-        InvalidEnvironment: the input has what is neither text nor a call of a tool.
     """
     given = asked["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -32,14 +28,7 @@ def conversation_of(asked: Mapping[str, Any], system: str | None) -> tuple[ChatM
 
 
 def tools_of(given: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return tools in the shape of the chat API.
-
-    Args:
-        given: tools as the Responses API has them.
-
-    Raises:
-        InvalidEnvironment: one is no function.
-    """
+    """Return tools in the shape of the chat API, from the Responses API's."""
     found = []
     for tool in given:
         if tool.get("type") != "function":
@@ -55,7 +44,7 @@ def reply_items(action: ChatMessage, number: int) -> list[dict[str, Any]]:
     """Return an agent's reply as items: its text, then its calls.
 
     Args:
-        number: makes the ids of the items unique in the episode.
+        number: makes the items' ids unique in the episode.
     """
     items: list[dict[str, Any]] = []
     if action.text or not action.tool_calls:
@@ -80,7 +69,6 @@ def tool_output(result: ChatMessage, number: int) -> dict[str, Any]:
     """Return the result of a tool as an item.
 
     Args:
-        result: the message of the role `tool`.
         number: makes the item's id unique in the episode.
     """
     said = {"type": "function_call_output", "call_id": result.tool_call_id, "output": result.text}

@@ -17,10 +17,10 @@ from palestra.types.messages import ChatMessage
 class OpenSpielEnvironment(MultiAgentEnvironment):
     """A game of OpenSpiel; the roles are `player-0`, `player-1`, …
 
-    A player sees its information state, or the observation where the game has none. Chance is drawn from the task's
-    `seed`; players that act at the same time do not see each other's move. Rewards are the game's returns. An illegal
-    or late reply ends the game with the game's lowest return for its player and nothing for the others, or, in a game
-    whose returns have a constant sum, with what is left of it in equal parts.
+    A player sees its information state, or the observation if the game has none. The task's `seed` determines chance;
+    players that act at the same time do not see each other's move. Rewards are the game's returns. An illegal or late
+    reply ends the game with the game's lowest return for its player and 0 for the others or, in a game with a constant
+    sum, equal parts of the rest.
     """
 
     reusable = True
@@ -39,13 +39,13 @@ class OpenSpielEnvironment(MultiAgentEnvironment):
         """Load the game.
 
         Args:
-            game: OpenSpiel's name, with parameters where it has some: `goofspiel(num_cards=4)`.
-            actions: whether moves are the game's names for them or its numbers. Names that are not unique among the
-                legal moves are replaced by numbers.
-            view: what a player sees: its information state, or its observation, which forgets what was before.
-            files: whether parameters may name files of this machine, as `filename` of `efg_game` does, whose
-                contents the game then shows.
-            clock: source of the times of observations; None: the system's clock.
+            game: OpenSpiel's name, with parameters if it has some: `goofspiel(num_cards=4)`.
+            actions: whether moves are the game's names or its numbers. Names that are not unique among the legal moves
+                are replaced by numbers.
+            view: the player's information state, or its observation, which omits the past.
+            files: whether parameters may name files of this machine, such as `filename` of `efg_game`, whose contents
+                the game then shows.
+            clock: source of observation times; None: the system's clock.
 
         Raises:
             ConfigError: OpenSpiel is not installed, or the game does not exist, can't be played, or would read a file.
@@ -90,7 +90,7 @@ class OpenSpielEnvironment(MultiAgentEnvironment):
         self._draw_chance()
 
     def protocol(self, task: Mapping[str, Any]) -> AgentProtocol:
-        """Return that the rules say who is next."""
+        """Return that the rules name the next player."""
         return decided(self._next)
 
     def view(self, role: str) -> str:
@@ -105,7 +105,7 @@ class OpenSpielEnvironment(MultiAgentEnvironment):
         return tuple(self._moves(role))
 
     def apply(self, actions: Mapping[str, ChatMessage]) -> Outcome | None:
-        """Make the moves, draw what chance brings, and pay if the game is over."""
+        """Make the moves, draw chance, and pay if the game is over."""
         chosen = {role: self._moves(role)[action.text] for role, action in actions.items()}
         if self._state.is_simultaneous_node():
             # A player without a legal move has to give one as well; OpenSpiel ignores it.
@@ -147,7 +147,7 @@ class OpenSpielEnvironment(MultiAgentEnvironment):
 
 
 def _named_file(parameters: Mapping[str, Any]) -> str | None:
-    """Return the parameter that names a file, of a game or of a game in its parameters; None: there is none."""
+    """Return the parameter that names a file, in a game or a nested game; None: there is none."""
     for name, value in parameters.items():
         if "file" in name:
             return name

@@ -22,14 +22,14 @@ _OWN_FIELDS = ("metadata",)  # of every action and observation, and of no intere
 class OpenEnvEnvironment(Environment):
     """An environment of a server that speaks OpenEnv's protocol.
 
-    What an agent does becomes an action by the server's own schema: an action with one field to fill in is the text
-    of the reply; of an action with several, the reply is a JSON object or a call of the tool `act`; where actions are
-    calls of MCP tools, the agent has these tools.
+    A reply becomes an action by the server's own schema: for an action with one field it is the text of the reply; for
+    one with several, the reply is a JSON object or a call of the tool `act`; if actions are calls of MCP tools, the
+    agent has these tools.
 
-    A task's keys are the arguments of `reset`, such as `seed`. An action that the server's schema
-    refuses is shown to the agent as an error, and has the reward 0. The agent forfeits the episode if the environment
-    raises on its action, does not answer in time, or ends the session while the server goes on. If the server is gone,
-    the attempt fails without a reward.
+    A task's keys are the arguments of `reset`, such as `seed`. The agent sees an error for an action that the server's
+    schema refuses, with the reward 0. The agent forfeits the episode if the environment raises on its action, does not
+    answer in time, or ends the session while the server continues. If the server is lost, the attempt fails without a
+    reward.
     """
 
     reusable = True
@@ -48,21 +48,21 @@ class OpenEnvEnvironment(Environment):
         reply_seconds: float = 60.0,
         max_message_bytes: int = 16 << 20,
     ) -> None:
-        """Take the address of a server; `setup` connects.
+        """Store the address of a server; `setup` connects.
 
         Args:
             url: the server's URL, such as `http://127.0.0.1:8000`.
-            key: is sent as `Authorization: Bearer`; None: none is.
-            action_field: the field of an action that is the text of a reply; None: found in the schema.
+            key: sent as `Authorization: Bearer`; None: none.
+            action_field: the action field that the reply's text fills; None: found in the schema.
             rules: text before the first observation of each episode.
             system: system message of the agent's conversation, if any.
-            max_steps: actions after which an episode is truncated.
-            wait_seconds: how long to wait for a session while all of the server's are in use.
+            max_steps: number of actions after which an episode is truncated.
+            wait_seconds: how long to wait while all of the server's sessions are in use.
             reply_seconds: limit for the answer to one action.
-            max_message_bytes: length of one message of the server.
+            max_message_bytes: limit of one message of the server.
 
         Raises:
-            ConfigError: the URL is no URL, or a number makes no sense.
+            ConfigError: the URL or a number is invalid.
         """
         checked_amount("wait_seconds", wait_seconds, endless=True)
         checked_amount("reply_seconds", reply_seconds, above_zero=True)
@@ -79,7 +79,7 @@ class OpenEnvEnvironment(Environment):
         self._paid = False  # whether any reward has come in this episode
 
     async def setup(self) -> None:
-        """Read what actions look like, and begin a session.
+        """Read the schema of actions, and begin a session.
 
         Raises:
             EnvironmentFailed: no server of OpenEnv can be reached at the URL.
@@ -104,7 +104,7 @@ class OpenEnvEnvironment(Environment):
         await self._link.close()
 
     async def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Begin an episode, in a new session if the last one has ended since."""
+        """Begin an episode, in a new session if the last one has ended."""
         self._paid = False
         fresh = not self._link.is_open
         await self._link.open()
@@ -129,9 +129,9 @@ class OpenEnvEnvironment(Environment):
         """Send an action, or one for each tool call of the reply.
 
         Raises:
-            NotScored: the episode is over, and the server has paid nothing in it, not even 0.
-            EpisodeForfeited: the environment has not survived the action.
-            EnvironmentFailed: the server is gone.
+            NotScored: the episode is over, and the server gave no reward, not even 0.
+            EpisodeForfeited: the environment did not survive the action.
+            EnvironmentFailed: the server is lost.
         """
         answers: list[ChatMessage] = []
         seen, reward, done = "", 0.0, False
@@ -152,7 +152,7 @@ class OpenEnvEnvironment(Environment):
         return tuple(answers) or seen, reward, done, False, info
 
     def describe(self, observation: Mapping[str, Any]) -> str:
-        """Return an observation as text: its only field as it is, several as JSON. Override it for another form.
+        """Return an observation as text: its only field unchanged, several as JSON. Override it for another form.
 
         Args:
             observation: its fields.
@@ -166,7 +166,7 @@ class OpenEnvEnvironment(Environment):
         return json.dumps(shown, ensure_ascii=False) if shown else ""
 
     async def _act(self, action: dict[str, Any] | str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Send one action, or show what is wrong with it; return observation, reward, end and information."""
+        """Send one action, or explain what is wrong with it; return observation, reward, end and information."""
         if isinstance(action, str):
             return action, 0.0, False, {"invalid": True}
         try:
@@ -184,7 +184,7 @@ class OpenEnvEnvironment(Environment):
         return seen, reward or 0.0, bool(data.get("done")), dict(data.get("metadata") or {})
 
     def _of_text(self, text: str) -> dict[str, Any] | str:
-        """Return the action that a reply of text is, or what is wrong with it, for the agent."""
+        """Return the action of a text reply, or an explanation of the mistake for the agent."""
         if self._calls_tools:
             return "Error: call one of the tools."
         if self._field is not None:
@@ -200,7 +200,7 @@ class OpenEnvEnvironment(Environment):
         return found if isinstance(found, dict) else "Error: the reply is not a JSON object."
 
     def _of_call(self, call: ToolCall) -> dict[str, Any] | str:
-        """Return the action that a tool call is, or what is wrong with it, for the agent."""
+        """Return the action of a tool call, or an explanation of the mistake for the agent."""
         known = [tool["function"]["name"] for tool in self.tools]
         if call.function.name not in known:
             return f"Error: there is no tool {call.function.name!r}; known are {', '.join(known) or 'none'}."

@@ -26,7 +26,7 @@ class OpenEnvError(Exception):
     """The server has answered a message with an error.
 
     Attributes:
-        code: OpenEnv's name for the kind of error.
+        code: OpenEnv's name of the kind of error.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -44,13 +44,12 @@ class OpenEnvLink:
     def __init__(
         self, url: str, headers: Mapping[str, str], wait_seconds: float, reply_seconds: float, max_message_bytes: int
     ) -> None:
-        """Note the address; `open` connects.
+        """Store the address; `open` connects.
 
         Args:
-            headers: of the requests, such as a key.
-            wait_seconds: how long to wait for a session while all are in use.
+            wait_seconds: how long to wait while all sessions are in use.
             reply_seconds: limit for the answer to one message.
-            max_message_bytes: length of one message of the server.
+            max_message_bytes: limit of one message of the server.
         """
         self._url, self._headers = url, dict(headers)
         self._wait_seconds, self._reply_seconds = wait_seconds, reply_seconds
@@ -59,15 +58,11 @@ class OpenEnvLink:
 
     @property
     def is_open(self) -> bool:
-        """Return whether there is a connection, as far as is known."""
+        """Return whether there is a connection, as far as known."""
         return self._socket is not None
 
     async def schema(self) -> dict[str, Any]:
-        """Return the JSON schemas of actions and observations.
-
-        Raises:
-            EnvironmentFailed: no server of OpenEnv answers at the URL.
-        """
+        """Return the JSON schemas of actions and observations."""
         limits = httpx2.Timeout(CONNECT_SECONDS)
         try:
             async with (
@@ -95,11 +90,11 @@ class OpenEnvLink:
         return found
 
     async def open(self) -> None:
-        """Connect, if there is no connection; while all sessions are in use, wait.
+        """Connect, unless connected, waiting while all sessions are in use.
 
         Raises:
             EnvironmentFailed: the server can't be reached.
-            TooManyRequests: no session has become free in time.
+            TooManyRequests: no session became free in time.
         """
         until = asyncio.get_running_loop().time() + self._wait_seconds
         while self._socket is None:
@@ -123,8 +118,8 @@ class OpenEnvLink:
 
         Raises:
             OpenEnvError: the server answers with an error.
-            SessionLost: the connection is lost, or there is no answer in time. The session has ended.
-            EnvironmentFailed: there is no session, or the answer is none.
+            SessionLost: the connection is lost, or a timeout; the session has ended.
+            EnvironmentFailed: there is no session, or the answer is invalid.
         """
         socket = self._socket
         if socket is None:

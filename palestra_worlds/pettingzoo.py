@@ -19,12 +19,12 @@ _MOST_ACTIONS = 1000
 class PettingZooEnvironment(MultiAgentEnvironment):
     """A world of PettingZoo in its AEC form (one agent after another) or its parallel form (all at the same time).
 
-    The roles are PettingZoo's names of the agents. Actions are numbers, held to the action mask where there is one. An
-    illegal or late reply ends the episode with -1 for its agent, as in PettingZoo's own games.
+    The roles are PettingZoo's names of the agents. Actions are numbers, restricted to the action mask if there is one.
+    An illegal or late reply ends the episode with -1 for its agent, as in PettingZoo's own games.
 
-    An observation becomes text by `describe`: a number as it is; an array of one or two dimensions as lines of numbers;
-    an array of planes (height, width, planes) of zeros and ones as lines of characters, one a place: `.` where all
-    planes are 0, else the number of the first plane that is 1. Override it where that reads badly.
+    `describe` turns an observation into text: a number unchanged; an array of one or two dimensions as lines of
+    numbers; an array of planes (height, width, planes) of zeros and ones as lines of characters: `.` if all planes are
+    0, else the number of the first plane that is 1. Override it if that is hard to read.
     """
 
     reusable = True
@@ -39,13 +39,13 @@ class PettingZooEnvironment(MultiAgentEnvironment):
         options: dict[str, Any] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Make the world.
+        """Create the world.
 
         Args:
             name: family and name, as in `classic/rps_v2`.
             parallel: whether agents act at the same time, by PettingZoo's `parallel_env`.
             options: arguments for PettingZoo's constructor.
-            clock: source of the times of observations; None: the system's clock.
+            clock: source of observation times; None: the system's clock.
 
         Raises:
             ConfigError: PettingZoo is not installed, has no such world, or its actions are not discrete.
@@ -76,7 +76,7 @@ class PettingZooEnvironment(MultiAgentEnvironment):
         self._world.close()
 
     def protocol(self, task: Mapping[str, Any]) -> AgentProtocol:
-        """Return that the world says who is next."""
+        """Return that the world names the next agent."""
         return decided(lambda: tuple(self._world.agents) if self._parallel else (self._world.agent_selection,))
 
     def view(self, role: str) -> str:
@@ -91,7 +91,7 @@ class PettingZooEnvironment(MultiAgentEnvironment):
         """Return an observation as text; see the class.
 
         Args:
-            seen: the observation, as PettingZoo returned it, without its action mask.
+            seen: the observation from PettingZoo, without its action mask.
         """
         shape = getattr(seen, "shape", ())
         if len(shape) == 3 and ((seen == 0) | (seen == 1)).all():
@@ -137,7 +137,7 @@ class PettingZooEnvironment(MultiAgentEnvironment):
 
 
 def _place(planes: Any) -> str:
-    """Return one place of a board: the first plane that is 1, or `.`."""
+    """Return one position of a board: the first plane that is 1, or `.`."""
     return next((str(number) for number, value in enumerate(planes) if value), ".")
 
 

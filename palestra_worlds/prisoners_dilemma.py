@@ -19,10 +19,11 @@ _RULES = (
 
 
 class PrisonersDilemma(MultiAgentEnvironment):
-    """Each sees its own last choice and the other's, as in `cd`, and `-` at first; each round is paid when it is over.
+    """Each player sees its own last choice and the other's, as in `cd`, and `-` at first; each round is paid at its
+    end.
 
-    An illegal or late reply is no choice: its player gets nothing in this round, and the other what two that cooperate
-    get; the other sees `?`.
+    After an illegal or late reply, its player gets 0 in this round, and the other the reward of mutual cooperation; the
+    other sees `?`.
     """
 
     reusable = True
@@ -35,9 +36,9 @@ class PrisonersDilemma(MultiAgentEnvironment):
         """Create the environment.
 
         Args:
-            rounds: how often both choose, where the task has no `rounds`.
+            rounds: number of choices of each, if the task has no `rounds`.
             rules: whether a player reads the rules before its first choice.
-            clock: source of the times of observations; None: the system's clock.
+            clock: source of observation times; None: the system's clock.
 
         Raises:
             ValueError: `rounds` is below 1.
@@ -47,7 +48,7 @@ class PrisonersDilemma(MultiAgentEnvironment):
         simultaneous(rounds=rounds)
 
     def begin(self, task: Mapping[str, Any]) -> None:
-        """Forget what was chosen."""
+        """Forget the choices."""
         self._left = int(task.get("rounds", self._rounds))
         self._last: dict[str, str] = {}
 
@@ -56,7 +57,7 @@ class PrisonersDilemma(MultiAgentEnvironment):
         return simultaneous(rounds=self._left)
 
     def rules(self, role: str) -> str:
-        """Return the rules, if they are wanted."""
+        """Return the rules, if configured."""
         return _RULES.format(rounds=self._left) if self._rules else ""
 
     def view(self, role: str) -> str:
@@ -79,6 +80,6 @@ class PrisonersDilemma(MultiAgentEnvironment):
         return Outcome(rewards={"first": PAYOFF[first, second], "second": PAYOFF[second, first]})
 
     def forfeit(self, role: str, fault: Fault) -> Outcome:
-        """Return that a role that has not chosen gets nothing in this round."""
+        """Return 0 for a role without a choice in this round."""
         self._last = dict.fromkeys(self.roles, NOTHING)
         return Outcome(rewards={role: 0.0})

@@ -1,6 +1,6 @@
 """Questions of the package `reasoning-gym`, generated from a seed and scored by the package's own scorers.
 
-`reasoning-gym` is imported only when an environment is created, because it is an optional dependency.
+`reasoning-gym` is an optional dependency, imported only when an environment is created.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from palestra_worlds.evaluated_answers import may_be_scored
 class ReasoningEnvironment(Environment):
     """One question of a data set of `reasoning-gym`, such as `countdown` or `gsm_symbolic`, and one answer.
 
-    A task has the key `seed`, from which the question is generated. The answer is the end of the reply, so working may
-    stand before it: see `final_answers`.
+    A task has the key `seed`, from which the question is generated. The answer is the end of the reply, which may begin
+    with working: see `final_answers`.
     """
 
     reusable = True
@@ -56,7 +56,7 @@ class ReasoningEnvironment(Environment):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Score the end of the reply with the data set's scorer, from 0 to 1, and end the episode.
 
-        A scorer that fails on what the model has said pays 0: several expect a form that a reply need not have.
+        If a scorer fails on a reply, the reward is 0: several expect a form that a reply need not have.
         """
         expected = str(self._entry["answer"] or "")
         source = self._entry.get("metadata", {}).get("source_dataset", self._dataset)  # of `composite`, one of several
@@ -76,21 +76,9 @@ class ReasoningEnvironment(Environment):
 
 
 def reasoning_tasks(dataset: str, split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-    """Draw seeds for questions of a data set with its default settings.
+    """Draw seeds for questions of a data set with its default settings; keys `id`, a hash of the question, and `seed`.
 
-    The splits share no question: each question is generated once to find the split that it belongs to.
-
-    Args:
-        dataset: name of the data set in `reasoning-gym`.
-        split: the split to draw from.
-        count: number of tasks.
-        seed: other seeds draw other tasks of the same split.
-
-    Returns:
-        `count` distinct tasks with the keys `id`, a hash of the question, and `seed`.
-
-    Raises:
-        ConfigError: `reasoning-gym` is not installed, or the split has fewer than `count` questions.
+    The splits share no question: each question is generated once to find its split.
     """
     make = _create_dataset()
 

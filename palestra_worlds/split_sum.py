@@ -26,7 +26,7 @@ _PRODUCT = re.compile(r"([0-9]{1,9})\s*[*×x]\s*([0-9]{1,9})")
 
 
 class SplitSum(SubagentEnvironment):
-    """A sum of two products, each of which the agent gives to a subagent.
+    """A sum of two products, each of which the agent delegates to a subagent.
 
     The agent's reward is 1 if the last number of its answer is exactly the sum, else 0.
     """
@@ -47,12 +47,12 @@ class SplitSum(SubagentEnvironment):
 
         Args:
             results: when the agent reads its subagents' results; see `SubagentEnvironment`.
-            solver_calculator: whether subagents have a calculator, or compute in their heads.
+            solver_calculator: whether subagents have a calculator.
             solver_reward: reward of each subagent whose last number is the first product of its prompt. It adds to the
                 episode's reward; with `credit = "branch"` it stays with the subagent.
-            max_steps: replies that the agent may make, and each subagent.
-            max_agents: number of subagents that may be started in one episode.
-            clock: source of the times of observations; None: the system's clock.
+            max_steps: limit of replies of the agent, and of each subagent.
+            max_agents: limit of subagents started in one episode.
+            clock: source of observation times; None: the system's clock.
         """
         solver = Subagent(
             name="solver",
@@ -77,25 +77,16 @@ class SplitSum(SubagentEnvironment):
 
 
 def right_product(prompt: str, answer: str) -> float:
-    """Return 1.0 if the last number of `answer` is the first product in `prompt`, else 0.0, also without a product."""
+    """Return 1.0 if the last number of `answer` is the first product in `prompt`, else 0.0, even without a product."""
     match = _PRODUCT.search(prompt)
     return float(match is not None and last_number(answer) == Decimal(int(match[1]) * int(match[2])))
 
 
 def split_sum_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-    """Draw sums of two products of numbers from 2 to 20.
+    """Draw sums of two products of numbers from 2 to 20; keys `id`, `prompt` and `answer`.
 
     There are 18,145 tasks, a quarter of them for validation; sums that differ only in the order of numbers are the same
     task.
-
-    Args:
-        seed: other seeds draw other tasks of the same split.
-
-    Returns:
-        `count` distinct tasks with the keys `id`, `prompt` and `answer`.
-
-    Raises:
-        ConfigError: the split has fewer than `count` tasks.
     """
     return draw_tasks(split, count, seed, _draw)
 

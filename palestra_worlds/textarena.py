@@ -15,20 +15,20 @@ from palestra.types.messages import ChatMessage
 class TextArenaEnvironment(MultiAgentEnvironment):
     """A game of TextArena; the roles are `player-0`, `player-1`, …
 
-    A player sees the text that TextArena has for it, and replies with any text: the game itself judges moves that it
-    can't read. Rewards are TextArena's, from -1 to 1.
+    A player sees TextArena's text, and replies with any text: the game itself judges unreadable moves. Rewards are
+    TextArena's, from -1 to 1.
     """
 
     reusable = True
     forfeits = frozenset({Fault.ILLEGAL})
 
     def __init__(self, *, id: str = "TicTacToe-v0", players: int = 2, clock: Clock | None = None) -> None:
-        """Make the game.
+        """Create the game.
 
         Args:
             id: TextArena's name of the game.
             players: how many agents play it.
-            clock: source of the times of observations; None: the system's clock.
+            clock: source of observation times; None: the system's clock.
 
         Raises:
             ConfigError: TextArena is not installed, or the game can't be made here.
@@ -51,11 +51,11 @@ class TextArenaEnvironment(MultiAgentEnvironment):
         self._player, self._shown_text = self._game.get_observation()
 
     def protocol(self, task: Mapping[str, Any]) -> AgentProtocol:
-        """Return that the game says who is next."""
+        """Return that the game names the next player."""
         return decided(lambda: (self.roles[self._player],))
 
     def view(self, role: str) -> str:
-        """Return what TextArena has to say to the player since its last turn."""
+        """Return TextArena's text for the player since its last turn."""
         return str(self._shown_text)
 
     def apply(self, actions: Mapping[str, ChatMessage]) -> Outcome | None:
@@ -70,7 +70,7 @@ class TextArenaEnvironment(MultiAgentEnvironment):
         return Outcome(rewards=paid, over=True, info={"result": str(info.get("reason", ""))} if info else {})
 
     def forfeit(self, role: str, fault: Fault) -> Outcome:
-        """Return the least reward for a player whose text breaks the game, which no one has won."""
+        """Return the lowest reward for a player whose text breaks the game; no player wins."""
         rewards = {other: -1.0 if other == role else 0.0 for other in self.roles}
         return Outcome(rewards=rewards, over=True, info={"result": f"{role}: {fault}"})
 

@@ -1,4 +1,4 @@
-"""Agents that Palestra plays itself, and the interface to write your own.
+"""Agents that Palestra runs itself, and the interface for your own.
 
 Importing this package loads neither torch nor ray, so that a rollout worker stays small.
 """

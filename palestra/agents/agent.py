@@ -1,4 +1,4 @@
-"""Agents: stateless ways from an observation to an action, with a model, or with a model and tools of its own."""
+"""Agents: stateless functions from an observation to an action, with a model and possibly tools."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from palestra.types.messages import ChatMessage, Observation, TextPart, ToolCall
 
 
 class PolicyHandle(Protocol):
-    """The model, trained or frozen, as an agent sees it in one turn of one episode.
+    """The model, trained or frozen, in one turn of one episode.
 
     An agent calls `chat` as often as it needs; each call is recorded in the episode.
     """
 
     @property
     def name(self) -> str:
-        """Return the name of the policy, as the job's configuration has it."""
+        """Return the name of the policy in the job's configuration."""
         ...
 
     @property
     def seed(self) -> int:
-        """Return a number for an agent that draws: of this TimeStep, and the same when the episode is played again."""
+        """Return a seed for random choices of this TimeStep; it is the same when the episode is repeated."""
         ...
 
     @property
     def history(self) -> tuple[ChatMessage, ...]:
-        """Return the agent's conversation before this observation: earlier observations and the agent's actions."""
+        """Return the conversation before this observation: earlier observations and the agent's actions."""
         ...
 
     async def chat(
@@ -42,15 +42,15 @@ class PolicyHandle(Protocol):
         choices: Sequence[str] = (),
         tool_choice: ToolChoice = "auto",
     ) -> Chat:
-        """Sample a reply of the model. When the call returns, the reply is recorded in the episode, token by token.
+        """Sample a reply of the model, and record it in the episode, token by token, before returning.
 
         Args:
             messages: the conversation to continue.
-            tools: tools that the model may call, in OpenAI's shape.
-            max_tokens: limit of the reply in tokens; None: as many as the job allows.
-            choices: the reply is one of these texts: only their tokens can be sampled. Empty: any reply.
-            tool_choice: "required": the reply is calls of `tools`: only their tokens can be sampled; "none": text that
-                looks like a call stays text; "auto": the model decides.
+            tools: tools that the model may call, in OpenAI's format.
+            max_tokens: limit of the reply in tokens; None: the job's limit.
+            choices: constrain the reply to one of these texts. Empty: any reply.
+            tool_choice: "required": constrain the reply to calls of `tools`; "none": text that looks like a call stays
+                text; "auto": the model decides.
 
         Returns:
             The recorded call; its `reply` is the model's message.
@@ -59,14 +59,14 @@ class PolicyHandle(Protocol):
 
 
 class Agent(ABC):
-    """A way to answer observations with a model.
+    """Answers observations with a model.
 
-    An agent keeps no state from turn to turn, so that one agent plays any number of episodes at the same time; the
-    conversation is in `policy.history`.
+    Agents keep no state between turns, so one agent plays any number of episodes at the same time; `policy.history` has
+    the conversation.
 
     Attributes:
-        may_choose: whether replies may be held to finitely many choices, as some algorithms need; False: never.
-        asks_policy: whether it asks its policy for anything; False: what it earns is not of the policy.
+        may_choose: whether replies may be constrained to finitely many choices, as some algorithms need.
+        asks_policy: whether the agent calls its policy; False: its rewards do not train the policy.
     """
 
     may_choose: bool = True
@@ -77,7 +77,7 @@ class Agent(ABC):
         """Answer an observation.
 
         Args:
-            observation: what the environment shows the agent now; `observation.content` continues `policy.history`.
+            observation: `observation.content` continues `policy.history`.
             policy: the model.
 
         Returns:
@@ -86,7 +86,7 @@ class Agent(ABC):
 
 
 class ModelAgent(Agent):
-    """Sends the whole conversation to the model and takes the reply as the action, tool calls included."""
+    """Samples one reply to the whole conversation and returns it as the action, tool calls included."""
 
     def __init__(
         self,
@@ -99,10 +99,10 @@ class ModelAgent(Agent):
         """Create the agent.
 
         Args:
-            tools: tools that are offered beside those of the observation, in OpenAI's shape.
-            max_tokens: limit of each reply in tokens; None: as many as the job allows.
-            choices: every reply is one of these texts, such as the moves of a game. Empty: the observation's
-                own choices, where the environment gives them and no tools are offered, else any reply.
+            tools: offered in addition to the observation's tools, in OpenAI's format.
+            max_tokens: limit of each reply in tokens; None: the job's limit.
+            choices: constrain every reply to one of these texts, such as the moves of a game. Empty: the observation's
+                choices, if it has some and no tools are offered, else any reply.
             tool_choice: "required": every reply calls tools; see `PolicyHandle.chat`.
 
         Raises:
@@ -115,7 +115,7 @@ class ModelAgent(Agent):
         self.may_choose = bool(self._choices)
 
     async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
-        """Sample one reply to the conversation, with this observation at its end, and return it as the action."""
+        """Sample one reply to the conversation with this observation, and return it as the action."""
         tools = (*self._tools, *observation.tools)
         chat = await policy.chat(
             (*policy.history, *observation.content),
@@ -129,12 +129,11 @@ class ModelAgent(Agent):
 
 
 class ToolAgent(Agent):
-    """Calls the model several times in one TimeStep: the agent's own tools are run, and the model reads their results.
+    """Runs its own tools: the model may call them several times before the action of a TimeStep.
 
-    The action is the first reply that calls none of the agent's own tools, or the last of `max_calls` replies. If the
-    environment offers a tool of the same name as one of the agent's, the environment's is used. If a reply calls tools
-    of both, the agent's are run, and the model reads that it must call the environment's alone: the environment answers
-    an action as a whole, so it can't be given half of one.
+    The action is the first reply without calls of the agent's own tools, or the last of `max_calls` replies. If the
+    environment offers a tool of the same name, the environment's is used. If a reply calls tools of both, the agent's
+    are run, and the model is told to call the environment's alone, because an environment cannot answer half an action.
     """
 
     def __init__(
@@ -143,12 +142,12 @@ class ToolAgent(Agent):
         """Create the agent.
 
         Args:
-            tools: the agent's own tools, or a `ToolManager` with limits of its own.
+            tools: the agent's own tools, or a `ToolManager` with limits.
             max_calls: model calls in one TimeStep.
-            max_tokens: limit of each reply in tokens; None: as many as the job allows.
+            max_tokens: limit of each reply in tokens; None: the job's limit.
 
         Raises:
-            ValueError: two tools have the same name, or `max_calls` is below 1, or a server of tools is among them.
+            ValueError: two tools have the same name, `max_calls` is below 1, or a tool server is among the tools.
             ConfigError: `max_tokens` is below 1.
         """
         if max_tokens is not None:

@@ -14,7 +14,7 @@ Moves = Callable[[Observation], Sequence[str]]
 
 
 class RandomAgent(Agent):
-    """An opponent to compare with. The job's seed, the episode, the agent and the TimeStep decide what it plays."""
+    """Plays a random legal move, determined by the job's seed, the episode, the agent and the TimeStep."""
 
     may_choose = False
     asks_policy = False
@@ -23,15 +23,15 @@ class RandomAgent(Agent):
         """Create the agent.
 
         Args:
-            moves: returns the legal moves that an observation leaves, at least one; None: its `choices`.
+            moves: returns the legal moves of an observation, at least one; None: its `choices`.
         """
         self._moves = moves
 
     async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
-        """Return one of the legal moves; no call is made.
+        """Return a legal move, without calling the policy.
 
         Raises:
-            InvalidEnvironment: there is none.
+            InvalidEnvironment: no move is legal.
         """
         moves = list(observation.choices if self._moves is None else self._moves(observation))
         if not moves:

@@ -28,14 +28,14 @@ GRACE_SECONDS = 0.2  # between the failure of a request and the news that the en
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOrder:
-    """What a worker has to load.
+    """The settings of one engine worker.
 
     Attributes:
-        config: the job, with the settings of this worker alone.
+        config: the job, with the settings of this worker only.
         weights: see `EngineJob.weights`.
-        pictures: folder in which the images of prompts are found; None: there are none.
+        pictures: folder with the images of prompts, if any.
         number: of the worker, among those of the job.
-        numerics: what has to compute in the worker; {}: anything may.
+        numerics: required numerics of the worker; {}: any.
     """
 
     config: JobConfig
@@ -46,13 +46,13 @@ class EngineOrder:
 
 
 class WorkerMethods(Engine, Protocol):
-    """What a job calls: `begin`, and then what the engine does."""
+    """The methods that a job calls: `begin`, and then the engine's."""
 
     async def begin(self, order: EngineOrder) -> dict[str, tuple[int, int]]:
         """Load the models, and return the fields of `SampledModel` by policy.
 
         Raises:
-            PalestraError: they can't be loaded.
+            PalestraError: loading failed.
         """
         ...
 
@@ -61,17 +61,17 @@ class EngineWorker:
     """Serves one engine to one job."""
 
     def __init__(self, channel: Channel, load: Callable[[EngineOrder], LoadedEngine]) -> None:
-        """Prepare to serve.
+        """Create the worker.
 
         Args:
-            load: makes the engine, in a thread of its own.
+            load: creates the engine, in its own thread.
         """
         self._channel, self._load = channel, load
         self._engine: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
         self._failure: asyncio.Task[str] | None = None
 
     async def run(self) -> None:
-        """Serve until the job has closed the channel, or the engine has failed, which the job learns."""
+        """Serve until the job closes the channel, or the engine fails, which is reported to the job."""
         await race(Server(self._channel, {"": (WorkerMethods, self)}, self._sent).run(), self._report())
 
     async def begin(self, order: EngineOrder) -> dict[str, tuple[int, int]]:
@@ -86,7 +86,7 @@ class EngineWorker:
         return getattr(self._engine.result(), name)
 
     async def _report(self) -> None:
-        """Say what the engine does, by which the job sees that it makes progress, until it has failed."""
+        """Report the engine's progress to the job until the engine fails."""
         engine = await self._engine
         failure = self._failure = asyncio.create_task(engine.failure())
         said: EngineLoad | None = None
@@ -102,7 +102,7 @@ class EngineWorker:
             await cancelled(failure)
 
     async def _sent(self, error: Exception) -> Exception | None:
-        """Return the error of a call for the job; None: the whole engine has failed, which is the answer to all."""
+        """Return the error of a call for the job; None: the engine has failed, which answers all calls."""
         if isinstance(error, EngineFailure) and self._failure is not None:
             await asyncio.wait((self._failure,), timeout=GRACE_SECONDS)
             return None if self._failure.done() else error

@@ -16,20 +16,20 @@ from palestra.types.calls import FIRST_VERSION, PolicyVersion
 
 
 class WorkerEngine:
-    """The parts of `Engine` that a job knows without asking the worker.
+    """The methods of `Engine` that the job answers without the worker.
 
-    A channel that ends is the end of the worker: all calls fail.
+    The end of the channel is the end of the worker: all calls fail.
 
     Attributes:
-        engine: the whole; its other methods are called in the worker.
+        engine: the complete engine; its other methods are remote calls.
     """
 
     def __init__(self, channel: Channel, cause: Callable[[], Awaitable[str]]) -> None:
-        """Begin to receive.
+        """Start to receive.
 
         Args:
-            channel: to the worker, which is closed with this object.
-            cause: is asked how a worker has died whose end of the channel is closed.
+            channel: to the worker; closed by `close`.
+            cause: returns how the worker died, after its end of the channel closed.
         """
         self._cause = cause
         self._versions: dict[str, PolicyVersion] = {}
@@ -39,12 +39,12 @@ class WorkerEngine:
         self.engine = proxy(WorkerMethods, self._remote, self)
 
     async def begin(self, order: EngineOrder) -> dict[str, tuple[int, int]]:
-        """Have the worker load its models; see `WorkerMethods.begin`."""
+        """Load the models in the worker; see `WorkerMethods.begin`."""
         found: dict[str, tuple[int, int]] = await remote_method(WorkerMethods, "begin", self._remote)(order)
         return found
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
-        """Replace a policy's weights by those of a file or a folder; see `Engine.sync_weights`."""
+        """Replace a policy's weights by those of a file or folder; see `Engine.sync_weights`."""
         await remote_method(WorkerMethods, "sync_weights", self._remote)(policy, version, source)
         self._versions[policy] = version
 
@@ -54,30 +54,30 @@ class WorkerEngine:
         self._versions.pop(name, None)
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
-        """Let requests be sampled from one more policy; see `Engine.add_policy`."""
+        """Add a policy for sampling; see `Engine.add_policy`."""
         await remote_method(WorkerMethods, "add_policy", self._remote)(name, like, version, source)
         self._versions[name] = version
 
     def version(self, policy: str) -> PolicyVersion:
-        """Return the version of the weights that a policy is sampled from now."""
+        """Return the weights' version from which a policy is sampled now."""
         return self._versions.get(policy, FIRST_VERSION)
 
     def load(self) -> EngineLoad:
-        """Return what the worker has reported last, which is a fraction of a second old."""
+        """Return the worker's last report, a fraction of a second old."""
         return self._load
 
     async def failure(self) -> str:
-        """Return when the worker has failed or died, and say why."""
+        """Wait until the worker fails or dies, and return the reason."""
         return await asyncio.shield(self._lost)
 
     def lose(self, why: str) -> None:
-        """Give the worker up, and fail all its calls; the first reason counts."""
+        """Declare the worker lost, and fail all its calls; the first reason counts."""
         if not self._lost.done():
             self._lost.set_result(why)
             self._remote.lose(EngineFailure(f"an engine worker {why}"))
 
     async def close(self) -> None:
-        """Close the channel, with which the worker ends, and fail all calls."""
+        """Close the channel, which ends the worker, and fail all calls."""
         self.lose("was closed")
         await self._remote.close()
 

@@ -15,12 +15,12 @@ Fence = Callable[[sa.Connection], None]
 
 
 def no_problem() -> StoreError | None:
-    """Return None: the default check after a commit finds no reason against acknowledging it."""
+    """Return None: by default, a commit is always acknowledged."""
     return None
 
 
 def no_fence(_connection: sa.Connection) -> None:
-    """Let every transaction write."""
+    """Allow every transaction to write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,19 +28,17 @@ class Backend:
     """Connections to one database, and functions that differ between SQLite and PostgreSQL.
 
     Attributes:
-        engine: makes the one connection that writes.
-        read_engine: makes the connections that only read.
-        readers: how many connections may read at the same time.
-        explain: turns an error of the database, or of decoding a row, into the error that callers get: a StoreError if
-            the database is the cause, else the same error.
-        watch: called once, when the tables exist. It returns a function that is called after each commit, and before
-            the commit is acknowledged; a StoreError that this function returns is raised in place of the
-            acknowledgement.
-        fence: called once, in the transaction that opens the database. It returns a function that every later
-            transaction calls first. Where that raises Superseded, nothing is written any more.
-        bounded: whether callers stop waiting for an answer after `LONGEST_REPLY_SECONDS`. Else they wait for as long as
-            a transaction takes.
-        release: gives the lock on the database back, when all connections are closed.
+        engine: creates the one writing connection.
+        read_engine: creates read-only connections.
+        readers: number of concurrent reads.
+        explain: maps an error of the database, or of decoding a row, to the caller's error: a StoreError if the
+            database is the cause, else the same error.
+        watch: called once the tables exist; returns a function that is called after each commit, before its
+            acknowledgement. A StoreError that this function returns replaces the acknowledgement.
+        fence: called in the transaction that opens the database; returns a function that every later transaction calls
+            first. If it raises Superseded, nothing is written any more.
+        bounded: whether callers wait at most `LONGEST_REPLY_SECONDS`.
+        release: releases the lock on the database after all connections are closed.
     """
 
     engine: sa.Engine
@@ -53,7 +51,7 @@ class Backend:
     release: Callable[[], None] = lambda: None
 
     def close(self) -> None:
-        """Close all connections, and release the lock so that another process may open the database."""
+        """Close all connections, and release the lock for other processes."""
         self.read_engine.dispose()
         self.engine.dispose()
         self.release()

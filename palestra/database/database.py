@@ -26,8 +26,8 @@ LONGEST_REPLY_SECONDS = 10.0  # how long operations are repeated while a databas
 def shielded(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
     """Shield a coroutine function from the cancellation of its callers.
 
-    A method that commits a change and then updates memory (leases, notifiers) is decorated with this, so that memory
-    follows the database even if the caller is cancelled between the two.
+    Decorates methods that commit a change and then update memory (leases, notifiers), so that memory matches the
+    database even if the caller is cancelled in between.
     """
 
     @wraps(method)
@@ -38,24 +38,23 @@ def shielded(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Corouti
 
 
 def to_json(value: Any) -> str:
-    """Return a value as compact JSON for a text column. NaN and infinities were refused when the request was read."""
+    """Return a value as compact JSON for a text column; requests with NaN and infinities were refused earlier."""
     return orjson.dumps(value).decode()
 
 
 class Database:
-    """Runs operations on a database for tasks of event loops. An operation is a function of a connection.
+    """Runs operations, functions of a connection, on a database for tasks of event loops.
 
-    All writes go through one thread, in the order of `submit`, so that an operation sees the changes of every earlier
-    one. Operations that have gathered are committed together (see `Writer`). Reads run at the same time, on connections
-    of their own.
+    One thread executes all writes in the order of `submit`, so an operation sees the changes of all earlier ones.
+    Waiting operations are committed together (see `Writer`). Reads run concurrently on their own connections.
     """
 
     def __init__(self, backend: Backend, schema: Schema) -> None:
-        """Open the database, and create its tables in an empty one.
+        """Open the database, and create its tables if it is empty.
 
         Raises:
-            StoreError: the database can't be used, or is of another program or version.
-            StoreUnreachable: the database does not answer.
+            StoreError: it cannot be used, or belongs to another program or version.
+            StoreUnreachable: it does not answer.
         """
         self._backend = backend
         try:
@@ -71,7 +70,7 @@ class Database:
 
     @property
     def commits(self) -> int:
-        """Return how many transactions were committed. The number grows with every change of the database."""
+        """Return the number of committed transactions; it grows with every change."""
         return self._writer.commits
 
     def close(self) -> None:
@@ -81,24 +80,21 @@ class Database:
         self._backend.close()
 
     def submit(self, operation: Callable[[sa.Connection], T], tag: str | None = None) -> asyncio.Future[T]:
-        """Have the writing thread run an operation; the future is done when the result is on disk.
+        """Run an operation in the writing thread; the future resolves when the result is on disk.
 
         Args:
-            operation: is run once, and is committed even if the future is cancelled. A PalestraError that it raises
-                must come before its first change.
+            operation: runs once, and is committed even if the future is cancelled. It must raise PalestraErrors before
+                its first change.
             tag: names the fault points before and after its commit, such as `chat_commit`.
-
-        Raises:
-            StoreError: the database is closed; or, from the future, it failed.
         """
         return self._writer.submit(operation, tag)
 
     async def write(self, operation: Callable[[sa.Connection], T], tag: str | None = None) -> T:
-        """Run an operation on the writing thread, and return its result when it is on disk.
+        """Run an operation in the writing thread, and return its result when it is on disk.
 
-        A caller that is cancelled does not take the operation back. Where a database does not say whether it has
-        committed (StoreUnreachable), the operation is run again: it has to find out whether it was done. An operation
-        that raises StoreUnreachable in the end was not done, except for one whose commit was not answered.
+        Cancelling the caller does not cancel the operation. If the database does not say whether it committed
+        (StoreUnreachable), the operation runs again, so it must detect its own earlier success. If it finally raises
+        StoreUnreachable, it was not committed, unless the last commit got no answer.
 
         Args:
             operation: see `submit`.
@@ -107,7 +103,7 @@ class Database:
         Raises:
             StoreError: the database is closed, or failed.
             StoreUnreachable: the database did not answer for `LONGEST_REPLY_SECONDS`.
-            PalestraError: what the operation raises.
+            PalestraError: the operation's error.
         """
         given_up = False
 
@@ -123,21 +119,21 @@ class Database:
             raise
 
     async def read(self, operation: Callable[[sa.Connection], T]) -> T:
-        """Run a query on a connection of its own; it sees every change that was awaited before.
+        """Run a query on its own connection; it sees every change that was awaited before.
 
         Raises:
             StoreError: the database is closed or failed, or a row is damaged.
             StoreUnreachable: the database did not answer for `LONGEST_REPLY_SECONDS`.
-            PalestraError: what the query raises.
+            PalestraError: the query's error.
         """
         return await self._persist(lambda: self._on_reader(lambda: self.query(operation)))
 
     def read_here(self, operation: Callable[[sa.Connection], T]) -> T:
-        """Run a short query as `read` does, once, while the calling thread waits."""
+        """Run a short query like `read`, once, blocking the calling thread."""
         return self._readers.submit(lambda: self.query(operation)).result()
 
     def query(self, operation: Callable[[sa.Connection], T]) -> T:
-        """Run a query in the calling thread. For start-up code that runs before there is an event loop.
+        """Run a query in the calling thread, for start-up code before the event loop.
 
         Raises:
             StoreError, StoreUnreachable, PalestraError: see `read`.
@@ -146,9 +142,9 @@ class Database:
             return operation(connection)
 
     async def lost(self) -> StoreError:
-        """Wait until the database can't be used any more, which normally never happens, and return the reason.
+        """Wait until the database becomes unusable, which normally never happens, and return the reason.
 
-        Commits find the reason before they are acknowledged; this method also finds it while nothing is committed.
+        Commits detect this too before they are acknowledged; this method also does so when idle.
         """
         while True:
             if (problem := self._writer.over or await self._on_reader(self._problem)) is not None:
@@ -165,7 +161,7 @@ class Database:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn errors of the database, or of decoding damaged rows, into those of `Backend.explain`."""
+        """Map errors of the database, or of decoding damaged rows, with `Backend.explain`."""
         try:
             yield
         except PalestraError:

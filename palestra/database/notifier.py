@@ -13,11 +13,11 @@ WAKE_SECONDS = 5.0
 class Notifier:
     """Wakes tasks that wait for a change of the database.
 
-    Read `count`, then look at the database, then pass `count` to `wait`: a notification between the look and the wait
-    is not missed, because `wait` then returns immediately.
+    Read `count`, query the database, then pass `count` to `wait`, which returns immediately if there was a notification
+    in between.
 
     Attributes:
-        count: how many notifications there have been.
+        count: number of notifications so far.
     """
 
     def __init__(self) -> None:
@@ -25,12 +25,11 @@ class Notifier:
         self._waiting: OrderedDict[asyncio.Future[None], None] = OrderedDict()  # first come, first served
 
     async def wait(self, timeout_seconds: float, since: int) -> None:
-        """Return at the next notification, or when the time is over.
+        """Return at the next notification, or after the timeout.
 
         Args:
-            timeout_seconds: the longest time to wait.
-            since: the `count` that the caller read before it looked at the database. If there has been a notification
-                after it, this method returns immediately.
+            since: `count` before the caller's query; returns immediately if it has changed.
+            timeout_seconds: the longest wait.
         """
         if self.count != since:
             return

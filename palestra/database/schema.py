@@ -1,4 +1,4 @@
-"""The tables of a database, and the version by which a database of other tables is recognised."""
+"""The tables of a database, and the version that identifies them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ class Schema:
     """The tables of a store.
 
     Attributes:
-        store: name of the store in errors, such as `run store`.
-        metadata: the tables.
-        read_version: returns the version that a database has recorded; 0: it is empty. Raises StoreError if the
-            database belongs to another program. By default, SQLite's `user_version`.
+        store: its name in errors, such as `run store`.
+        read_version: returns the database's recorded version; 0: it is empty. Raises StoreError if it belongs to
+            another program. Default: SQLite's `user_version`.
         write_version: records the version in the database.
     """
 
@@ -41,15 +40,11 @@ class Schema:
 
     @property
     def version(self) -> int:
-        """Return a digest of the tables, positive and below 2^31: SQLite keeps a signed number of 32 bits."""
+        """Return a digest of the tables, positive and below 2^31, because SQLite stores a signed 32-bit number."""
         return _digest(self.metadata)
 
     def create(self, connection: sa.Connection) -> None:
-        """Create the tables in an empty database, in the caller's transaction; leave a database of this version alone.
-
-        Raises:
-            StoreError: see `check`.
-        """
+        """Create the tables in an empty database, in the caller's transaction; keep a database of this version."""
         found = self.read_version(connection)
         if found == 0:
             self.metadata.create_all(connection)
@@ -58,14 +53,11 @@ class Schema:
             self.check(found)
 
     def check(self, found: int, path: object = "") -> None:
-        """Refuse the database of another version of Palestra.
+        """Raise StoreError for a database of another version of Palestra.
 
         Args:
-            found: the version that the database has recorded.
-            path: where the database is, for the message.
-
-        Raises:
-            StoreError: it is another version.
+            found: the recorded version.
+            path: for the message.
         """
         if found != self.version:
             where = f"{path}: " if path else ""

@@ -30,17 +30,16 @@ def pieces(items: Sequence[T], most: int = MOST_VALUES) -> Iterator[Sequence[T]]
 def open_engine(
     path: Path, synchronous: str, read_only: bool = False, pool: type[sa.Pool] = sa.pool.StaticPool
 ) -> sa.Engine:
-    """Return an engine with one connection to a SQLite file in WAL mode. It connects when it is first used.
+    """Return an engine with one connection to a SQLite file in WAL mode, opened at first use.
 
-    With `synchronous=NORMAL` a commit survives the death of the process (kill -9), because it is in the operating
-    system's hands; with `FULL` it also survives the loss of power.
+    With `synchronous=NORMAL` a commit survives the death of the process (kill -9); with `FULL` also a power failure.
 
     Args:
-        path: of the file, which is created if there is none, unless `read_only`.
-        synchronous: `NORMAL` or `FULL`; a read-only connection does not use it.
-        read_only: whether the connection may not write. Its transactions begin with BEGIN, the others with BEGIN
-            IMMEDIATE, so that a write never fails because another process wrote since the transaction's first read.
-        pool: of connections, where it is to be another number than one.
+        path: created if missing, unless `read_only`.
+        synchronous: `NORMAL` or `FULL`; not used by read-only connections.
+        read_only: transactions begin with BEGIN instead of BEGIN IMMEDIATE, which keeps a write from failing because
+            another process wrote after the transaction's first read.
+        pool: for more than one connection.
     """
     target = path.absolute().as_uri() + ("?mode=ro" if read_only else "?mode=rwc")  # any character may be in a path
     engine = sa.create_engine(
@@ -73,26 +72,22 @@ def open_engine(
 
 
 def sqlite_connection(connection: sa.Connection) -> sqlite3.Connection:
-    """Return SQLite's own connection, for statements of busy paths."""
+    """Return SQLite's own connection, for frequent statements."""
     return cast(sqlite3.Connection, connection.connection.driver_connection)
 
 
 def as_sqlalchemys(error: sqlite3.Error, statement: str) -> sa.exc.DBAPIError:
-    """Return SQLAlchemy's error of the same name as SQLite's, so that callers handle one kind of errors.
-
-    Args:
-        error: what a statement on SQLite's own connection raised.
-    """
+    """Return SQLAlchemy's error for one of SQLite, so that callers handle one kind of errors."""
     kind: type[sa.exc.DBAPIError] = getattr(sa.exc, type(error).__name__, sa.exc.DatabaseError)
     return kind(statement, None, error)
 
 
 def make_private(path: Path) -> None:
-    """Create the file if there is none, and let only its owner read it. SQLite gives `-wal` and `-shm` the same mode.
+    """Create the file if necessary, and make it readable only by its owner, as `-wal` and `-shm` then are too.
 
     Raises:
-        ConfigError: the file or one of these is a link or another user's, or others can write to it.
-        OSError: the file can't be opened.
+        ConfigError: one of the files is a link, another user's, or writable for others.
+        OSError: the file cannot be opened.
     """
     for suffix in ("-wal", "-shm", "-journal"):
         with contextlib.suppress(FileNotFoundError):

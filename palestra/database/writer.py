@@ -1,6 +1,6 @@
-"""One thread that owns the only writing connection, and commits the operations that have gathered in one transaction.
+"""One thread with the only writing connection, which commits waiting operations in one transaction.
 
-A caller awaits its commit and the event loop never waits for the disk; under load many calls share one fsync.
+Callers await their commit, and the event loop never waits for the disk; under load many calls share one fsync.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ MAX_BATCH = 256
 
 @dataclass(slots=True)
 class _Operation:
-    """One submitted operation, with the future of its caller and, after it ran, its result or error.
+    """A submitted operation with its caller's future and, after it ran, its result or error.
 
     Attributes:
-        run: the function of a connection.
-        tag: names the fault points around the commit, e.g. `chat_commit`; None: there are none.
-        loop: the event loop of the caller, on which the future is resolved.
+        tag: names the fault points around the commit, such as `chat_commit`; None: no fault points.
+        loop: the caller's event loop, which resolves the future.
     """
 
     run: Callable[[sa.Connection], Any]
@@ -41,10 +40,10 @@ class _Operation:
 
 
 class Writer:
-    """Runs operations in order, in groups of which each is one transaction.
+    """Runs operations in order, in groups that are one transaction each.
 
-    An operation that raises a `PalestraError` must do so before its first change. Any other error rolls the group back,
-    and its operations are then committed one by one, so that a failing operation does not make others fail.
+    An operation must raise a `PalestraError` before its first change. Any other error rolls the group back, and its
+    operations are committed one by one, so that one failure does not affect others.
     """
 
     def __init__(
@@ -53,11 +52,9 @@ class Writer:
         """Start the writing thread.
 
         Args:
-            explain: turns an error of the database into the one that callers get; see `Backend`.
-            problem: called after each commit. If it returns an error, the commit is not acknowledged, and every later
-                operation fails with this error.
-            fence: called first in each transaction. If it raises Superseded, every later operation fails with this
-                error.
+            explain: maps database errors to callers' errors; see `Backend`.
+            problem: called after each commit; an error that it returns fails this commit and all later operations.
+            fence: called first in each transaction; if it raises Superseded, all later operations fail.
         """
         self._engine, self._explain, self._problem, self._fence = engine, explain, problem, fence
         self._over: StoreError | None = None
@@ -70,22 +67,16 @@ class Writer:
 
     @property
     def over(self) -> StoreError | None:
-        """Return the error with which all operations fail from now on: `problem` returned it, or `fence` raised it.
-
-        None: all is well.
-        """
+        """Return the error with which all operations fail from now on, from `problem` or `fence`; None: all is well."""
         return self._over
 
     def submit(self, run: Callable[[sa.Connection], T], tag: str | None = None) -> asyncio.Future[T]:
-        """Queue an operation; the future has the result when the commit is on disk.
+        """Queue an operation; the future resolves when the commit is on disk.
 
-        Cancelling the future does not withdraw the operation, which is committed all the same.
+        Cancelling the future does not cancel the operation.
 
         Args:
             tag: names the fault points before and after the commit, such as `chat_commit`.
-
-        Raises:
-            StoreError: the writer is closed.
         """
         if self._closed:
             raise StoreError("the store is closed")
@@ -133,9 +124,8 @@ class Writer:
                     return
 
     def _commit(self, connection: sa.Connection, group: list[_Operation]) -> None:
-        """Commit a group in one transaction and deliver the results.
-
-        If that fails, commit its operations one by one.
+        """Commit a group in one transaction and deliver the results; if that fails, commit its
+        operations one by one.
         """
         if self._over is not None:
             self._refuse(group, self._over)
@@ -162,7 +152,7 @@ class Writer:
                 self._refuse(group, self._over)
 
     def _refuse(self, group: list[_Operation], error: StoreError) -> None:
-        """Deliver `error` to every operation of the group, in place of a result."""
+        """Fail every operation of the group with `error`."""
         for operation in group:
             operation.result, operation.error = None, error
         _deliver(group)

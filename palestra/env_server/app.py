@@ -30,7 +30,7 @@ def create_env_app(table: SessionTable, key: str) -> FastAPI:
     """Return the application that serves an environment.
 
     Args:
-        key: makes sessions and lists them.
+        key: allows clients to play and to list sessions.
     """
 
     def check_key(request: Request) -> None:
@@ -48,12 +48,12 @@ def create_env_app(table: SessionTable, key: str) -> FastAPI:
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        """Return the page with the sessions, which asks for the key."""
+        """Return the page of sessions, which asks for the key."""
         return Response(PAGE, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
     @app.get("/v1/environment")
     async def environment() -> EnvironmentFacts:
-        """Return what is known of the environment before an episode."""
+        """Return the facts about the environment that are known before an episode."""
         return table.facts
 
     @app.get("/v1/sessions")
@@ -63,7 +63,7 @@ def create_env_app(table: SessionTable, key: str) -> FastAPI:
 
     @app.websocket("/v1/session")
     async def play(websocket: WebSocket) -> None:
-        """Play episodes until the client is gone."""
+        """Play episodes until the client disconnects."""
         try:
             check_key(Request({**websocket.scope, "type": "http"}))
             table.check_open()
@@ -81,10 +81,10 @@ def create_env_app(table: SessionTable, key: str) -> FastAPI:
 
 @asynccontextmanager
 async def served_environment(table: SessionTable, key: str, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve an environment inside of the block, and end all sessions with it.
+    """Serve an environment inside the block; its end ends all sessions.
 
     Args:
-        listener: a socket that listens; it is closed at the end.
+        listener: a listening socket, closed at the end.
     """
     app, most = create_env_app(table, key), table.limits.max_message_bytes
     try:

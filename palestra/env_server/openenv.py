@@ -1,7 +1,7 @@
-"""An environment served in OpenEnv's protocol, so that clients and trainers of OpenEnv can play it.
+"""Serves an environment in OpenEnv's protocol, for OpenEnv's clients and trainers.
 
-One WebSocket is one session with an environment of its own: a connection that breaks ends the episode.
-`palestra.env_server.app` serves the protocol of this project, which has several agents and several named rewards.
+One WebSocket is one session with its own environment; a broken connection ends the episode. `palestra.env_server.app`
+serves Palestra's protocol, which has several agents and several named rewards.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CallFields(BaseModel):
 
 
 class AgentAction(BaseModel):
-    """What an agent says, and the tools that it calls; not `Action`, by which clients know servers of MCP tools."""
+    """An agent's reply and tool calls. Not named `Action`: OpenEnv's clients take that for an MCP server's."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -58,7 +58,7 @@ class AgentAction(BaseModel):
 
 
 class Shown(BaseModel):
-    """What the agent is shown."""
+    """An observation for the agent."""
 
     text: str = Field(description="The new messages of the agent's conversation, as one text.")
     messages: list[dict[str, Any]] = Field(description="The same as chat messages in OpenAI's shape.")
@@ -67,14 +67,14 @@ class Shown(BaseModel):
 
 
 class State(BaseModel):
-    """How far the episode is."""
+    """The progress of the episode."""
 
     episode_id: str | None = Field(None, description="As the client named it.")
     step_count: int = Field(0, description="Actions so far.")
 
 
 class OpenEnvServer:
-    """Makes a session for each WebSocket, at most `limits.sessions` at a time."""
+    """Creates a session for each WebSocket, at most `limits.sessions` at a time."""
 
     def __init__(
         self,
@@ -87,12 +87,9 @@ class OpenEnvServer:
         """Create a server without sessions.
 
         Args:
-            make: returns a new environment, of one agent.
-            limits: of sessions; None: the defaults. A client that finds none free is refused, as OpenEnv has it.
-            tasks: makes a task of the arguments of `reset`; None: they are the task.
-
-        Raises:
-            Exception: what the environment raised when it was made.
+            make: returns a new environment with one agent.
+            limits: None: the defaults. Clients beyond the limit are refused, as in OpenEnv.
+            tasks: makes a task from the arguments of `reset`; None: the arguments are the task.
         """
         self.limits = limits or SessionLimits()
         self._make, self._tasks = make, tasks or dict
@@ -102,7 +99,7 @@ class OpenEnvServer:
         self._sessions: set[asyncio.Task[Any]] = set()
 
     def __len__(self) -> int:
-        """Return how many sessions there are."""
+        """Return the number of sessions."""
         return len(self._sessions)
 
     def app(self, key: str) -> FastAPI:
@@ -142,12 +139,12 @@ class OpenEnvServer:
         @app.post("/reset")
         @app.post("/step")
         async def without_session() -> None:
-            """Refuse the forms that have no session, in which each request would begin a new environment."""
+            """Refuse OpenEnv's requests without a session, each of which would create an environment."""
             raise Conflict("an episode is played over the WebSocket /ws; a request of its own has no session")
 
         @app.websocket("/ws")
         async def play(websocket: WebSocket) -> None:
-            """Play episodes until the client is gone."""
+            """Play episodes until the client disconnects."""
             with contextlib.suppress(WebSocketDisconnect):  # the client is gone already
                 await websocket.accept()
                 if not _opens(Request({**websocket.scope, "type": "http"}), key):
@@ -237,7 +234,7 @@ class _Session:
         return {"type": "observation", "data": seen}
 
     async def close(self) -> None:
-        """End the episode and close the environment; what that raises is logged, as the episode has its result."""
+        """End the episode and close the environment; only log its errors, because the episode has its result."""
         environment, self._environment = self._environment, None
         if environment is not None:
             await close_or_log(environment, self._limits.close_seconds, log)
@@ -279,7 +276,7 @@ class _Session:
         return await self._next(environment)
 
     async def _next(self, environment: ConcurrentEnvironment) -> dict[str, Any]:
-        """Return what the agent is shown next."""
+        """Return the agent's next observation."""
         try:
             seen = await environment.observe()
         except EpisodeOver:
@@ -309,10 +306,10 @@ class _Session:
 
 
 def seeded_tasks(generate: Callable[[Literal["train"], int, int], list[dict[str, Any]]]) -> Tasks:
-    """Return what makes a task of a catalogue's environment of the arguments of `reset`.
+    """Return a function that makes a catalogue environment's tasks from the arguments of `reset`.
 
     Args:
-        generate: the catalogue's generator of tasks. It makes the task where nothing or only a seed is given.
+        generate: the catalogue's task generator, used for empty arguments and for a seed alone.
     """
 
     def task_of(given: dict[str, Any]) -> dict[str, Any]:

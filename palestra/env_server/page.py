@@ -1,4 +1,4 @@
-"""The page of an environment server: its sessions, read with the server's key. It loads nothing from elsewhere."""
+"""The page of an environment server: its sessions, read with the server's key. It loads no external resources."""
 
 from __future__ import annotations
 

@@ -51,11 +51,11 @@ class SessionLimits:
     """The limits of a server's sessions.
 
     Attributes:
-        sessions: how many there may be at the same time; more wait.
-        idle_seconds: a session ends after so long without a message of its client.
-        hang_seconds: an episode fails if the environment, and not an agent, is silent for so long.
-        close_seconds: the longest time that `close` of an environment may take.
-        max_message_bytes: length of one message, in either direction.
+        sessions: at the same time; more wait.
+        idle_seconds: time without a message of the client, after which a session ends.
+        hang_seconds: an episode fails after so long without the environment's next step; time of agents does not count.
+        close_seconds: for the environment's `close`.
+        max_message_bytes: of one message, in either direction.
     """
 
     sessions: int = 64
@@ -65,11 +65,7 @@ class SessionLimits:
     max_message_bytes: int = MAX_MESSAGE_BYTES
 
     def __post_init__(self) -> None:
-        """Refuse what no client would take.
-
-        Raises:
-            ConfigError: a message may be too long.
-        """
+        """Raise ConfigError if clients would not accept messages of the maximum size."""
         if not 1 <= self.max_message_bytes <= MOST_MESSAGE_BYTES:
             raise ConfigError(f"max_message_bytes is at least 1 and at most {MOST_MESSAGE_BYTES:,}")
 
@@ -79,7 +75,7 @@ class EnvironmentSession:
 
     Attributes:
         asked_at: monotonic seconds of the client's last message.
-        ended: is set when the session has to end.
+        ended: set when the session has to end.
     """
 
     def __init__(
@@ -91,11 +87,11 @@ class EnvironmentSession:
         send: Send,
         on_idle: Callable[[], None],
     ) -> None:
-        """Create a session with a new name; `open` makes its environment.
+        """Create a session with a new name; `open` creates its environment.
 
         Args:
-            system: system message of the agent of an `Environment`; None: the environment's own.
-            on_idle: is called when an episode has ended.
+            system: system message of an `Environment`'s agent; None: the environment's own.
+            on_idle: called at the end of each episode.
         """
         self.session_id = f"s{secrets.token_hex(12)}"
         self.ended = asyncio.Event()
@@ -113,17 +109,17 @@ class EnvironmentSession:
         self._pictures: set[str] = set()  # digests of those whose files the episode's messages had
 
     async def open(self) -> None:
-        """Make the environment and set it up.
+        """Create the environment and set it up.
 
         Raises:
-            InvalidRequest: a system message is given, and the environment's agents have their own.
-            Exception: what the environment raised.
+            InvalidRequest: a system message was given, but the environment's agents have their own.
+            Exception: the environment's error.
         """
         await self._renew()
 
     @property
     def is_idle(self) -> bool:
-        """Return whether an episode was played, and none is."""
+        """Return whether the session has played an episode and is between episodes."""
         return self._episodes > 0 and not self._plays
 
     @property
@@ -131,7 +127,7 @@ class EnvironmentSession:
         return self._state in ("resetting", "playing")
 
     def line(self) -> SessionLine:
-        """Return the session as the list of sessions shows it."""
+        """Return the session's entry for the list of sessions."""
         now = self._clock.monotonic()
         return SessionLine(
             session_id=self.session_id,
@@ -145,11 +141,7 @@ class EnvironmentSession:
         )
 
     async def play(self, inbox: asyncio.Queue[ClientMessage]) -> None:
-        """Handle the client's messages, one after another, until the session has to end.
-
-        Raises:
-            InvalidRequest: a second `open`.
-        """
+        """Handle the client's messages in order until the session has to end."""
         await race(self._obey(inbox), self._watch(), self.ended.wait())
 
     async def close(self) -> None:
@@ -266,7 +258,7 @@ class EnvironmentSession:
                 raise InvalidEnvironment(f"an observation of {observation.agent!r}: {error}") from error
 
     async def _withdraw(self, environment: ConcurrentEnvironment) -> None:
-        """Tell the client for which observations the environment no longer waits."""
+        """Tell the client which observations the environment no longer waits for."""
         for name in [name for name in self._open if environment.is_withdrawn(name)]:
             self._open.discard(name)
             action = environment.action_in_place(name)
@@ -274,7 +266,7 @@ class EnvironmentSession:
             await self._send(type="withdrawn", observation_id=name, action=shown)
 
     async def _watch(self) -> None:
-        """Return when the client has asked for nothing for long, and fail episodes whose environment hangs."""
+        """Return when the client has been silent for too long, and fail episodes whose environment hangs."""
         limits = self._limits
         while (silent := self._clock.monotonic() - self.asked_at) <= limits.idle_seconds:
             await self._check_hanging()
@@ -323,6 +315,6 @@ class EnvironmentSession:
 
 
 def error_line(error: Exception) -> str:
-    """Return an error as one line; one that was not raised on purpose is named with its type and place."""
+    """Return an error in one line; unexpected errors with type and location."""
     text = str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}{place_of(error)}"
     return text.encode("utf-8", errors="replace").decode()[:2000]

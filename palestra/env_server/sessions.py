@@ -19,10 +19,9 @@ CLOSE_SECONDS = 5.0  # for sessions to end with their server; an environment tha
 
 
 class SessionTable:
-    """Makes sessions for clients, at most `limits.sessions` at a time.
+    """Creates sessions for clients, at most `limits.sessions` at a time, first come, first served.
 
-    Who waits longest for a session gets the next one. While clients wait, a session in which no episode is being played
-    ends; its client gets another one when it begins its next episode.
+    While clients wait, a session without a running episode ends; its client gets a new one for its next episode.
     """
 
     def __init__(
@@ -31,11 +30,11 @@ class SessionTable:
         """Create a table without sessions.
 
         Args:
-            limits: of sessions; None: the defaults.
-            clock: source of time; None: the system's.
+            limits: None: the defaults.
+            clock: None: the system's.
 
         Raises:
-            Exception: what the environment raised when it was made.
+            Exception: the error of creating the environment.
         """
         self.limits = limits or SessionLimits()
         self._make, self._clock = make, clock or SystemClock()
@@ -48,7 +47,7 @@ class SessionTable:
         self._empty = asyncio.Event()  # set while there is no session, once the table drains
 
     def __len__(self) -> int:
-        """Return how many sessions there are."""
+        """Return the number of sessions."""
         return len(self._sessions)
 
     def list(self) -> SessionList:
@@ -66,16 +65,16 @@ class SessionTable:
     async def session(
         self, system: str | None, wait_seconds: float | None, send: Send
     ) -> AsyncIterator[EnvironmentSession]:
-        """Hold a new session inside of the block; wait for one while all are in use.
+        """Provide a new session inside the block; wait for one while all are in use.
 
         Args:
-            system: system message of the agent of an environment with one agent; None: the environment's own.
+            system: system message of the agent of a single-agent environment; None: the environment's own.
             wait_seconds: None: without a limit.
 
         Raises:
-            TooManyRequests: no session has become free in time.
+            TooManyRequests: no session became free in time.
             ServerStopping: the server ends.
-            EnvironmentFailed: the environment could not be made.
+            EnvironmentFailed: the environment could not be created.
         """
         await self._take_place(wait_seconds)
         session = EnvironmentSession(self._make, system, self.limits, self._clock, send, self._make_room)
@@ -92,7 +91,7 @@ class SessionTable:
                 self._leave_place()
 
     def check_open(self) -> None:
-        """Refuse a new session if there may be none any more.
+        """Raise an error if new sessions are refused.
 
         Raises:
             ServerStopping: the server ends.
@@ -101,15 +100,12 @@ class SessionTable:
             raise ServerStopping(self._closed)
 
     async def drain(self, seconds: float) -> bool:
-        """Make no more sessions, and wait until the episodes that are being played are over.
+        """Refuse new sessions, and wait until all episodes are over; return whether all sessions ended in time.
 
-        A session ends between two episodes; its client begins the next one in a session of another server.
+        Sessions end between two episodes; clients begin their next one at another server.
 
         Args:
-            seconds: the longest time to wait.
-
-        Returns:
-            Whether all sessions have ended; False: the time is over, and episodes are still being played.
+            seconds: the longest wait.
         """
         self._refuse("this environment server is draining: it ends, and takes no new sessions")
         self._make_room()
@@ -120,14 +116,14 @@ class SessionTable:
         return self._empty.is_set()
 
     def stop(self) -> None:
-        """End all sessions, and make no more."""
+        """Refuse new sessions and end the present ones."""
         self._refuse("this server is going down")
         for session in self._sessions:
             session.ended.set()
         self._look_empty()
 
     async def close(self) -> None:
-        """End all sessions, and wait until they have ended."""
+        """End all sessions, and wait for it."""
         self.stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
@@ -143,7 +139,7 @@ class SessionTable:
             raise EnvironmentFailed(f"the environment could not be made: {error_line(error)}") from error
 
     def _refuse(self, reason: str) -> None:
-        """Refuse new sessions from now on, also to those who wait for one."""
+        """Refuse new sessions from now on, waiting clients included."""
         self._closed = reason
         for place in self._waiting:
             place.cancel()
@@ -154,13 +150,13 @@ class SessionTable:
             self._empty.set()
 
     def _leave_place(self) -> None:
-        """Give a place to the client that has waited longest."""
+        """Pass a place to the client that has waited longest."""
         self._taken -= 1
         self._grant()
         self._look_empty()
 
     async def _take_place(self, seconds: float | None) -> None:
-        """Wait until there may be one session more, in the order in which clients have come."""
+        """Wait for a free place, first come, first served."""
         self.check_open()
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
@@ -184,16 +180,13 @@ class SessionTable:
             )
 
     def _grant(self) -> None:
-        """Give free places to those that wait longest."""
+        """Give free places to the clients that have waited longest."""
         while self._waiting and self._taken < self.limits.sessions:
             self._waiting.popleft().set_result(None)
             self._taken += 1
 
     def _make_room(self) -> None:
-        """End the sessions that have been without an episode for longest, as many as clients wait for a place.
-
-        While the table drains, all of them end.
-        """
+        """End the longest idle sessions, one for each waiting client; all idle ones while the table drains."""
         ending = sum(session.ended.is_set() for session in self._sessions)
         wanted = len(self._sessions) if self._closed is not None else len(self._waiting) - ending
         if wanted > 0:

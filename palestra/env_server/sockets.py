@@ -1,4 +1,4 @@
-"""A session over its WebSocket, with which it begins and ends."""
+"""A session over its WebSocket: both begin and end together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_REASON_BYTES = 120  # of the WebSocket's close frame
 
 
 async def carry(table: SessionTable, websocket: WebSocket) -> None:
-    """Play for a client until it is gone, or the session ends."""
+    """Play for a client until it disconnects, or the session ends."""
     inbox: asyncio.Queue[ClientMessage] = asyncio.Queue()
 
     async def send(text: str) -> None:
@@ -47,7 +47,7 @@ async def carry(table: SessionTable, websocket: WebSocket) -> None:
 
 
 async def _read(websocket: WebSocket, inbox: asyncio.Queue[ClientMessage]) -> None:
-    """Put the client's messages into the inbox until it is gone, or one is refused."""
+    """Put the client's messages into the inbox until it disconnects, or one is refused."""
     while True:
         event = await websocket.receive()
         if event["type"] == "websocket.disconnect":

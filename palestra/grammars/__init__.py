@@ -1,5 +1,5 @@
-"""Grammars that replies have to match.
+"""Grammars that constrain replies.
 
-`pool.Grammars` is what engines, sessions and trainers use. This package imports nothing by itself: the process that
-it starts stays small.
+Engines, sessions and trainers use `pool.Grammars`. This package imports nothing by itself, so that its child process
+stays small.
 """

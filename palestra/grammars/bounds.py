@@ -1,8 +1,8 @@
-"""The bounds on what one grammar may cost in time and memory.
+"""Limits on the time and memory of one grammar.
 
-The limits of `llguidance` come first: they count steps, so that equal grammars are refused equally on every machine.
-Compiling has gaps in them, though: the intersection of patterns multiplies before it is counted. So a grammar is first
-compiled in a process of which the kernel bounds processor time and memory.
+The limits of `llguidance` apply first: they count steps, so every machine refuses the same grammars. They do not cover
+all of compilation, though: an intersection of patterns multiplies before it is counted. So a grammar is first compiled
+in a process whose processor time and memory the kernel limits.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ class Bounds:
     """The most that one grammar may use before it is refused.
 
     Attributes:
-        compile_cpu_seconds: processor time of compiling, including a few random replies.
-        memory_mib: memory that this may take.
-        compile_wall_seconds: time that this may take on a machine that is busy with other work.
-        lexer_states: states of the automaton that recognises lexemes; about 2 kB each.
-        tree_places: most places in the replies of a grammar that is walked whole when it is compiled; 0: none is.
+        compile_cpu_seconds: of compiling and a few random replies.
+        memory_mib: of compiling.
+        compile_wall_seconds: of compiling on a busy machine.
+        lexer_states: states of the lexer's automaton, about 2 kB each.
+        tree_places: a grammar with at most so many positions in its replies is stored as a `GrammarTree`; 0: none.
     """
 
     compile_cpu_seconds: float = 2.0

@@ -1,7 +1,8 @@
-"""The process that compiles grammars first, so that one which takes too much ends a process that has nothing else.
+"""The process that compiles grammars first, so that an expensive grammar kills only this process.
 
-It holds the tokenizer, no thread and no torch. For each grammar it forks a process, which the kernel ends at a bound
-of time or memory. It ends when its connection is closed, however Palestra's process ended, and its forks end with it.
+It holds the tokenizer, but no threads and no torch. It forks a process for each grammar, which the kernel kills at a
+limit of time or memory. It ends when its connection closes, however Palestra's process ended, and its forks end with
+it.
 """
 
 from __future__ import annotations
@@ -35,32 +36,31 @@ Tree = tuple[list[list[tuple[int, int]]], int]
 
 
 class GrammarCompiler:
-    """What the process does, one call after another."""
+    """Executes the calls of `GrammarWorker`, one after the other."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Load nothing yet.
+        """Create the compiler.
 
         Args:
-            connection: anything that arrives there while a grammar is compiled ends that.
+            connection: anything that arrives there cancels the running compilation.
         """
         self._connection = connection
         self._tokenizer: LLTokenizer  # made by `load`, the first call
 
     def load(self, vocabulary: GrammarVocabulary | None) -> None:
-        """Make the tokenizer of a vocabulary; None: every byte is a token."""
+        """Load the tokenizer of a vocabulary; None: every byte is a token."""
         self._tokenizer = make_tokenizer(vocabulary)
 
     def examine(self, grammar: str, bounds: Bounds) -> Tree | None:
-        """Compile a grammar in a fork, walk some of its replies, and return all of them, with the bytes of a mask.
+        """Compile a grammar in a fork, try some of its replies, and return its tree and the length of a mask.
 
-        Returns:
-            For each place in the replies the tokens that may follow, and where each leads to: the number of a place, or
-            -1 for the end of the reply. None: there are too many places.
+        The tree lists for each position the allowed tokens and the position after each, -1 at the end of the reply.
+        None: it has too many positions.
 
         Raises:
-            InvalidRequest: `llguidance` can't read the grammar.
-            GrammarRefused: the grammar is over a bound.
-            EngineFailure: the fork was ended from outside, or by the caller.
+            InvalidRequest: `llguidance` cannot read the grammar.
+            GrammarRefused: the grammar exceeds a limit.
+            EngineFailure: the fork was killed from outside, or cancelled.
         """
         reading, writing = os.pipe()
         pid = os.fork()
@@ -84,7 +84,7 @@ class GrammarCompiler:
 
 
 def main(connection: socket.socket) -> None:
-    """Answer each call, until the connection is closed."""
+    """Answer calls until the connection closes."""
     channel, compiler = BlockingChannel(connection), GrammarCompiler(connection)
     for message in channel.messages():
         if isinstance(message, Call):  # else what it would end has ended before
@@ -96,7 +96,7 @@ def main(connection: socket.socket) -> None:
 
 
 def _fork(answer: int, tokenizer: LLTokenizer, grammar: str, bounds: Bounds) -> None:
-    """Compile a grammar and send what was found. Ends this process and does not return."""
+    """Compile a grammar, send the result, and end this process."""
     code = 2  # stays if llguidance panics
     try:
         _confine(bounds)
@@ -113,7 +113,7 @@ def _fork(answer: int, tokenizer: LLTokenizer, grammar: str, bounds: Bounds) -> 
 
 
 def _confine(bounds: Bounds) -> None:
-    """Limit this process: its time and memory are bounded, it ends with its parent, and prints nothing."""
+    """Limit this process's time and memory, tie it to its parent, and silence its output."""
     die_with_parent()
     with open(os.devnull, "wb") as nowhere:  # for llguidance's warnings and Rust's backtraces
         os.dup2(nowhere.fileno(), 2)
@@ -127,9 +127,9 @@ def _confine(bounds: Bounds) -> None:
 
 
 def _examine(tokenizer: LLTokenizer, grammar: str, bounds: Bounds) -> tuple[str, Tree | None]:
-    """Return why a grammar can't be used, "" if it can, and its tree, if it has few replies.
+    """Return the reason for refusing a grammar ("": it is usable), and its tree, if it has few replies.
 
-    A few random replies are walked, because some grammars compile quickly and become expensive after a few tokens.
+    A few random replies are tried, because some grammars compile quickly and become expensive after a few tokens.
     """
     try:
         start = compile_grammar(tokenizer, grammar, bounds.lexer_states)
@@ -152,11 +152,9 @@ def _probe(start: LLMatcher, eos: int, draw: random.Random) -> Iterator[bytes]:
 
 
 def _tree(start: LLMatcher, eos: int, most: int) -> list[list[tuple[int, int]]] | None:
-    """Return all places of the grammar's replies: for each the tokens that may follow, and where each leads to.
+    """Return all positions of the grammar's replies: the allowed tokens, and the position after each, -1 at the end.
 
-    That is the number of a place, or -1 for the end of the reply.
-
-    Returns None if there are too many places, or one of them is over a limit: a reply that comes to it gets the error.
+    None: there are too many positions, or one exceeds a limit; a reply that reaches it gets the error.
     """
     nodes: list[list[tuple[int, int]]] = [[]]
     open_places = [(0, start)]

@@ -16,50 +16,49 @@ _LIMITS = ("fuel", "too many", "too large", "too complex", "unable to determine"
 
 
 class Matcher(ABC):
-    """A reply's position in its grammar. `Grammars.advance` renews the masks of many matchers together.
+    """A reply's position in its grammar. `Grammars.advance` updates the masks of many matchers together.
 
     Attributes:
-        mask: int32 [ceil(V / 32)], little-endian, as bytes: a bit for each token that may follow.
-        pending: tokens accepted since the mask was made.
-        closed: whether the matcher was released.
+        mask: int32 [ceil(V / 32)], little-endian, as bytes: one bit for each token that may follow.
     """
 
     def __init__(self, mask: bytes) -> None:
-        """Stand at the beginning of a reply.
+        """Begin a reply.
 
         Args:
-            mask: the tokens with which a reply may begin.
+            mask: the tokens that may come first.
         """
         self.mask = mask
         self.pending: list[int] = []
         self.closed = False
 
     def accept(self, token: int) -> None:
-        """Append a token that the mask allows; `Grammars.advance` then checks it and makes the next mask."""
+        """Append a token that the mask allows; `Grammars.advance` then checks it and computes the next mask."""
         self.pending.append(token)
 
     @abstractmethod
     def advance(self) -> None:
-        """Accept the pending tokens and renew the mask.
+        """Accept the pending tokens and update the mask.
 
         Raises:
-            InvalidRequest: a token does not match the grammar, or is over a limit.
+            InvalidRequest: a token does not match the grammar.
+            GrammarRefused: a token exceeds a limit.
         """
 
     @abstractmethod
     def walk(self, tokens: Sequence[int], wanted: Sequence[int], keep: bool = True) -> NDArray[np.int32]:
-        """Return the masks at some places of a reply, int32 [W, B]; see `Grammars.walk`."""
+        """Return the masks at some positions of a reply, int32 [W, B]; see `Grammars.walk`."""
 
 
 class WalkedMatcher(Matcher):
-    """The position of one reply in a grammar that `llguidance` walks."""
+    """A reply's position in a grammar that `llguidance` evaluates."""
 
     def __init__(self, matcher: LLMatcher, mask: bytes) -> None:
         super().__init__(mask)
         self._matcher = matcher
 
     def advance(self) -> None:
-        """Accept the pending tokens and renew the mask; errors as in `Matcher.advance`."""
+        """Accept the pending tokens and update the mask; errors as in `Matcher.advance`."""
         try:
             (self.mask,) = walk_grammar(self._matcher, self.pending, [len(self.pending)])
         except ValueError as error:
@@ -67,7 +66,7 @@ class WalkedMatcher(Matcher):
         self.pending = []
 
     def walk(self, tokens: Sequence[int], wanted: Sequence[int], keep: bool = True) -> NDArray[np.int32]:
-        """Return the masks at some places of a reply; the matcher has to be at its beginning."""
+        """Return the masks at some positions of a reply; requires a matcher at the start of its reply."""
         masks = bytearray()  # writable, as torch wants it
         try:
             for mask in walk_grammar(self._matcher, tokens, frozenset(wanted)):
@@ -78,7 +77,7 @@ class WalkedMatcher(Matcher):
 
 
 def refusal(problem: str) -> InvalidRequest:
-    """Return the error for a problem that `llguidance` reports: GrammarRefused over a limit, else InvalidRequest."""
+    """Return GrammarRefused if `llguidance` reports a limit, otherwise InvalidRequest."""
     text = " ".join(problem.replace("<non-verbose/>", "").split())
     text = text.rsplit("rror: ", 1)[-1].split("; consider")[0]  # without advice to the author of the grammar
     if "unable to determine" in text.lower():  # what follows is the whole regular expression

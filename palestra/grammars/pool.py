@@ -1,4 +1,4 @@
-"""Compiled grammars by their content: each is compiled once, and kept while there is room."""
+"""A cache of compiled grammars by content."""
 
 from __future__ import annotations
 
@@ -55,14 +55,13 @@ class _Compilation:
 
 
 class Grammars:
-    """Makes matchers for the grammars of one tokenizer. No process is started before the first grammar."""
+    """Creates matchers for the grammars of one tokenizer; starts its process for the first grammar."""
 
     def __init__(self, vocabulary: GrammarVocabulary | None = None, bounds: Bounds = BOUNDS) -> None:
         """Create an empty pool.
 
         Args:
-            vocabulary: the model's tokens; None: every byte is a token, which is enough to check grammars.
-            bounds: what one grammar may cost.
+            vocabulary: None: every byte is a token, which is enough for checking grammars.
         """
         self._vocabulary, self._bounds = vocabulary, bounds
         self._lock = threading.Lock()
@@ -76,16 +75,16 @@ class Grammars:
         self._compiling: dict[tuple[bytes, bool], _Compilation] = {}
 
     async def check(self, grammar: str, field: str) -> None:
-        """Examine a grammar, unless its content is known. That stops when no caller waits for it any more.
+        """Compile a grammar, unless its content is known; stop if all callers have left.
 
         Args:
             grammar: in a form that `llguidance` reads.
-            field: path of the request's field that asks for the grammar, for the error.
+            field: path of the request's field, for the error.
 
         Raises:
-            InvalidRequest: llguidance can't read the grammar.
-            GrammarRefused: the grammar is over a bound.
-            TooManyRequests: too many others wait to be compiled.
+            InvalidRequest: llguidance cannot read the grammar.
+            GrammarRefused: the grammar exceeds a limit.
+            TooManyRequests: too many other grammars wait to be compiled.
         """
         key = _key(grammar)
         try:
@@ -99,9 +98,7 @@ class Grammars:
             raise InvalidRequest(f"{field}: this schema can't be used: {error}", field) from None
 
     async def matcher(self, grammar: str) -> Matcher:
-        """Return a matcher at the beginning of a reply.
-
-        The caller has to `release` the matcher when the reply is finished.
+        """Return a matcher for a new reply; call `release` when the reply is finished.
 
         Raises:
             InvalidRequest, GrammarRefused, TooManyRequests: see `check`.
@@ -117,15 +114,11 @@ class Grammars:
         return found
 
     def release(self, matcher: Matcher) -> None:
-        """Note that a matcher's reply is finished: `advance` passes over it. Any thread may call this."""
+        """Exclude a finished reply's matcher from `advance`. Any thread may call this."""
         matcher.closed = True
 
     def advance(self, matchers: Sequence[Matcher]) -> list[PalestraError | None]:
-        """Accept the pending tokens of matchers and renew their masks.
-
-        Returns:
-            For each matcher None, or the error with which its reply has to end.
-        """
+        """Accept the pending tokens of matchers, update their masks, and return an error or None for each."""
         errors: list[PalestraError | None] = [None] * len(matchers)
         for place, matcher in enumerate(matchers):
             if not matcher.pending or matcher.closed:
@@ -137,34 +130,27 @@ class Grammars:
         return errors
 
     def walk(self, grammar: str, tokens: Sequence[int], wanted: Sequence[int], keep: bool = True) -> NDArray[np.int32]:
-        """Return the masks with which tokens of a reply could have been sampled. Blocks the calling thread.
+        """Return the masks from which tokens of a reply were sampled, int32 [W, B]. Blocks the calling thread.
+
+        One bit for each token; W is the number of `wanted` (0 without `keep`), B is ceil(V / 32).
 
         Args:
-            grammar: the grammar that the reply had to match.
-            wanted: ascending indices in `tokens` whose masks are wanted.
-            keep: whether the masks are returned; False: they are computed only to find out whether the reply matches.
-
-        Returns:
-            int32 [W, B], a bit for each token, where W is the number of `wanted` (0 without `keep`) and B is ceil(V /
-                32).
+            wanted: ascending indices in `tokens`.
+            keep: False: only check that the reply matches.
 
         Raises:
             InvalidRequest: the tokens do not match the grammar.
-            GrammarRefused: a bound was reached.
-            EngineFailure: the process that compiles grammars was ended from outside.
+            GrammarRefused: a limit was reached.
+            EngineFailure: the compiler process was killed from outside.
         """
         places = [int(place) for place in wanted]
         return self._blocking_matcher(grammar).walk([int(token) for token in tokens], places, keep)
 
     def following(self, grammar: str, tokens: Sequence[int]) -> NDArray[np.int32]:
-        """Return the mask of the tokens that may follow some tokens of a reply. Blocks the calling thread.
+        """Return the mask after the first tokens of a reply, int32 [ceil(V / 32)]. Blocks the calling thread.
 
         Args:
-            grammar: the grammar that the reply has to match.
-            tokens: the reply from its beginning.
-
-        Returns:
-            int32 [B], a bit for each token; B is ceil(V / 32).
+            tokens: the reply from its start.
 
         Raises:
             InvalidRequest, GrammarRefused, EngineFailure: see `walk`.
@@ -179,7 +165,7 @@ class Grammars:
         self._thread.shutdown(wait=False)  # queued work still runs, and fails because the pool is closed
 
     def _take(self, key: bytes) -> Matcher | None:
-        """Return a matcher of a grammar, or None if it has to be compiled."""
+        """Return a matcher of a compiled grammar, else None."""
         with self._lock:
             self._verdicts.is_usable(key)
             if (tree := self._trees.get(key)) is not None:
@@ -292,5 +278,5 @@ class Grammars:
 
 
 def _key(grammar: str) -> bytes:
-    """Return a digest of 16 bytes by which a grammar's text, which may be long, is known."""
+    """Return a digest of 16 bytes that identifies a grammar's text."""
     return hashlib.blake2b(grammar.encode(), digest_size=16).digest()

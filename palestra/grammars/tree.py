@@ -1,4 +1,4 @@
-"""Grammars of few replies, such as the moves of a game: all places of all replies, found once when it is compiled."""
+"""Grammars with few replies, such as the moves of a game: a tree of all positions, built once at compilation."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ MOST_TREE_TOKENS = 2**18  # of all trees that are kept; one takes about 100 byte
 
 
 class GrammarTree:
-    """The places in the replies of a grammar, as a tree: from each, the tokens that may follow and where they lead.
+    """A grammar's replies as a tree: for each position, the allowed tokens and the position after each.
 
-    A reply of such a grammar needs no `llguidance`, and the grammar costs a few hundred bytes.
+    Such a grammar takes a few hundred bytes, and its replies need no `llguidance`.
     """
 
     def __init__(self, nodes: Sequence[Sequence[tuple[int, int]]], mask_bytes: int) -> None:
-        """Take over the tree that was found when the grammar was compiled.
+        """Create the tree from the compiler's result.
 
         Args:
-            nodes: for each place the tokens that may follow, each with the number of the place after it, -1 after
-                the token that ends a reply; the first place is the beginning of a reply.
+            nodes: for each position the allowed tokens, each with the index of the next position, -1 after the token
+                that ends a reply; replies start at position 0.
             mask_bytes: length of a mask, ceil(V / 32) x 4.
         """
         # Nothing follows the end of a reply: it is the last place, which -1 names.
@@ -34,35 +34,28 @@ class GrammarTree:
 
     @property
     def size(self) -> int:
-        """Return the number of tokens that may follow, at all places together."""
+        """Return the number of allowed tokens over all positions."""
         return sum(map(len, self._nodes))
 
     def mask(self, node: int) -> bytes:
-        """Return the tokens that may follow at a place, a bit for each token; after the end of a reply, none."""
+        """Return the mask of allowed tokens at a position; after the end of a reply, no bit is set."""
         bits = np.zeros(self._mask_bytes, np.uint8)
         for token in self._nodes[node]:
             bits[token >> 3] |= 1 << (token & 7)
         return bits.tobytes()
 
     def after(self, node: int, token: int) -> int:
-        """Return the place that a token leads to, or -1 for the end of the reply.
-
-        Raises:
-            InvalidRequest: the token may not follow there.
-        """
+        """Return the position after a token, or -1 for the end of the reply."""
         following = self._nodes[node]
         if token not in following:
             raise InvalidRequest(f"token {token} does not satisfy the grammar")
         return following[token]
 
     def walk(self, tokens: Sequence[int], wanted: Sequence[int]) -> NDArray[np.int32]:
-        """Return the masks at some places of a reply, int32 [W, B]; see `Grammars.walk`.
+        """Return the masks at some positions of a reply, int32 [W, B]; see `Grammars.walk`.
 
         Args:
-            wanted: ascending places from 0 to `len(tokens)`; place i is the one before token i.
-
-        Raises:
-            InvalidRequest: the tokens do not match the grammar.
+            wanted: ascending, from 0 to `len(tokens)`; position i is before token i.
         """
         nodes = [0]
         for token in tokens:
@@ -72,28 +65,21 @@ class GrammarTree:
 
 
 class GrammarTrees:
-    """The trees of grammars that are kept, by digest; those that were used least recently are forgotten first.
-
-    Not safe for threads: its user holds a lock.
-    """
+    """A cache of trees by grammar digest; evicts the least recently used. Not thread-safe: callers hold a lock."""
 
     def __init__(self) -> None:
         self._trees: OrderedDict[bytes, GrammarTree] = OrderedDict()
         self._tokens = 0
 
     def get(self, key: bytes) -> GrammarTree | None:
-        """Return the tree of a grammar; None: it is not kept."""
+        """Return the tree of a grammar, or None if it is not cached."""
         tree = self._trees.get(key)
         if tree is not None:
             self._trees.move_to_end(key)
         return tree
 
     def keep(self, key: bytes, tree: GrammarTree) -> list[bytes]:
-        """Keep the tree of a grammar, and return the digests of those that are forgotten for it.
-
-        Args:
-            tree: the newest one is kept however large it is.
-        """
+        """Store the tree of a grammar and return the evicted digests; the newest tree is never evicted."""
         if (before := self._trees.pop(key, None)) is not None:
             self._tokens -= before.size
         self._trees[key] = tree
@@ -115,26 +101,18 @@ class GrammarTrees:
 
 
 class TreeMatcher(Matcher):
-    """The position of one reply in a `GrammarTree`.
-
-    Attributes:
-        tree: of the grammar.
-    """
+    """A reply's position in a `GrammarTree`."""
 
     def __init__(self, tree: GrammarTree) -> None:
         super().__init__(tree.mask(0))
         self.tree, self._node = tree, 0
 
     def advance(self) -> None:
-        """Accept the pending tokens and renew the mask.
-
-        Raises:
-            InvalidRequest: a token does not match the grammar.
-        """
+        """Accept the pending tokens and update the mask."""
         for token in self.pending:
             self._node = self.tree.after(self._node, token)
         self.mask, self.pending = self.tree.mask(self._node), []
 
     def walk(self, tokens: Sequence[int], wanted: Sequence[int], keep: bool = True) -> NDArray[np.int32]:
-        """Return the masks at some places of a reply; see `Matcher.walk`."""
+        """Return the masks at some positions of a reply; see `Matcher.walk`."""
         return self.tree.walk(tokens, wanted if keep else ())

@@ -1,4 +1,4 @@
-"""What is known of grammars: which can be used, and why others can't."""
+"""The known results of compiling grammars."""
 
 from __future__ import annotations
 
@@ -14,21 +14,14 @@ FORGET_SECONDS = 60.0
 
 
 class Verdicts:
-    """The verdicts on grammars, by digest; those that were asked for least recently are forgotten first.
-
-    Not safe for threads: its user holds a lock.
-    """
+    """Compilation results by grammar digest; evicts the least recently used. Not thread-safe: callers hold a lock."""
 
     def __init__(self) -> None:
         # None: the grammar can be used. The number says until when (monotonic seconds) the verdict counts.
         self._known: OrderedDict[bytes, tuple[InvalidRequest | None, float]] = OrderedDict()
 
     def is_usable(self, key: bytes) -> bool:
-        """Return True if a grammar is known to be usable, False if it has to be compiled.
-
-        Raises:
-            InvalidRequest: the grammar is known to be unusable.
-        """
+        """Return whether a grammar is known to be usable; False: compile it first."""
         refused, until = self._known.get(key, (None, 0.0))
         if until < time.monotonic():
             self._known.pop(key, None)
@@ -39,10 +32,10 @@ class Verdicts:
         raise _renewed(refused)
 
     def learn(self, key: bytes, error: InvalidRequest | None) -> None:
-        """Remember whether a grammar can be used.
+        """Store whether a grammar is usable.
 
         Args:
-            error: why it can't; None: it can.
+            error: None: it is usable.
         """
         forgotten = isinstance(error, GrammarRefused) and not error.lasting
         until = time.monotonic() + FORGET_SECONDS if forgotten else float("inf")
@@ -52,16 +45,16 @@ class Verdicts:
             self._known.popitem(last=False)
 
     def forget(self, key: bytes) -> None:
-        """Forget the verdict on a grammar."""
+        """Remove the result of a grammar."""
         self._known.pop(key, None)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all results."""
         self._known.clear()
 
 
 def _renewed(error: InvalidRequest) -> InvalidRequest:
-    """Return an equal error, which holds no frames of those that raised it before."""
+    """Return a copy of the error without the traceback of earlier raises."""
     if isinstance(error, GrammarRefused):
         return GrammarRefused(str(error), lasting=error.lasting)
     return InvalidRequest(str(error))

@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrammarVocabulary:
-    """The tokens to which the bits of a mask belong.
+    """The tokens of a mask's bits.
 
     Attributes:
         tokenizer: a fast tokenizer, as the JSON of its `tokenizer.json`.
-        size: number of tokens of the model, V; it may be larger than the tokenizer's.
-        eos: the token that ends a reply; None: there is none.
+        size: tokens of the model, V; may exceed the tokenizer's.
+        eos: the token that ends a reply, if any.
     """
 
     tokenizer: str
@@ -23,10 +23,10 @@ class GrammarVocabulary:
 
 
 def vocabulary_of(tokenizer: Any, vocab_size: int) -> GrammarVocabulary:
-    """Return the vocabulary that grammars need, made from a tokenizer.
+    """Return the vocabulary for grammars from a tokenizer.
 
     Args:
-        vocab_size: number of tokens of the model, which may be larger than the tokenizer's.
+        vocab_size: of the model, which may exceed the tokenizer's.
     """
     backend = copy(tokenizer.backend_tokenizer)
     backend.no_padding()

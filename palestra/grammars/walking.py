@@ -10,18 +10,14 @@ from palestra.grammars.vocabulary import GrammarVocabulary
 
 
 def make_tokenizer(vocabulary: GrammarVocabulary | None) -> LLTokenizer:
-    """Return the tokenizer of a vocabulary; None: one in which every byte is a token."""
+    """Return the tokenizer of a vocabulary; None: every byte is a token."""
     if vocabulary is None:
         return LLTokenizer("byte")
     return LLTokenizer(vocabulary.tokenizer, n_vocab=vocabulary.size, eos_token=vocabulary.eos)
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str, lexer_states: int) -> LLMatcher:
-    """Return a matcher at the beginning of a reply.
-
-    Raises:
-        ValueError: the grammar can't be read, or is over a limit.
-    """
+    """Return a matcher for a new reply."""
     limits = LLParserLimits(max_lexer_states=lexer_states, verbose_errors=False)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
@@ -30,11 +26,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str, lexer_states: int) -> 
 
 
 def walk_grammar(matcher: LLMatcher, tokens: Sequence[int], wanted: Collection[int]) -> Iterator[bytes]:
-    """Accept tokens, and yield the token mask at each place in `wanted`; place i is the one before token i.
-
-    Raises:
-        ValueError: a token does not fit the grammar, or is over a limit.
-    """
+    """Accept tokens, and yield the token mask at each position in `wanted`; position i is before token i."""
     for place in range(len(tokens) + 1):
         if place in wanted:
             mask = matcher.compute_bitmask()

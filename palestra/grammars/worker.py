@@ -27,16 +27,16 @@ _KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "HOME", "LANG")
 
 
 class GrammarWorker:
-    """Compiles grammars in a process that is started for the first one, and again when it was killed.
+    """Compiles grammars in a process, started for the first one and restarted after it was killed.
 
-    `start` and `examine` are for one thread; the others are for any.
+    `start` and `examine` belong to one thread; other methods are thread-safe.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary | None) -> None:
-        """Start nothing yet.
+        """Create the worker without its process.
 
         Args:
-            vocabulary: the model's tokens; None: every byte is a token.
+            vocabulary: None: every byte is a token.
         """
         self._vocabulary = vocabulary
         self._lock = threading.Lock()  # of what follows, and of writing
@@ -48,11 +48,11 @@ class GrammarWorker:
 
     @property
     def pid(self) -> int | None:
-        """Return the id of the process, if one was started."""
+        """Return the id of the process, or None before its start."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process if it does not run, and wait until it has loaded the tokenizer.
+        """Start the process, unless it runs, and wait until it has loaded the tokenizer.
 
         Raises:
             EngineFailure: it did not start, or `close` was called.
@@ -86,14 +86,12 @@ class GrammarWorker:
         ours.settimeout(None)
 
     def examine(self, grammar: str, bounds: Bounds) -> GrammarTree | None:
-        """Compile a grammar, walk some of its replies, and return all of them; None: there are too many.
-
-        `start` has to come first.
+        """Compile a grammar, try some replies, and return its tree, or None if it is too large; call `start` first.
 
         Raises:
-            InvalidRequest: `llguidance` can't read the grammar.
-            GrammarRefused: the grammar is over a bound.
-            EngineFailure: the process was ended from outside, or this was cancelled.
+            InvalidRequest: `llguidance` cannot read the grammar.
+            GrammarRefused: the grammar exceeds a limit.
+            EngineFailure: the process was killed from outside, or the call was cancelled.
         """
         tree = decode(Tree | None, self._ask("examine", grammar, bounds))
         return None if tree is None else GrammarTree(*tree)
@@ -112,13 +110,13 @@ class GrammarWorker:
         raise EngineFailure("the process that compiles grammars has ended; send the call again")
 
     def cancel(self) -> None:
-        """End what `examine` waits for."""
+        """Cancel the running `examine`."""
         with self._lock, contextlib.suppress(OSError):
             if self._channel is not None:
                 self._channel.send(Cancel(0))
 
     def close(self) -> None:
-        """End the process; `examine` then raises an EngineFailure."""
+        """End the process; `examine` then raises EngineFailure."""
         self._closed = True
         self._end()
 

@@ -1,4 +1,4 @@
-"""HTTP basics of both servers, that of a job and that of the control plane: connections, bodies, errors, events.
+"""HTTP basics of both servers, a job's and the control plane's: connections, bodies, errors, events.
 
-No module here knows jobs, episodes or tenants.
+Modules here do not know jobs, episodes or tenants.
 """

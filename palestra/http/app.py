@@ -1,6 +1,6 @@
-"""What the application of either server begins with: every request needs a key, and every error is answered.
+"""The base of both servers' applications: every request needs a key, and every error is answered.
 
-Bodies that are read by hand are described in the OpenAPI document like those that FastAPI reads.
+Bodies read by routes themselves are described in the OpenAPI document like FastAPI's.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def build_app(
     public: Collection[str] = PUBLIC,
     error_forms: Mapping[str, ErrorForm] | None = None,
 ) -> FastAPI:
-    """Return an application without routes, in which errors become answers and every request needs a key.
+    """Return an application without routes that answers errors and requires a key for every request.
 
     Args:
         authenticate: called for each request before its body is read; raises if the key is missing or unknown.
-        max_body_bytes: the longest body of any request, in bytes.
-        public: paths that are answered without a key.
-        error_forms: for paths with these beginnings, the form of their errors. Other paths have OpenAI's form.
+        max_body_bytes: of any request.
+        public: paths that need no key.
+        error_forms: form of errors by path prefix; others have OpenAI's form.
     """
     app = FastAPI(
         title=title,

@@ -18,18 +18,17 @@ Endpoint = Callable[[Request], Awaitable[Response | BaseModel]]
 class BareRoute(APIRoute):
     """A route whose endpoint gets the raw request, reads its body itself, and returns an answer or a model of one.
 
-    FastAPI would open two exit stacks for the dependencies of each request, of which there are none, and validate the
-    model once more.
+    FastAPI would open two exit stacks for dependencies, which do not exist, and validate the model once more.
     """
 
     def __init__(self, path: str, endpoint: Endpoint, **settings: Any) -> None:
-        """Make the route. The arguments are those of `APIRoute`."""
+        """Create the route; arguments as in `APIRoute`."""
         super().__init__(path, endpoint, **settings)
         self.app = request_response(_written(endpoint))
 
 
 def _written(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint whose models are written as JSON."""
+    """Return an endpoint that writes its models as JSON."""
 
     @wraps(endpoint)
     async def answer(request: Request) -> Response:

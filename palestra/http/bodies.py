@@ -27,11 +27,11 @@ _BACKSLASH = ord("\\")
 
 
 def parse_body(kind: type[B], body: bytes) -> B:
-    """Parse and check a request body.
+    """Parse and validate a request body.
 
     Raises:
         InvalidRequest: not JSON, a value of the wrong type, or too many values.
-        UnsupportedField: a value that a validator of `kind` refused as `UNSUPPORTED`.
+        UnsupportedField: a validator of `kind` refused a value as `UNSUPPORTED`.
     """
     check_size(body)
     try:
@@ -41,13 +41,10 @@ def parse_body(kind: type[B], body: bytes) -> B:
 
 
 def check_size(body: bytes, containers: int = MAX_CONTAINERS, keys: int = MAX_KEYS, values: int = MAX_VALUES) -> None:
-    """Refuse JSON with so many values that parsing it would hold the interpreter's lock for long.
+    """Raise InvalidRequest for JSON with so many values that parsing it would hold the GIL for long.
 
-    Brackets and commas in strings count, too, until there are more than the limits; only then strings are skipped,
-    because skipping takes longer than counting.
-
-    Raises:
-        InvalidRequest: there are too many objects and lists, too many keys, or too many values.
+    Brackets and commas in strings count until the limits are exceeded; only then strings are skipped, because skipping
+    is slower than counting.
     """
     if len(body) <= min(containers, keys, values):
         return
@@ -78,7 +75,7 @@ def _outside_strings(body: bytes, kinds: bytes, limit: int) -> int:
 
 
 def _end_of_string(body: bytes, at: int) -> int:
-    """Return the index after the closing quote of the JSON string in which `at` lies."""
+    """Return the index after the closing quote of the JSON string that contains `at`."""
     while True:
         closing = body.find(b'"', at)
         if closing < 0:
@@ -94,9 +91,6 @@ def _end_of_string(body: bytes, at: int) -> int:
 async def read_request(kind: type[B], request: Request, pool: WorkPool) -> B:
     """Read the body of a request and validate it as a model.
 
-    Args:
-        request: a request whose body was not read.
-
     Raises:
         InvalidRequest, UnsupportedField: see `parse_body`.
         ClientDisconnect: the client closed the connection.
@@ -105,14 +99,10 @@ async def read_request(kind: type[B], request: Request, pool: WorkPool) -> B:
 
 
 async def read_with(parse: Callable[[bytes], T], request: Request, pool: WorkPool) -> T:
-    """Read the body of a request, and return what `parse` makes of it.
+    """Read the body of a request, and parse it.
 
     Args:
-        parse: called with the body; in a thread of `pool` if the body is long. What it raises is raised here.
-        request: a request whose body was not read.
-
-    Raises:
-        ClientDisconnect: the client closed the connection.
+        parse: called with the body, in a thread of `pool` if the body is long.
     """
     body = await request.body()
     if len(body) < LONG_BODY:
@@ -132,5 +122,5 @@ def _explain(error: ValidationError) -> InvalidRequest:
 
 
 def _is_key(part: str) -> bool:
-    """Return whether a part of a path is a key of the body, and not a type's name, which pydantic adds for unions."""
+    """Return whether a part of a path is a key of the body instead of a type's name, which pydantic adds for unions."""
     return "[" not in part and "(" not in part

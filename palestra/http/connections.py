@@ -1,8 +1,7 @@
-"""The connections of a server: how many there may be, and which of them are closed first to make room.
+"""The connections of a server: their limit, and which of them are closed first.
 
-Without a limit, clients that connect and send nothing use up the descriptors of the process, and the job can open no
-file any more. The limit counts all connections and not those of one address, because behind a proxy all clients have
-the same address.
+Without a limit, idle clients use up the process's descriptors, and the job can open no file any more. The limit counts
+all connections instead of each address, because behind a proxy all clients have the same address.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ AGAIN_SECONDS = 5.0  # after which a client that would have waited for something
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionLimits:
-    """The limits of one connection: how much it may send, and how long it may take.
+    """The limits of one connection.
 
     Attributes:
-        connections: how many may be open in all.
-        header_bytes: length of a request's line and headers together.
-        header_fields: how many headers a request may have.
+        connections: open ones in all.
+        header_bytes: of request line and headers together.
+        header_fields: headers of a request.
         header_seconds: from the first byte of a request, or from the connection, to the end of its headers.
         idle_seconds: between two requests.
-        stalled_seconds: while answers wait and the client does not read them.
-        pipelined: requests that may wait behind the one that is being answered.
+        stalled_seconds: while the client does not read waiting answers.
+        pipelined: requests that may wait behind the current one.
     """
 
     connections: int = MOST_CONNECTIONS
@@ -53,11 +52,11 @@ class ConnectionLimits:
 
 
 class Connection(Protocol):
-    """A connection that can be closed; `palestra.http.protocol` has the one of HTTP.
+    """A connection that can be closed; see `palestra.http.protocol` for HTTP.
 
     Attributes:
-        known: whether one of its requests had a good key.
-        until: when it is closed, in seconds of `time.monotonic`.
+        known: whether one of its requests had a valid key.
+        until: deadline, in seconds of `time.monotonic`.
     """
 
     known: bool
@@ -65,30 +64,28 @@ class Connection(Protocol):
 
     @property
     def flushed(self) -> bool:
-        """Return whether the client has read everything that was sent to it."""
+        """Return whether the client has read everything sent to it."""
         ...
 
     def expire(self) -> None:
-        """Close the connection because its time is over."""
+        """Close the connection after its deadline."""
         ...
 
     def close(self) -> None:
-        """Close the connection at once."""
+        """Close the connection immediately."""
         ...
 
 
 class Connections:
-    """All connections of a server. Makes room for new ones, and closes those that take too long.
+    """All connections of a server; closes slow ones, and others when there are too many.
 
-    A connection is *waiting* if no request on it is being answered, or if its client does not read the answer. If
-    there are too many connections, waiting ones are closed: first those on which no good key has come, the one that has
-    waited longest before the others. A connection on which a request is being answered is not closed, nor one with a
-    good key that has not read its last answer yet.
+    A connection is *waiting* if no request on it is being answered, or if its client does not read the answer. If there
+    are too many connections, waiting ones are closed: first those without a valid key, longest waiting first. A
+    connection with a request being answered is not closed, nor one with a valid key and an unread answer.
 
     Attributes:
-        limits: the present limits.
-        counts: how often connections were accepted, refused and closed, by reason, for `/metrics`.
-        open: every open connection, also those of WebSockets.
+        counts: accepted, refused and closed connections, by reason, for `/metrics`.
+        open: every open connection, including WebSockets.
     """
 
     def __init__(self, limits: ConnectionLimits | None = None) -> None:
@@ -113,7 +110,7 @@ class Connections:
         return len(self.open) - len(self._strangers) - len(self._known)
 
     def fit_descriptors(self) -> None:
-        """Raise the process's limit of descriptors as far as allowed, and limit the connections accordingly."""
+        """Raise the process's descriptor limit as far as allowed, and limit the connections accordingly."""
         soft = raise_descriptor_limit()
         # The event loop accepts all that wait before it counts the first, and again before the first is closed.
         taken = len(os.listdir("/proc/self/fd")) + RESERVED_DESCRIPTORS + 2 * backlog()
@@ -123,12 +120,9 @@ class Connections:
             self._advice = f"the limit of {soft} open files (ulimit -n) allows no more; raise it"
 
     def check_room(self) -> None:
-        """Refuse a request that would wait for something, if nearly all connections are in use.
+        """Raise TooManyRequests for a request that would wait, if nearly all connections are in use.
 
-        A part of the connections is kept in this way for requests that are answered at once.
-
-        Raises:
-            TooManyRequests: there are too many.
+        This reserves some connections for requests that are answered immediately.
         """
         most = self.limits.connections
         if self.in_use > most - max(1, most // 16):
@@ -152,18 +146,18 @@ class Connections:
         return True
 
     def wait(self, connection: Connection, seconds: float) -> None:
-        """Record that a connection waits from now on, and is closed after so many seconds."""
+        """Record that a connection is waiting, and closed after so many seconds."""
         self.forget(connection)
         connection.until = time.monotonic() + seconds
         (self._known if connection.known else self._strangers)[connection] = None
 
     def forget(self, connection: Connection) -> None:
-        """Record that a connection does not wait any more."""
+        """Record that a connection is no longer waiting."""
         self._strangers.pop(connection, None)
         self._known.pop(connection, None)
 
     async def sweep(self) -> None:
-        """Close connections that have taken too long, and log if there were too many (called once a second)."""
+        """Close connections after their deadline, and log if there were too many (called once a second)."""
         now = time.monotonic()
         for one in [one for one in chain(self._strangers, self._known) if one.until <= now]:
             self.forget(one)
@@ -183,7 +177,7 @@ class Connections:
 
 
 def backlog() -> int:
-    """Return how many new connections may wait until the server accepts them."""
+    """Return the listen backlog."""
     return min(LONGEST_BACKLOG, raise_descriptor_limit() // 8)
 
 

@@ -17,9 +17,6 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
 
     Args:
         receive: of a request whose body has been read.
-
-    Raises:
-        ClientDisconnect: the client disconnected before `work` was finished.
     """
     # `work` runs in the caller's task, and the watch cancels that task, as `asyncio.timeout` does. A race of two tasks
     # would cost every model call a second task.

@@ -26,13 +26,11 @@ _BASES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """The parts of an error answer, before a dialect gives them its form.
+    """The parts of an error answer, independent of a dialect.
 
     Attributes:
-        status: of HTTP.
-        message: for people.
-        code: the error's stable name, such as `episode_lease_expired`.
-        field: path of the request's field that is wrong; None: no single field is.
+        code: stable name, such as `episode_lease_expired`.
+        field: path of the wrong field of the request; None: no single field.
     """
 
     status: int
@@ -42,7 +40,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """Return what clients may know about `error`: only `INTERNAL` for an error that was not raised on purpose."""
+        """Return what clients may know about `error`: only `INTERNAL` unless it was raised on purpose."""
         if not isinstance(error, PalestraError):
             return cls(status=500, message=INTERNAL, code="internal_error")
         field = error.field if isinstance(error, InvalidRequest) else None
@@ -53,24 +51,24 @@ ErrorForm = Callable[[Failure], dict[str, Any]]
 
 
 def openai_error(failure: Failure) -> dict[str, Any]:
-    """Return the body of an error in OpenAI's form, which Palestra's own routes have, too."""
+    """Return the body of an error in OpenAI's form, which Palestra's own routes use too."""
     kind = "server_error" if failure.status >= 500 else "invalid_request_error"
     return {"error": {"message": failure.message, "type": kind, "code": failure.code, "param": failure.field}}
 
 
 class ErrorAnswers:
-    """Turns errors of routes into answers, each in the form that the clients of its route read."""
+    """Turns errors of routes into answers, in the form that the route's clients expect."""
 
     def __init__(self, forms: Mapping[str, ErrorForm]) -> None:
         """Create the answers.
 
         Args:
-            forms: error form by beginning of the path; every other path has OpenAI's form.
+            forms: error form by path prefix; others have OpenAI's form.
         """
         self._forms = tuple(forms.items())
 
     def answer(self, path: str, error: PalestraError) -> JSONResponse:
-        """Return the answer to a request of `path` that failed with `error`."""
+        """Return the answer to a failed request of `path`."""
         failure = Failure.of(error)
         return JSONResponse(self._body(path, failure), failure.status, retry_headers(error))
 
@@ -116,7 +114,7 @@ class ErrorAnswers:
 
 
 def retry_headers(error: PalestraError) -> dict[str, str]:
-    """Return the headers that say whether, and when, a client should send its request again."""
+    """Return the headers that say whether, and when, a client should retry."""
     headers = {"x-should-retry": "true" if error.retryable else "false"}
     if isinstance(error, TooManyRequests):
         headers["retry-after"] = f"{max(1, round(error.retry_after_seconds))}"
@@ -124,10 +122,7 @@ def retry_headers(error: PalestraError) -> dict[str, str]:
 
 
 def _meant(path: str, app: FastAPI) -> str | None:
-    """Return the route that a client with a wrong base URL meant: the path with fewer or more `/v1`.
-
-    None: no such route.
-    """
+    """Return the route that a client with a wrong base URL meant, with fewer or more `/v1`; None: no such route."""
     wanted = _without_version(path)
     return next((known for known in app.openapi()["paths"] if _without_version(known) == wanted), None)
 

@@ -24,8 +24,8 @@ Authenticate = Callable[[Request], Awaitable[int]]
 class RequestGuard:
     """Checks the key of every request before its body is read, and limits the body's size and time.
 
-    It is a middleware, so that a new route can't forget it. The bodies of all requests together are limited as well, so
-    that no number of clients can fill the memory.
+    It is a middleware, so that new routes are covered. All bodies together are limited as well, so that no number of
+    clients can fill the memory.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class RequestGuard:
         """Guard an application.
 
         Args:
-            authenticate: raises if a request's key is not good, and returns how many bytes its body may have.
-            max_bytes: the longest body, also if `authenticate` allows more.
-            public: paths that need no key, and take no body.
-            answers: gives refusals the form of their route.
+            authenticate: raises for an invalid key, and returns the limit of the body's bytes.
+            max_bytes: upper limit, even if `authenticate` allows more.
+            public: paths that need no key, and accept no body.
+            answers: formats refusals.
         """
         self._app, self._authenticate, self._max, self._public = app, authenticate, max_bytes, frozenset(public)
         self._answers = answers
@@ -112,14 +112,14 @@ def bearer(request: Request) -> str | None:
 
 
 def check_local(request: Request) -> None:
-    """Refuse a request that a web page of another server may have sent, on a server that asks for no key.
+    """Raise an error for a request that a web page of another server may have sent, on a server without keys.
 
-    A page can have the browser send requests to this machine. Those that the browser sends without asking are forms or
-    plain texts, and name the page in `Origin`. If the page's own name is pointed at this machine, `Host` has that name.
+    A page can make the browser send requests to this machine. Those without a preflight are forms or plain texts, and
+    name the page in `Origin`. If the page's own name resolves to this machine, `Host` has that name.
 
     Raises:
         Forbidden: the request is for another host name than this machine's, or comes from another page.
-        InvalidRequest: it has a body that is not declared as JSON.
+        InvalidRequest: its body is not declared as JSON.
     """
     headers = request.headers
     hosts = headers.getlist("host")

@@ -14,14 +14,14 @@ from palestra.errors import TooManyRequests
 
 
 class OpenStreams:
-    """The streams of a server that are open."""
+    """The open streams of a server."""
 
     def __init__(self, most: int, refusal: str) -> None:
-        """Begin without any.
+        """Begin without streams.
 
         Args:
-            most: streams of one reader at the same time.
-            refusal: what a reader is told who has as many; without the number.
+            most: limit of one reader's streams.
+            refusal: message for exceeding it, without the number.
         """
         self._most, self._refusal = most, refusal
         self.open: Counter[Hashable] = Counter()  # by reader
@@ -34,13 +34,13 @@ class OpenStreams:
         media_type: str,
         during: AbstractContextManager[object] | None = None,
     ) -> StreamingResponse:
-        """Return the answer that is a stream.
+        """Return a streaming response.
 
         Args:
-            during: is entered while the stream is open; None: nothing is.
+            during: entered while the stream is open; None: nothing.
 
         Raises:
-            TooManyRequests: the reader has as many streams as one may have.
+            TooManyRequests: the reader has too many streams.
         """
         if self.open[reader] >= self._most:
             raise TooManyRequests(f"{self._most} {self._refusal}", retry_after_seconds=5.0)
@@ -48,7 +48,7 @@ class OpenStreams:
 
 
 class _Counted(StreamingResponse):
-    """A stream that counts as open until its client has gone, also where the client reads nothing of it."""
+    """A stream that counts as open until its client disconnects, even if the client reads nothing."""
 
     def __init__(
         self,

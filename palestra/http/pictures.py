@@ -13,19 +13,15 @@ SHOWN: dict[int | str, dict[str, Any]] = {200: {"content": {kind: {} for kind in
 
 
 def picture_answer(blobs: Blobs, digest: str) -> Response:
-    """Return the answer with a stored picture. Blocks for the disk.
+    """Return the response with a stored picture. Blocks for the disk.
 
-    The type is read from the bytes, and not from what a client has said of them.
-
-    Raises:
-        NotFound: there is no such picture.
-        StoreError: its file is damaged.
+    The type is read from the bytes, not from a client's claim.
     """
     return file_answer(blobs.get(digest))
 
 
 def file_answer(data: bytes, **headers: str) -> Response:
-    """Return the answer with the file of a picture, and further headers."""
+    """Return the response with a picture file, and further headers."""
     safe = {
         "x-content-type-options": "nosniff",
         "content-security-policy": "default-src 'none'; sandbox",

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP/1.1, with limits on what arrives before a request is authenticated.
+"""uvicorn's HTTP/1.1, with limits before authentication.
 
-uvicorn has no limit for the time until a request's headers are complete, for their size, for requests that are sent
-before answers are read, or for answers that are not read (docs/explanation/architecture.md, "HTTP and dialects").
+uvicorn has no limit for the time until a request's headers are complete, for their size, for pipelined requests, or for
+unread answers (docs/explanation/architecture.md, "HTTP and dialects").
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ CONNECTION = "palestra.connection"  # key in the ASGI scope of a request, whose 
 
 
 class RefusedHead(Exception):
-    """Ends the parsing of what a client has sent, after the connection was closed."""
+    """Ends the parsing of a client's data, after the connection was closed."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Refuses heads that are too large with 431, and those that do not end in time with 408.
+    """Refuses heads that are too large with 431, and slow ones with 408.
 
-    A client that sends many requests before it reads their answers is disconnected: each of them is held in memory, and
-    uvicorn reads more of them whenever one is answered.
+    A client that pipelines many requests is disconnected: each is held in memory, and uvicorn reads more whenever one
+    is answered.
 
     Attributes:
-        known: whether a request of this connection had a good key.
-        until: when it is closed while it waits; see `Connections`.
+        known: whether a request of this connection had a valid key.
+        until: deadline while it waits; see `Connections`.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(503, "all connections of this server are in use; try again soon")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget a connection that is closed (called by asyncio)."""
+        """Remove a closed connection (called by asyncio)."""
         self._all.forget(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has arrived, and refuse a head that is too large (called by asyncio)."""
+        """Parse data, and refuse a head that is too large (called by asyncio)."""
         self._unparsed += len(data)
         super().data_received(data)
         if self._unparsed > self._limits.header_bytes and not self.transport.is_closing():
@@ -109,12 +109,12 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Pass a piece of the body on (called by the parser)."""
+        """Pass on a part of the body (called by the parser)."""
         self._unparsed = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Record that the request was received to its end (called by the parser)."""
+        """Record that the request is complete (called by the parser)."""
         super().on_message_complete()
         self._unparsed = 0
         if self.cycle is not None and self.cycle.response_complete and self.cycle.more_body:  # type: ignore[redundant-expr]
@@ -122,21 +122,21 @@ class LimitedProtocol(HttpToolsProtocol):
             self._wait()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or for the rest of the body of this one (called by uvicorn)."""
+        """Wait for the next request, or for the rest of this one's body (called by uvicorn)."""
         super().on_response_complete()
         self._wait()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, unless it was answered already (called by uvicorn)."""
+        """Answer invalid HTTP, unless it was answered already (called by uvicorn)."""
         if not self.transport.is_closing():
             super().send_400_response(msg)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Do nothing: `Connections.sweep` has one deadline for all kinds of waiting."""
+        """No effect: `Connections.sweep` has one deadline for all kinds of waiting."""
 
     @property
     def flushed(self) -> bool:
-        """Return whether the client has read everything that was sent to it."""
+        """Return whether the client has read everything sent to it."""
         return not self.transport.get_write_buffer_size()
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def expire(self) -> None:
-        """Close the connection, with 408 if the head of a request has arrived in part."""
+        """Close the connection, with 408 if a part of a request's head has arrived."""
         if not self.flushed:
             self._all.counts["answer_not_taken"] += 1
             self.close()
@@ -158,7 +158,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.close()
 
     def _wait(self) -> None:
-        """Record what the client has to send next, and until when."""
+        """Record what the client must send next, and the deadline."""
         if self.flow.write_paused:
             return  # `pause_writing` has set the deadline
         if self.transport.is_closing():
@@ -196,24 +196,24 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class ServedWebSocket(WebSocketsSansIOProtocol):
-    """A WebSocket that drops a client that is gone, and logs no error for what a client does.
+    """A WebSocket that drops a dead client, and does not log client errors.
 
-    uvicorn's waits until the client reads, and logs refused clients and texts that are no UTF-8 as errors.
+    uvicorn's waits until the client reads, and logs refused clients and invalid UTF-8 as errors.
     """
 
     def keepalive_timeout(self) -> None:
-        """Close the connection at once (called by uvicorn)."""
+        """Close the connection immediately (called by uvicorn)."""
         super().keepalive_timeout()
         self.transport.abort()
 
     async def send(self, message: Any) -> None:
-        """Send what the application says; a refusal ends the handshake (called by uvicorn)."""
+        """Send the application's message; a refusal ends the handshake (called by uvicorn)."""
         await super().send(message)
         if self.initial_response is not None and self.close_sent:
             self.handshake_complete = True
 
     def send_receive_event_to_app(self) -> None:
-        """Pass a message on, or close the connection where a text is no UTF-8 (called by uvicorn)."""
+        """Pass on a message, or close the connection if a text is invalid UTF-8 (called by uvicorn)."""
         if self.curr_msg_data_type == "text" and not self.close_sent:
             try:
                 b"".join(self.frames).decode()

@@ -1,4 +1,4 @@
-"""An HTTP server: the socket on which it listens, and uvicorn with limits."""
+"""An HTTP server: a listening socket, and uvicorn with limits."""
 
 from __future__ import annotations
 
@@ -21,14 +21,11 @@ PONG_SECONDS = 60.0  # after which a client of a WebSocket that answers no ping 
 
 
 def listen(host: str, port: int, or_any: bool = False) -> socket.socket:
-    """Return a socket that listens.
+    """Return a listening socket.
 
     Args:
         port: 0: any free port.
-        or_any: whether another port will do where this one is in use: a default, which nobody has asked for.
-
-    Raises:
-        ConfigError: the address is in use, or is not one of this machine's.
+        or_any: whether to use another port if this default is in use.
     """
     if not 0 <= port < 2**16:  # the system takes the remainder
         raise ConfigError(f"{port} is no port; set server.port to 1 to 65535, or 0 for any free port")
@@ -54,7 +51,7 @@ def listen(host: str, port: int, or_any: bool = False) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the URL at which `listener` can be reached from this machine."""
+    """Return the URL of `listener` on this machine."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -67,13 +64,13 @@ async def served(
     connections: Connections | None = None,
     websocket_bytes: int | None = None,
 ) -> AsyncIterator[None]:
-    """Serve an application inside of the block.
+    """Serve an application while the block is open.
 
     Args:
-        listener: a socket that listens; it is closed at the end.
+        listener: closed at the end.
         stop: called at the end, before the connections are closed.
-        connections: counts and limits the connections; None: with the default limits.
-        websocket_bytes: the longest message of a WebSocket; None: the application has no WebSocket.
+        connections: counts and limits the connections; None: default limits.
+        websocket_bytes: limit of a WebSocket message; None: there are no WebSockets.
     """
     known = Connections() if connections is None else connections
     known.fit_descriptors()

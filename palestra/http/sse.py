@@ -19,9 +19,9 @@ def encode_event(data: bytes, event: str | None = None, event_id: str | None = N
     """Return one server-sent event.
 
     Args:
-        data: on one line, as `orjson` writes JSON.
-        event: the event's type; None: clients take it for `message`.
-        event_id: what a client sends as `Last-Event-ID` after it has lost its connection.
+        data: on one line, like `orjson`'s JSON.
+        event: type; None: `message`.
+        event_id: sent as `Last-Event-ID` by a client that reconnects.
     """
     head = b"" if event_id is None else b"id: " + event_id.encode() + b"\n"
     if event is not None:
@@ -32,11 +32,11 @@ def encode_event(data: bytes, event: str | None = None, event_id: str | None = N
 
 
 class News(NamedTuple):
-    """The result of one look at what is followed.
+    """The result of one poll.
 
     Attributes:
         chunks: encoded events to send, in order.
-        over: whether what is followed had ended before the look, so that a look without chunks is the last one.
+        over: whether the source had ended before the poll, so that a poll without chunks is the last one.
     """
 
     chunks: Sequence[bytes]
@@ -50,14 +50,14 @@ async def follow(
     keepalive: bool = True,
     every: float = POLL_SECONDS,
 ) -> AsyncIterator[bytes]:
-    """Yield what `look` finds, until what is followed has ended.
+    """Yield the results of polls until the source has ended.
 
     Args:
-        look: returns what is new since its last call; None: the client may not read on.
+        look: returns news since its last call; None: the client has lost access.
         wait: whether to wait for future events; False: end when there is nothing more to send now.
-        pause: returns after so many seconds, or earlier if looking again makes sense.
-        keepalive: whether to send a comment if nothing happens for `KEEPALIVE_SECONDS`.
-        every: the longest pause between two looks, in seconds.
+        pause: returns after so many seconds, or earlier if a poll makes sense.
+        keepalive: whether to send a comment after `KEEPALIVE_SECONDS` without events.
+        every: longest pause between two polls, in seconds.
     """
     quiet = 0.0
     while (news := await look()) is not None:

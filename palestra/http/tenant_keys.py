@@ -19,15 +19,7 @@ class Tenants:
     """The tenants of a server, by their keys."""
 
     def __init__(self, folder: Path, names: Sequence[str], prefix: str) -> None:
-        """Read the keys in a folder, after writing one for each name that has none.
-
-        Args:
-            folder: has a file for each tenant, with its key.
-            names: of tenants that there have to be.
-
-        Raises:
-            ConfigError: a name or a key can't be used.
-        """
+        """Read the keys in a folder, after writing one for each name that has none."""
         with writing(folder):
             private_folder(folder)
         for name in names:
@@ -53,21 +45,13 @@ class Tenants:
         return [self._folder / name for name in sorted(self._by_digest.values())]
 
     def secret(self, tenant: str) -> bytes:
-        """Return what signs in a tenant's name; it is another one when the key is.
-
-        Raises:
-            Unauthorized: there is no such tenant.
-        """
+        """Return what signs in a tenant's name; it is another one when the key is."""
         if tenant not in self._secrets:
             raise Unauthorized("this server has no such tenant")
         return self._secrets[tenant]
 
     def of(self, key: str | None) -> str:
-        """Return the tenant of a key.
-
-        Raises:
-            Unauthorized: there is no key, or it is not known.
-        """
+        """Return the tenant of a key."""
         tenant = None if key is None else self._by_digest.get(_digest(key))
         if tenant is None:
             raise Unauthorized("the key is missing, or is no key of this server")

@@ -34,13 +34,13 @@ LEFT_OUT = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """The rows that one step trains, and metrics of what was left out.
+    """The rows that one step trains on, and metrics of left-out data.
 
     Attributes:
-        groups: all groups of the step; the advantages of their rows are 0 until `with_advantages`.
-        tokens: for each group, the trained tokens of each of its rollouts, also of those without rows.
-        staleness: number of trained tokens by age, which is n of the policy before the step minus n of the token.
-        metrics: metrics of the step, by full name.
+        groups: all groups of the step; advantages of their rows are 0 until `with_advantages`.
+        tokens: for each group, the trained tokens of each rollout, including those without rows.
+        staleness: number of trained tokens by age: n of the policy before the step minus n of the token.
+        metrics: by full name.
     """
 
     groups: list[Group]
@@ -54,13 +54,10 @@ class Batch:
         return [row for group in self.groups for row in group.rows]
 
     def without(self, episodes: Collection[str], version: PolicyVersion) -> Batch:
-        """Return the batch without the rows of some episodes, which can't be trained.
+        """Return the batch without the rows of untrainable episodes.
 
-        Their tokens still count in the divisor of the loss, and their rewards in the advantages of their groups, so
-        that the other rows keep their gradient.
-
-        Args:
-            episodes: ids of the episodes.
+        Their tokens still count in the divisor of the loss, and their rewards in their groups' advantages, so that the
+        other rows keep their gradient.
         """
         groups = [
             replace(group, rows=tuple(row for row in group.rows if row.episode_id not in episodes))
@@ -76,11 +73,8 @@ class Batch:
         """Return the batch with the algorithm's advantages and importance weights.
 
         Args:
-            found: the algorithm's result for all rows, in their order.
-            forward: the trainer's outputs for the same rows; the rows carry those that a loss reads.
-
-        Raises:
-            InvalidAlgorithm: the algorithm's result does not have the shapes of the rows.
+            found: for all rows, in order.
+            forward: the trainer's outputs for the same rows; rows carry those that a loss reads.
         """
         rows = self.samples
         check_advantages(found, rows)
@@ -106,13 +100,12 @@ class Batch:
         return replace(self, groups=self._with_rows(given), metrics=self.metrics | metrics)
 
     def parts(self, count: int, mode: LossAggMode, draw: np.random.Generator) -> list[list[TrainSample]]:
-        """Return the rows in parts of whole groups, each weighed as a batch of its own; no part is without rows.
+        """Return the rows in nonempty parts of whole groups, each weighted as its own batch.
 
-        A group is never cut: its episodes are compared with one another, and an episode's rows belong together.
+        Groups are not split: their episodes are compared with one another, and an episode's rows belong together.
 
         Args:
-            mode: `loss_agg_mode`, by which the loss weights of the rows were made.
-            draw: decides which groups are in which part.
+            draw: assigns groups to parts.
         """
         if count == 1:
             return [self.samples]
@@ -128,7 +121,7 @@ class Batch:
         return found
 
     def of_critic(self) -> Batch:
-        """Return the batch whose rows train only the tokens for which the algorithm has given the critic a return."""
+        """Return the batch whose rows only train tokens with a critic's target."""
         rows = [
             replace(row, loss_mask=row.loss_mask & np.isfinite(row.returns)) if row.returns is not None else row
             for row in self.samples
@@ -142,7 +135,7 @@ class Batch:
         """Return the batch whose rows carry rewards of single tokens.
 
         Args:
-            rewards: float32 [N] for each row; None: there are none.
+            rewards: float32 [N] for each row; None: none.
         """
         if rewards is None:
             return self
@@ -150,12 +143,12 @@ class Batch:
         return replace(self, groups=self._with_rows(given))
 
     def _with_rows(self, rows: Sequence[TrainSample]) -> list[Group]:
-        """Return the groups with other rows in the places of their own."""
+        """Return the groups with other rows."""
         left = iter(rows)
         return [replace(group, rows=tuple(next(left) for _ in group.rows)) for group in self.groups]
 
     def advantage_problems(self) -> dict[str, str]:
-        """Return the episodes whose advantages or returns are not finite: a description of the place by episode id."""
+        """Return episodes whose advantages or returns are not finite: ids and descriptions of the position."""
         rows = self.samples
         # NaN is no problem in returns: the critic learns nothing there. One that is no return has no advantage, either.
         columns = [
@@ -178,21 +171,15 @@ def make_batch(
 ) -> Batch:
     """Return the rows of a step for one policy, with loss weights.
 
-    Groups from which nothing can be learned get no rows, and are counted.
-
-    Such groups still count in the loss weights, as rollouts with advantage 0: a batch from which little can be learned
-    makes a small step, not one that a few rollouts decide.
+    Groups without a learning signal get no rows, but are counted, and still enter the loss weights as rollouts with
+    advantage 0: a batch with little signal makes a small step, instead of one that a few rollouts decide.
 
     Args:
         trajectories: completed episodes, in canonical order.
-        algorithm: decides which groups can be learned from.
-        config: which calls are trained, and how the losses of tokens become one number.
-        max_tokens: the divisor of `seq-mean-token-sum-norm`.
-        version: the policy before the step, from which staleness is counted.
-        policy: name of the policy that is trained.
-        roles: which policy plays which agent; calls and tokens of frozen policies are left out, and counted.
-        choices: for an algorithm that trains `every_choice`: there is a row for each reply that a call could have
-            given, and loss weights are shared by calls as otherwise by tokens. None: rows have what was sampled.
+        version: before the step, from which staleness is counted.
+        roles: calls and tokens of frozen policies are left out, and counted.
+        choices: for an algorithm that trains `every_choice`: each possible reply of a call has a row, and loss weights
+            are shared by calls instead of tokens. None: rows have the sampled replies.
     """
     left_out: Counter[str] = Counter()
     shares = [_used(share, left_out) for share in shares_of(trajectories, policy, roles)]
@@ -239,7 +226,7 @@ def _rollout(trajectory: Trajectory, config: AlgorithmConfig, left_out: Counter[
 
 
 def _used(share: Trajectory, left_out: Counter[str]) -> Trajectory:
-    """Return an episode without calls from which no action has come, and count them."""
+    """Return an episode without calls that led to no action, and count them."""
     used, unused = without_unused(share)
     _count_abandoned(unused, left_out)
     return used
@@ -262,7 +249,7 @@ def _rows(rollout: _Rollout, weight: float, choices: Choices | None) -> list[Tra
 
 
 def choice_key(chat: Chat) -> tuple[str, int]:
-    """Return what decides which replies a call could have given: its grammar, and its longest reply."""
+    """Return what determines a call's possible replies: its grammar, and its token limit."""
     return chat.sampling.grammar, chat.sampling.max_tokens
 
 
@@ -272,7 +259,7 @@ def _at(columns: Sequence[Floats] | None, number: int) -> Floats | None:
 
 
 def check_advantages(found: TokenAdvantages, rows: Sequence[TrainSample]) -> None:
-    """Raise InvalidAlgorithm unless an algorithm's result has one array [N] for each row, of the row's length."""
+    """Raise InvalidAlgorithm unless a result has one array [N] for each row, of the row's length."""
     given = {
         "advantages": found.advantages,
         "importance_weights": found.importance_weights,
@@ -291,7 +278,7 @@ def _reward(trajectory: Trajectory) -> float:
 
 
 def staleness_of(samples: Sequence[TrainSample], version: PolicyVersion) -> dict[int, int]:
-    """Return the number of trained tokens that were sampled, by age: n of a version minus n of the token."""
+    """Return the number of sampled trained tokens by age: n of a version minus n of the token."""
     sampled = [sample.versions[sample.loss_mask, 1] for sample in samples]
     ages = [version.n - versions[versions >= 0] for versions in sampled]
     found, tokens = np.unique(np.concatenate([np.zeros(0, np.int32), *ages]), return_counts=True)
@@ -315,7 +302,7 @@ def _same_replies(shares: Sequence[Trajectory]) -> float:
 
 
 def token_metrics(trajectories: Sequence[Trajectory], roles: Roles) -> dict[str, float]:
-    """Return the tokens of all calls, whichever policy has sampled them, and those that enter no loss, by full name."""
+    """Return token counts of all calls, whichever policy sampled them, and of tokens without a loss, by full name."""
     calls = [chat for t in trajectories for chat in t.chats]
     frozen = [chat for chat in calls if chat.policy in roles.frozen or past_of(chat.policy) is not None]
     return {
@@ -331,11 +318,11 @@ def token_metrics(trajectories: Sequence[Trajectory], roles: Roles) -> dict[str,
 def rollout_metrics(
     shares: Sequence[Trajectory], policy: str, roles: Roles, config: AlgorithmConfig
 ) -> dict[str, float]:
-    """Return what is said of episodes as one trained policy has played them, by full name.
+    """Return metrics of episodes as one trained policy has played them, by full name.
 
     Args:
-        shares: what the policy learns from in each of them; of none there is no mean.
-        config: the policy's algorithm, which weighs rewards by name.
+        shares: what the policy learns from in each; without any there are no means.
+        config: the policy's algorithm, which weights named rewards.
     """
     named = [t.episode.named_rewards for t in shares]
     rewards = [_reward(t) + more for t, more in zip(shares, missing_rewards(named, config), strict=True)]

@@ -10,20 +10,15 @@ from palestra.store import Groups
 class TrainingBudget:
     """Counts the sampled tokens of a job, step by step.
 
-    All counts are of the store, so that a resumed job ends with the same step as one that was never killed.
+    Counts come from the store, so that a resumed job ends with the same step as an uninterrupted one.
 
     Attributes:
-        sampled: tokens that the trained policies have sampled in the completed training episodes of all counted steps,
-            those of groups that were replaced included.
+        sampled: tokens sampled by the trained policies in the completed training episodes of all counted steps,
+            including replaced groups.
     """
 
     def __init__(self, config: JobConfig, groups: Groups) -> None:
-        """Begin with no step counted.
-
-        Args:
-            config: the job, with the number of steps or of tokens with which its training ends.
-            groups: the job's groups, whose episodes are counted.
-        """
+        """Begin without counted steps."""
         self._config, self._groups = config, groups
         self.sampled = 0
         self._before = 0  # tokens of the steps before the newest that was counted
@@ -32,34 +27,34 @@ class TrainingBudget:
         """Count all steps of a resumed job.
 
         Args:
-            step: the newest step that is trained; 0: none is.
+            step: newest trained step; 0: none.
         """
         trained = self._config.trained_policies
         self._before = await self._groups.sampled_tokens(range(1, step), trained)
         self.sampled = self._before + await self._groups.sampled_tokens(range(step, step + 1), trained)
 
     async def count(self, step: int) -> None:
-        """Add the tokens of a step whose episodes are gathered."""
+        """Add the tokens of a gathered step."""
         trained = self._config.trained_policies
         self._before = self.sampled
         self.sampled += await self._groups.sampled_tokens(range(step, step + 1), trained)
 
     def is_over(self, step: int) -> bool:
-        """Return whether training ends with this step, which is the newest that was counted."""
+        """Return whether training ends with this step, the newest counted one."""
         budget = self._config.token_budget
         return step >= self._config.steps or (budget is not None and self.sampled >= budget)
 
     def learning_rate(self, optimizer: OptimizerConfig, step: int) -> float:
-        """Return the learning rate of the newest step that was counted, which falls by tokens if there is a budget.
+        """Return the learning rate of the newest counted step, which decays by tokens if there is a budget.
 
         Args:
-            step: number of that step, from 1.
+            step: from 1.
         """
         budget = self._config.token_budget
         return learning_rate(optimizer, step, self._config.steps, None if budget is None else self._before / budget)
 
     def evaluations_after(self, step: int) -> int:
-        """Return about how many evaluations are made after later steps than this one, the newest that is done."""
+        """Estimate the number of evaluations after this step, the newest finished one."""
         config, budget, steps = self._config.evaluation, self._config.token_budget, self._config.steps
         if self.is_over(step) or not (config.every_steps or config.every_tokens):
             return 0
@@ -72,7 +67,7 @@ class TrainingBudget:
         return max(steps // config.every_steps - step // config.every_steps, 0) + bool(steps % config.every_steps)
 
     def evaluation_is_due(self, step: int) -> bool:
-        """Return whether the policies are scored after this step, which is the newest that was counted."""
+        """Return whether to evaluate the policies after this step, the newest counted one."""
         config = self._config.evaluation
         if not config.every_steps and config.every_tokens is None:
             return False

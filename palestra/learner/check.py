@@ -1,7 +1,7 @@
-"""`check_algorithm`: try an algorithm and its loss before a job does, and say what is wrong with them.
+"""`check_algorithm`: tests an algorithm and its loss before training, and explains mistakes.
 
-The episodes are made up. Every sampled token has an id of its own, so that the gradient of each token is known however
-the rows are ordered and cut, and any two ways of writing down the same episodes can be compared.
+The episodes are made up. Every sampled token has a unique id, so that each token's gradient is known however rows are
+ordered and split, and different representations of the same episodes can be compared.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ def check_algorithm(
 ) -> None:
     """Try an algorithm and its loss on made-up episodes, and raise the first mistake found.
 
-    Mistakes that are looked for:
+    These are mistakes:
 
-    - the class is no subclass of `palestra.Algorithm`; an error that `advantages`, `loss` or the loss raises is raised;
-    - advantages or importance weights have other shapes than the rows, or are not finite for a trained token, also
-      where all rewards of a group, or of the batch, are equal, with and without a penalty that trains such groups;
+    - the class is not a subclass of `palestra.Algorithm`; an error in `advantages`, `loss` or the loss is raised;
+    - advantages or importance weights have other shapes than the rows, or are not finite for a trained token, even
+      if all rewards of a group, or of the batch, are equal, with and without a penalty that trains such groups;
     - the loss is not a number, or is not one number for each token;
     - a metric is not declared;
-    - tokens that were not sampled matter: the prompt, padding at the end of a row, or what stands in a row's columns
-      beside the sampled tokens, which is NaN there;
-    - it matters how an episode is cut into calls and rows, or in which order the rows of a group are;
+    - tokens that were not sampled have an effect: the prompt, padding at the end of a row, or the values of a row's
+      columns at these tokens, which are NaN;
+    - the result depends on how an episode is split into calls and rows, or on the order of the rows of a group;
     - the loss of a batch is not the sum of the losses of its parts: a loss that divides by the number of its tokens
       would depend on micro-batches;
-    - the state is not JSON, or an algorithm that has taken it over gives other advantages than the first one.
+    - the state is not JSON, or an algorithm restored from it gives other advantages.
 
-    An algorithm that trains `every_choice` is refused, because no made-up episode has choices.
+    An algorithm that trains `every_choice` is refused, because the made-up episodes have no choices.
 
     Args:
-        algorithm: the class; or a function that returns a new algorithm each time, for one that takes other arguments.
-        settings: the class finds them in `self.config.settings`, as from `[algorithm.settings]`. None: none.
+        algorithm: the class; or a factory, for one that takes other arguments.
+        settings: available as `self.config.settings`, as from `[algorithm.settings]`. None: none.
 
     Raises:
-        InvalidAlgorithm: the message names the rule, and what was found.
+        InvalidAlgorithm: the message names the rule and the mistake.
     """
     make = partial(_of_class, algorithm, dict(settings or {})) if isinstance(algorithm, type) else algorithm
     _check_type(make())
@@ -83,7 +83,7 @@ EQUAL = tuple((1.0,) * len(group) for group in GROUPS)
 
 
 def _same_episodes() -> list[tuple[str, list[Group]]]:
-    """Return the made-up episodes, written down in other ways that must not matter, each with what differs."""
+    """Return the made-up episodes in other representations that must be equivalent, each with its difference."""
     return [
         ("tokens that were not sampled matter: other prompts change the gradient", made_up_groups(prompt=9)),
         (
@@ -118,20 +118,18 @@ def _check_type(algorithm: object) -> None:
 
 
 def token_gradients(algorithm: Algorithm, groups: Sequence[Group], where: str = "", penalty: bool = False) -> Gradients:
-    """Return the gradient of each trained token, by its id, and check all that can be checked of one batch.
+    """Return the gradient of each trained token, by its id, and check everything that one batch allows.
 
     Args:
-        algorithm: gives the advantages and names the loss.
-        groups: made-up groups with rows.
-        where: what is special about the episodes, for messages.
-        penalty: whether a job has a penalty or a bonus, so that also groups without anything to learn have rows.
+        where: describes the episodes, for messages.
+        penalty: whether a job has a penalty or a bonus, so that groups without a learning signal also have rows.
     """
     rows, loss = _rows(algorithm, groups, where, penalty), _loss(algorithm)
     return _of_rows(loss, rows, rows, where)
 
 
 def _rows(algorithm: Algorithm, groups: Sequence[Group], where: str, penalty: bool = False) -> list[TrainSample]:
-    """Return the rows with advantages, as a learner makes them; the arguments are those of `token_gradients`."""
+    """Return the rows with advantages, as a learner creates them; arguments as in `token_gradients`."""
     groups = [
         group if algorithm.learns_from(group.trajectories) or penalty else replace(group, rows=()) for group in groups
     ]

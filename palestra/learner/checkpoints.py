@@ -1,7 +1,7 @@
-"""Schedule of checkpoints: written as often as the job says, while the next step is already played.
+"""Schedule of checkpoints: written as often as configured, while the next step is already sampled.
 
-The policies of a job are saved one after another. Where a process dies between two of them, the job is resumed from the
-newest step of which all have a checkpoint.
+The policies of a job are saved one after another. If a process dies in between, the job resumes from the newest step
+with checkpoints of all policies.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ log = logging.getLogger("palestra.learner")
 
 
 class Stateful(Protocol):
-    """Something that remembers from step to step."""
+    """An object with a state from step to step."""
 
     def state(self) -> dict[str, Any]:
-        """Return what is remembered, as JSON; empty: nothing."""
+        """Return the state, as JSON; empty: none."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` has returned; empty in checkpoints without it."""
+        """Restore a result of `state`; empty in checkpoints without it."""
         ...
 
 
 class CheckpointSchedule:
-    """Writes the checkpoints of the policies that are trained, one after another; a frozen policy has none."""
+    """Writes the checkpoints of the trained policies, one after another; frozen policies have none."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class CheckpointSchedule:
         wall_seconds: Callable[[], float],
         add_event: AddEvent,
     ) -> None:
-        """Create the schedule; no checkpoint is known until `load`.
+        """Create the schedule; checkpoints are unknown until `load`.
 
         Args:
-            folders: folder of the checkpoints of each trained policy, by the policy's name.
-            remembered: for each of these policies what has a state that is saved with the weights, by its key in the
+            folders: of checkpoints, by trained policy.
+            remembered: for each of these policies, stateful objects saved with the weights, by their key in the
                 checkpoint.
             wall_seconds: returns how long the job has run.
         """
@@ -65,12 +65,9 @@ class CheckpointSchedule:
         self.saved_step = 0  # step of the newest checkpoint
 
     async def load(self) -> dict[str, Any] | None:
-        """Load the newest good checkpoints of one step into the trainer, and the states saved with them.
+        """Load the newest undamaged checkpoints of one step into the trainer, with saved states.
 
-        Returns the state saved with one of them, or None if there is none.
-
-        Raises:
-            CheckpointError: all checkpoints of a policy are damaged, or there is no step of which all are good.
+        Return the state saved with one of them, or None without checkpoints.
         """
         newest_step = max((step_of(path) for folder in self._folders.values() for path in found_in(folder)), default=0)
         if len(self._folders) == 1:
@@ -93,11 +90,7 @@ class CheckpointSchedule:
         return found[0] if found else None
 
     async def _load_common(self) -> dict[str, dict[str, Any]]:
-        """Load the newest step of which all policies have a good checkpoint; returns the states by policy, or nothing.
-
-        Raises:
-            CheckpointError: there are such steps, and one of each has a damaged checkpoint.
-        """
+        """Load the newest step with undamaged checkpoints of all policies; return the states by policy, or nothing."""
         steps = common_steps(self._folders.values())
         for step in steps:
             try:
@@ -119,7 +112,7 @@ class CheckpointSchedule:
         return {name: state for name, state in found.items() if state is not None}
 
     async def save_if_due(self, step: int, last: bool) -> None:
-        """Start writing a checkpoint of this step if the job wants one; the next episodes are played meanwhile.
+        """Begin to write a checkpoint of this step if it is due, while the next episodes are played.
 
         Args:
             last: whether training ends with it.
@@ -135,10 +128,10 @@ class CheckpointSchedule:
             await self._save(step, self._states(step))
 
     def know_best(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Take over how well the best weights that are kept have validated, after a start of the job.
+        """Restore how well the best kept weights have validated, after a restart.
 
         Args:
-            rows: metrics of all steps that are done.
+            rows: metrics of all finished steps.
         """
         for folder in self._folders.values():
             if (best := best_weights(folder)) is not None:
@@ -146,10 +139,10 @@ class CheckpointSchedule:
                 self._best = next(found, -math.inf)
 
     async def keep_best(self, step: int, row: Mapping[str, float]) -> None:
-        """Write the weights beside the checkpoints if no earlier ones validated better; none in self-play.
+        """Write the weights next to the checkpoints if no earlier ones validated better; never in self-play.
 
         Args:
-            row: metrics of the step, which has just been validated; step 0 has the weights that the job began with.
+            row: metrics of the step, which was just validated; step 0 has the initial weights.
         """
         reward = row.get(VALIDATION)
         # Where opponents get better, too, validations of different steps can't be compared.
@@ -163,29 +156,25 @@ class CheckpointSchedule:
         self._seconds += time.monotonic() - started
 
     async def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if any.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written.
-        """
+        """Wait for a checkpoint that is being written."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             await saving
 
     async def close(self) -> None:
-        """Wait for the checkpoint that is being written, if any; a failure is logged and not raised."""
+        """Wait for a checkpoint that is being written; only log a failure."""
         if self._saving is not None:
             (error,) = await asyncio.gather(self._saving, return_exceptions=True)
             if isinstance(error, Exception):
                 log.error("a checkpoint could not be written: %s: %s", type(error).__name__, error)
 
     def take_seconds(self) -> float:
-        """Return the seconds spent on checkpoints that finished since the last call."""
+        """Return the seconds spent on checkpoints finished since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def _states(self, step: int) -> dict[str, dict[str, Any]]:
-        """Return for each policy the JSON that is saved beside its weights of a step."""
+        """Return the JSON saved with each policy's weights of a step."""
         state = {"step": step, "wall_seconds": self._wall_seconds(), "config_digest": self._config.digest()}
         # The states are taken now: while the checkpoint is written, the next step may change them.
         return {

@@ -1,4 +1,4 @@
-"""Which replies the calls of episodes could have given, for algorithms that train every choice."""
+"""The possible replies of episodes' calls, for algorithms that train every choice."""
 
 from __future__ import annotations
 
@@ -14,19 +14,15 @@ MOST_KNOWN = 16_384  # grammars whose choices are kept
 
 
 class CallChoices:
-    """Asks the trainer for the choices of each grammar once, and keeps them."""
+    """Asks the trainer for the choices of each grammar once, and caches them."""
 
     def __init__(self, trainer: Trainer, policy: str, algorithm: str) -> None:
-        """Begin with no grammar known."""
+        """Begin with an empty cache."""
         self._trainer, self._policy, self._algorithm = trainer, policy, algorithm
         self._known: dict[tuple[str, int], tuple[tuple[int, ...], ...]] = {}
 
     async def of(self, trajectories: Sequence[Trajectory]) -> Choices:
-        """Return the choices of all calls of the policy.
-
-        Raises:
-            ConfigError: a call is not held to a grammar, or to one that allows more than `MOST_CHOICES` replies.
-        """
+        """Return the choices of all calls of the policy."""
         found = {}
         for trajectory in trajectories:
             for chat in trajectory.chats:
@@ -42,7 +38,7 @@ class CallChoices:
         return found
 
     async def problems(self, trajectories: Sequence[Trajectory]) -> dict[str, str]:
-        """Return for each episode with a reply that is none of its call's choices its id and the reason."""
+        """Return episodes with replies outside their call's choices: ids and reasons."""
         found = {}
         for trajectory in trajectories:
             try:

@@ -1,4 +1,4 @@
-"""Another model behind an engine's address, found by a short text of which both sides say the log-probabilities."""
+"""Detects an engine address with another model, by comparing log-probabilities of a short text."""
 
 from __future__ import annotations
 
@@ -18,16 +18,12 @@ MOST_GAP = 0.25
 
 
 async def check_engine(pool: WorkerPool, trainer: Trainer, runtime: PolicyRuntime) -> None:
-    """Compare what the workers of a pool and the trainer say of a text, under weights that both of them have.
+    """Compare log-probabilities of a text between a pool's workers and the trainer, under equal weights.
 
-    Each is asked, because each may have another model.
+    Each worker is asked, because each may have another model.
 
     Args:
-        pool: samples from the policy, and isn't paused.
-
-    Raises:
-        ConfigError: they have different models.
-        EngineFailure: the engine has no answer.
+        pool: not paused.
     """
     ids = runtime.renderer.vocabulary.encode(SAMPLE_TEXT)[: runtime.config.max_context - 1]
     prompt, name = TokenSequence(ids), runtime.name
@@ -43,7 +39,7 @@ async def check_engine(pool: WorkerPool, trainer: Trainer, runtime: PolicyRuntim
 
 
 def _row(policy: str, ids: Ids) -> TrainSample:
-    """Return a row of N tokens whose log-probabilities are asked, all but that of the first."""
+    """Return a row of N tokens whose log-probabilities are requested, except for the first."""
     count = len(ids)
     nothing: Floats = np.zeros(count, np.float32)
     asked = np.arange(count) > 0

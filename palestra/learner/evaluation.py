@@ -1,4 +1,4 @@
-"""Validation during training: episodes are claimed in the same way and sampled greedily, while no step is trained."""
+"""Validation during training: episodes use the same claims and are sampled greedily, while no step is trained."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ async def validate(
 ) -> dict[str, float]:
     """Score every validation task once, and return the metrics.
 
-    Discarded episodes are not scored and do not count as 0: the metrics say how many tasks the mean is of. Episodes
-    that were scored before a restart are not played again.
+    Discarded episodes do not count as 0: the metrics report how many tasks are in the mean. Episodes scored before a
+    restart are not repeated.
 
     Args:
-        groups: the job's groups; each task becomes a group of one episode.
-        roles: which agents a frozen policy plays; their rewards are not counted.
-        algorithm: weighs rewards by name, where one policy at most is trained.
+        groups: each task becomes a group of one episode.
+        roles: rewards of agents played by frozen policies are not counted.
+        algorithm: weights named rewards, if at most one policy is trained.
     """
     started = time.monotonic()
     known = await groups.of_step("validation", done)
@@ -45,7 +45,7 @@ async def validate(
 
 
 def _means(episodes: Sequence[EpisodeRecord], roles: Roles, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Return the means of rewards where one policy at most is trained; the arguments are those of `validate`."""
+    """Return the mean rewards if at most one policy is trained; arguments as in `validate`."""
     scored = [(e, own) for e in episodes if (own := e.rewards_by_policies) is not None and (own or not e.rewards)]
     named = [e.named_rewards for e, _ in scored]
     rewards = [float(sum(roles.of_episode(e.players).trained_rewards(own).values())) for e, own in scored]
@@ -55,7 +55,7 @@ def _means(episodes: Sequence[EpisodeRecord], roles: Roles, algorithm: Algorithm
 
 
 def _means_of_rivals(episodes: Sequence[EpisodeRecord], roles: Roles) -> dict[str, float]:
-    """Return for each of several trained policies the mean of its own rewards over the episodes in which it has any."""
+    """Return for each of several trained policies its mean reward over the episodes in which it has one."""
     row = {}
     for policy in roles.rivals:
         scored = [(e, own) for e in episodes if (own := e.rewards_by_policies) is not None]

@@ -1,6 +1,6 @@
-"""The groups of a step: registered, waited for, and replaced if too many of their episodes were lost.
+"""The groups of a step: registered, waited for, and replaced if too many of their episodes are lost.
 
-All state is in the store: nothing is queued in memory, so that a restart finds every episode that was handed in.
+All state is in the store instead of memory, so that a restart finds every submitted episode.
 """
 
 from __future__ import annotations
@@ -27,15 +27,7 @@ GATHER_SECONDS = 0.05  # in which groups that end are settled together
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gathered:
-    """The complete groups of a step.
-
-    Attributes:
-        episode_ids: completed episodes that are fresh enough, in canonical order.
-        dropped: number of groups that lost too many episodes.
-        skipped: number of groups that had nothing to teach and were replaced.
-        discarded: number of discarded episodes in the complete groups.
-        stale: number of episodes that were played with too old a policy, and registered again.
-    """
+    """The complete groups of a step."""
 
     episode_ids: tuple[str, ...]
     dropped: int
@@ -46,14 +38,14 @@ class Gathered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicSampling:
-    """Which groups of a step are replaced because nothing can be learned from them.
+    """Which groups of a step are replaced because they have no learning signal.
 
-    Whether a group is replaced depends on the groups before it in canonical order, and not on who was played first, so
-    that the same episodes give the same manifest.
+    It depends on earlier groups in canonical order, not on the order of playing, so that the same episodes give the
+    same manifest.
 
     Attributes:
-        teaches: returns whether completed episodes, by their ids, have anything to learn from.
-        most: how many groups of a step may be replaced for that reason.
+        teaches: returns whether completed episodes, by id, have a learning signal.
+        most: limit of groups of a step replaced for that reason.
     """
 
     teaches: Callable[[Sequence[str]], Awaitable[bool]]

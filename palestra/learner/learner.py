@@ -1,7 +1,7 @@
 """The learner's loop: evaluate, gather, fix the batch, train, publish, save.
 
-A step whose manifest was committed before a restart is trained again from it; any other step is gathered first.
-Resuming after a crash is therefore no special case: the same code runs from the last checkpoint on.
+A step whose manifest was committed before a restart is trained again from it; any other step is gathered first. So
+resuming after a crash is the same code, beginning at the last checkpoint.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from palestra.waiting import race, together
 
 
 class Learner:
-    """Trains the policies of one job that are not frozen; the others are only sampled from."""
+    """Trains the policies of one job that are not frozen."""
 
     def __init__(self, run: OpenRun, trainer: Trainer, algorithms: Mapping[str, Algorithm]) -> None:
         """Assemble the learner; `run` trains.
 
         Args:
-            trainer: has the policies that are trained.
-            algorithms: of each policy that is trained: it makes advantages of rewards, and names the loss.
+            trainer: has the trained policies.
+            algorithms: by trained policy.
         """
         self._run, self._trainer, self._algorithms = run, trainer, algorithms
         config, trained = run.config, run.policies.trained
@@ -76,12 +76,10 @@ class Learner:
         self._validation_tasks: list[Task] = []
 
     async def prepare(self) -> None:
-        """Look whether what the training needs of other servers is there, and load past versions.
-
-        Both have to be done before this server takes requests.
+        """Check other servers needed for training, and load past versions, before this server accepts requests.
 
         Raises:
-            ConfigError: the run is of another configuration, or a server that is to teach can't.
+            ConfigError: the run has another configuration, or a teacher's server is unsuitable.
             TeacherFailed: it does not answer.
             CheckpointError: a past version can't be written.
         """
@@ -102,15 +100,11 @@ class Learner:
                 await update.teacher.close()
 
     def stop(self) -> None:
-        """Make `run` save and return after the step that is being trained; a step being gathered is dropped."""
+        """Make `run` save and return after the current training step; a step being gathered is dropped."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Train until the job's steps are done, or `stop` is called.
-
-        Raises:
-            PalestraError: the job can't continue; the message says why.
-        """
+        """Train until the job's steps are done, or `stop` is called."""
         try:
             await self._train_all()
         finally:
@@ -163,24 +157,23 @@ class Learner:
         self._run.store.episodes.available.notify()
 
     async def _unless_stopped(self, work: Awaitable[Any]) -> Any:
-        """Return the result of `work`, or cancel it, await its end and return None if the job is stopped first."""
+        """Return the result of `work`; if the job is stopped first, cancel it, await its end and return None."""
         winner = await race(work, self._stopping.wait())
         return winner.result if winner.index == 0 else None
 
     # Start and resume
 
     async def _known_digest(self) -> str | None:
-        """Return the digest of the configuration with which the run was started; None: it is a new one."""
+        """Return the digest of the configuration that started the run; None: it is new."""
         known = await self._run.store.log.fact("config_digest")
         if known is not None and known != self._run.config.digest():
             raise ConfigError(self._run.folder.why_not_resumed(self._run.config))
         return known
 
     async def _restore(self) -> dict[str, float] | None:
-        """Load the last good checkpoint, if there is one, and publish its weights to the engine.
+        """Load the newest undamaged checkpoint, if there is one, and publish its weights to the engine.
 
-        Returns the row of the last step if it still waits for its evaluation; a new run begins with such a row for step
-        0.
+        Return the row of the last step if its evaluation is missing; a new run begins with such a row for step 0.
         """
         known = await self._known_digest()
         if known is None:
@@ -212,7 +205,7 @@ class Learner:
         return unfinished
 
     async def _wait_for_tasks(self) -> None:
-        """Wait until all tasks are there: from files, or pushed by a client that has said that it is the last push."""
+        """Wait for all tasks: from files, or pushed by a client that has marked the last push."""
         self._run.progress.enter("waiting for tasks")
         evaluation = self._run.config.evaluation
         if not self._run.config.brings_tasks or evaluation.every_steps or evaluation.every_tokens is not None:
@@ -317,7 +310,9 @@ class Learner:
         return {name: update for name, update in self._updates.items() if update.due(step)}
 
     def _dynamic_sampling(self, step: int) -> DynamicSampling | None:
-        """Return which groups of a step are replaced: those from which none of its updates learns; None: none are."""
+        """Return which groups of a step are replaced: those without a learning signal for any of its updates; None:
+        none.
+        """
         due = self._due(step)
         most = max((self._algorithms[name].dynamic_sampling for name in due), default=0)
 
@@ -372,7 +367,7 @@ class Learner:
         self._run.progress.version = str(max(self._versions().values()))
 
     async def _hand_over(self, policy: str, source: WeightSource, number: int) -> None:
-        """Give the engine the weights of one policy, which is the `number`-th of those that are published, from 0."""
+        """Publish one policy's weights to the engine; `number` is its index among published ones."""
         if number:
             fault_point("between_publications")
         await self._run.engine.sync_weights(policy, self._trainer.version(policy), source)
@@ -380,9 +375,9 @@ class Learner:
     # After a step
 
     async def _finish_step(self, row: dict[str, float]) -> bool:
-        """Evaluate if it is due, and record the row. Returns False if the job was stopped before that.
+        """Evaluate if it is due, and record the row; return False if the job was stopped before.
 
-        The row then stays unfinished and the job is not completed: a resumed job makes the evaluation first.
+        The row then stays unfinished and the job is not completed: a resumed job evaluates first.
         """
         step = int(row["step"])
         if self._validation_tasks and self._budget.evaluation_is_due(step):
@@ -412,9 +407,9 @@ class Learner:
         return self._budget.evaluations_after(step) if self._validation_tasks else 0
 
     async def _open_engine(self) -> None:
-        """Let the engine sample, unless a step whose manifest was committed before a restart is still to be repeated.
+        """Let the engine sample, unless a step with a manifest from before a restart must be repeated.
 
-        Until then the engine has older weights than those with which the open episodes are played, so calls wait.
+        Until then the engine has older weights than the open episodes were played with, so calls wait.
         """
         if await self._run.store.log.manifest(self._run.progress.step + 1) is not None:
             return

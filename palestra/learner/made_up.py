@@ -1,4 +1,4 @@
-"""Made-up episodes for `check_algorithm`, which may be written down in several ways without being other episodes."""
+"""Made-up episodes for `check_algorithm`, with several equivalent representations."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ def made_up_groups(
     alike: bool = True,
     reverse: bool = False,
 ) -> list[Group]:
-    """Return groups of episodes whose sampled tokens have ids from 1000 on, each its own.
+    """Return groups of episodes whose sampled tokens have unique ids from 1000 on.
 
     Args:
         prompt: tokens before the first sampled one.
-        pad: tokens at the end of each row that were not sampled.
-        beside: logprob that stands in a row where a token was not sampled.
-        calls: calls of each episode, all in one TimeStep, each of which continues the one before.
-        rows: rows of each episode, between which the calls are shared out.
-        alike: every episode is cut so; else the first of each group is, and the others have one call and one row.
-        reverse: put the rows of each group in the opposite order.
+        pad: unsampled tokens at the end of each row.
+        beside: logprob of unsampled tokens in a row.
+        calls: per episode, all in one TimeStep, each continuing the one before.
+        rows: per episode, among which its calls are divided.
+        alike: whether every episode is split like this; otherwise only the first of each group is, and the others have
+            one call and one row.
+        reverse: whether to reverse each group's rows.
     """
     lengths = [
         _SAMPLED + (number + place) % 2 * _SAMPLED
@@ -63,10 +64,10 @@ def made_up_groups(
 
 
 def of_token(row: TrainSample, name: str) -> Floats:
-    """Return a number for each sampled token that depends on its id and on `name` alone, float32 [N]; else NaN.
+    """Return a number for each sampled token that depends only on its id and `name`, float32 [N]; else NaN.
 
     Args:
-        name: such as `old_logprobs`; numbers of several names differ by a few hundredths.
+        name: such as `old_logprobs`; numbers of different names differ by a few hundredths.
     """
     near = _logprobs(row.ids) + 0.1 * np.sin(row.ids * (1.0 + len(name)))
     return np.where(row.loss_mask, near, np.nan).astype(np.float32)
@@ -78,7 +79,7 @@ def _logprobs(ids: np.ndarray) -> np.ndarray:
 
 
 def _chats(name: str, ids: np.ndarray, prompt: int, calls: int) -> tuple[Chat, ...]:
-    """Return the calls of an episode, which share out its sampled tokens."""
+    """Return the calls of an episode, with its sampled tokens divided among them."""
     found: list[Chat] = []
     for index, part in enumerate(np.array_split(ids, calls)):
         parent = found[-1] if found else None

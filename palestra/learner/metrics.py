@@ -20,10 +20,10 @@ CRITIC_UPDATE_METRICS = (
 
 
 def metric_tables() -> dict[str, tuple[Metric, ...]]:
-    """Return the metrics by title of a table: of every run, of the algorithms and of the losses that Palestra ships.
+    """Return the metrics by table title: of every run, and of the algorithms and losses that Palestra ships.
 
-    Several algorithms or losses may have the same metric, which stands once, with their names. Metrics of a user's own
-    loss are declared by its class.
+    A metric shared by several algorithms or losses occurs once, with their names. Metrics of a user's own loss are
+    declared by its class.
     """
     shipped = {name: loss for name, loss in sorted(LOSSES.items()) if loss.__module__.startswith("palestra.")}
     return {
@@ -40,7 +40,7 @@ def loss_metrics(first: StepReport, last: StepReport, declared: Iterable[LossMet
     """Return the metrics of a step's gradients of one network, by full name.
 
     Args:
-        declared: metrics of the loss; each says which update counts.
+        declared: of the loss; each says which update counts.
     """
     return {
         f"train/{metric.name}": (first if metric.epoch == "first" else last).metrics[metric.name]
@@ -54,7 +54,7 @@ def _trained(metrics: Iterable[Metric]) -> tuple[Metric, ...]:
 
 
 def _named(by_owner: Mapping[str, Iterable[Metric]]) -> list[Metric]:
-    """Return each metric once; its formula begins with the names of those that have it."""
+    """Return each metric once; its formula begins with the names of its owners."""
     owners: dict[tuple[str, str, str], list[str]] = {}
     for owner, metrics in by_owner.items():
         for metric in metrics:

@@ -1,4 +1,4 @@
-"""`OpenRun`: what all that works in the run of a job has in common."""
+"""`OpenRun`: the shared dependencies of a job's run."""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 
 class PlayingTime:
-    """Measures the time in which the episodes of each step were played, as far as this process has seen it.
+    """Measures the time in which each step's episodes were played, as far as this process has seen it.
 
-    Where episodes are played ahead of the training, a step hardly waits for its own: they were played since those of
-    the step before were together.
+    If episodes are played ahead of training, a step hardly waits for its own: they were played since the previous
+    step's were complete.
     """
 
     def __init__(self, ahead: bool, now: Callable[[], float] = time.monotonic) -> None:
@@ -18,7 +18,7 @@ class PlayingTime:
 
         Args:
             ahead: whether episodes are played while earlier steps are trained.
-            now: returns seconds that only grow.
+            now: returns monotonic seconds.
         """
         self._ahead, self._now = ahead, now
         self._gathered_at: float | None = None  # when this process had the episodes of a step together; None: not yet
@@ -26,7 +26,7 @@ class PlayingTime:
         self.resumed = False  # episodes of the first step that is gathered may have been played before the restart
 
     def gathered(self, started: float) -> None:
-        """Note that the episodes of a step are together.
+        """Record that a step's episodes are complete.
 
         Args:
             started: when the step began to wait for them.
@@ -38,15 +38,11 @@ class PlayingTime:
             self._seconds = self._gathered_at - (before if before is not None and self._ahead else started)
 
     def not_played(self) -> None:
-        """Note that nothing was played for a step: its batch was fixed before a restart, or its episodes recorded."""
+        """Record that a step needed no playing: its batch was fixed before a restart, or its episodes are recorded."""
         self._seconds = None
 
     def rate(self, row: Mapping[str, float]) -> dict[str, float]:
-        """Return the tokens a second of the newest step as a metric, by full name; nothing where it is not known.
-
-        Args:
-            row: metrics of the step, with its tokens.
-        """
+        """Return the newest step's tokens per second as a metric, by full name; empty if unknown."""
         if not self._seconds:
             return {}
         return {

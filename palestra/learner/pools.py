@@ -1,7 +1,7 @@
-"""The past versions of the policies that are trained: written, given to the engine, and dropped when they are too old.
+"""Past versions of the trained policies: written, published to the engine, and dropped when too old.
 
-A version is on disk, whole, before an episode can meet it, and stays there for as long as one may. Which versions those
-are follows from the number of the step alone, so a run that was killed has the same pool when it is started again.
+A version is on disk, atomically, before an episode can use it, and stays as long as one may. The step number alone
+determines the versions, so a restarted run has the same pool.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from palestra.types.calls import PolicyVersion
 
 
 class Pools:
-    """Keeps the versions that roles with a pool may be played by."""
+    """Keeps the versions that may play roles with a pool."""
 
     def __init__(self, run: OpenRun, trainer: Trainer) -> None:
-        """Have claims ask which version plays, and add past versions to the run's policies from `open` on."""
+        """Let claims choose the version that plays, and add past versions to the run's policies from `open` on."""
         self._run, self._trainer = run, trainer
         self._ahead = run.config.rollout.max_staleness
         roles = run.config.players
@@ -34,13 +34,10 @@ class Pools:
             run.store.episodes.casting = self._casting
 
     async def open(self) -> None:
-        """Give the engine the versions that episodes of the next step may meet, before one can be claimed.
+        """Publish the versions that the next step's episodes may use, before one can be claimed.
 
-        The trainer has the weights of step 0 now: a new run writes them, and a run that was killed before they were on
-        disk does so again.
-
-        Raises:
-            CheckpointError: the disk is full, or can't be written to.
+        The trainer has the weights of step 0 now: a new run writes them, and a run killed before they were on disk
+        writes them again.
         """
         if not self._pools:
             return
@@ -57,12 +54,9 @@ class Pools:
                 self._casting.done = max(self._casting.done, step)
 
     async def check(self, step: int) -> None:
-        """Require the versions that episodes of the next steps may meet, after the checkpoint of a step was loaded.
+        """Check the versions that the next steps' episodes may use, after a checkpoint was loaded.
 
-        Versions of later steps are made again when these steps are repeated.
-
-        Raises:
-            CheckpointError: one is missing or damaged.
+        Versions of later steps are created again when these steps are repeated.
         """
         bound = await self._bound()
         for policy in self._pools:
@@ -75,14 +69,7 @@ class Pools:
                     )
 
     async def add(self, step: int) -> None:
-        """Add the present weights of each policy that is due after a step, and drop versions that none will meet.
-
-        Args:
-            step: that was trained, and whose weights are published.
-
-        Raises:
-            CheckpointError: the disk is full, or can't be written to.
-        """
+        """Add the present weights of each policy that is due after a step, and drop unneeded versions."""
         for policy, pools in self._pools.items():
             if any(step % pool.every_steps == 0 for pool in pools):
                 await self._write(policy, step)

@@ -1,4 +1,4 @@
-"""The run whose recorded episodes a job learns from: which of its policies, which of its episodes, whose rewards."""
+"""The source run of recorded episodes: its policies, its episodes, and whose rewards count."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from palestra.store.browsing import browse, called_by, list_episodes
 
 
 def learned_policies(run_dir: Path, policy: str | None, learner: str) -> tuple[str, ...]:
-    """Return the names of the policies of a run whose calls and rewards are learned from.
+    """Return the policies of a run whose calls and rewards are learned from.
 
     Args:
-        policy: the one that the job names; None: none.
-        learner: the policy that learns, whose name stands for the same one of the run.
-
-    Raises:
-        ConfigError: there is no such run, or it has trained no such policy.
+        policy: named by the job; None: none.
+        learner: the learning policy, whose name is the default.
     """
     trained = source_config(run_dir).trained_policies
     chosen = policy or learner
@@ -38,23 +35,16 @@ def learned_policies(run_dir: Path, policy: str | None, learner: str) -> tuple[s
 
 
 def source_config(run_dir: Path) -> JobConfig:
-    """Return the configuration of a run.
-
-    Raises:
-        ConfigError: there is no such run.
-    """
+    """Return the configuration of a run."""
     _check_run(run_dir)
     return load_config(run_dir / SAVED_CONFIG)
 
 
 def check_tokens(config: JobConfig, policies: Sequence[str], run_dir: Path, runtime: PolicyRuntime) -> None:
-    """Refuse a run whose tokens are not those of the policy that learns.
+    """Raise ConfigError for a run whose tokens are not the learning policy's.
 
     Args:
-        policies: those of the run that are learned from.
-
-    Raises:
-        ConfigError: a model has another tokenizer.
+        policies: of the run, to learn from.
     """
     for model in {config.policies[name].model for name in policies} - {runtime.config.model}:
         if config.engine.has_model and not _same_tokens(model, runtime):
@@ -65,18 +55,18 @@ def check_tokens(config: JobConfig, policies: Sequence[str], run_dir: Path, runt
 
 
 def is_apart(roles: Roles, policies: Sequence[str]) -> bool:
-    """Return whether one of several trained policies is learned from, and not what the others have earned."""
+    """Return whether only one of several trained policies is learned from."""
     return bool(roles.rivals) and len(policies) == 1
 
 
 def recorded_rewards(
     roles: Roles, policies: Sequence[str], players: Mapping[str, str], rewards: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the rewards of a recorded episode that belong to what is learned from it.
+    """Return the rewards of a recorded episode that belong to the learned calls.
 
     Args:
-        policies: those of the run that are learned from.
-        players: who has played roles with a pool in the episode.
+        policies: of the run, to learn from.
+        players: of roles with a pool in the episode.
         rewards: of the episode, by agent.
     """
     if not is_apart(roles, policies):
@@ -102,12 +92,9 @@ def chosen_episodes(run_dir: Path, policies: Sequence[str], min_reward: float | 
     """Return the ids of a run's completed training episodes with enough reward, in canonical order.
 
     Args:
-        policies: those of the run that are learned from; one of several that were trained has called in each of the
-            episodes, and its own reward counts.
-        min_reward: the least reward; None: any.
-
-    Raises:
-        ConfigError: there is no such run, or no such episode.
+        policies: of the run, to learn from; one of several trained policies must have called in each episode, and its
+            own reward counts.
+        min_reward: None: any.
     """
     roles = source_config(run_dir).players
     with browse(run_dir / "run.db") as connection:

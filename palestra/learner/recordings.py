@@ -1,6 +1,6 @@
-"""Recorded episodes as episodes of the job: each is entered into the run store, complete, when its step is gathered.
+"""Enters recorded episodes into the run store, completed, when their step is gathered.
 
-From there on they are like played ones: the same manifest, the same rows, and the same resuming after a kill.
+From then on they are like played ones: manifest, rows, and resuming after a kill.
 """
 
 from __future__ import annotations
@@ -47,21 +47,17 @@ _CERTAIN = 0.0  # the log-probability of a token that was given and not sampled
 
 
 class Recordings:
-    """The recorded episodes that a job trains."""
+    """The recorded episodes that a job trains on."""
 
     def __init__(self, source: RecordedEpisodes, runtime: PolicyRuntime, store: RunStore) -> None:
-        """Keep what says where the episodes are; `tasks` looks for them."""
+        """Store the source; `tasks` searches the episodes."""
         self._source, self._runtime, self._store = source, runtime, store
         self._policies: tuple[str, ...] = ()  # whose calls are learned, by their names in the run of the source
         self._roles = Roles(default=runtime.name)  # who plays which agent there
 
     @classmethod
     def of(cls, run: OpenRun, algorithms: Mapping[str, Algorithm]) -> Self | None:
-        """Return what a job trains in place of played episodes; None: they are played.
-
-        Raises:
-            ConfigError: several policies are trained, and the episodes do not say which of them has played what.
-        """
+        """Return what a job trains on instead of played episodes; None: they are played."""
         trained = run.policies.trained
         sources = [(name, source) for name in trained if (source := algorithms[name].recorded) is not None]
         if not sources:
@@ -75,12 +71,7 @@ class Recordings:
         return cls(source, run.policies.runtime(policy), run.store)
 
     async def tasks(self) -> Sequence[Task]:
-        """Return a task for each recorded episode, in canonical order; a resumed job has those of its first start.
-
-        Raises:
-            ConfigError: there is no such run, it has no such episode or policy, or its policy is of another model; or a
-                task is no conversation.
-        """
+        """Return a task for each recorded episode, in canonical order; a resumed job has those of its first start."""
         run_dir = self._source.run_dir
         if run_dir is None:
             tasks = await self._store.tasks.stored("train")
@@ -106,14 +97,11 @@ class Recordings:
         return [Task(task_id=name, data={"recorded": name}) for name in names]
 
     async def episode(self, task: Task, version: PolicyVersion) -> RecordedEpisode:
-        """Return the recorded episode of a task, with calls that are as if the policy of the job had made them now.
+        """Return the recorded episode of a task, with calls as if the job's policy had made them now.
 
         Args:
-            task: one of `tasks`.
-            version: of the policy before the step, which all tokens get: a recorded token is never stale.
-
-        Raises:
-            ConfigError: a conversation does not fit into the policy's context, or its format can't show it.
+            task: from `tasks`.
+            version: for all tokens: recorded tokens are never stale.
         """
         run_dir = self._source.run_dir
         if run_dir is None:
@@ -214,7 +202,7 @@ class Recordings:
         tools: tuple[dict[str, Any], ...],
         last: Chat | None,
     ) -> tuple[int, Ids, Ids]:
-        """Return what a reply and its prompt are as tokens, as the model's template shows them."""
+        """Return the tokens of a prompt and its reply, as the model's template writes them."""
         renderer, room, known = self._runtime.renderer, self._runtime.config.max_context, last
         shown, offered = before, tools  # conversation in which the reply is shown
         if known is not None and renderer.independent_turns:
@@ -255,12 +243,12 @@ async def gather_recorded(
     groups: int,
     versions: Mapping[str, PolicyVersion],
 ) -> Gathered:
-    """Enter the recorded episodes of a step into the store, those that are missing, and return all of them.
+    """Enter a step's missing recorded episodes into the store, and return all of them.
 
     Args:
-        task_of: returns the task of a group, by the group's index.
-        groups: how many episodes the step has; each is a group of its own.
-        versions: of the policies before the step; there is one.
+        task_of: returns a group's task, by index.
+        groups: number of the step's episodes; each is its own group.
+        versions: before the step; exactly one.
     """
     (version,) = versions.values()
     there = await store.groups.of_step("train", step)

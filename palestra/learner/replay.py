@@ -1,7 +1,7 @@
-"""The episodes that a step draws from, of its own manifest and of those before: the run store is the replay buffer.
+"""Experience replay: a step draws episodes from its own and earlier manifests; the run store is the buffer.
 
-What a step draws follows from the manifests, the seed and the number of the step alone, so that a step that is repeated
-after a crash draws the same episodes; nothing of the buffer is in a checkpoint.
+Manifests, the seed and the step number determine the draws, so that a step repeated after a crash draws the same
+episodes; checkpoints contain no buffer.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ Trainable = Callable[[str, Sequence[Trajectory]], Awaitable[list[Trajectory]]]
 
 
 class ReplayBuffer:
-    """The newest episodes of a job, in canonical order; what was drawn is kept while it may be drawn again."""
+    """The newest episodes of a job, in canonical order; drawn ones are cached while they may be drawn again."""
 
     def __init__(self, replay: Replay, store: RunStore, seed: int, policy: str, trainable: Trainable) -> None:
         """Begin empty.
 
         Args:
-            replay: how many episodes, of which age, and how many are drawn.
-            seed: of the job; what is drawn depends on it.
-            policy: episodes in which it has sampled nothing are left out.
-            trainable: returns those of some episodes that can be trained; is called once for each episode and process.
+            policy: episodes without its samples are left out.
+            trainable: returns the trainable ones of some episodes; called once for each episode and process.
         """
         self._replay, self._store, self._seed = replay, store, seed
         self._policy, self._trainable = policy, trainable
@@ -37,14 +35,14 @@ class ReplayBuffer:
 
     @property
     def draws(self) -> int:
-        """Return how many batches a step draws."""
+        """Return the number of batches per step."""
         return self._replay.draws
 
     async def begin(self, step: int) -> None:
-        """Find out which episodes a step may draw, and forget those that are too old or too many.
+        """Determine the episodes that a step may draw, and drop old and excess ones.
 
         Args:
-            step: number of the step, whose manifest is committed.
+            step: its manifest is committed.
         """
         young = range(max(1, step - self._replay.max_age), step + 1)
         for number in young:
@@ -58,12 +56,12 @@ class ReplayBuffer:
         self._kept = {name: trajectory for name, trajectory in self._kept.items() if name in known}
 
     async def draw(self, step: int, number: int) -> list[Trajectory]:
-        """Return the episodes of one batch, in canonical order, without those that can't be trained.
+        """Return the trainable episodes of one batch, in canonical order.
 
-        Names are drawn, and only what is drawn is read, so that a job that is resumed need not read all.
+        Ids are drawn, and only drawn episodes are read, so that a resumed job need not read all.
 
         Args:
-            step: number of the step for which `begin` was called.
+            step: as in `begin`.
             number: of the batch in the step, from 0.
         """
         draw = np.random.default_rng((self._seed, step, number))

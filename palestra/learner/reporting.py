@@ -1,6 +1,6 @@
-"""What a run writes of each step: its row in the store and in `metrics.jsonl`, an event, the curve, and warnings.
+"""Records each step of a run: its row in the store and in `metrics.jsonl`, an event, the curve, and warnings.
 
-The store holds the truth; the files of the run's folder are for people and other programs.
+The store is authoritative; the files of the run's folder are for people and other programs.
 """
 
 from __future__ import annotations
@@ -32,21 +32,16 @@ CHECKPOINTS = "checkpoints"  # in the folder of a run
 
 
 def checkpoints_of(run_dir: Path, policy: str, config: JobConfig) -> Path:
-    """Return the path of the folder in which the checkpoints of a policy are written.
-
-    Args:
-        policy: by name.
-        config: the job; where it trains several policies, each has a folder of its own.
-    """
+    """Return the path of a policy's checkpoints; each of several trained policies has its own folder."""
     folder = run_dir / CHECKPOINTS
     return folder / policy if config.trains_several else folder
 
 
 class RunFolder:
-    """The files of a run that people and other programs read."""
+    """The files of a run for people and other programs."""
 
     def __init__(self, path: Path) -> None:
-        """Make the folder, which only its owner can enter, because a run contains its users' prompts."""
+        """Create the folder, accessible only to its owner, because a run contains its users' prompts."""
         self.path = path
         with writing(path):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -62,19 +57,15 @@ class RunFolder:
 
     @property
     def pools(self) -> Path:
-        """Return the path of the folder in which past versions are written."""
+        """Return the path of past versions."""
         return self.path / "pool"
 
     def write_config(self, config: JobConfig) -> None:
-        """Write the whole configuration to `config.toml`, defaults included."""
+        """Write the whole configuration to `config.toml`, including defaults."""
         write_whole(self.path / SAVED_CONFIG, dump_saved_config(config).encode())
 
     def why_not_resumed(self, config: JobConfig) -> str:
-        """Return why the run can't be resumed with a configuration whose digest is not that of the run.
-
-        Args:
-            config: with which the run was to be resumed.
-        """
+        """Return why the run can't be resumed with a configuration of another digest."""
         try:
             found = name_differences(load_config(self.path / SAVED_CONFIG), config)
         except ConfigError:  # the file was removed or edited
@@ -97,10 +88,10 @@ class RunFolder:
             file.write(_line(row))
 
     def draw_curve(self, rows: Sequence[Row], title: str) -> None:
-        """Draw the rewards of sampled episodes and of validation over steps, and write them to `curve.png`.
+        """Draw the rewards of sampled and validation episodes over steps, and write them to `curve.png`.
 
         Args:
-            rows: metrics of all steps, oldest first.
+            rows: of all steps, oldest first.
         """
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -127,7 +118,7 @@ class RunFolder:
 
 
 def _lines_of(rows: Sequence[Row]) -> list[tuple[str, str, dict[str, Any]]]:
-    """Return the lines of the curve, as name of a metric, label and style: two for each policy that is trained."""
+    """Return the lines of the curve, as metric name, label and style: two for each trained policy."""
     sampled, scored = "sampled episodes (training tasks)", "greedy, held-out tasks"
     policies = list(dict.fromkeys(name for row in rows for name in of_policies(row, REWARD) if name))
     if not policies:
@@ -158,7 +149,7 @@ def _draw_line(
 
 
 def _finite(row: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the row without what JSON can't hold: infinities, and what is not a number."""
+    """Return the row without infinities and NaN, which JSON can't hold."""
     return {name: value for name, value in row.items() if value is not None and math.isfinite(value)}
 
 
@@ -171,7 +162,7 @@ class StepLog:
     """Writes the rows of a run, oldest first."""
 
     def __init__(self, run: OpenRun) -> None:
-        """Create the log without rows; `restore` adds those of a resumed run, whose truth is the store's log."""
+        """Create the log without rows; `restore` adds those of a resumed run from the store."""
         self._run = run
         config = run.config
         size = JobSize.of(config)
@@ -182,7 +173,7 @@ class StepLog:
         self._found: dict[str, list[HealthWarning]] = {}  # by policy, of the newest step in which it was trained
 
     async def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Write the file from the rows of the store, as after a restart."""
+        """Write the file from the store's rows, as after a restart."""
         rows = [_finite(row) for row in rows]  # a store of before has null where a number was infinite
         self._run.folder.write_metrics(rows)
         steps = [int(row["step"]) for row in rows if any(of_policies(row, "train/episodes").values())]
@@ -191,11 +182,11 @@ class StepLog:
             self._add({**row, **facts.get(int(row["step"]), {})})
 
     async def _opponents(self, steps: Collection[int]) -> dict[int, dict[str, float]]:
-        """Return what the rules of opponents read of the episodes of steps, by the number of the step."""
+        """Return the numbers that the doctor's rules about opponents need, by step."""
         return await self._run.store.db.read(lambda connection: opponent_facts(connection, steps))
 
     def _add(self, row: Row) -> list[str]:
-        """Add a row to the histories of the policies and the job; return the names of those that it has trained."""
+        """Add a row to the histories of the policies and the job; return the names of the policies that it trained."""
         own = {policy: row_of_policy(row, policy, self._rivals) for policy in self._histories}
         trained = [policy for policy, mine in own.items() if mine.get("train/episodes")]
         for policy, mine in own.items():
@@ -205,11 +196,11 @@ class StepLog:
         return trained
 
     async def write(self, step: int, row: dict[str, float], last: bool) -> None:
-        """Record the metrics of a step in store, file, status and events; after a validation, draw the curve.
+        """Record a step's metrics in store, file, status and events; after a validation, draw the curve.
 
         Args:
-            step: number of the step; 0 for the evaluation before the first.
-            row: metrics by full name; the number of warnings is added to it. A number that is not finite is left out.
+            step: 0 for the evaluation before the first.
+            row: by full name; the number of warnings is added. Numbers that are not finite are left out.
             last: whether training ends with this step.
         """
         row = _finite(row)

@@ -1,4 +1,4 @@
-"""What a step's episodes say of the agents that play against one another: mean rewards by role, and wins by version."""
+"""Metrics of agents that play against each other: mean rewards by role, and wins by version."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_AGENTS = 16  # agents of which a row has the mean reward; their names come 
 def role_metrics(trajectories: Sequence[Trajectory], roles: Roles) -> dict[str, float]:
     """Return the mean reward of each agent, and how often each past version was beaten, by full name.
 
-    Subagents are left out, and episodes in which one agent alone is rewarded.
+    Subagents are left out, and episodes in which only one agent is rewarded.
     """
     by_agent: defaultdict[str, list[float]] = defaultdict(list)
     points: defaultdict[str, list[float]] = defaultdict(list)

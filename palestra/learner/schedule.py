@@ -14,21 +14,21 @@ from palestra.types.records import Task
 
 
 class TaskOrder:
-    """All tasks in a new random order every epoch, each alone or with the others of its group.
+    """All tasks in a new random order every epoch, alone or in groups.
 
-    The order depends on the seed alone, so that a resumed run gives each group the same tasks.
+    The order depends only on the seed, so that a resumed run gives each group the same tasks.
 
     Attributes:
-        length: number of groups of an epoch.
-        grouped: number of them that have several tasks.
+        length: number of groups per epoch.
+        grouped: number of them with several tasks.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int, group_key: str = "", most: int = 1) -> None:
-        """Find the groups.
+        """Determine the groups.
 
         Args:
-            group_key: key of a task whose value it shares with the tasks of its group; empty: each task is alone.
-            most: tasks of a group; those of a larger one make several.
+            group_key: task key with equal values within a group; empty: each task is alone.
+            most: limit of tasks in a group; a larger one is split.
         """
         self._tasks, self._groups = tasks, _grouped(tasks, group_key, most)
         self.length = len(tasks) if self._groups is None else len(self._groups)
@@ -37,11 +37,11 @@ class TaskOrder:
         self._order = array("q")
 
     def task(self, group_index: int) -> Task:
-        """Return the first task of the group with this index."""
+        """Return the first task of a group, by index."""
         return self.group(group_index)[0]
 
     def group(self, group_index: int) -> tuple[Task, ...]:
-        """Return the tasks that the episodes of the group with this index play in turn."""
+        """Return the tasks that a group's episodes play in turn, by index."""
         epoch, place = divmod(group_index, self.length)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, array("q", range(self.length))
@@ -53,7 +53,7 @@ class TaskOrder:
 def _grouped(tasks: Sequence[Task], key: str, most: int) -> list[tuple[int, ...]] | None:
     """Return the positions of the tasks of each group, in the order of their first tasks; None: each task is alone.
 
-    A task whose value is null, or that has none, is alone.
+    A task with a null or missing value is alone.
     """
     if not key:
         return None
@@ -74,14 +74,13 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int, sampled_share:
     """Return the learning rate of a step.
 
     After warm-up the rate is that of transformers' `get_linear_schedule_with_warmup` and
-    `get_cosine_schedule_with_warmup`: zero would come one step after the last, so that every step trains. During
-    warm-up the rate is one step ahead of theirs, whose first step has a rate of 0 and would waste the episodes that
-    were played for it.
+    `get_cosine_schedule_with_warmup`: it would be zero one step after the last, so that every step trains. During
+    warm-up the rate is one step ahead of theirs, whose first rate of 0 would waste a step's episodes.
 
     Args:
-        step: number of the step, from 1.
-        sampled_share: share of the job's token budget that was sampled before the step, by which the rate falls in a
-            job that has one; None: it falls by steps.
+        step: from 1.
+        sampled_share: fraction of the job's token budget sampled before the step, which then determines the decay;
+            None: decay by steps.
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps

@@ -1,4 +1,4 @@
-"""What of an episode is to be learned from by one policy: its own calls, and the rewards of agents that learn."""
+"""The part of an episode that one policy learns from: its own calls, and the rewards of learning agents."""
 
 from __future__ import annotations
 
@@ -11,19 +11,13 @@ from palestra.types.records import EpisodeRecord, Trajectory
 
 
 def share_of(trajectory: Trajectory, policy: str, roles: Roles) -> Trajectory:
-    """Return an episode as one policy has played it.
+    """Return an episode as one policy has played it; the episode itself if that is all of it.
 
-    Calls of other policies are left out, and rewards of agents that other policies play. So an algorithm compares a
-    policy with itself: what another policy said or earned is part of the world to it.
+    Calls of other policies are left out, and rewards of their agents. So an algorithm compares a policy with itself:
+    other policies are part of the world.
 
-    Where several policies are trained, rewards by name are left out as well, because they are of a whole episode: those
-    of agents are their weighted sums.
-
-    Args:
-        policy: by name.
-
-    Returns:
-        The episode itself where nothing is left out, as in any job with one policy.
+    If several policies are trained, named rewards are left out as well, because they belong to the whole episode:
+    agents' rewards are their weighted sums.
     """
     # One of the rewards of a zero-sum game takes back what the other gives: their sum says nothing of who played well.
     episode = trajectory.episode
@@ -43,13 +37,9 @@ def share_of(trajectory: Trajectory, policy: str, roles: Roles) -> Trajectory:
 
 
 def shares_of(trajectories: Sequence[Trajectory], policy: str, roles: Roles) -> list[Trajectory]:
-    """Return what one policy learns from in each of some episodes, in their order.
+    """Return what one policy learns from in each episode, in order.
 
-    Where several policies are trained, or past versions play, episodes in which this policy has not played are left
-    out: it has said nothing, and none of its agents has a reward.
-
-    Args:
-        policy: by name.
+    If several policies are trained, or past versions play, episodes without this policy are left out.
     """
     shares = [share_of(trajectory, policy, roles) for trajectory in trajectories]
     return [
@@ -58,12 +48,11 @@ def shares_of(trajectories: Sequence[Trajectory], policy: str, roles: Roles) -> 
 
 
 def _step_rewards(episode: EpisodeRecord, own: Mapping[str, float], roles: Roles) -> tuple[float, ...] | None:
-    """Return what some agents have earned by each TimeStep; None: it is not known, so all counts as earned in the last.
+    """Return some agents' rewards by TimeStep; None: unknown, so all count as earned in the last.
 
     Args:
         episode: has the rewards of all agents.
         own: the agents' rewards.
-        roles: of the job's agents.
     """
     if episode.step_rewards is None or own == episode.rewards:
         return episode.step_rewards
@@ -82,9 +71,9 @@ def _at(rewards: tuple[float, ...] | None, step: int) -> float | None:
 
 
 def without_unused(share: Trajectory) -> tuple[Trajectory, list[Chat]]:
-    """Return an episode without the calls of workers that left their seats before they acted, and these calls.
+    """Return an episode without calls of external players that left before they acted, and these calls.
 
-    No action came of them: another worker, or the policy, has answered the observation in their place.
+    They led to no action: another worker, or the policy, answered the observation.
     """
     unused = share.episode.unused_calls
     left_out = [chat for chat in share.chats if chat.index in unused]

@@ -1,8 +1,8 @@
-"""A teacher that another server has: it is asked for the log-probabilities of the student's own tokens.
+"""A teacher on another server, which returns log-probabilities of the student's own tokens.
 
-What is sent is the part of OpenAI's completions API that vLLM, SGLang and Palestra share, and that evaluation harnesses
-use: a prompt of token ids that is echoed with the log-probability of each of its tokens. One token more is sampled,
-because some servers want one; it is dropped.
+It uses the part of OpenAI's completions API that vLLM, SGLang and Palestra share, and that evaluation harnesses use: a
+prompt of token ids, echoed with the log-probability of each. One further token is sampled, because some servers require
+it, and dropped.
 """
 
 from __future__ import annotations
@@ -33,16 +33,13 @@ TOKEN_ID = "token_id:"  # with which a server of vLLM may write tokens
 
 
 class ServedTeacher:
-    """Asks a server what its model says of the tokens of rows."""
+    """Asks a server's model for the log-probabilities of rows."""
 
     def __init__(self, config: TeacherServerConfig, student: PolicyRuntime) -> None:
-        """Prepare to ask; nothing is sent yet.
+        """Create the client without sending anything.
 
         Args:
-            student: the policy that learns, whose tokenizer the teacher has to have.
-
-        Raises:
-            ConfigError: the URL can't be one, or the variable of the key is not set.
+            student: the learning policy, whose tokenizer the teacher must have.
         """
         key = ""
         if config.key_variable is not None and not (key := os.environ.get(config.key_variable, "")):
@@ -57,11 +54,11 @@ class ServedTeacher:
         self._room = asyncio.Semaphore(config.max_concurrency)
 
     async def check(self) -> None:
-        """Ask for the server's models, and let it echo a text to see that its tokens are the student's.
+        """Check the server's models, and compare the tokens of an echoed text with the student's.
 
         Raises:
-            ConfigError: the server has no such model, or it has another tokenizer, or echoes no log-probabilities.
-            TeacherFailed: it can't be asked.
+            ConfigError: the server has no such model, has another tokenizer, or echoes no log-probabilities.
+            TeacherFailed: it can't be reached.
         """
         url = self._endpoint.url
         listed = await self._sent({"method": "GET", "url": f"{url}/v1/models"}, lambda answer: answer["data"])
@@ -89,7 +86,7 @@ class ServedTeacher:
             )
 
     def unanswerable(self, samples: Sequence[TrainSample]) -> dict[str, str]:
-        """Return the episodes with tokens of which the server can't tell the probability, each with the reason."""
+        """Return the episodes with tokens that the server can't score, each with the reason."""
         found = {}
         for sample in samples:
             if sample.grammars:
@@ -101,13 +98,10 @@ class ServedTeacher:
         return found
 
     async def logprobs(self, samples: Sequence[TrainSample]) -> list[Floats]:
-        """Return what the teacher finds of each row's trained tokens, float32 [N] a row, NaN elsewhere.
+        """Return the teacher's log-probabilities of each row's trained tokens, float32 [N] a row, NaN elsewhere.
 
         Args:
-            samples: S rows, of none of which `unanswerable` says anything.
-
-        Raises:
-            TeacherFailed: the server could not be asked, or did not answer for all tokens.
+            samples: S rows accepted by `unanswerable`.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -166,11 +160,7 @@ class ServedTeacher:
 
 
 def _logprobs(choice: Mapping[str, Any], length: int) -> list[float]:
-    """Return the log-probabilities of a prompt's tokens from an echo; that of the first, which follows nothing, is NaN.
-
-    Raises:
-        TeacherFailed: the answer does not have one for each token.
-    """
+    """Return the log-probabilities of a prompt's tokens from an echo, NaN for the first."""
     found = (choice.get("logprobs") or {}).get("token_logprobs")
     if not isinstance(found, list) or len(found) not in (length, length + 1):
         said = "no log-probabilities" if not isinstance(found, list) else f"{len(found)} log-probabilities"
@@ -185,7 +175,7 @@ def _logprobs(choice: Mapping[str, Any], length: int) -> list[float]:
 
 
 def _same_text(choice: Mapping[str, Any], ids: Sequence[int], text: str) -> bool:
-    """Return whether a server has read the text from the ids, or has shown nothing by which that could be seen."""
+    """Return whether a server has decoded the ids to the same text, as far as its answer tells."""
     tokens = (choice.get("logprobs") or {}).get("tokens") or []
     shown = [str(token) for token in tokens[: len(ids)]]
     if shown and all(token.startswith(TOKEN_ID) for token in shown):

@@ -1,4 +1,4 @@
-"""What a step's first gradients say of each sampled token: its logprob when it was trained, by call."""
+"""The logprobs of sampled tokens at a step's first gradients, by call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = tuple[TrainSample, Floats]  # a row, and the logprobs [N] of its trained t
 def trained_calls(rows: Iterable[Row]) -> list[TrainedCall]:
     """Return the trained tokens of rows by call.
 
-    Rows that are trained on more than what was sampled are left out: their logprobs are not of sampled tokens.
+    Rows trained on unsampled tokens are left out: their logprobs are not of sampled tokens.
     """
     found: dict[tuple[str, int], list[tuple[int, Floats]]] = {}
     for row, logprobs in rows:

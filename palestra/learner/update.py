@@ -56,15 +56,10 @@ CRITIC_COUNTS = ("train/critic_updates_skipped",)  # these add up where there is
 
 
 def policy_spec(config: JobConfig, algorithm: Algorithm, policy: str, weights: Mapping[str, str]) -> PolicySpec:
-    """Return what the trainer has to create for a policy: its weights, and networks that are needed beside it.
+    """Return what the trainer must create for a policy: its weights and further networks.
 
     Args:
-        algorithm: of the policy; says whether it has a critic.
-        weights: folders to load models from, instead of those that the configuration names, by the policy's name; that
-            of the reference by `reference_of` this name.
-
-    Raises:
-        ConfigError: the algorithm needs a teacher, and the job has none.
+        weights: folders that replace configured models, by policy; the reference's by `reference_of` its name.
     """
     settings, key = config.algorithm_of(policy), config.algorithm_key(policy)
     model, kl, named = weights.get(policy, config.policies[policy].model), settings.kl, config.teacher_of(policy)
@@ -98,14 +93,14 @@ def _seed_of(seed: int, policy: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Passes:
-    """What the updates of one network in one step have reported.
+    """The reports of one network's updates in one step.
 
     Attributes:
-        first: report of the first gradient.
-        last: reports of the gradients of the last epoch.
+        first: of the first gradient.
+        last: of the last epoch's gradients.
         update: the last one.
-        skipped: updates that were left out because a gradient was not finite.
-        trained: the rows of the first epoch with their logprobs; empty: they were not asked for.
+        skipped: updates left out because a gradient was not finite.
+        trained: the first epoch's rows with their logprobs; empty: not requested.
     """
 
     first: StepReport
@@ -116,7 +111,7 @@ class _Passes:
 
     @property
     def counts(self) -> dict[str, float]:
-        """Return what the last epoch has trained, by full name."""
+        """Return counts of the last epoch, by full name."""
         forward, flat = (sum(getattr(of, name) for of in self.last) for name in ("forward_tokens", "flat_tokens"))
         return {
             "train/rows": float(sum(report.rows for report in self.last)),
@@ -134,13 +129,8 @@ class PolicyUpdate:
         """Assemble the update of a policy.
 
         Args:
-            run: its store gets the logprobs of trained tokens, and has the episodes of earlier steps, for an algorithm
-                that trains them again.
-            budget: knows how far the training is, and so the learning rate of a step.
-            algorithm: makes advantages of rewards, and names the loss.
-
-        Raises:
-            ConfigError: a server that is to teach can't be asked, as it is configured.
+            run: its store gets the logprobs of trained tokens, and has earlier episodes for experience replay.
+            budget: determines a step's learning rate.
         """
         self._run, self._config, self._trainer, self._budget = run, run.config, trainer, budget
         self._policy, self._algorithm = policy, algorithm
@@ -160,11 +150,11 @@ class PolicyUpdate:
 
     @property
     def remembered(self) -> dict[str, Stateful]:
-        """Return what has a state that is saved with the weights, by its key in the checkpoint."""
+        """Return the stateful objects saved with the weights, by their key in the checkpoint."""
         return {"algorithm": self._algorithm, "regularization": self._regularization}
 
     def learns_from(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Return whether the policy can learn anything from the completed episodes of a group."""
+        """Return whether the completed episodes of a group have a learning signal for the policy."""
         shares = shares_of(trajectories, self._policy, self._roles)
         return bool(shares) and self._algorithm.learns_from(shares)
 
@@ -173,19 +163,19 @@ class PolicyUpdate:
         return self._config.policies[self._policy].updates.due(step)
 
     def metrics_of(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Return what is said of episodes as the policy has played them, by full name, in a step without update."""
+        """Return metrics of episodes as the policy has played them, by full name, in a step without update."""
         shares = shares_of(trajectories, self._policy, self._roles)
         found = rollout_metrics(shares, self._policy, self._roles, self._settings)
         found |= token_metrics(trajectories, self._roles)
         return {name: value for name, value in found.items() if name != "train/episodes"}  # none of them is trained
 
     async def make_batch(self, step: int, trajectories: Sequence[Trajectory]) -> Batch:
-        """Return the rows that can be trained.
+        """Return the trainable rows.
 
-        The manifest is fixed, so an episode that can't be trained is left out: otherwise the step would fail for ever.
+        The manifest is fixed, so an untrainable episode is left out: otherwise the step would fail forever.
 
         Args:
-            trajectories: the episodes of the step's manifest, in canonical order.
+            trajectories: of the step's manifest, in canonical order.
         """
         batch = await self._make_batch(trajectories)
         if not batch.samples:
@@ -194,7 +184,7 @@ class PolicyUpdate:
         return await self._without(step, batch, problems)
 
     async def _make_batch(self, trajectories: Sequence[Trajectory], choices: Choices | None = None) -> Batch:
-        """Return the rows of episodes, with what was sampled or, with `choices`, with every reply of each call."""
+        """Return the rows of episodes, for sampled replies or, with `choices`, for every possible reply."""
         config = self._config
         return await asyncio.to_thread(
             make_batch,
@@ -219,16 +209,12 @@ class PolicyUpdate:
         return problems
 
     async def _trainable(self, name: str, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the episodes that can be trained, of those that are drawn for the first time."""
+        """Return the trainable ones of episodes that are drawn for the first time."""
         problems = await self._problems(await self._make_batch(trajectories), trajectories, f"{name} check")
         return [trajectory for trajectory in trajectories if trajectory.episode.episode_id not in problems]
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
-        """Make the updates of a step and return its metrics by full name. Without rows there is no update.
-
-        Args:
-            batch: the batch that `make_batch` returned.
-        """
+        """Make the updates of a step and return its metrics by full name. Without rows there is no update."""
         started = time.monotonic()
         if self._replay is None:
             row = await self._train_batch(step, batch, f"step {step}")
@@ -238,7 +224,7 @@ class PolicyUpdate:
         return row
 
     async def _train_draws(self, step: int, of_step: Mapping[str, float], buffer: ReplayBuffer) -> dict[str, float]:
-        """Make the updates from the batches that a step draws, and return its metrics by full name."""
+        """Make the updates from a step's drawn batches, and return its metrics by full name."""
         row = {**of_step, **dict.fromkeys(COUNTS, 0.0)}
         version, ages = self._trainer.version(self._policy), Counter[int]()
         await buffer.begin(step)
@@ -292,7 +278,7 @@ class PolicyUpdate:
         return batch, measured, batch.advantage_problems()
 
     async def _forward(self, batch: Batch, needs: frozenset[ForwardOutput]) -> ForwardOutputs:
-        """Return outputs for the rows: of the trainer, and those of a teacher on another server."""
+        """Return outputs for the rows, from the trainer and a served teacher."""
         if self.teacher is None:
             return await self._trainer.forward(self._policy, batch.samples, needs)
         own = await self._trainer.forward(self._policy, batch.samples, needs - {"teacher_logprobs"})

@@ -1,4 +1,4 @@
-"""Pictures: which files are taken, their pixels, and the folder that keeps each once, by the SHA-256 of its bytes.
+"""Pictures: accepted file types, pixels, and a content-addressed folder.
 
-Pillow is imported when the first picture is decoded, and not before.
+Pillow is imported when the first picture is decoded.
 """

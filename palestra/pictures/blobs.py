@@ -1,7 +1,7 @@
-"""`Blobs`: the folder of pictures beside a run's store, each of which is kept once, under the SHA-256 of its bytes.
+"""`Blobs`: the folder of pictures next to a run's store, named by the SHA-256 of their content.
 
-`remove_unused` removes pictures that nothing needs any more. A picture is in use from the moment at which it was put or
-renewed, for as long as the caller of `remove_unused` says; the caller has to know which pictures are needed for longer.
+`remove_unused` removes pictures that are not needed any more. A picture counts as used after `put` or `renew` for the
+time that the caller of `remove_unused` gives; the caller knows which pictures are needed longer.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 def picture_digest(data: bytes) -> str:
-    """Return the name of a picture: the SHA-256 of its encoded bytes, in hex."""
+    """Return the SHA-256 of a picture's encoded bytes, in hex: its name."""
     return hashlib.sha256(data).hexdigest()
 
 
 def is_digest(text: str) -> bool:
-    """Return whether a text has the form of a picture's name: 64 hexadecimal digits in lower case."""
+    """Return whether a text is 64 lowercase hexadecimal digits, like a picture's name."""
     return _DIGEST.fullmatch(text) is not None
 
 
 class Blobs:
-    """A folder of bytes by their digest. Its methods block for the disk, and may be called in any thread.
+    """A folder of files named by digest. Methods block for the disk and are thread-safe.
 
-    Files lie in folders of the digest's first two digits. Several processes may write and read one folder: equal
-    content has an equal name, so they can only write the same.
+    Several processes may use one folder: equal content has an equal name. Subfolders are named by the digest's first
+    two digits.
     """
 
     def __init__(
         self, folder: Path, max_bytes: int | None = None, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
-        """Use a folder, which the first `put` makes.
+        """Create the object; the first `put` creates the folder.
 
         Args:
-            max_bytes: the most bytes of all files together; None: any number.
-            monotonic: returns seconds, by which it is known how long a picture has not been used.
+            max_bytes: of all files together; None: unlimited.
+            monotonic: clock in seconds, for the time since a picture was last used.
         """
         self.folder = folder
         self._max_bytes = max_bytes
@@ -60,15 +60,15 @@ class Blobs:
         ] = {}  # by digest; the others were used when the folder was opened, at the latest
 
     def put(self, data: bytes, charge: Charge | None = None) -> str:
-        """Keep a picture, and return its digest when it is on disk. Keeping it again changes nothing.
+        """Store a picture and return its digest when it is on disk; storing it again changes nothing.
 
         Args:
-            charge: counts the size of a picture that is new, unless it can't be written; None: nothing does.
+            charge: called with the size of a new picture that can be written.
 
         Raises:
-            PayloadTooLarge: the folder would exceed its `max_bytes`.
+            PayloadTooLarge: the folder would exceed `max_bytes`.
             StoreError: the file could not be written.
-            PalestraError: `charge` has refused it.
+            PalestraError: `charge` refused it.
         """
         digest = picture_digest(data)
         path = self.path(digest)
@@ -93,7 +93,7 @@ class Blobs:
         return digest
 
     def renew(self, digest: str) -> bool:
-        """Return whether there is a picture of this digest, which is in use from now on as if it had been put."""
+        """Return whether the picture exists, and restart its time of use."""
         with self._lock:
             if digest not in self:
                 return False
@@ -101,20 +101,17 @@ class Blobs:
             return True
 
     def unused(self, seconds: float) -> set[str]:
-        """Return the digests of the pictures that nothing of this process has put or renewed for so long."""
+        """Return the digests of pictures that this process did not put or renew for so many seconds."""
         since = self._monotonic() - seconds
         return {digest for digest in self if self._used_at.get(digest, self._opened) < since}
 
     def remove_unused(self, digests: Collection[str], seconds: float) -> int:
-        """Remove those of these pictures that are still unused, and what a crash has left half written.
+        """Remove those of these pictures that are still unused, and partial files of crashes; return how many.
 
         No other process may write to the folder meanwhile.
 
         Args:
-            seconds: see `unused`; a picture that was put or renewed since is kept.
-
-        Returns:
-            How many pictures were removed.
+            seconds: see `unused`.
         """
         removed = 0
         for digest in sorted(digests):
@@ -135,11 +132,11 @@ class Blobs:
         return removed
 
     def get(self, digest: str) -> bytes:
-        """Return the bytes of a picture, after comparing them with its digest.
+        """Return the bytes of a picture after checking them against its digest.
 
         Raises:
-            NotFound: there is none with this digest, or the text is no digest.
-            StoreError: the file does not hold the bytes of its name.
+            NotFound: the digest is unknown or malformed.
+            StoreError: the file is damaged.
         """
         if not is_digest(digest):
             raise NotFound("a picture is named by the 64 hexadecimal digits of its SHA-256")
@@ -156,12 +153,12 @@ class Blobs:
         return isinstance(digest, str) and is_digest(digest) and self.path(digest).exists()
 
     def __iter__(self) -> Iterator[str]:
-        """Return the digests of all pictures, in order."""
+        """Iterate over the digests of all pictures, in order."""
         if self.folder.is_dir():
             yield from sorted(path.name for path in self.folder.glob("??/*") if is_digest(path.name))
 
     def path(self, digest: str) -> Path:
-        """Return where the file of a digest is, or would be."""
+        """Return the path of a digest's file, whether or not it exists."""
         return self.folder / digest[:2] / digest
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""The structure of PNG, JPEG, WebP and GIF files, read without decoding a pixel.
+"""The structure of PNG, JPEG, WebP and GIF files, checked without decoding pixels.
 
-A decoder trusts the sizes in a file: it reserves memory for a canvas, or goes through all frames to count them. So the
-structure is read first, from the first byte to the last. A file that continues after its picture ends is refused,
-because it may be another file at the same time (a polyglot), and so is one that ends before.
+A decoder trusts the sizes in a file: it allocates the canvas, or reads all frames to count them. So the whole structure
+is checked first. Truncated files are refused, and so are files with data after the picture, which may be another format
+at the same time (polyglots).
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _JPEG_SIZES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})  # segments t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Container:
-    """What the structure of a picture's file says.
+    """Type and size of a picture's file.
 
     Attributes:
         media_type: one of `MEDIA_TYPES`.
-        width, height: in pixels, before an orientation of EXIF is applied.
+        width: in pixels, before an EXIF orientation is applied.
+        height: likewise.
     """
 
     media_type: str
@@ -47,7 +48,7 @@ def read_container(data: bytes, limits: PictureLimits) -> Container:
     """Return type and size of a picture after checking the structure of its whole file.
 
     Raises:
-        InvalidPicture: the file is of no type that is taken, too large, animated, cut off, or continues after its end.
+        InvalidPicture: an unknown type, too large, animated, truncated, or followed by other data.
     """
     if len(data) > limits.max_bytes:
         raise too_many_bytes(data, limits.max_bytes)
@@ -72,10 +73,10 @@ def read_container(data: bytes, limits: PictureLimits) -> Container:
 
 
 def media_type_of(data: bytes) -> str:
-    """Return the type of a picture by the first bytes of its file.
+    """Return the media type by the first bytes of the file.
 
     Raises:
-        InvalidPicture: it is none that is taken.
+        InvalidPicture: the type is not accepted.
     """
     if data.startswith(_PNG_START):
         return PNG
@@ -128,7 +129,7 @@ def _png(data: bytes, limits: PictureLimits) -> tuple[int, int]:
 
 
 def _jpeg(data: bytes, limits: PictureLimits) -> tuple[int, int]:
-    """Return width and height of a JPEG: segments with a length, and coded parts, which end at the next marker."""
+    """Return width and height of a JPEG, checking its segments and coded data up to the end."""
     size: tuple[int, int] | None = None
     scans = exifs = resources = 0
     for marker, place in _segments(data):
@@ -157,7 +158,7 @@ def _jpeg(data: bytes, limits: PictureLimits) -> tuple[int, int]:
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int]]:
-    """Yield marker and place of each segment of a JPEG, up to the one that ends it."""
+    """Yield marker and offset of each segment of a JPEG, up to the last."""
     place, filling, in_scan = 2, 0, False
     for _ in range(_MOST_CHUNKS):
         if (found := _JPEG_MARKER.search(data, place)) is None:
@@ -205,7 +206,7 @@ def _webp(data: bytes, limits: PictureLimits) -> tuple[int, int]:
 
 
 def _gif(data: bytes, limits: PictureLimits) -> tuple[int, int]:
-    """Return width and height of a GIF: a screen, and blocks, of which exactly one may be a picture."""
+    """Return width and height of a GIF with exactly one frame."""
     width, height = _number(data, 6, 2, "little"), _number(data, 8, 2, "little")
     place = 13 + _colours(data[10])
     pictures, pieces = 0, _MOST_PIECES
@@ -238,9 +239,9 @@ def _colours(flags: int) -> int:
 
 
 def _past_blocks(data: bytes, place: int, most: int) -> tuple[int, int]:
-    """Return the place after the sub-blocks of a GIF, and how many fewer than `most` they are.
+    """Return the offset after the sub-blocks of a GIF, and the rest of the budget `most`.
 
-    Each of them begins with its length, the last with 0.
+    Each sub-block starts with its length; length 0 ends the list.
     """
     while length := data[place]:
         place, most = place + length + 1, most - 1

@@ -1,7 +1,7 @@
-"""The pixels of a picture: encoded bytes to RGB, with Pillow, within limits.
+"""Pixels of pictures: decodes files to RGB with Pillow, within limits.
 
-The pixels are those that people see in a browser: an orientation in the EXIF data is applied, and what is transparent
-lies on white. Colour profiles are not applied. All of it blocks for milliseconds, so servers call it in a thread.
+Pixels are the ones a browser shows: the EXIF orientation is applied, and transparency becomes white. Colour profiles
+are ignored. Decoding blocks for milliseconds, so servers do it in a thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_EXIF = 64 << 10  # bytes; what JPEG has room for
 
 
 class _TimedFile(io.BytesIO):
-    """The bytes of a file, of which nothing more is read after a time. Pillow reads 64 KiB at a time."""
+    """A file that refuses reads after a deadline. Pillow reads 64 KiB at a time."""
 
     def __init__(self, data: bytes, seconds: float) -> None:
         super().__init__(data)
@@ -38,7 +38,7 @@ class _TimedFile(io.BytesIO):
 
 
 def upright_size(data: bytes, limits: PictureLimits) -> tuple[int, int]:
-    """Return width and height of what `decode_picture` returns, from the file's header where that has the orientation.
+    """Return width and height of the result of `decode_picture`, from the file's header where possible.
 
     Raises:
         InvalidPicture, ModuleNotFoundError: see `decode_picture`.
@@ -92,7 +92,7 @@ def decode_picture(data: bytes, limits: PictureLimits | None = None) -> Image.Im
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Return the picture turned as its EXIF data says; as it is where these are damaged or ask for nothing."""
+    """Return the picture in its EXIF orientation; unchanged if the EXIF data are damaged."""
     from PIL import Image
 
     turns = {
@@ -109,7 +109,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _turn(image: Image.Image) -> int:
-    """Return the orientation that the EXIF data of a picture ask for, 1: none, as where they are damaged."""
+    """Return the EXIF orientation of a picture; 1 (upright) if missing or damaged."""
     from PIL import Image
 
     exif = Image.Exif()
@@ -124,7 +124,7 @@ def _turn(image: Image.Image) -> int:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """Return the picture in mode RGB; 16 bits become 8, and white shows through what is transparent."""
+    """Return the picture in mode RGB: 16 bits become 8, and transparency becomes white."""
     from PIL import Image
 
     if image.mode.startswith("I"):  # grey with 16 bits, which Pillow would cut off at 255

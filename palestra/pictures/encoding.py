@@ -1,4 +1,4 @@
-"""Pictures that a program holds as pixels, as the bytes of a PNG file, which loses none of them."""
+"""Encoding of pixels as PNG, without loss."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def encode_picture(picture: Any) -> bytes:
     """Return a picture as the bytes of a file; equal pixels give equal bytes.
 
     Args:
-        picture: bytes of a file, which are returned as they are; an image of Pillow; or an array of uint8,
+        picture: bytes of a file, which are returned unchanged; an image of Pillow; or an array of uint8,
             [height, width] (grey), [height, width, 1], [height, width, 3] (RGB) or [height, width, 4] (RGBA).
 
     Raises:
-        TypeError: it is none of these.
-        ModuleNotFoundError: it is an array, and Pillow is not installed (`palestra[pictures]`).
+        TypeError: another type.
+        ModuleNotFoundError: an array needs Pillow (`palestra[pictures]`).
     """
     if isinstance(picture, bytes | bytearray | memoryview):
         return bytes(picture)

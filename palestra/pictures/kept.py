@@ -1,4 +1,4 @@
-"""`KeptPictures`: the folder of a run's pictures, into which only pictures come that are within the run's limits."""
+"""`KeptPictures`: the folder of a run's pictures, which admits only pictures within the run's limits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from palestra.pictures.limits import InvalidPicture, PictureLimits
 
 
 class KeptPictures(Blobs):
-    """`Blobs` of files that were decoded once before they were kept.
-
-    Attributes:
-        limits: of each picture.
-    """
+    """`Blobs` that decodes each file once before storing it."""
 
     def __init__(
         self,
@@ -27,21 +23,21 @@ class KeptPictures(Blobs):
         max_bytes: int | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Use a folder; see `Blobs` for all but `limits`, without which they are `PictureLimits()`."""
+        """Create the object; arguments as in `Blobs`, and `limits` of each picture (None: `PictureLimits()`)."""
         super().__init__(folder, max_bytes, monotonic)
         self.limits = limits or PictureLimits()
 
     def keep(self, data: bytes, media_type: str | None = None, charge: Charge | None = None) -> str:
-        """Check a file, decode it as a test, keep it, and return its digest. Blocks for the disk and the decoder.
+        """Check a file, decode it as a test, store it, and return its digest. Blocks for the disk and the decoder.
 
         Args:
-            media_type: the type that its sender gives; None: none.
+            media_type: the type given by the sender, if any.
             charge: see `put`.
 
         Raises:
-            InvalidPicture: the file is no picture that is taken, or of another type than its sender says.
-            PayloadTooLarge: the folder would exceed its `max_bytes`.
-            PalestraError: `charge` has refused it.
+            InvalidPicture: not an accepted picture, or not of the given type.
+            PayloadTooLarge: the folder would exceed `max_bytes`.
+            PalestraError: `charge` refused it.
             StoreError: the file could not be written.
         """
         found = read_container(data, self.limits)
@@ -58,10 +54,10 @@ class KeptPictures(Blobs):
         return self.put(data, charge)
 
     def small_copy(self, digest: str, side: int, charge: Charge | None = None) -> str:
-        """Keep a copy with at most `side` pixels in width and height, and return its digest; of a small one its own.
+        """Store a copy with at most `side` pixels in width and height, and return its digest; small pictures are
+        returned as they are.
 
         Args:
-            side: in pixels.
             charge: see `put`.
 
         Raises:

@@ -30,14 +30,14 @@ class PictureLimits:
 
 
 class InvalidPicture(InvalidRequest):
-    """A file is no picture that is taken: of another type, damaged, animated or too large.
+    """A file is not an accepted picture: unknown type, damaged, animated or too large.
 
-    The message names the reason; who knows the message and the part of a conversation puts these before it.
+    The message gives the reason; callers put the position in the conversation before it.
     """
 
 
 def too_many_bytes(data: bytes, most: int) -> InvalidPicture:
-    """Return the error of a file that has more than `most` bytes."""
+    """Return the error for a file of more than `most` bytes."""
     return InvalidPicture(f"it has {len(data):,} bytes, and a picture may have {most:,}")
 
 

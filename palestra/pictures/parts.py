@@ -13,15 +13,15 @@ from palestra.types.messages import ChatMessage, ImagePart, Part, TextPart
 
 
 class Picture(ImagePart):
-    """An image part with its file. When the file is in the run's folder, an `ImagePart` takes its place.
+    """An image part with its file, before the run's folder stores it and an `ImagePart` replaces it.
 
-    `Picture.of(value)` makes one of an image of Pillow, an array, or the bytes of a file.
+    Create one with `Picture.of(value)`.
     """
 
     data: bytes = Field(exclude=True, repr=False)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether another part shows the same picture, with its file or without."""
+        """Return whether another part shows the same picture, with or without its file."""
         return isinstance(other, ImagePart) and other.digest == self.digest
 
     def __hash__(self) -> int:
@@ -29,21 +29,21 @@ class Picture(ImagePart):
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Return the part that shows a picture.
+        """Return a part that shows a picture.
 
         Args:
             value: an image of Pillow, an array of uint8 [height, width], [height, width, 3] or [height, width, 4], or
                 the bytes of a file (PNG, JPEG, WebP, GIF).
 
         Raises:
-            TypeError: it is none of these.
+            TypeError: another type.
         """
         data = encode_picture(value)
         return cls(digest=picture_digest(data), data=data)
 
 
 def is_picture(value: Any) -> bool:
-    """Return whether a value can be shown as a picture: a part, an image of Pillow, an array, or bytes of a file."""
+    """Return whether a value is a picture: a part, an image of Pillow, an array, or bytes of a file."""
     if isinstance(value, ImagePart | bytes):
         return True
     # Looked at by their attributes: neither Pillow nor numpy has to be installed.
@@ -51,13 +51,13 @@ def is_picture(value: Any) -> bool:
 
 
 def parts_of(shown: Any) -> tuple[Part, ...]:
-    """Return what is shown as parts of a message.
+    """Return content as parts of a message.
 
     Args:
-        shown: a text, a picture (see `is_picture`), or a list of texts and pictures, in order.
+        shown: a text, a picture (see `is_picture`), or a list of both, in order.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: another type.
     """
     if isinstance(shown, list):
         return tuple(map(_part, shown))

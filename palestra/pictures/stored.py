@@ -1,4 +1,4 @@
-"""Pictures of a run as its models get them: decoded from its folder, those that were asked for last kept."""
+"""A cache of a run's decoded pictures, for its models."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SIZES = 65_536
 
 
 class StoredPictures:
-    """`Pictures` of a folder.
-
-    Attributes:
-        folder: in which other processes find the same pictures.
-    """
+    """Implements `Pictures` for a folder, which other processes can read too."""
 
     def __init__(self, blobs: Blobs) -> None:
-        """Read pictures from a folder, in which every file was decoded once before it was kept."""
+        """Create an empty cache.
+
+        Args:
+            blobs: every file in it was decoded once before it was stored.
+        """
         self._blobs, self.folder = blobs, blobs.folder
         self.image = lru_cache(maxsize=_IMAGES)(self._image)
         self.size = lru_cache(maxsize=_SIZES)(self._size)

@@ -1,1 +1,1 @@
-"""Other processes of Palestra: one way to start and end them, to talk to them, and to call what they implement."""
+"""Child processes of Palestra: starting and ending them, messages, and remote calls."""

@@ -1,7 +1,7 @@
-"""Messages between two processes over a socket that only they have: calls by id, their answers, events, signs of life.
+"""Messages between two processes over a private socket: calls by id, results, events, heartbeats.
 
-A frame is its length (four bytes, little-endian) and a list of messages in msgpack. `Channel` is an end on an event
-loop, `BlockingChannel` one of a program that has none. `Remote` makes calls; what it calls is described by `stub`.
+A frame is its length (four bytes, little-endian) and a list of messages in msgpack. `Channel` is one end in an event
+loop, `BlockingChannel` one in a program without. `Remote` makes calls; `stub` describes the callee.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Call(msgspec.Struct, array_like=True, tag=0):
-    """A call of a method; `arguments` are in order."""
+    """Calls a method; `arguments` are positional."""
 
     id: int
     method: str
@@ -35,31 +35,31 @@ class Call(msgspec.Struct, array_like=True, tag=0):
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=1):
-    """The caller does not wait for a call any more."""
+    """Cancels a call."""
 
     id: int
 
 
 class Result(msgspec.Struct, array_like=True, tag=2):
-    """What a method has returned; of one that streams, None at the end."""
+    """A method's result; None at the end of a stream."""
 
     id: int
     value: msgspec.Raw
 
 
 class Piece(msgspec.Struct, array_like=True, tag=3):
-    """What a method that streams has yielded."""
+    """One item of a method that streams."""
 
     id: int
     value: msgspec.Raw
 
 
 class Failed(msgspec.Struct, array_like=True, tag=4):
-    """A method has raised.
+    """A method raised.
 
     Attributes:
-        error: None: another process that had the same call has an error, and this one has taken the call back.
-        trace: lines for a log; empty: the error is one that the caller may expect.
+        error: None: another process with the same call failed, and this one has undone it.
+        trace: lines for a log; empty: callers expect the error.
     """
 
     id: int
@@ -68,14 +68,14 @@ class Failed(msgspec.Struct, array_like=True, tag=4):
 
 
 class Event(msgspec.Struct, array_like=True, tag=5):
-    """Something that the other side has to know, and that is no answer."""
+    """An unsolicited message from the other side."""
 
     name: str
     value: msgspec.Raw
 
 
 class Beat(msgspec.Struct, array_like=True, tag=6):
-    """A sign of life, which is also sent during a call."""
+    """A heartbeat, sent during calls too."""
 
 
 Message = Call | Cancel | Result | Piece | Failed | Event | Beat
@@ -85,10 +85,9 @@ message."""
 
 
 class CallBroken(Exception):
-    """A call has failed at the other end in a way that nobody expects there.
+    """A call failed unexpectedly at the other end.
 
     Attributes:
-        error: what was raised.
         trace: lines for a log.
     """
 
@@ -98,10 +97,10 @@ class CallBroken(Exception):
 
 
 class TakenBack(Exception):
-    """A call has failed that several processes had, all of which have taken it back.
+    """A call of several processes failed in one of them, and all have undone it.
 
     Attributes:
-        problem: of this process; None: another one has failed.
+        problem: of this process; None: another one failed.
     """
 
     def __init__(self, problem: Exception | None) -> None:
@@ -110,7 +109,7 @@ class TakenBack(Exception):
 
 
 def packed(messages: list[Message]) -> bytes:
-    """Return a frame."""
+    """Return the messages as a frame."""
     content = encode(messages)
     if len(content) > MOST_BYTES:
         raise InvalidRequest(f"a message to another process has {len(content):,} bytes, and may have {MOST_BYTES:,}")
@@ -139,10 +138,10 @@ class Duplex(Protocol):
 
 
 class Channel:
-    """One end on an event loop.
+    """One end in an event loop.
 
-    All messages of one turn of the loop travel in one frame: a forward pass gives every running reply a token, and a
-    frame for each of them would cost more than the token's share of the pass.
+    Messages sent in one turn of the loop share a frame: a forward pass produces a token for every running reply, and a
+    frame for each would cost more than the token's share of the pass.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -151,13 +150,13 @@ class Channel:
 
     @classmethod
     async def over(cls, connection: socket.socket) -> Channel:
-        """Return the channel over a connected socket, of the Unix family or of TCP."""
+        """Return a channel over a connected Unix or TCP socket."""
         if connection.family == socket.AF_UNIX:
             return cls(*await asyncio.open_unix_connection(sock=connection))
         return cls(*await asyncio.open_connection(sock=connection))
 
     def send(self, message: Message) -> None:
-        """Send a message with the other messages of this turn of the event loop."""
+        """Send a message, in one frame with the others of this turn of the event loop."""
         if not self._due:
             asyncio.get_running_loop().call_soon(self._flush)
         self._due.append(message)
@@ -173,11 +172,7 @@ class Channel:
             self._writer.write(content)
 
     async def frames(self) -> AsyncIterator[list[Message]]:
-        """Yield what arrives, a frame of messages at a time, until the other side has gone.
-
-        Raises:
-            InvalidRequest: the bytes are no message.
-        """
+        """Yield each received frame's messages until the other side disconnects."""
         while True:
             try:
                 (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
@@ -187,18 +182,18 @@ class Channel:
             yield decode(list[Message], data)
 
     async def drain(self) -> None:
-        """Return when what was sent has left this process, or can't."""
+        """Wait until all sent messages have left this process, or the connection failed."""
         self._flush()
         with contextlib.suppress(OSError):
             await self._writer.drain()
 
     def close(self) -> None:
-        """End the connection; the other side learns of it."""
+        """Close the connection, which the other side detects."""
         self._writer.close()
 
 
 class BlockingChannel:
-    """One end of a program without an event loop; one thread reads, and any may write."""
+    """One end in a program without an event loop: one thread reads, any may write."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end, self._writing = end, threading.Lock()
@@ -210,7 +205,7 @@ class BlockingChannel:
             self._end.sendall(content)
 
     def messages(self) -> Iterator[Message]:
-        """Yield what arrives, until the other side has gone."""
+        """Yield received messages until the other side disconnects."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
@@ -226,11 +221,11 @@ class BlockingChannel:
 
 
 class Remote:
-    """Makes calls at the other end of a channel, and hands out what arrives.
+    """Makes calls at the other end of a channel and dispatches what it sends.
 
     Attributes:
         heard: monotonic time of the newest message.
-        closed: is done when the other side has closed its end.
+        closed: done when the other side has closed its end.
     """
 
     def __init__(
@@ -239,11 +234,11 @@ class Remote:
         cause: Cause,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """Begin to receive.
+        """Start to receive.
 
         Args:
-            channel: closed with this object.
-            on_event: gets the events of the other side.
+            channel: closed by `close`.
+            on_event: called with each event of the other side.
         """
         self._channel, self._cause, self._on_event = channel, cause, on_event
         self._ids = itertools.count(1)
@@ -254,11 +249,12 @@ class Remote:
         self._receiving = asyncio.create_task(self._receive())
 
     async def call(self, method: str, *arguments: Any) -> msgspec.Raw:
-        """Call a method, and return its result, which `decode` reads.
+        """Call a method and return its encoded result for `decode`.
 
         Raises:
-            CallBroken, TakenBack: see there.
-            Exception: what the method has raised, or why the other side has gone.
+            CallBroken: the call failed unexpectedly.
+            TakenBack: all processes have undone the call.
+            Exception: the method's error, or the reason why the other side is lost.
         """
         return await self.post(method, *arguments)
 
@@ -271,7 +267,9 @@ class Remote:
         return answer
 
     async def stream(self, method: str, *arguments: Any) -> AsyncGenerator[msgspec.Raw, None]:
-        """Call a method, and yield what it yields. Closing the iterator cancels the call. See `call`."""
+        """Call a method that streams, and yield its items. Closing the iterator cancels the call.
+        Errors as in `call`.
+        """
         number, pieces, ended = self._send(method, arguments), asyncio.Queue[Piece | Result | Exception](), False
         self._streams[number] = pieces
         try:
@@ -324,7 +322,7 @@ class Remote:
             self._on_event(message)
 
     def lose(self, error: Exception) -> None:
-        """Give the other side up, and fail all calls; the first reason counts."""
+        """Declare the other side lost, and fail all calls; the first reason counts."""
         if self._lost is not None:
             return
         self._lost = error
@@ -336,7 +334,7 @@ class Remote:
         self._channel.close()
 
     async def close(self) -> None:
-        """Close the channel; calls in flight fail."""
+        """Close the channel; running calls fail."""
         self._channel.close()
         await cancelled(self._receiving)
         self.lose(ConnectionAbortedError("the connection to the other process was closed"))

@@ -1,8 +1,8 @@
-"""Programs that Palestra starts, each at the other end of a socket, and how they end.
+"""Programs that Palestra starts, and their sockets.
 
-A program is a module, run as `python -m MODULE FD …`, where FD is the number of the open socket. It ends when its owner
-closes the other end, and so with its owner, however that ends. `start_process` starts one on this machine; a cluster
-has a `ProcessStarter` of its own.
+A program is a module, run as `python -m MODULE FD …` with the number of its socket. It ends when its owner closes the
+other end, so it never outlives its owner. `start_process` starts one on this machine; a cluster has its own
+`ProcessStarter`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ NO_CACHES = "glibc.malloc.tcache_count=0"
 
 
 def malloc_without_caches(given: str) -> str:
-    """Return settings of glibc's malloc, `GLIBC_TUNABLES`, for a process that trains or samples.
+    """Return settings of glibc's malloc (`GLIBC_TUNABLES`) for a process that trains or samples.
 
-    torch asks for memory that begins at a multiple of 64 bytes, for which glibc cuts a little off both ends of a block.
-    A cut that lies in a thread's cache of small blocks is handed out again and stays for as long as a pass does; when
-    the block is freed, it can't grow together with its neighbours, and a pass has to take other memory. Without these
-    caches a training step of 135 M parameters needs 150 to 300 MB less, and as much time (docs/benchmarks.md). Where
-    there is a GPU, which has the large blocks, the caches stay: small operators take longer without them.
+    torch allocates at multiples of 64 bytes, and glibc cuts the rest off both ends of a block. Small rests in a
+    thread's cache are reused and prevent freed blocks from merging, so a pass needs fresh memory. Without these caches
+    a training step of 135 M parameters takes 150 to 300 MB less, and the same time (docs/benchmarks.md). With a GPU,
+    which holds the large blocks, the caches stay: small operators are slower without them.
 
     Args:
-        given: the settings that there are, which may be none; one of these caches is kept.
+        given: the present settings; one that sets these caches takes precedence.
     """
     if "tcache_count" in given or Path("/dev/nvidiactl").exists():
         return given
@@ -50,7 +49,7 @@ def malloc_without_caches(given: str) -> str:
 
 
 class ChildProcess(Protocol):
-    """A program that was started, and the job's end of the socket to it."""
+    """A started program and the job's end of its socket."""
 
     @property
     def pid(self) -> int:
@@ -59,7 +58,7 @@ class ChildProcess(Protocol):
 
     @property
     def address(self) -> str:
-        """Return the address of its machine, at which other machines of the job reach it."""
+        """Return the address of its machine for other machines of the job."""
         ...
 
     @property
@@ -68,11 +67,11 @@ class ChildProcess(Protocol):
         ...
 
     def kill(self) -> None:
-        """End the process without waiting, also one that is stopped."""
+        """Kill the process without waiting, even if it is stopped."""
         ...
 
     async def how_ended(self) -> str:
-        """Wait for the end of the process, and return how it ended, in words: `was killed by SIGKILL`."""
+        """Wait for the end of the process, and describe it: `was killed by SIGKILL`."""
         ...
 
 
@@ -82,27 +81,21 @@ ServerFailed: it can't be started now, for the reason in the message."""
 
 
 class LocalProcess:
-    """Implements `ChildProcess` on this machine.
-
-    Attributes:
-        pid: of the process.
-        address: of this machine for itself.
-        connection: the owner's end of the socket.
-    """
+    """Implements `ChildProcess` on this machine."""
 
     def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket, log: Path | None = None) -> None:
-        """Stand for a process that runs.
+        """Wrap a running process.
 
         Args:
-            connection: the owner's end of the socket to it.
-            log: of the process, which then leads a group of its own; None: it is in the owner's group.
+            connection: the owner's end of its socket.
+            log: of the process, which then leads its own group; None: it is in the owner's group.
         """
         self._process, self.connection, self.log = process, connection, log
         self.pid, self.address = process.pid, "127.0.0.1"
         self._ended = asyncio.create_task(in_thread(process.wait, "palestra-child"))
 
     def kill(self) -> None:
-        """End the process without waiting, also one that is stopped; with its group, if that is its own."""
+        """Kill the process, and its group if it leads one, without waiting."""
         if self.log is None:
             self._process.kill()
         else:
@@ -114,15 +107,15 @@ class LocalProcess:
         return await asyncio.shield(self._ended)
 
     async def how_ended(self) -> str:
-        """Wait for the end of the process, and return how it ended, in words, with the last line of its log."""
+        """Wait for the end of the process, and describe it, with the last line of its log."""
         words = ending(await self.code())
         return words if self.log is None else f"{words}: {last_line(self.log)}"
 
     async def end(self, seconds: float, said: bytes = b"") -> None:
-        """Close the socket, with which the process ends, and kill what is left of it after some seconds.
+        """Close the socket, which ends the process; kill what is left after some seconds.
 
         Args:
-            said: what the process gets before; see `last_words`.
+            said: sent to the process first; see `last_words`.
         """
         with contextlib.suppress(OSError, TimeoutError):
             self.connection.sendall(said)
@@ -147,16 +140,13 @@ async def start_process(
 ) -> LocalProcess:
     """Start a program on this machine; see `ProcessStarter`.
 
-    Not in a thread of its own, because the kernel ends a program that asks for it with the thread that has started it.
+    Call it from a long-lived thread: the kernel kills the program when the thread that started it ends.
 
     Args:
-        words: of its command line, after the number of its socket.
-        log: gets all that it writes; the program then leads a group of its own, which Ctrl-C does not reach.
-        prints: whether its standard output, where there is no log, is that of this process; gloo and vLLM write there.
+        words: arguments after the number of its socket.
+        log: receives all output; the program then leads its own group, which Ctrl-C does not reach.
+        prints: without a log, whether it shares this process's standard output, to which gloo and vLLM write.
         computes: see `popen`.
-
-    Raises:
-        OSError: it can't be started.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -184,9 +174,9 @@ def popen(
     Args:
         connection: its end of the socket, which the caller closes.
         environment: all of its variables.
-        apart: whether the program leads a group of its own without a log, too.
+        apart: whether it leads its own group even without a log.
         flags: of Python.
-        computes: whether it trains or samples, for which settings of malloc are added to its environment.
+        computes: adds settings of malloc for programs that train or sample.
     """
     settings = malloc_without_caches(environment.get(MALLOC_VARIABLE, "")) if computes else ""
     with contextlib.ExitStack() as stack:
@@ -203,7 +193,7 @@ def popen(
 
 
 def ending(code: int) -> str:
-    """Return how a process ended, in words, by its exit code."""
+    """Describe how a process ended by its exit code."""
     if code >= 0:
         return f"ended with code {code}"
     names = {one.value: one.name for one in signal.Signals}  # those of real time have none
@@ -228,7 +218,7 @@ def kept_ending(code: int) -> str:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log, for people."""
+    """Return the last line of a log."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(log.stat().st_size - LAST_BYTES, 0))
         lines = file.read(LAST_BYTES).decode(errors="replace").strip().splitlines()
@@ -240,10 +230,10 @@ def last_line(log: Path) -> str:
 
 
 def with_owner(then: Callable[[bytes], None]) -> socket.socket:
-    """Call `then` in a thread when the owner has closed its end of the socket, or has died; return this end.
+    """Call `then` in a thread when the owner has closed its end of the socket or died; return this end.
 
     Args:
-        then: gets what the owner has said before, in bytes; it ends this process.
+        then: ends this process; called with the owner's last bytes.
     """
     connection = socket.socket(fileno=int(sys.argv[1]))
 
@@ -259,6 +249,6 @@ def with_owner(then: Callable[[bytes], None]) -> socket.socket:
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process with its parent: a stopped process would not see that its socket is closed."""
+    """Ask the kernel to kill this process with its parent: a stopped process does not notice a closed socket."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Values between two processes: msgpack of records, numbers, texts, paths, numpy arrays and pydantic models.
+"""Encoding of values for another process: msgpack of records, numbers, texts, paths, numpy arrays and pydantic models.
 
-A value is decoded as the type that an annotation names; any other one is refused, with its place. An error that
-Palestra or Python raises arrives as one of the same class.
+Values are decoded by annotation; a value of another type is refused with its path. Errors of Palestra and Python keep
+their class.
 """
 
 from __future__ import annotations
@@ -61,13 +61,10 @@ def encode(value: Any) -> bytes:
 
 
 def decode(kind: Any, data: bytes | msgspec.Raw) -> Any:
-    """Return a value that `encode` has made bytes of.
+    """Decode a value.
 
     Args:
-        kind: the annotation of its type.
-
-    Raises:
-        InvalidRequest: the bytes are no such value; the message names the place.
+        kind: its annotation.
     """
     try:
         return _decoder(kind).decode(data)
@@ -100,10 +97,10 @@ def check_values(data: bytes, most: int) -> None:
 
 
 def decodes(kind: Any, make: Callable[[Any], Any]) -> None:
-    """Have values that are annotated with a protocol, or another class, be made of what they were sent as.
+    """Register a constructor for values annotated with a class or protocol.
 
     Args:
-        make: raises ValueError where it can't.
+        make: called with the encoded form; raises ValueError if it is invalid.
     """
     _protocols[kind] = make
 
@@ -114,7 +111,7 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value of a type that msgspec does not know as one that it knows."""
+    """Convert a value of a type unknown to msgspec to a known one."""
     if isinstance(value, np.ndarray):
         if value.dtype.str not in _DTYPES:
             raise TypeError(f"an array of {value.dtype} can't be sent")
@@ -140,7 +137,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 
 
 def made(kind: Any, value: Any) -> Any:
-    """Return a value of a type that msgspec does not know; a ValueError becomes one with the value's place."""
+    """Create a value of a type unknown to msgspec; a ValueError gets the value's path."""
     if (get_origin(kind) or kind) is np.ndarray:
         return _array(kind, value)
     if kind in _protocols:
@@ -156,7 +153,7 @@ def made(kind: Any, value: Any) -> Any:
 
 
 def _array(kind: Any, value: Any) -> NDArray[Any]:
-    """Return an array, which owns its numbers."""
+    """Return an array that owns its memory."""
     try:
         name, shape, data = value
         dtype = _DTYPES[name]
@@ -173,18 +170,18 @@ def _array(kind: Any, value: Any) -> NDArray[Any]:
 
 @cache
 def _wanted(kind: Any) -> np.dtype[Any] | None:
-    """Return the dtype that an annotation names; None: any."""
+    """Return the dtype of an annotation; None: any."""
     numbers = get_args(get_args(kind)[1])[0] if get_args(kind) else Any
     return None if numbers is Any else np.dtype(numbers)
 
 
 class SentError(msgspec.Struct, array_like=True):
-    """An error on its way to another process.
+    """An error for another process.
 
     Attributes:
         kind: name of its class.
-        message: what it says.
-        fields: its attributes that can be sent.
+        message: its text.
+        fields: its attributes, as far as they can be encoded.
     """
 
     kind: str
@@ -193,14 +190,14 @@ class SentError(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, error: Exception) -> SentError:
-        """Describe an error."""
+        """Encode an error."""
         fields = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float | None)}
         if isinstance(error, OSError):
             fields["errno"] = error.errno
         return cls(type(error).__name__, str(error).encode(errors="backslashreplace").decode(), fields)
 
     def error(self) -> Exception:
-        """Return the error again; a RuntimeError, if its class is not one of Palestra's or Python's own."""
+        """Return the error; a RuntimeError if its class is neither Palestra's nor Python's."""
         kind = _KNOWN.get(self.kind)
         if kind is None:
             return RuntimeError(f"{self.kind}: {self.message}")

@@ -1,6 +1,6 @@
-"""The methods of a class or protocol over a channel, as its annotations describe them: nothing of it is written again.
+"""Remote calls of the methods of a class or protocol, derived from its annotations.
 
-`proxy` stands for an object at the other end, and `Server` executes the calls there.
+`proxy` represents the remote object, and `Server` executes the calls.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method whose arguments and results are sent.
+    """The signature of a remote method.
 
     Attributes:
         signature: without `self`.
-        hints: the annotations of its parameters, by name.
-        arguments: the record of its arguments, in order.
-        returns: annotation of the result, or of what it yields.
+        hints: annotations of its parameters, by name.
+        arguments: record of its arguments, in order.
+        returns: annotation of the result, or of streamed items.
         streams: whether it is an asynchronous iterator.
     """
 
@@ -43,7 +43,7 @@ class Method:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Method:
-        """Describe a function whose first parameter is `self`."""
+        """Return the signature of a function whose first parameter is `self`."""
         hints = get_type_hints(function)
         _, *parameters = inspect.signature(function).parameters.values()
         fields = [
@@ -57,27 +57,19 @@ class Method:
         return cls(inspect.Signature(parameters), given, arguments, returns, streams)
 
     def ordered(self, *given: Any, **named: Any) -> tuple[Any, ...]:
-        """Return the arguments of a call in order, with the defaults."""
+        """Return the arguments of a call in order, with defaults."""
         bound = self.signature.bind(*given, **named)
         bound.apply_defaults()
         return tuple(bound.arguments.values())
 
     def decoded(self, arguments: msgspec.Raw) -> tuple[Any, ...]:
-        """Return the arguments that were sent.
-
-        Raises:
-            InvalidRequest: one is missing, or of another type.
-        """
+        """Decode the arguments of a call."""
         return msgspec.structs.astuple(decode(self.arguments, arguments))
 
 
 @cache
 def method_of(kind: Any, name: str) -> Method:
-    """Return a public method of a class or protocol.
-
-    Raises:
-        InvalidRequest: there is none.
-    """
+    """Return the signature of a public method of a class or protocol."""
     function = None if name.startswith("_") else inspect.getattr_static(kind, name, None)
     if not inspect.isfunction(function):
         raise InvalidRequest(f"there is no method {name!r}")
@@ -134,7 +126,7 @@ class Server:
         self._calls: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Serve until the other side has closed the channel, and end the calls that are left."""
+        """Serve until the other side closes the channel; then cancel running calls."""
         try:
             async for messages in self._channel.frames():
                 for message in messages:

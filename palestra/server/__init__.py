@@ -1,7 +1,4 @@
-"""The data plane: the HTTP server of one job, in front of its sessions and its store.
-
-Workers claim episodes here, agents call the model in four dialects, and clients watch the job.
-"""
+"""The data plane: the HTTP server of one job, for workers, model calls in four dialects, and clients."""
 
 from palestra.server.app import create_app
 from palestra.server.auth import KeyRing

@@ -27,9 +27,9 @@ def create_app(
     """Return the application of one job's data plane.
 
     Args:
-        dialects: the wire formats in which the model can be called.
-        public: paths that are answered without a key.
-        page: the beginning of paths that the viewer's key opens, too; None: there are none.
+        dialects: the wire formats for model calls.
+        public: paths that need no key.
+        page: prefix of paths that the viewer's key opens too, if any.
     """
     most, largest_picture = plane.config.server.max_body_bytes, plane.config.pictures.max_bytes
 

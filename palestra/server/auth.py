@@ -1,6 +1,6 @@
-"""Authentication of a data plane: its keys, and the session that a model call gets by its key.
+"""Authentication of a data plane: its keys, and the sessions of model calls.
 
-An episode's key is derived from the run's secret, not stored, so that a claim that is sent again gets the same key.
+An episode's key is derived from the run's secret, not stored, so that a repeated claim gets the same key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OpenSession = Callable[[], AbstractAsyncContextManager[CallMaker]]  # open for o
 
 @dataclass(frozen=True, slots=True)
 class EpisodeKey:
-    """The lease that an episode's key opens. An `EpisodeKey` exists only after the key's signature has been checked."""
+    """The lease of an episode's key; exists only after the key's signature was checked."""
 
     episode_id: str
     fence: int
@@ -37,28 +37,28 @@ class EpisodeKey:
 
 @dataclass(frozen=True, slots=True)
 class RoleKey:
-    """The seat that a key may claim. A `RoleKey` exists only after the key's signature has been checked."""
+    """The player slot that a key may claim; exists only after the key's signature was checked."""
 
     role: str
 
 
 @dataclass(frozen=True, slots=True)
 class TalkKey:
-    """Calls of the job's policies outside any episode. A `TalkKey` exists only after the key has been checked."""
+    """Calls of the job's policies outside episodes, for the chat playground; exists only after the key was checked."""
 
 
 class KeyRing:
-    """Makes and checks the keys of one job from its run's secret."""
+    """Creates and checks the keys of one job from its run's secret."""
 
     def __init__(
         self, secret: Callable[[], bytes], job: str, given: str | None = None, seats: Sequence[str] = ()
     ) -> None:
-        """Make the keys of a job.
+        """Create the key ring of a job.
 
         Args:
-            secret: returns the present secret. A new secret makes all keys from the old one invalid.
+            secret: returns the present secret; a new one invalidates all keys of the old one.
             given: a job key to use instead of the derived one.
-            seats: names of the seats of the job's episodes, each of which has keys of its own.
+            seats: names of the player slots, each of which has its own keys.
         """
         self._secret, self._job, self._given = secret, job, given
         self._seats = tuple(seats)
@@ -69,7 +69,7 @@ class KeyRing:
 
     @property
     def job_key(self) -> str:
-        """Return the job's key, as given or as derived from the present secret."""
+        """Return the job's key: the given one, or one derived from the present secret."""
         return self._job_key(self._secret())
 
     def episode_key(self, episode_id: str, fence: int) -> str:
@@ -77,17 +77,17 @@ class KeyRing:
         return self._episode_key(self._secret(), episode_id, fence)
 
     def seat_key(self, seat: SeatKey) -> str:
-        """Return the key of a seat's lease: it opens that seat of that episode, and nothing else."""
+        """Return the key of a player slot's lease, which opens only this slot of this episode."""
         return self._seat_key(self._secret(), seat)
 
     @property
     def viewer_key(self) -> str:
-        """Return the key that only shows the job's page. It is derived, and void when the secret is replaced."""
+        """Return the key that only shows the job's page, derived from the present secret."""
         return self._viewer_key(self._secret())
 
     @property
     def talk_key(self) -> str:
-        """Return the key with which the page calls the policies; nothing is recorded. It is void with the secret."""
+        """Return the key for the page's unrecorded calls of policies, derived from the present secret."""
         return self._talk_key(self._secret())
 
     def _talk_key(self, secret: bytes) -> str:
@@ -112,10 +112,10 @@ class KeyRing:
         return f"ps-{'.'.join(parts)}.{sign(secret, self._job, 'seat-lease', seat.role, *parts)}"
 
     def check(self, key: str | None) -> EpisodeKey | SeatKey | RoleKey | TalkKey | None:
-        """Return what a key opens: an episode, a seat of one, claims of a seat, or talk; None for the job's key.
+        """Return what a key opens: an episode, a player slot, claims of a slot, or the chat playground; None: the job.
 
         Raises:
-            Unauthorized: there is no key, or it is not a key of this job.
+            Unauthorized: the key is missing or unknown.
             Forbidden: the key is the viewer's.
         """
         if not key:
@@ -138,7 +138,7 @@ class KeyRing:
         raise Unauthorized("unknown key; it may be of another job, or the run has other keys by now")
 
     def _seat_of(self, secret: bytes, key: str) -> SeatKey | RoleKey | None:
-        """Return what a seat's key opens, or a key to claim one; None: it is neither."""
+        """Return the player slot of a key, or the slot that it may claim, or None."""
         if key.startswith("pr-"):
             made = ((role, seat_key(secret, self._job, role)) for role in self._seats)
             return next(
@@ -152,45 +152,42 @@ class KeyRing:
         return seat if hmac.compare_digest(key.encode(), self._seat_key(secret, seat).encode()) else None
 
     def admit(self, request: Request) -> None:
-        """Check the key of a request before its body is read, and keep the result for `require_episode`.
+        """Check the key of a request before its body is read, and store the result for `require_episode`.
 
         Raises:
-            Unauthorized: there is no key, or it is not a key of this job.
-            Forbidden: the key only calls models, and the route is another one.
+            Unauthorized: the key is missing or unknown.
+            Forbidden: the key only allows model calls, and the route is another one.
         """
         opens = request.scope[_OPENS] = self.check(bearer(request))
         if isinstance(opens, TalkKey) and not request.scope["path"].startswith(MODEL_ROUTES):
             raise Forbidden(f"this key calls models ({MODEL_ROUTES}…) and opens nothing else")
 
     def require_view(self, request: Request) -> None:
-        """Check that a request carries the viewer's key, or the job's present key.
+        """Check that a request has the viewer's or the job's key.
 
         Raises:
-            Unauthorized: there is no key, or it is not a key of this job.
+            Unauthorized: the key is missing or unknown.
             Forbidden: the key is an episode's.
         """
         if not hmac.compare_digest((bearer(request) or "").encode(), self.viewer_key.encode()):
             self.require_job(request)
 
     def require_job(self, request: Request) -> None:
-        """Check that a request carries the job's present key.
+        """Check that a request has the job's key.
 
         Raises:
-            Unauthorized: there is no key, or it is not a key of this job.
+            Unauthorized: the key is missing or unknown.
             Forbidden: the key is an episode's.
         """
         if self.check(bearer(request)) is not None:
             raise Forbidden("this is the key of an episode, a seat or a talk; this route takes the job's key")
 
     def require_role(self, request: Request, role: str) -> bool:
-        """Check that a request carries the job's present key, or the key that claims this seat.
-
-        Returns:
-            Whether the key is that of the seat's role, and not the job's.
+        """Check that a request has the job's key or the key that claims this player slot; return True for the latter.
 
         Raises:
-            Unauthorized: there is no key, or it is not a key of this job.
-            Forbidden: the key claims another seat, or is that of an episode or a seat.
+            Unauthorized: the key is missing or unknown.
+            Forbidden: the key claims another slot, or is an episode's or slot's.
         """
         key = self.check(bearer(request))
         if isinstance(key, RoleKey):
@@ -201,14 +198,11 @@ class KeyRing:
         return isinstance(key, RoleKey)
 
     def require_seat(self, request: Request, episode_id: str) -> SeatKey:
-        """Return the seat of an episode that a request's key opens.
-
-        Args:
-            episode_id: the episode that the request is about.
+        """Return the player slot of an episode for a request's key.
 
         Raises:
-            Unauthorized: there is no key, or it is not a key of this job.
-            Forbidden: the key is not one of a seat of this episode.
+            Unauthorized: the key is missing or unknown.
+            Forbidden: the key is not one of this episode's slots.
         """
         key = self.check(bearer(request))
         if not isinstance(key, SeatKey) or key.episode_id != episode_id:
@@ -216,15 +210,15 @@ class KeyRing:
         return key
 
     def opens_job(self, request: Request) -> bool:
-        """Return whether a request carries the job's present key."""
+        """Return whether a request has the job's present key."""
         return hmac.compare_digest((bearer(request) or "").encode(), self.job_key.encode())
 
     def require_episode(self, request: Request) -> EpisodeKey | SeatKey:
-        """Return the episode, or the seat of one, that a request's key opens.
+        """Return the episode, or its player slot, for a request's key.
 
         Raises:
-            Unauthorized: there is no key, or it is not a key of this job.
-            Forbidden: the key is the job's, or only claims a seat.
+            Unauthorized: the key is missing or unknown.
+            Forbidden: the key is the job's, or only claims a slot.
         """
         key = request.scope[_OPENS] if _OPENS in request.scope else self.check(bearer(request))
         if key is None:
@@ -236,34 +230,25 @@ class KeyRing:
         return key
 
     def episode_of(self, request: Request) -> EpisodeKey | SeatKey | None:
-        """Return the episode, or the seat of one, that a request's key opens; None: it is another key of the job.
-
-        Raises:
-            Unauthorized: there is no key, or it is not a key of this job.
-        """
+        """Return the episode, or its player slot, for a request's key; None: another key of the job."""
         key = request.scope[_OPENS] if _OPENS in request.scope else self.check(bearer(request))
         return key if isinstance(key, EpisodeKey | SeatKey) else None
 
     def opens_talk(self, request: Request) -> bool:
-        """Return whether a request carries the key with which the page calls the policies.
-
-        Raises:
-            Unauthorized: there is no key, or it is not a key of this job.
-        """
+        """Return whether a request has the chat playground's key."""
         key = request.scope[_OPENS] if _OPENS in request.scope else self.check(bearer(request))
         return isinstance(key, TalkKey)
 
     async def require_this_episode(self, request: Request, episode_id: str, episodes: Episodes) -> EpisodeKey | SeatKey:
-        """Check that a request carries a key of one episode, or of a seat of it, and return what the key opens.
+        """Check that a request has a key of one episode or of its player slot, and return what the key opens.
 
         Args:
-            episode_id: the episode that the request is about.
-            episodes: the job's episodes, to tell an unknown episode from a wrong key.
+            episodes: tell an unknown episode from a wrong key.
 
         Raises:
-            Unauthorized: there is no key, or it is not a key of this job.
+            Unauthorized: the key is missing or unknown.
             Forbidden: the key is not this episode's.
-            NotFound: there is no such episode.
+            NotFound: the episode does not exist.
         """
         key = self.check(bearer(request))
         if key is None or isinstance(key, RoleKey | TalkKey) or key.episode_id != episode_id:
@@ -273,11 +258,11 @@ class KeyRing:
 
 
 class Caller(NamedTuple):
-    """Who makes a model call.
+    """The maker of a model call.
 
     Attributes:
-        open_session: opens the session to make the call in.
-        seat: the seat that calls; None: any agent of the episode may.
+        open_session: opens the session of the call.
+        seat: the player slot; None: any agent of the episode.
     """
 
     open_session: OpenSession
@@ -285,13 +270,13 @@ class Caller(NamedTuple):
 
 
 def caller_of(kind: JobKind, keys: KeyRing, sessions: Sessions, request: Request) -> Caller:
-    """Check the key of a model call, and return who makes it.
+    """Check the key of a model call, and return its maker.
 
     Args:
-        kind: kind of the job: a training job has a session for each episode, a served model one for each request.
+        kind: a training job has a session for each episode, a served model one for each request.
 
     Raises:
-        Unauthorized: there is no key, or it is not a key of this job.
+        Unauthorized: the key is missing or unknown.
         Forbidden: the key is the job's and episodes are played, or an episode's and a model is served.
     """
     if keys.opens_talk(request):
@@ -319,10 +304,7 @@ async def _of_lease(sessions: Sessions, key: EpisodeKey) -> AsyncIterator[Episod
 
 
 def refuse_episodes(kind: JobKind, keys: KeyRing, request: Request) -> None:
-    """Refuse a request about episodes if the job has none.
-
-    Args:
-        request: a request to a route for episodes.
+    """Raise an error for a request about episodes if the job has none.
 
     Raises:
         Conflict: the job serves a model.

@@ -40,19 +40,19 @@ from palestra.types.wire import (
 
 
 def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
-    """Add the routes that workers call; a job that serves a model answers all of them with 409."""
+    """Add the workers' routes; a job that serves a model answers all of them with 409."""
     episodes, tasks_of_job, keys = plane.store.episodes, plane.store.tasks, plane.keys
     routes = EpisodeRoutes(app, plane, "episodes")
 
     @routes.get("/rollout")
     async def rollout(request: Request) -> RolloutFacts:
-        """Return what a worker has to know of the job before it plays an environment."""
+        """Return the facts about the job that a worker needs before it plays an environment."""
         keys.require_job(request)
         return _facts(plane)
 
     @routes.post("/tasks", PushTasks)
     async def push_tasks(request: Request) -> TasksPushed:
-        """Add tasks, in chunks that may be sent again; `final` says that all tasks are there, and starts the job."""
+        """Add tasks in chunks, which are safe to repeat; `final` marks the last chunk and starts the job."""
         keys.require_job(request)
         body, tasks = await read_with(
             partial(_pushed, plane.config.algorithm_of(plane.config.players.default)), request, plane.pool
@@ -72,9 +72,9 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
 
     @routes.post("/claim_episode", ClaimEpisode)
     async def claim_episode(request: Request) -> ClaimAnswer:
-        """Claim the next episode, or with `role` a seat of one, or wait up to `wait_seconds` for it.
+        """Claim the next episode, or with `role` a player slot, waiting up to `wait_seconds`.
 
-        Sent again, the same request gets the same episode. A seat is also claimed by the key of its role.
+        Repeating the request returns the same episode. The role's own key also claims its slot.
         """
         body = await read_request(ClaimEpisode, request, plane.pool)
         if body.role is not None:
@@ -94,7 +94,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
 
     @routes.post("/heartbeat_episode", HeartbeatEpisode)
     async def heartbeat_episode(request: Request) -> EpisodeAnswer:
-        """Renew the episode's lease, or the seat's by its key. Every model call renews it as well."""
+        """Renew the lease of the episode, or with a player slot's key of the slot. Every model call renews it too."""
         body = await read_request(HeartbeatEpisode, request, plane.pool)
         key = await keys.require_this_episode(request, body.episode_id, episodes)
         await _renew(plane, key)
@@ -102,7 +102,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
 
     @routes.post("/end_episode", EndEpisode)
     async def end_episode(request: Request) -> EpisodeAnswer:
-        """Hand in the reward; the answer comes when it is on disk. Sent again, the same body gets the same answer."""
+        """Submit the reward; the answer is sent when it is on disk. Repeating the same body returns the same answer."""
         body = await read_request(EndEpisode, request, plane.pool)
         key = await keys.require_this_episode(request, body.episode_id, episodes)
         _check_ends(key)
@@ -128,9 +128,10 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
 
     @routes.post("/abort_episode", AbortEpisode)
     async def abort_episode(request: Request) -> EpisodeAnswer:
-        """Give the episode back after a failure that is not the policy's: no reward is recorded, nothing is trained.
+        """Give the episode back after a failure that is not the policy's fault: no reward is recorded, and nothing is
+        trained.
 
-        By the key of a seat, only the seat is given back; `seats.takeover` says what happens to it.
+        A player slot's key gives back only the slot; `seats.takeover` decides what happens to it.
         """
         body = await read_request(AbortEpisode, request, plane.pool)
         key = await keys.require_this_episode(request, body.episode_id, episodes)
@@ -139,7 +140,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
 
 
 async def _renew(plane: DataPlane, key: EpisodeKey | SeatKey) -> None:
-    """Renew the lease that a key opens: of an episode, or of a seat."""
+    """Renew the lease of a key: an episode's or a player slot's."""
     if isinstance(key, SeatKey):
         plane.seats.table(key).renew(key.role, key.seat_fence)
     else:
@@ -147,13 +148,13 @@ async def _renew(plane: DataPlane, key: EpisodeKey | SeatKey) -> None:
 
 
 def _check_ends(key: EpisodeKey | SeatKey) -> None:
-    """Raise Forbidden if a key does not end its episode, because it is that of a seat."""
+    """Raise Forbidden for a player slot's key, which cannot end the episode."""
     if isinstance(key, SeatKey):
         raise Forbidden("this is the key of a seat; the environment ends its episode, with the rewards of all seats")
 
 
 async def _give_back(plane: DataPlane, key: EpisodeKey | SeatKey, body: AbortEpisode) -> None:
-    """Give back what a key opens: an episode, or a seat of one."""
+    """Give back an episode or a player slot, depending on the key."""
     if isinstance(key, SeatKey):
         plane.seats.leave(key)
         return
@@ -176,7 +177,7 @@ def _pushed(algorithm: AlgorithmConfig, body: bytes) -> tuple[PushTasks, list[Ta
 
 
 async def _claim(plane: DataPlane, body: ClaimEpisode, request: Request) -> EpisodeRecord | None:
-    """Wait for an episode. Returns None when the waiting time is over, or the job is."""
+    """Wait for an episode; None: the waiting time or the job is over."""
     clock, episodes = plane.store.clock, plane.store.episodes
     until = clock.monotonic() + min(body.wait_seconds, plane.config.server.max_wait_seconds)
     while True:
@@ -217,7 +218,7 @@ def _claimed(plane: DataPlane, episode: EpisodeRecord, request: Request) -> Clai
 
 
 def _facts(plane: DataPlane) -> RolloutFacts:
-    """Return what a worker that plays an environment has to know of the job."""
+    """Return the facts about the job that a worker needs to play an environment."""
     config, roles = plane.config, plane.sessions.context.policies.roles
     chosen = config.environment
     return RolloutFacts(
@@ -241,7 +242,9 @@ def _state(plane: DataPlane) -> str:
 
 
 def _check_owners(body: EndEpisode, rewards: Mapping[str, float], config: JobConfig) -> None:
-    """Refuse rewards of TimeSteps that do not say whose they are, where several agents are paid and it matters."""
+    """Raise an error for TimeStep rewards without owners, if several agents are rewarded and the
+    algorithm needs them.
+    """
     if body.step_rewards is None or body.agent_step_rewards is not None or len(rewards) < 2:
         return
     credits = {getattr(config.algorithm_of(policy), "credit", None) for policy in config.trained_policies}

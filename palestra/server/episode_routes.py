@@ -1,4 +1,4 @@
-"""How routes about episodes and their seats are added: refused where the job has none, and answered bare."""
+"""Registers routes about episodes and player slots, which jobs without episodes refuse."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class EpisodeRoutes:
     """Adds routes under one heading of the OpenAPI document; a job that serves a model answers all of them with 409."""
 
     def __init__(self, app: FastAPI, plane: DataPlane, tag: str) -> None:
-        """Prepare to add routes.
+        """Create the object.
 
         Args:
-            plane: has the kind of the job, and its keys.
+            plane: has the job's kind and keys.
+            tag: the heading.
         """
         self._app, self._plane, self._tag = app, plane, tag
 
@@ -32,7 +33,7 @@ class EpisodeRoutes:
         return self._adder(path, "GET", None)
 
     def post(self, path: str, body: type[BaseModel]) -> Callable[[Endpoint], Endpoint]:
-        """Return a decorator that adds an endpoint, which reads its body of this kind itself."""
+        """Return a decorator that adds an endpoint, which reads a body of this type itself."""
         return self._adder(path, "POST", body)
 
     def _adder(self, path: str, method: str, body: type[BaseModel] | None) -> Callable[[Endpoint], Endpoint]:

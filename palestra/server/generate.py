@@ -39,13 +39,13 @@ def add_dialect_routes(app: FastAPI, plane: DataPlane, dialects: Sequence[Dialec
 
 
 class GenerateHandler:
-    """Answers the model calls of one dialect: reads the request, opens the session, samples, and writes the answer."""
+    """Answers the model calls of one dialect."""
 
     def __init__(self, plane: DataPlane, dialect: Dialect[Any]) -> None:
         self._plane, self._sessions, self._dialect = plane, plane.sessions, dialect
 
     async def generate(self, request: Request) -> Response:
-        """Sample the replies that a request asks for.
+        """Sample the requested replies.
 
         The answer is sent when they are on disk, or streamed from the first text on.
 
@@ -67,10 +67,7 @@ class GenerateHandler:
                 return WholeAnswer(session, asked.calls, result.chats, body)
 
     async def _rendered(self, asked: DialectRequest[Any], result: GenerationResult, runtime: PolicyRuntime) -> bytes:
-        """Return the whole answer as JSON.
-
-        A long one is written in a thread, so that it does not block other requests.
-        """
+        """Return the whole answer as JSON, encoded in a thread if it is long."""
         tokens = sum(len(chat.completion_ids) for chat in result.chats) + sum(map(len, result.prompt_logprobs))
         if tokens * (1 + max(call.top_logprobs for call in asked.calls)) > MANY_TOKENS:
             return await self._plane.pool.run(self._json, asked, result, runtime)
@@ -92,16 +89,16 @@ async def _scored(result: GenerationResult, runtime: PolicyRuntime) -> Generatio
 
 
 class CountHandler:
-    """Answers how many tokens a prompt has, for one dialect."""
+    """Counts the tokens of prompts in one dialect."""
 
     def __init__(self, plane: DataPlane, dialect: Dialect[Any], counter: TokenCounter[Any]) -> None:
         self._plane, self._dialect, self._counter = plane, dialect, counter
 
     async def count(self, request: Request) -> Response:
-        """Count the tokens of a request's prompt; nothing is sampled or recorded.
+        """Count the tokens of a request's prompt, without sampling or recording.
 
         Raises:
-            PalestraError: see `GenerateHandler.generate`, and `Session.count_tokens`.
+            PalestraError: see `GenerateHandler.generate` and `Session.count_tokens`.
             ClientDisconnect: the client has disconnected.
         """
         open_session, seat = _caller_of(self._plane, request)
@@ -146,7 +143,7 @@ async def _read(
 
 
 def _parsed(parse: Callable[..., DialectRequest[Any]], headers: Mapping[str, str], body: bytes) -> DialectRequest[Any]:
-    """Return what a dialect makes of a body, with the pictures of its messages."""
+    """Return a dialect's parsed request, with the pictures of its messages."""
     asked = parse(body, headers=headers)
     pictures = pictures_in(asked.calls[0].messages)
     return replace(asked, pictures=pictures) if pictures else asked
@@ -155,7 +152,7 @@ def _parsed(parse: Callable[..., DialectRequest[Any]], headers: Mapping[str, str
 async def _settled(
     plane: DataPlane, request: Request, asked: DialectRequest[Any], runtime: PolicyRuntime
 ) -> DialectRequest[Any]:
-    """Return a request whose pictures are kept; see `PictureIntake.settle`."""
+    """Return a request whose pictures are stored; see `PictureIntake.settle`."""
     if not asked.pictures:
         return asked
     settling = plane.pictures.settle(asked, runtime, plane.picture_charge(request))
@@ -163,7 +160,7 @@ async def _settled(
 
 
 def _agent_of(seat: str, request: Request) -> str:
-    """Return the agent that calls by a seat's key: the seat, unless a header names a subagent of it."""
+    """Return the agent of a call with a player slot's key: the slot's, unless a header names its subagent."""
     if AGENT_HEADER not in request.headers:
         return seat
     agent = agent_of(request.headers)

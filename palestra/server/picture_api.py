@@ -22,7 +22,7 @@ _FILE: dict[str, Any] = {"type": "string", "format": "binary"}
 
 
 def is_upload(request: Request) -> bool:
-    """Return whether a request uploads a picture, whose size has a limit of its own."""
+    """Return whether a request uploads a picture, which has its own size limit."""
     return request.method == "PUT" and _PATH.fullmatch(request.scope["path"]) is not None
 
 
@@ -35,7 +35,7 @@ def add_picture_routes(app: FastAPI, plane: DataPlane) -> None:
         openapi_extra={"requestBody": {"required": True, "content": {kind: {"schema": _FILE} for kind in MEDIA_TYPES}}},
     )
     async def upload_picture(digest: str, request: Request) -> PictureKept:
-        """Keep a picture under its digest, so that messages may name it. Sent again, the same picture changes nothing.
+        """Store a picture under its digest, for use in messages. Repeating the upload changes nothing.
 
         The body is the file: PNG, JPEG, WebP or GIF, with one frame. Any key of the job or of one of its episodes opens
         this route.

@@ -1,7 +1,7 @@
-"""Pictures by URL, fetched only from hosts that the operator allows, at addresses that lead nowhere else.
+"""Fetches pictures by URL, only from allowed hosts at public addresses.
 
-The name is resolved once, each of its addresses is checked, and the connection is made to a checked address: a name
-that changes its address between check and connection (DNS rebinding) gains nothing.
+The name is resolved once, all its addresses are checked, and the connection uses a checked address, which defeats DNS
+rebinding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ class PictureFetcher:
     """Fetches pictures from allowed hosts, a few at the same time."""
 
     def __init__(self, config: PicturesConfig, resolve: Resolve = resolve) -> None:
-        """Use the hosts and limits of `config`; `resolve` returns the addresses of a host."""
+        """Create the fetcher.
+
+        Args:
+            config: has hosts and limits.
+            resolve: returns the addresses of a host.
+        """
         self._config, self._resolve = config, resolve
         self._slots = asyncio.Semaphore(FETCHES)
 
@@ -47,8 +52,8 @@ class PictureFetcher:
         """Return the file of a URL.
 
         Raises:
-            InvalidPicture: the host is not allowed, leads to a private address, does not answer in time or with
-                something else than a file, or the file is too long.
+            InvalidPicture: the host is not allowed, has a private address, is too slow, answers without a file, or the
+                file is too long.
         """
         try:
             async with asyncio.timeout(self._config.fetch_seconds), self._slots:
@@ -64,7 +69,7 @@ class PictureFetcher:
         raise InvalidPicture(f"its URL leads through more than {_HOPS} redirects")
 
     async def _get(self, url: str) -> bytes | str:
-        """Return the file of a URL, or the URL to which it redirects."""
+        """Return the file of a URL, or the target of its redirect."""
         parsed = httpx2.URL(url)
         host, address, port = await self._checked(parsed)
         headers = {"Host": parsed.netloc.decode("ascii"), "Accept": "image/*", "Accept-Encoding": "identity"}
@@ -111,12 +116,12 @@ class PictureFetcher:
 
 
 def _directly(url: str) -> str:
-    """Return the end of a message where the environment has a proxy, which could be asked for an unchecked address."""
+    """Return the end of an error message if a proxy is configured, which would connect to an unchecked address."""
     return "; pictures are fetched without the proxy of the environment" if through_proxy(url) else ""
 
 
 def is_public(text: str) -> bool:
-    """Return whether an address is one of the internet, also where it has another one inside (IPv6 to IPv4)."""
+    """Return whether an address is public, also if it embeds another one (IPv6 with IPv4)."""
     address = ipaddress.ip_address(text.partition("%")[0])
     inner: list[ipaddress.IPv4Address | None] = []
     if isinstance(address, ipaddress.IPv6Address):

@@ -1,6 +1,6 @@
-"""Takes the pictures of requests in: fetched, checked, decoded once as a test, and kept by their digest.
+"""Fetches, checks, decodes and stores the pictures of requests, by digest.
 
-All of it happens before anything is sampled, away from the event loop, and a refusal names the picture's place.
+All of this happens before sampling, outside the event loop, and errors name the picture's path.
 """
 
 from __future__ import annotations
@@ -27,13 +27,19 @@ _REMEMBERED = 4096  # URLs whose digests, and pictures whose small copies, are r
 
 
 class PictureIntake:
-    """Turns the pictures of requests into digests of files in the run's folder.
+    """Replaces pictures of requests by digests of files in the run's folder.
 
-    A URL is fetched once while the process runs: the same URL in a later turn means the same picture.
+    A URL is fetched once per process, so that it is the same picture in later turns.
     """
 
     def __init__(self, kept: KeptPictures, config: PicturesConfig, pool: WorkPool) -> None:
-        """Keep pictures in `kept`; `config` says how many a call may have and which hosts; `pool` has the threads."""
+        """Create the intake.
+
+        Args:
+            kept: the run's folder.
+            config: number of pictures per call, and allowed hosts.
+            pool: threads for the work.
+        """
         self._kept, self._config, self._pool = kept, config, pool
         self._fetcher = PictureFetcher(config)
         self._fetched: OrderedDict[str, str] = OrderedDict()  # digest by URL
@@ -42,18 +48,17 @@ class PictureIntake:
     async def settle(
         self, asked: DialectRequest[Any], runtime: PolicyRuntime, charge: Charge | None = None
     ) -> DialectRequest[Any]:
-        """Return a request in which every picture is an image part with its digest, and is on disk.
+        """Return a request in which every picture is an image part with a digest, stored on disk.
 
         Args:
-            asked: the request, with the pictures of its messages.
-            charge: counts the bytes of pictures that the run does not have; None: nothing does.
+            asked: with the pictures of its messages.
+            charge: counts the bytes of new pictures, if given.
 
         Raises:
-            UnsupportedField: the policy's model takes no images, or a file is of a type that is not taken.
+            UnsupportedField: the policy's model accepts no images, or the file type is not accepted.
             InvalidRequest: a picture is damaged, too large or not allowed, there are too many, or a digest is unknown.
-            PayloadTooLarge: the pictures of the run, or those that the episode adds, would take more of the disk than
-                they may.
-            EpisodeLeaseExpired: the episode is over, and may add none.
+            PayloadTooLarge: the pictures of the run, or those of the episode, would exceed their limit.
+            EpisodeLeaseExpired: the episode is over.
         """
         if not asked.pictures:
             return asked
@@ -73,20 +78,20 @@ class PictureIntake:
         return replace(asked, calls=calls, pictures=())
 
     async def keep(self, data: bytes, media_type: str | None = None, charge: Charge | None = None) -> str:
-        """Check and decode an uploaded picture, keep it, and return its digest.
+        """Check, decode and store an uploaded picture, and return its digest.
 
         Args:
-            media_type: the type that the client gives; None: none.
+            media_type: given by the client, if any.
             charge: see `settle`.
 
         Raises:
-            InvalidRequest: the file is no picture that is taken.
+            InvalidRequest: the file is not an accepted picture.
             PayloadTooLarge, EpisodeLeaseExpired: see `settle`.
         """
         return await self._pool.run(self._kept.keep, data, media_type, charge)
 
     async def _settled(self, picture: SentPicture, charge: Charge | None) -> str:
-        """Return the digest under which a picture is kept. Its place comes first in the message of an error."""
+        """Return the digest of a stored picture. Errors start with its path."""
         try:
             if picture.url is not None:
                 digest = await self._of_url(picture.url, charge)

@@ -29,13 +29,10 @@ OVERRULED = "x-palestra-sampling"  # header: sampling parameters that the job ha
 
 
 async def generate(session: CallMaker, calls: Sequence[GenerationRequest]) -> GenerationResult:
-    """Sample all choices of all calls, and collect the most probable tokens where a call asks for them.
+    """Sample all choices of all calls, and collect the most probable tokens where requested.
 
     Args:
-        session: the session that makes and records the calls.
-
-    Raises:
-        PalestraError: see `Session.generate`.
+        session: makes and records the calls.
     """
     top = _TopLogprobs() if any(call.top_logprobs for call in calls) else None
     chats = await sample_calls(session, calls, top)
@@ -45,19 +42,14 @@ async def generate(session: CallMaker, calls: Sequence[GenerationRequest]) -> Ge
 async def sample_calls(
     session: CallMaker, calls: Sequence[GenerationRequest], listener: Listener | None
 ) -> tuple[Chat, ...]:
-    """Sample all choices of all calls concurrently. If one call fails, the others are cancelled.
+    """Sample all choices of all calls concurrently, in the order of their calls.
 
-    The event loop serves other requests between the starts of two calls, and no call is started after one has failed.
+    If one call fails, the others are cancelled.
+
+    The event loop serves other requests between the starts of two calls, and no call starts after a failure.
 
     Args:
-        session: the session that makes and records the calls.
-        listener: is notified of all choices; the choices of the second call are numbered after those of the first.
-
-    Returns:
-        The choices, in the order of their calls.
-
-    Raises:
-        PalestraError: the error of the call that failed first; see `Session.generate`.
+        listener: notified of all choices, numbered consecutively over the calls.
     """
     if len(calls) == 1:
         return await session.generate(calls[0], listener)
@@ -82,7 +74,7 @@ async def sample_calls(
 
 
 class _Numbered:
-    """A listener for one call of a request, which shifts the numbers of the call's choices."""
+    """A listener for one call of a request, which shifts the numbers of its choices."""
 
     def __init__(self, listener: Listener, first: int) -> None:
         """Wrap `listener`; `first` is the number of the call's first choice in the request."""
@@ -99,13 +91,13 @@ class _Numbered:
 
 
 class _TopLogprobs:
-    """A listener that keeps the most probable tokens at each place, which are not part of the records."""
+    """A listener that collects the most probable tokens at each position, which are not recorded."""
 
     def __init__(self) -> None:
         self._top: defaultdict[int, list[Sequence[tuple[int, float]]]] = defaultdict(list)
 
     def of(self, choices: int) -> list[list[Sequence[tuple[int, float]]]]:
-        """Return for each of the choices its most probable tokens, place by place."""
+        """Return each choice's most probable tokens by position."""
         return [self._top[number] for number in range(choices)]
 
     def started(self, choice: int, start: CallStart) -> None:
@@ -119,30 +111,27 @@ class _TopLogprobs:
 
 
 class WholeAnswer(Response):
-    """A complete answer.
-
-    The session is notified when its last byte has been sent: a later equal request is a new call.
-    """
+    """A complete answer; after its last byte the session is notified, and a later equal request is a new call."""
 
     def __init__(
         self, session: CallMaker, calls: Sequence[GenerationRequest], chats: Sequence[Chat], body: bytes
     ) -> None:
-        """Prepare the answer."""
+        """Create the answer."""
         note = overruled(calls[0], chats[0].sampling)
         super().__init__(body, 200, None if note is None else {OVERRULED: note}, "application/json")
         self._session, self._chats = session, chats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer, then notify the session that its calls were delivered."""
+        """Send the answer, then mark its calls as delivered."""
         await super().__call__(scope, receive, send)
         for chat in self._chats:
             self._session.delivered(chat)
 
 
 class StreamedAnswer(Response):
-    """Events that are sent while the replies are sampled.
+    """Events sent during sampling.
 
-    If the client disconnects, or reads nothing for a minute, the calls are cancelled. A failure before the first event
+    If the client disconnects, or does not read for a minute, the calls are cancelled. A failure before the first event
     is answered with its own status; a later one is the stream's last event.
     """
 
@@ -154,11 +143,11 @@ class StreamedAnswer(Response):
         writer: EventWriter,
         error_form: ErrorForm,
     ) -> None:
-        """Prepare the answer; nothing is sampled before the answer is called.
+        """Create the answer; calling it starts the sampling.
 
         Args:
-            sessions: the job's sessions, which admit or refuse the request.
-            open_session: opens the session to make the calls in.
+            sessions: admit or refuse the request.
+            open_session: opens the session of the calls.
             error_form: makes the dialect's form of an error.
         """
         super().__init__()
@@ -169,11 +158,7 @@ class StreamedAnswer(Response):
         self._begun = False  # whether the status line has been sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sample the calls and send the events.
-
-        Raises:
-            PalestraError: the calls failed before anything was sent.
-        """
+        """Sample the calls and send the events."""
         with self._sessions.admitted():
             async with self._open_session() as session:
                 try:
@@ -186,7 +171,7 @@ class StreamedAnswer(Response):
     # These three methods make the answer a `Listener`: it keeps the header's value and forwards to the writer.
 
     def started(self, choice: int, start: CallStart) -> None:
-        """Forward the start of a choice to the writer, and keep the value of the header `x-palestra-sampling`."""
+        """Forward the start of a choice to the writer, and store the value of the header `x-palestra-sampling`."""
         if choice == 0:
             self._note = overruled(self._calls[0], start.sampling)
         self._writer.started(choice, start)

@@ -1,4 +1,4 @@
-"""The routes by which workers play seats: claim one, observe, and act."""
+"""The routes of external players: claim a slot, observe, and act."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from palestra.types.wire import ClaimAnswer, ClaimedEpisode, ClaimEpisode
 
 
 def add_seat_routes(app: FastAPI, plane: DataPlane) -> None:
-    """Add the routes of seats; a job without seats answers all of them with 409."""
+    """Add the routes of external players; a job without them answers all with 409."""
     routes = EpisodeRoutes(app, plane, "seats")
 
     @routes.post("/observe_seat", ObserveSeat)
     async def observe_seat(request: Request) -> SeatAnswer:
-        """Wait up to `wait_seconds` until the seat has to act, another seat changes hands, or the episode is over.
+        """Wait up to `wait_seconds` until the player has to act, another slot changes hands, or the episode is over.
 
-        It changes nothing, and may be sent again.
+        The request changes nothing and is safe to repeat.
         """
         body = await read_request(ObserveSeat, request, plane.pool)
         key = plane.keys.require_seat(request, body.episode_id)
@@ -33,7 +33,7 @@ def add_seat_routes(app: FastAPI, plane: DataPlane) -> None:
 
     @routes.post("/act_seat", ActSeat)
     async def act_seat(request: Request) -> ActionAccepted:
-        """Answer an observation of the seat. Sent again, the same action changes nothing."""
+        """Answer an observation of the player. Repeating the same action changes nothing."""
         body = await read_request(ActSeat, request, plane.pool)
         key = plane.keys.require_seat(request, body.episode_id)
         fault_point("before_seat_action")
@@ -43,12 +43,12 @@ def add_seat_routes(app: FastAPI, plane: DataPlane) -> None:
 
 
 async def claim_seat(plane: DataPlane, body: ClaimEpisode, role: str, request: Request) -> ClaimAnswer:
-    """Give a worker a seat of an episode that the server plays, or wait for one.
+    """Claim a player slot of a running episode for a worker, or wait for one.
 
     Raises:
-        Forbidden: the key is neither the job's nor that of the seat's role.
-        Conflict: the job has no seats, or the worker holds another seat of the episode.
-        NotFound: there is no such seat.
+        Forbidden: the key is neither the job's nor that of the slot's role.
+        Conflict: the job has no slots, or the worker holds another slot of the episode.
+        NotFound: the slot does not exist.
         ServerStopping: the server is shutting down.
         TooManyRequests: nearly all connections are in use.
     """
@@ -84,7 +84,7 @@ async def claim_seat(plane: DataPlane, body: ClaimEpisode, role: str, request: R
 
 
 def _claimed(plane: DataPlane, claim: SeatClaim, request: Request) -> ClaimedEpisode:
-    """Return everything that a worker needs to play a seat."""
+    """Return everything that a worker needs to play a slot."""
     policies = plane.sessions.context.policies
     role, episode = claim.key.role, claim.table.episode
     policy = policies.roles.of_episode(episode.players).policy_of(role)

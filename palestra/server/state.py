@@ -54,7 +54,7 @@ class DataPlane:
 
     @property
     def recent_rewards(self) -> dict[str, float]:
-        """Mean reward of the last 64 training episodes of each policy that has any; of the only trained one by ""."""
+        """Return each policy's mean reward over its last 64 training episodes; of the only trained one as ""."""
         recent, roles = self.store.episodes.recent_rewards, self.sessions.context.policies.roles
         found = {}
         for policy in roles.rivals or ("",):
@@ -64,11 +64,7 @@ class DataPlane:
         return found
 
     def picture_charge(self, request: Request) -> Charge | None:
-        """Return what counts the bytes of new pictures of a request with an episode's key; None: it has another key.
-
-        Raises:
-            Unauthorized: there is no key, or it is not a key of this job.
-        """
+        """Return the counter of new pictures' bytes for a request with an episode's key; None: another key."""
         key = self.keys.episode_of(request)
         if key is None:
             return None
@@ -77,7 +73,7 @@ class DataPlane:
 
     @property
     def seats(self) -> SeatBook:
-        """Return the seats of the episodes that the server plays.
+        """Return the player slots of the server's episodes.
 
         Raises:
             Conflict: the job has none.
@@ -90,7 +86,7 @@ class DataPlane:
         (self.workers.mark_lease_over if lost else self.workers.mark_finished)(lease, fence)
 
     def stop(self) -> None:
-        """Begin the shutdown: every waiting request is answered that the server stops and may come back."""
+        """Begin the shutdown: every waiting request is told that the server stops and may come back."""
         self.stopping.set()
         self.sessions.stop(ServerStopping("the server is going down; it may come back"))
         self.store.episodes.available.notify()

@@ -33,7 +33,7 @@ HOLDERS = 20  # the most held episodes that `/status` lists
 
 
 class ModelInfo(BaseModel):
-    """One policy, in OpenAI's form of a model."""
+    """One policy, in OpenAI's model format."""
 
     id: str
     object: Literal["model"] = "model"
@@ -42,7 +42,7 @@ class ModelInfo(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The answer to `GET /v1/models`: the policies of the job, in OpenAI's form of a list."""
+    """The answer to `GET /v1/models`: the policies of the job, in OpenAI's list format."""
 
     object: Literal["list"] = "list"
     data: list[ModelInfo]
@@ -60,7 +60,7 @@ def add_models_route(app: FastAPI, plane: DataPlane) -> None:
 
 
 def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
-    """Add the routes to watch a job: `/status`, `/events` and `/metrics`."""
+    """Add the routes for monitoring a job: `/status`, `/events` and `/metrics`."""
 
     @app.get("/status", tags=["status"])
     async def status(request: Request) -> JobStatus:

@@ -25,12 +25,11 @@ class _Worker:
 
 
 class WorkerRegistry:
-    """Tracks connected workers, so that the server stays up until every one knows that the job is finished.
+    """Tracks connected workers, so that the server stays up until all know that the job is finished.
 
-    One worker's name may stand for several concurrent loops (threads, tasks), and each has to be notified. A loop
-    either claims an episode or plays one, so the largest number of claims and episodes that a worker ever had at the
-    same time is its number of loops. Workers that are gone are forgotten; if too many are idle, the longest idle ones
-    are.
+    One worker name may stand for several concurrent loops (threads, tasks), all of which have to be notified. A loop
+    claims or plays one episode at a time, so the largest number of simultaneous claims and episodes of a worker is its
+    number of loops. Disconnected workers are removed, and the longest idle ones if there are too many.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -49,37 +48,34 @@ class WorkerRegistry:
         return len(self._workers) - len(self._resting)
 
     def mark_claiming(self, worker_id: str, request_id: str) -> None:
-        """Note that a worker's claim has arrived."""
+        """Record that a worker's claim has arrived."""
         worker = self._busy(worker_id)
         worker.seen_at = self._clock.monotonic()
         worker.claiming.add(request_id)
         worker.count_loops()
 
     def mark_answered(self, worker_id: str, request_id: str) -> None:
-        """Note that a claim was answered, or that its connection was lost."""
+        """Record that a claim was answered, or that its connection was lost."""
         worker = self._workers.get(worker_id)
         if worker is not None:  # not forgotten meanwhile
             worker.claiming.discard(request_id)
             self._rest(worker_id)
 
     def mark_playing(self, worker_id: str, episode_id: str, fence: int) -> None:
-        """Note that a worker's claim got an episode."""
+        """Record that a worker's claim got an episode."""
         worker = self._busy(worker_id)
         worker.playing.add((episode_id, fence))
         worker.count_loops()
         self._players[episode_id, fence] = worker_id
 
     def mark_finished(self, episode_id: str, fence: int) -> None:
-        """Note that a worker ended its episode, or gave it back; the worker will claim another."""
+        """Record that a worker ended its episode, or gave it back; the worker will claim another."""
         worker = self._stops_playing(episode_id, fence)
         if worker is not None:
             worker.seen_at = self._clock.monotonic()
 
     def mark_lease_over(self, episode_id: str, fence: int) -> None:
-        """Note that a lease ran out.
-
-        The loop that played the episode is not waited for any more; it may claim again.
-        """
+        """Record that a lease expired; its loop is no longer waited for, but may claim again."""
         worker = self._stops_playing(episode_id, fence)
         if worker is not None:
             worker.loops -= 1
@@ -94,14 +90,14 @@ class WorkerRegistry:
         return worker
 
     def forget(self, worker_id: str) -> None:
-        """Note that a worker has ended and will not come back; one that is not known is ignored."""
+        """Remove a worker that has ended for good; unknown ones are ignored."""
         self._resting.pop(worker_id, None)
         worker = self._workers.pop(worker_id, None)
         for played in () if worker is None else worker.playing:
             del self._players[played]
 
     def mark_notified(self, worker_id: str, request_id: str) -> None:
-        """Note that a claim was answered with `finished`."""
+        """Record that a claim was answered with `finished`."""
         worker = self._workers.get(worker_id)
         if worker is not None and len(worker.notified) < worker.loops:
             worker.notified.add(request_id)
@@ -127,6 +123,6 @@ class WorkerRegistry:
 
     @property
     def all_notified(self) -> bool:
-        """Return whether every loop that is still connected knows that the job is finished."""
+        """Return whether every connected loop knows that the job is finished."""
         gone = self._clock.monotonic() - FORGOTTEN_SECONDS
         return all(len(w.notified) >= w.loops for w in self._workers.values() if w.playing or w.seen_at > gone)

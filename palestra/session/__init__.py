@@ -1,4 +1,6 @@
-"""Sessions: everything between an agent's request and its tokens. No other room builds prompts or reads sampled ids."""
+"""Sessions: everything between an agent's request and its tokens. No other package builds prompts or
+reads sampled ids.
+"""
 
 from palestra.session.context import SessionContext
 from palestra.session.history import Sameness

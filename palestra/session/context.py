@@ -1,4 +1,4 @@
-"""What all sessions of a model server share: policies, limits, and counters of tokens and of time by state."""
+"""State shared by all sessions of a model server: policies, limits, and counters."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ WINDOW_SECONDS = 10
 
 
 class TokenRate:
-    """Counts the tokens of the calls that ended in the last ten seconds."""
+    """Counts the tokens of calls that ended in the last ten seconds."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._ended: deque[tuple[int, int]] = deque()  # (second, tokens of the calls that ended in it)
 
     def add(self, tokens: int) -> None:
-        """Count the tokens of a call that has ended now."""
+        """Count the tokens of a call that has just ended."""
         second = int(self._clock.monotonic())
         if self._ended and self._ended[-1][0] == second:
             tokens += self._ended.pop()[1]
@@ -34,13 +34,13 @@ class TokenRate:
 
     @property
     def per_second(self) -> float:
-        """Return prompt and reply tokens a second, over the last ten seconds."""
+        """Return prompt and reply tokens per second over the last ten seconds."""
         since = int(self._clock.monotonic()) - WINDOW_SECONDS
         return sum(tokens for second, tokens in list(self._ended) if second > since) / WINDOW_SECONDS
 
 
 class StateTimes:
-    """Time spent in each state, over all calls of a server. Calls that are in a state count up to now."""
+    """Time spent in each state, summed over all calls of a server, including running ones."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -67,21 +67,17 @@ class StateTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionContext:
-    """Store, policies, the job's seed, and the counters that `/status` and `/metrics` show.
+    """Store, policies, the job's seed, and the counters of `/status` and `/metrics`.
 
     Attributes:
-        store: where calls are recorded.
-        policies: by name.
-        seed: of the job.
-        strict_history: whether a call that would lose exact tokens of an earlier one is refused.
-        ignore_untrainable: whether sampling fields that training can't have are ignored and not refused.
+        strict_history: refuse calls that would lose exact tokens of an earlier call.
+        ignore_untrainable: ignore sampling fields that training does not allow, instead of refusing them.
         sameness: changes of a reply after which a call still continues from its exact ids.
-        seats: agents that workers of their own play; what one says and is shown, no other may find out.
+        seats: roles of external players, whose calls share no history with other agents'.
         pool: threads for work that would block the event loop.
-        picture_pool: threads that decode pictures, so that no number of them keeps other requests waiting.
-        counts: of calls, tokens and forks, since the start.
-        times: seconds spent in each state, over all calls.
-        rate: tokens a second of the last ten seconds.
+        picture_pool: threads that decode pictures, separate so that pictures do not delay other requests.
+        counts: calls, tokens and forks since the start.
+        times: seconds in each state, over all calls.
     """
 
     store: RunStore
@@ -104,11 +100,11 @@ class SessionContext:
 
     @property
     def clock(self) -> Clock:
-        """Return the clock of the store, which all times of calls come from."""
+        """Return the store's clock, the source of all call times."""
         return self.store.clock
 
     def seat_of(self, agent: str) -> str:
-        """Return the seat of an agent or of its parent; empty: it has none."""
+        """Return the player slot of an agent or of its parent; empty: it has none."""
         root = agent.partition("/")[0]
         return root if root in self.seats else ""
 

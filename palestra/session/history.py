@@ -1,6 +1,6 @@
-"""The conversations of an episode: finds the earlier call that messages continue, or the place where they left one.
+"""An episode's conversations: finds the earlier call that messages continue, or where they deviate from it.
 
-Arguments of tool calls are compared as numbers and text, not as JSON texts, because agents print them in their own way.
+Arguments of tool calls are compared by value, because agents serialize JSON differently.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SPACED_TAG = re.compile(r"\s*(</?think>)\s*")
 
 
 class _Number(str):
-    """A number that is no 64-bit integer, as the text of its exact value. Its `repr` can't be that of a JSON string."""
+    """The exact value of a number outside 64-bit integers, as text. Its `repr` differs from every JSON string's."""
 
     __slots__ = ()
 
@@ -37,12 +37,11 @@ class _Number(str):
 
 
 def arguments_key(text: str) -> Hashable:
-    """Return a key that is equal for two JSON texts with the same value.
+    """Return a key that is equal for two JSON texts of the same value.
 
-    Order of keys, white space and escapes in strings do not count; of equal keys in an object the last counts. Numbers
-    are compared by their exact decimal value, of any size: `1`, `1.0` and `10e-1` are equal, and two integers or
-    fractions that differ in any digit are not, even if a 64-bit float could not tell them apart. Text that is not JSON
-    (`NaN`, a cut object) equals only itself.
+    Key order, whitespace and escapes do not matter; of duplicate keys the last counts. Numbers are compared by exact
+    decimal value: `1`, `1.0` and `10e-1` are equal, but any two different numbers differ, even if they are equal as
+    64-bit floats. Text that is not JSON (`NaN`, a truncated object) equals only itself.
     """
     try:
         value = orjson.loads(text)
@@ -82,17 +81,17 @@ def _decoder(number: Callable[[str], int | _Number]) -> json.JSONDecoder:
 
 
 def _refuse(constant: str) -> NoReturn:
-    """Refuse NaN and infinities, which Python's decoder would accept."""
+    """Raise an error for NaN and infinities, which Python's decoder would accept."""
     raise ValueError(f"{constant} is not JSON")
 
 
 def _sorted(value: Any) -> bytes:
-    """Return a value as compact JSON with sorted keys, by which values are compared."""
+    """Return a value as compact JSON with sorted keys, for comparison."""
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 
 def _has_float(value: Any) -> bool:
-    """Return whether a value contains a float, which may have been rounded when it was read."""
+    """Return whether a value contains a float, which the decoder may have rounded."""
     values = [value]
     while values:
         value = values.pop()
@@ -124,11 +123,11 @@ def _decimal(written: str) -> int | _Number:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sameness:
-    """Changes of a reply that an agent sends back which do not make it another message.
+    """Changes of a reply that are ignored when an agent sends it back.
 
     Attributes:
-        reasoning: whether the reply may come back without its reasoning.
-        whitespace: whether it may come back with other white space around its text and its reasoning.
+        reasoning: allow removed reasoning.
+        whitespace: allow other whitespace around text and reasoning.
     """
 
     reasoning: bool = False
@@ -139,15 +138,15 @@ EXACT = Sameness()
 
 
 class _HistoryNode:
-    """A message in the tree of conversations; its parent is the message before it.
+    """A message in the tree of conversations; its parent is the previous message.
 
     Attributes:
-        parent: None: the start of a conversation.
-        message: None: the start of a conversation.
+        parent: None: the root.
+        message: None: the root.
         depth: number of messages up to this one.
-        children: the messages that followed it, by their keys.
-        without_reasoning: of these, the ones that may come back without their reasoning, by their keys without it.
-        calls: the calls whose reply this message is.
+        children: next messages by key.
+        without_reasoning: children that may come back without their reasoning, by key without it.
+        calls: calls whose reply this message is.
     """
 
     __slots__ = ("calls", "children", "depth", "message", "parent", "without_reasoning")
@@ -161,7 +160,7 @@ class _HistoryNode:
         self.calls: list[Chat] = []
 
     def followed_by(self, key: Hashable) -> list[_HistoryNode]:
-        """Return the messages after this one for which a message with this key may stand."""
+        """Return the next messages that match this key."""
         exact = self.children.get(key)
         return [*(() if exact is None else (exact,)), *self.without_reasoning.get(key, ())]
 
@@ -171,11 +170,11 @@ class Match:
     """The part of a conversation that an episode's earlier calls contain.
 
     Attributes:
-        call: the call whose messages and reply are the longest beginning of the conversation; None: there is none.
-        messages: how many messages of the conversation that is.
-        known: how many leading messages occurred in any one call.
-        left: the call from which the conversation deviates after them; None: it deviates from none.
-        reason: why it deviates; None: it continues where a call ended, or repeats a call.
+        call: the call whose messages and reply are the longest prefix of the conversation; None: no call's are.
+        messages: length of that prefix.
+        known: length of the longest prefix that occurs in any call.
+        left: the call from which the conversation deviates after `known` messages; None: no deviation.
+        reason: of the deviation; None: it continues or repeats a call.
     """
 
     call: Chat | None
@@ -186,14 +185,13 @@ class Match:
 
 
 class History:
-    """The conversations of an episode as a tree, merged on equal messages."""
+    """An episode's conversations as a tree of messages; equal messages share a node."""
 
     def __init__(self, sameness: Sameness = EXACT, unseen: Callable[[str], Unseen] = lambda _: frozenset()) -> None:
-        """Start without calls.
+        """Create an empty history.
 
         Args:
-            sameness: which changes of a reply keep it the same message.
-            unseen: returns what a policy's model is never shown of messages.
+            unseen: returns the parts of messages that a policy's template leaves out.
         """
         self._sameness, self._unseen = sameness, unseen
         self._starts: dict[str, _HistoryNode] = {}
@@ -202,10 +200,10 @@ class History:
         self._newest: dict[str, tuple[Chat, tuple[ChatMessage, ...]]] = {}  # of each policy, with messages and reply
 
     def add(self, chat: Chat, keys: Mapping[int, Hashable] | None = None) -> None:
-        """Add a call, whose parent must have been added before. A call without messages belongs to no conversation.
+        """Add a call after its parent; a call without messages is ignored.
 
         Args:
-            keys: known keys of its messages, by the `id` of the message; see `keys`.
+            keys: known keys of its messages, by `id`; see `keys`.
         """
         if chat.is_raw:
             self._ends[chat.index] = self._start(chat.policy)
@@ -235,7 +233,7 @@ class History:
             self._replies.setdefault((chat.policy, key), []).append(chat)
 
     def clear(self) -> None:
-        """Forget all calls, and cut the references between nodes, which would wait for the garbage collector."""
+        """Remove all calls, and cut cycles between nodes, which would wait for the garbage collector."""
         stack = list(self._starts.values())
         while stack:
             node = stack.pop()
@@ -248,21 +246,17 @@ class History:
         self._newest.clear()
 
     def same(self, policy: str, messages: Sequence[ChatMessage]) -> int:
-        """Return how many leading messages are the same objects as those of the newest call and its reply.
+        """Return the number of leading messages that are the same objects as the newest call's messages and reply; 0
+        unless all of those match.
 
-        0: not all of them.
-
-        An agent in this process continues its newest call with these objects, so that they need not be compared again.
+        An agent in this process continues its newest call with the same objects, so they need no comparison.
         """
         newest, said = self._newest.get(policy, (None, ()))
         goes_on = newest is not None and len(messages) > len(said) and all(map(is_, said, messages))
         return len(said) if goes_on else 0
 
     def keys(self, policy: str, messages: Sequence[ChatMessage]) -> dict[int, Hashable]:
-        """Return a policy's keys of messages by their `id`, which is valid as long as the messages are kept.
-
-        Safe in any thread.
-        """
+        """Return a policy's keys of messages by `id`, valid while the messages exist. Thread-safe."""
         found = {}
         for message in messages:
             key = found[id(message)] = self._key(policy, message)
@@ -270,11 +264,10 @@ class History:
         return found
 
     def match(self, policy: str, messages: Sequence[ChatMessage], keys: Mapping[int, Hashable] | None = None) -> Match:
-        """Find the longest call of the policy that these messages continue, and where they deviate from earlier ones.
+        """Find the longest call of the policy that the messages continue, and where they deviate from earlier calls.
 
         Args:
-            policy: by name.
-            keys: of those messages that `same` does not cover; None: they are computed here.
+            keys: of the messages not covered by `same`; None: computed here.
         """
         # A message without reasoning may stand for several replies, so there may be several places in the tree.
         nodes, replied, ends, known = [self._start(policy)], list[Chat](), 0, 0
@@ -300,11 +293,11 @@ class History:
         return Match(call, ends, known, left, reason)
 
     def _key(self, policy: str, message: ChatMessage) -> Hashable:
-        """Return the key by which a policy's messages are compared in this episode."""
+        """Return the key for comparing a policy's message in this episode."""
         return message_key(message, Sameness(whitespace=self._sameness.whitespace), self._unseen(policy))
 
     def _bare_key(self, policy: str, message: ChatMessage) -> Hashable:
-        """Return the key that a message has without its reasoning; None: it may not come back so."""
+        """Return the message's key without its reasoning; None: it must come back with it."""
         if not self._sameness.reasoning or message.role != "assistant":
             return None
         return message_key(message, self._sameness, self._unseen(policy))
@@ -324,7 +317,7 @@ class History:
     def _left(
         self, policy: str, others: Sequence[_HistoryNode], rest: Sequence[ChatMessage]
     ) -> tuple[Chat | None, ForkReason]:
-        """Return the call from which a conversation deviates, and why."""
+        """Return the call from which a conversation deviates, and the reason."""
         if rest[0].role == "assistant":
             for other in others:
                 if other.message is not None and (reason := self._rewritten(policy, rest[0], other.message)):
@@ -338,9 +331,8 @@ class History:
         return (_latest(others[-1]) if others[-1].depth > 1 else None), ForkReason.NEW_CONVERSATION
 
     def _rewritten(self, policy: str, now: ChatMessage, before: ChatMessage) -> ForkReason | None:
-        """Return why an assistant's message differs from an earlier one.
-
-        None: agents do not usually change messages this way.
+        """Return why an assistant's message differs from an earlier one; None: agents do not usually change messages
+        this way.
         """
         if before.role != "assistant":
             return None
@@ -371,9 +363,8 @@ class History:
         return has_pictures and texts(one) == texts(other)
 
     def _keeper(self, policy: str, others: Sequence[_HistoryNode], rest: Sequence[ChatMessage]) -> Chat | None:
-        """Return the last call that went on with one of `others` and whose reply is the last one kept in `rest`.
-
-        None: the policy has no such call.
+        """Return the last call of the policy that continued with one of `others` and whose reply is the last one kept
+        in `rest`, or None.
         """
         for message in reversed(rest):
             if message.role == "assistant":
@@ -394,10 +385,10 @@ def _latest(node: _HistoryNode) -> Chat:
 
 
 def message_key(message: ChatMessage, sameness: Sameness = EXACT, unseen: Unseen = frozenset()) -> Hashable:
-    """Return a key that is equal for messages that the model reads alike.
+    """Return a key that is equal for messages that the model reads the same way.
 
-    Ids of tool calls do not count, nor does the way in which arguments are written (`arguments_key`), nor what the
-    model is not shown (`unseen`). In an assistant's message, the changes that `sameness` allows do not count either.
+    Ids of tool calls, formatting of arguments (`arguments_key`) and parts that the model is not shown (`unseen`) are
+    ignored; so are changes of an assistant's message that `sameness` allows.
     """
     role = message.role
     name = None if (role, "name") in unseen else message.name
@@ -432,7 +423,7 @@ def _parts(message: ChatMessage) -> Hashable:
 
 
 def _without_arguments(message: ChatMessage) -> ChatMessage:
-    """Return a message whose tool calls have no arguments."""
+    """Return the message with empty arguments in its tool calls."""
     calls = [
         call.model_copy(update={"function": FunctionCall(name=call.function.name, arguments="{}")})
         for call in message.tool_calls

@@ -1,4 +1,4 @@
-"""The policies of a job: what a call needs of each of them, which one plays an agent, and their versions."""
+"""The policies of a job: their runtimes, roles and versions."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ class PolicyRuntime:
     """Everything that a session needs to sample from one policy.
 
     Attributes:
-        name: of the policy in the job.
-        config: of the policy, with the `max_context` that its model has.
-        renderer: turns messages into ids and back.
-        engine: samples.
+        config: with the model's `max_context`.
         grammars: compiles the grammars of constrained replies.
     """
 
@@ -38,23 +35,23 @@ class PolicyRuntime:
 
     @property
     def version(self) -> PolicyVersion:
-        """Return the version of the weights that a call which begins now samples from; of a frozen policy, 0.0."""
+        """Return the weights' version for calls that begin now; 0.0 for a frozen policy."""
         return self.engine.version(self.name)
 
     @property
     def token_bytes(self) -> Callable[[int], bytes]:
-        """Return a function from a token to its bytes, also for control tokens."""
+        """Return a function from a token to its bytes, including control tokens."""
         return self.renderer.vocabulary.bytes_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySet:
-    """All policies of a job, by name; what samples, trains or shows a policy asks this object.
+    """All policies of a job by name, for sampling, training and display.
 
     Attributes:
-        runtimes: by name, in the order of the configuration.
-        roles: which of them plays which agent, and which are frozen.
-        past: the past versions that the engine has, by names such as `white@5`, oldest first; see `add_past`.
+        runtimes: in the order of the configuration.
+        roles: assigns policies to agents, and marks frozen ones.
+        past: past versions in the engine, by names such as `white@5`, oldest first; see `add_past`.
     """
 
     runtimes: Mapping[str, PolicyRuntime]
@@ -63,21 +60,17 @@ class PolicySet:
 
     @classmethod
     def of(cls, config: JobConfig, runtimes: Mapping[str, PolicyRuntime]) -> Self:
-        """Return the policies of a job.
-
-        Args:
-            runtimes: one for each of its policies, by name.
-        """
+        """Return the policies of a job."""
         return cls(runtimes=runtimes, roles=config.players)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of all policies in the order of the configuration, and then of past versions."""
+        """Return the names of all policies in the order of the configuration, then of past versions."""
         return (*self.runtimes, *self.past)
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Return the names of the policies that are not frozen."""
+        """Return the names of the policies that are trained."""
         return tuple(name for name in self.runtimes if name not in self.roles.frozen)
 
     @property
@@ -87,12 +80,12 @@ class PolicySet:
 
     @property
     def engine_loads(self) -> list[EngineLoad]:
-        """Return what each engine has to do; an engine that samples several policies counts once."""
+        """Return the load of each engine; an engine of several policies counts once."""
         engines = {id(runtime.engine): runtime.engine for runtime in self.runtimes.values()}
         return [engine.load() for engine in engines.values()]
 
     def add_past(self, name: str, policy: str) -> None:
-        """Let calls be answered by a past version, which the engine has under its name already.
+        """Add a past version that the engine has already loaded.
 
         Args:
             name: of the version, such as `white@5`.
@@ -101,36 +94,29 @@ class PolicySet:
         self.past[name] = replace(now, name=name, config=now.config.model_copy(update={"frozen": True}))
 
     def remove_past(self, name: str) -> None:
-        """Let no further call be answered by a past version; one that is not there is ignored."""
+        """Remove a past version; unknown names are ignored."""
         self.past.pop(name, None)
 
     def runtime(self, name: str) -> PolicyRuntime:
-        """Return a policy.
-
-        Raises:
-            NotFound: there is none of this name.
-        """
+        """Return a policy."""
         runtime = self.runtimes.get(name) or self.past.get(name)
         if runtime is None:
             raise NotFound(f"there is no model {name!r} here; this job has {', '.join(map(repr, self.names))}")
         return runtime
 
     def unseen(self, name: str) -> Unseen:
-        """Return what a policy's model is never shown of messages; a policy that is gone may be shown all."""
+        """Return the parts of messages that a policy's model is not shown; empty for a removed policy."""
         runtime = self.runtimes.get(name) or self.past.get(name)
         return frozenset() if runtime is None else runtime.renderer.unseen
 
     def asked(self, model: str, agent: str, players: Mapping[str, str] = NO_PLAYERS) -> PolicyRuntime:
-        """Return the policy that a request is answered by.
+        """Return the policy that answers a request.
 
-        It is the one that the request names. The default policy's name, which every claim gives as its `model`, stands
-        for the policy of the agent's role, so that an agent plays its role without knowing what the policies are.
+        The request names the policy. The default policy's name, which every claim gives as its `model`, means the
+        policy of the agent's role, so agents need not know the policies.
 
         Args:
-            players: who plays the roles of the episode that have a pool, by the role.
-
-        Raises:
-            NotFound: there is no such policy.
+            players: policies of the episode's roles that have a pool.
         """
         # Frameworks know one name and send it with every call; to them the roles of their agents must not matter.
         roles = self.roles.of_episode(players)

@@ -32,16 +32,16 @@ Tools = tuple[dict[str, Any], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """The prompt of a call, with everything about it that the call's record holds.
+    """The prompt of a call, with everything that the call's record contains about it.
 
     Attributes:
         ids: int32 [P].
-        parent: earlier call with which the prompt has most leading ids in common; None: there is none.
-        shared: how many leading ids are the parent's.
-        shared_messages: how many leading messages are the parent's.
+        parent: earlier call with the longest common prefix of ids; None: no call has one.
+        shared: length of that prefix.
+        shared_messages: leading messages in common with the parent.
         new_messages: the other messages.
-        fork: where exact tokens of an earlier call are lost; None: none are.
-        media: images among the ids that are not shared, by their positions in `ids`.
+        fork: where exact tokens of an earlier call are lost, if any.
+        media: images in the ids after `shared`, by position in `ids`.
         keys: of its messages; see `History.add`.
     """
 
@@ -56,7 +56,7 @@ class Prompt:
 
     @property
     def sequence(self) -> TokenSequence:
-        """Return the whole prompt, [P], with all of its images, those of the parent included."""
+        """Return the whole prompt, [P], with all images, including the parent's."""
         before = () if self.parent is None else self.parent.all_media
         if not before:
             return TokenSequence(self.ids, self.media)
@@ -69,15 +69,17 @@ class Prompt:
 
     @property
     def tail(self) -> Ids:
-        """Return the ids that are not shared, [P - shared], as a copy: a view would keep the whole prompt in memory."""
+        """Return the ids after the shared prefix, [P - shared], as a copy: a view would keep the whole prompt in
+        memory.
+        """
         return self.ids[self.shared :].copy()
 
 
 class PromptBuilder:
-    """Builds the prompts of an episode from the episode's earlier calls: their messages, and their exact ids.
+    """Builds an episode's prompts from the messages and exact ids of its earlier calls.
 
     Attributes:
-        calls: how many calls were added.
+        calls: number of added calls.
     """
 
     def __init__(
@@ -89,16 +91,16 @@ class PromptBuilder:
         seat_of: Callable[[str], str] = lambda _: "",
         unseen: Callable[[str], Unseen] = lambda _: frozenset(),
     ) -> None:
-        """Start without calls.
+        """Create a builder without calls.
 
         Args:
-            pool: threads for the work that grows with the messages or the tools.
-            picture_pool: threads for prompts with pictures, which may have to be decoded before their size is known.
-            sameness: which changes of a reply keep it the same message; see `History`.
-            strict: refuse a call that would lose exact tokens of an earlier one.
-            unseen: returns what a policy's model is never shown of messages; see `Renderer.unseen`.
-            seat_of: returns an agent's seat, or an empty text. Calls of one seat have nothing in common with those of
-                another, so that none can find out by its prompts what another has said or seen.
+            pool: threads for rendering.
+            picture_pool: threads for prompts with pictures, which may have to be decoded first.
+            sameness: changes of a reply that are ignored; see `History`.
+            strict: refuse calls that would lose exact tokens of an earlier call.
+            unseen: see `Renderer.unseen`.
+            seat_of: returns an agent's player slot, or "". Calls of a slot share nothing with others, so that prompts
+                do not reveal other players' observations.
         """
         self.calls = 0
         self._pasts: defaultdict[str, _Past] = defaultdict(lambda: _Past(sameness, unseen))  # by seat
@@ -106,23 +108,22 @@ class PromptBuilder:
         self._strict, self._seat_of = strict, seat_of
 
     def trie(self, policy: str, agent: str = "") -> TokenTrie:
-        """Return the calls of a policy that an agent's call is compared with, merged on their tokens.
+        """Return the earlier calls that an agent's call is compared with, merged by tokens.
 
         Args:
-            policy: by name.
-            agent: that makes the call; without a name, one that has no seat.
+            agent: None: an agent without a player slot.
         """
         return self._past(agent).trie(policy)
 
     def _past(self, agent: str) -> _Past:
-        """Return the calls that an agent may continue from: those of its seat, if it has one, else of all others."""
+        """Return the calls that an agent may continue: those of its player slot, or of all agents without one."""
         return self._pasts[self._seat_of(agent)]
 
     def add(self, chat: Chat, keys: Mapping[int, Hashable] | None = None) -> None:
-        """Add a call that is on disk, so that later prompts can continue from it.
+        """Add a call that is on disk, for later prompts.
 
         Args:
-            keys: the keys of its messages, if they are known; see `History.add`.
+            keys: of its messages, if known; see `History.add`.
         """
         self.calls += 1
         past = self._past(chat.agent)
@@ -130,7 +131,7 @@ class PromptBuilder:
         past.history.add(chat, keys)
 
     def clear(self) -> None:
-        """Forget all calls and free their memory, because the episode has ended."""
+        """Remove all calls at the end of the episode."""
         for past in self._pasts.values():
             past.clear()
         self._pasts.clear()
@@ -138,19 +139,18 @@ class PromptBuilder:
     async def build(self, call: GenerationRequest, renderer: Renderer, max_context: int | None) -> Prompt:
         """Return the prompt of a call.
 
-        If the messages continue an earlier call (the longest, if several), the prompt starts with the exact ids of that
-        call, including sampled ones, and the renderer adds what is new. Otherwise the whole conversation is rendered,
-        and the earlier call with which most leading ids are in common becomes the parent.
+        If the messages continue an earlier call (the longest, if several), the prompt starts with that call's exact
+        ids, including sampled ones, and the renderer adds the new messages. Otherwise the whole conversation is
+        rendered, and the call with the longest common prefix of ids becomes the parent.
 
         Args:
-            max_context: how many tokens prompt and reply may have together; None: any number.
+            max_context: tokens of prompt and reply together; None: no limit.
 
         Raises:
-            ContextOverflow: the prompt leaves no room for a reply. For a long prompt it is raised before all is
-                tokenised.
-            InvalidRequest: the prompt has no tokens, or the model's template can't show the messages.
+            ContextOverflow: the prompt leaves no tokens for a reply; raised early for long prompts.
+            InvalidRequest: the prompt is empty, or the template cannot render the messages.
             HistoryDrift: histories are strict, and exact ids would be lost.
-            UnsupportedField: a message has an image, and the model takes none.
+            UnsupportedField: a message has an image, and the model accepts none.
         """
         _refuse_images(call, renderer)
         room = None if max_context is None else max_context - 1
@@ -188,9 +188,8 @@ class PromptBuilder:
     async def _laid_out(
         self, call: GenerationRequest, prompt: str | tuple[int, ...], renderer: Renderer, room: int | None
     ) -> Prompt:
-        """Build a prompt from text or ids that the caller laid out.
-
-        The call of the policy with which it starts becomes its parent.
+        """Build a prompt from the caller's text or ids; a call of the policy that is a prefix of it
+        becomes its parent.
         """
         vocabulary = renderer.vocabulary
         if isinstance(prompt, str):
@@ -285,7 +284,7 @@ class PromptBuilder:
 
 
 class _Past:
-    """Calls that later ones may continue: those of one seat, or of all agents without a seat."""
+    """Calls that later ones may continue: of one player slot, or of all agents without one."""
 
     def __init__(self, sameness: Sameness, unseen: Callable[[str], Unseen]) -> None:
         # Ids of two tokenizers may be equal by chance, so a call is compared with those of its own policy only.
@@ -294,7 +293,7 @@ class _Past:
         self.history = History(sameness, unseen)
 
     def trie(self, policy: str) -> TokenTrie:
-        """Return all calls of a policy merged on their tokens, after adding those that were not merged yet."""
+        """Return all calls of a policy merged by tokens, after adding new ones."""
         while self.unmerged:
             chat = self.unmerged.pop()
             self._tries[chat.policy].add(chat)
@@ -327,7 +326,7 @@ class _Aside:
 
 
 def _refuse_images(call: GenerationRequest, renderer: Renderer) -> None:
-    """Refuse images for a model that takes none: a renderer that left them out would change the prompt."""
+    """Raise UnsupportedField for images if the model accepts none, because dropping them would change the prompt."""
     if renderer.takes_images:
         return
     for number, message in enumerate(call.messages):
@@ -386,7 +385,7 @@ def _fork(reason: ForkReason, left: Chat | None, message: int, prompt: TokenSequ
 
 
 def _drift(call: Chat, prompt: TokenSequence, tools: Tools, decode: Callable[[Sequence[int]], str]) -> Fork:
-    """Return why the ids of a rendered prompt do not start with those of the call that its messages continue."""
+    """Return why the rendered prompt does not start with the ids of the call that its messages continue."""
     ids = prompt.ids
     position = common_tokens(prompt, call.sequence)
     owner = next(chat for chat, end in reversed(list(call.lineage())) if position < end)

@@ -1,4 +1,4 @@
-"""The calls of one lease: their numbers and seeds, their recording, and the replies that a retry may still ask for."""
+"""The calls of one lease: numbers, seeds, recording, and replies kept for retries."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ KEYED = "key-"  # beginning of the digest of a request that has a key of its own
 
 @dataclass(frozen=True, slots=True)
 class ReservedCall:
-    """The number and the seed of a call, reserved when its prompt is known.
+    """The number and seed of a call, reserved once its prompt is known.
 
     Attributes:
         index: number of the call in its lease.
-        seed: of its sampling.
         prompt: see `prompt_digest`.
-        occurrence: how many calls with an equal prompt came before.
+        occurrence: number of earlier calls with an equal prompt.
     """
 
     index: int
@@ -39,19 +38,18 @@ class ReservedCall:
 
 
 class CallRegistry:
-    """Gives calls their numbers and seeds, and recognises calls that are sent again.
+    """Assigns numbers and seeds to calls, and recognises retries.
 
-    Calls with equal prompts are different samples, so each has a seed of its own, in the order in which they arrive. A
-    call that was lost and is sent again has the same seed as before. A call that was recorded, but whose reply was not
-    delivered, is answered from the record. So is every repetition of a request that has a key of its own, also after
-    its reply was sent: the connection may have lost the reply.
+    Calls with equal prompts are different samples, with seeds in order of arrival. A retry of a lost call gets the same
+    seed. A recorded but undelivered call is answered from the record, and so is every repetition of a request with its
+    own key, even after delivery: the connection may have lost the reply.
     """
 
     def __init__(self, job_seed: int, episode_id: str, recorded: Iterable[Chat]) -> None:
-        """Start with the calls that are on disk.
+        """Create the registry from the calls on disk.
 
         Args:
-            job_seed: of the job; all seeds follow from it and the episode.
+            job_seed: all seeds derive from it and the episode.
             recorded: the lease's calls, in any order.
         """
         self._job_seed, self._episode_id = job_seed, episode_id
@@ -72,13 +70,13 @@ class CallRegistry:
                 self._undelivered[chat.request_digest] = chat
 
     def reserve(self, prompt_ids: Ids, policy: str = "", seat: str = "") -> ReservedCall:
-        """Give a call its number and its seed: the first seed of its prompt that no other call has.
+        """Reserve the next number and the first free seed of the prompt.
 
         Args:
             prompt_ids: int32 [P].
-            policy: name of the policy that is called; empty for the job's default one. Two policies that get the same
-                prompt have seeds of their own, so that it does not matter which of them is called first.
-            seat: of the agent that calls, for the same reason; empty: it has none.
+            policy: "": the job's default. Each policy has its own seeds for a prompt, so the order of calls to
+                different policies does not matter.
+            seat: the agent's player slot, if any, for the same reason.
         """
         prompt = prompt_digest(prompt_ids, policy, seat)
         for occurrence in count(self._taken.get(prompt, 0)):
@@ -92,18 +90,18 @@ class CallRegistry:
         return ReservedCall(index, seed, prompt, occurrence)
 
     def release(self, reservation: ReservedCall) -> None:
-        """Free the seed of a call that will not be recorded, so that sending the call again gives the same sample."""
+        """Free the seed of a call that will not be recorded, so that a retry gives the same sample."""
         if self._seeds.get(reservation.seed) != reservation.index:  # it was freed before, and another call may have it
             return
         del self._seeds[reservation.seed]
         self._taken[reservation.prompt] = min(self._taken[reservation.prompt], reservation.occurrence)
 
     def free(self, index: int, seed: int, prompt_ids: Ids, policy: str = "", seat: str = "") -> None:
-        """Free the seed of a call of which no action will come, so that making it again gives the same sample.
+        """Free the seed of a call that led to no action, so that a repetition gives the same sample.
 
         Args:
-            index: of the call, which may be recorded, or sampled, or being written.
-            seed: of its sampling; one that another call has by now stays.
+            index: of the call, which may be recorded, sampled, or in writing.
+            seed: kept if another call uses it by now.
             prompt_ids: int32 [P].
             policy: see `reserve`.
             seat: see `reserve`.
@@ -113,17 +111,14 @@ class CallRegistry:
             self._taken[prompt_digest(prompt_ids, policy, seat)] = 0
 
     async def undelivered(self, request: GenerationRequest) -> dict[int, Chat]:
-        """Return the choices of a request that are on disk and were not delivered, by their numbers.
-
-        Waits for choices that are being written.
-        """
+        """Return a request's recorded but undelivered choices by number, after waiting for those in writing."""
         digests = [request.choice_digest(number) for number in range(request.choices)]
         if writing := [self._recordings[digest] for digest in digests if digest in self._recordings]:
             await asyncio.wait(writing)
         return {n: self._undelivered[digest] for n, digest in enumerate(digests) if digest in self._undelivered}
 
     def delivered(self, chat: Chat) -> None:
-        """Record that a reply was sent, so that a retry without a key can't mean this call any more."""
+        """Mark a reply as sent, so that a retry without a key does not match this call."""
         if chat.request_digest.startswith(KEYED):
             return
         if self._undelivered.get(chat.request_digest) is chat:
@@ -134,16 +129,16 @@ class CallRegistry:
         return self._next_step
 
     def recording(self, chat: Chat, written: asyncio.Future[None]) -> None:
-        """Record that a call is being written; `written` is done when the call is on disk."""
+        """Mark a call as being written; `written` resolves when it is on disk."""
         self._count(chat)
         self._recordings[chat.request_digest] = written
 
     def recorded(self, chat: Chat, written: asyncio.Future[None], kept: bool) -> None:
-        """Record that a call is not being written any more.
+        """Mark a call's writing as finished.
 
         Args:
             written: see `recording`.
-            kept: whether a retry may ask for the call: it is on disk, and its episode has not ended.
+            kept: whether retries may get the call: it is on disk, and its episode has not ended.
         """
         if self._recordings.get(chat.request_digest) is written:
             del self._recordings[chat.request_digest]
@@ -151,35 +146,34 @@ class CallRegistry:
             self._undelivered[chat.request_digest] = chat
 
     def _count(self, chat: Chat) -> None:
-        """Move the next number and the next time step behind those of a call."""
+        """Advance the next number and time step past those of a call."""
         self._next_index = max(self._next_index, chat.index + 1)
         self._next_step = max(self._next_step, chat.time_step + 1)
 
 
 class CallStore(Protocol):
-    """The part of the run store that a session writes to: `Calls`, or `NoStore`."""
+    """The part of the run store that a session writes to: `Calls` or `NoStore`."""
 
     def append(self, chat: Chat) -> asyncio.Future[None]:
-        """Record a call; the future is done when the call is on disk, even if the client has disconnected.
+        """Record a call; the future resolves when it is on disk, even if the client has disconnected.
 
-        Raises (the future):
-            EpisodeLeaseExpired, EpisodeEnded: the lease under which the call was made is over.
+        The future raises EpisodeLeaseExpired or EpisodeEnded if the call's lease is over.
         """
         ...
 
 
 class NoStore:
-    """Implements `CallStore` for calls outside any episode: nothing is recorded."""
+    """Implements `CallStore` for calls outside episodes: records nothing."""
 
     def append(self, chat: Chat) -> asyncio.Future[None]:
-        """Return a future that is done; see `CallStore.append`."""
+        """Return a resolved future; see `CallStore.append`."""
         done = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
 
 
 class Recorder:
-    """Records the calls of a session, and lets later calls continue from those that are on disk."""
+    """Records the calls of a session, and adds recorded ones to its history."""
 
     def __init__(
         self, store: CallStore, context: SessionContext, registry: CallRegistry, prompts: PromptBuilder
@@ -191,7 +185,7 @@ class Recorder:
     def close(self) -> None:
         """End the session.
 
-        Calls that are still being written are recorded, but no later call can continue from them.
+        Calls in writing are still recorded, but no later call continues from them.
         """
         self._over = True
 
@@ -202,7 +196,7 @@ class Recorder:
             keys: of its messages; see `History.add`.
 
         Raises:
-            EpisodeLeaseExpired, EpisodeEnded: the lease is over, and nothing of the call is kept.
+            EpisodeLeaseExpired, EpisodeEnded: the lease is over; the call was not recorded.
         """
         written = self._store.append(chat)
         self._registry.recording(chat, written)
@@ -211,7 +205,9 @@ class Recorder:
         await asyncio.shield(written)
 
     def _written(self, chat: Chat, keys: Mapping[int, Hashable], written: asyncio.Future[None]) -> None:
-        """Run when the commit ends, even if the client is gone, so that a retry returns exactly the committed call."""
+        """Run at the end of the commit, even after the client disconnected, so that a retry returns exactly the
+        committed call.
+        """
         failed = written.cancelled() or written.exception() is not None  # the error is raised where it is awaited
         self._registry.recorded(chat, written, kept=not failed and not self._over)
         if failed:
@@ -222,13 +218,13 @@ class Recorder:
 
 
 def call_seed(job_seed: int, episode_id: str, prompt: bytes, occurrence: int) -> int:
-    """Return a seed of 63 bits for a call, which depends on job, episode, prompt and the order among equal prompts.
+    """Return a call's seed, 63 bits, from job, episode, prompt and the order among equal prompts.
 
-    The order in which different calls arrive does not change it, nor does a call that was lost and is sent again.
+    It depends neither on the order of different calls nor on lost calls that are retried.
 
     Args:
         prompt: see `prompt_digest`.
-        occurrence: how many calls with an equal prompt came before.
+        occurrence: number of earlier calls with an equal prompt.
     """
     text = f"{job_seed}\0{episode_id}\0{occurrence}\0".encode()
     digest = hashlib.blake2b(text + prompt, digest_size=8).digest()
@@ -236,7 +232,7 @@ def call_seed(job_seed: int, episode_id: str, prompt: bytes, occurrence: int) ->
 
 
 def prompt_digest(prompt_ids: Ids, policy: str = "", seat: str = "") -> bytes:
-    """Return a digest of 16 bytes for a prompt of a policy and of a seat.
+    """Return a digest of 16 bytes of a prompt, its policy and its player slot.
 
     Args:
         prompt_ids: int32 [P].

@@ -26,19 +26,19 @@ MOST_ATTEMPTS = 3  # to sample a reply whose beginning is lost with its worker
 
 
 class ReplyReader:
-    """Finds the end of a reply that a stop string or its first tool call ends, and parses its message piece by piece.
+    """Parses a reply incrementally, and ends it at a stop string or its first tool call.
 
     Attributes:
-        stop: the stop string that ended the reply, or `CALL_END`; None: the reply has not ended so.
+        stop: the stop string that ended the reply, or `CALL_END`; None: the reply has not ended this way.
     """
 
     def __init__(
         self, request: GenerationRequest, renderer: Renderer, min_tokens: int, prompt_ids: Ids, call_ids: str
     ) -> None:
-        """Start with an empty reply.
+        """Create a reader of an empty reply.
 
         Args:
-            min_tokens: how many tokens are sampled before a stop string counts.
+            min_tokens: stop strings before so many tokens are ignored.
             prompt_ids: int32 [P].
             call_ids: prefix of the ids of tool calls.
         """
@@ -55,9 +55,8 @@ class ReplyReader:
         self.stop: str | None = None
 
     def take(self, token: int) -> MessageDelta:
-        """Add a token, and return the part of the message that is certain now.
-
-        If `stop` is set, this token was the last.
+        """Add a token, and return the part of the message that is now final; if `stop` is then set, the reply is
+        complete.
         """
         self._tokens += 1
         text = self._text.add(token)
@@ -67,7 +66,7 @@ class ReplyReader:
         """Return the rest of the message, and the whole reply.
 
         Args:
-            ids: all tokens that were taken, int32 [C].
+            ids: all added tokens, int32 [C].
         """
         last = self._take(self._text.end()) if self.stop is None else NOTHING
         if self.stop is None:
@@ -76,7 +75,7 @@ class ReplyReader:
         return last + rest, reply
 
     def _take(self, text: str) -> MessageDelta:
-        """Search text for stop strings, unless the reply is still too short, and parse what is before them."""
+        """Search text for stop strings, unless the reply is still too short, and parse the text before them."""
         if self._tokens > self._min_tokens:
             text = self._stops.feed(text)
             self.stop = self._stops.found
@@ -91,12 +90,12 @@ class ReplyReader:
 
 
 def without_own_stop(ids: Ids, request: GenerationRequest, renderer: Renderer) -> Ids:
-    """Return the ids [C] of a reply without a stop token that the caller requested, which is not a part of the message.
+    """Return a reply's ids [C] without the caller's stop token, which is not part of the message.
 
     Args:
         ids: int32 [C].
         request: has the caller's stop tokens.
-        renderer: has the model's stop tokens, which stay.
+        renderer: has the model's stop tokens, which are kept.
     """
     own = len(ids) and int(ids[-1]) in request.stop_token_ids and int(ids[-1]) not in renderer.stop_ids
     return ids[:-1] if own else ids
@@ -104,15 +103,14 @@ def without_own_stop(ids: Ids, request: GenerationRequest, renderer: Renderer) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledReply:
-    """The tokens that the engine sampled, and the message that they encode.
+    """The sampled tokens and their message.
 
     Attributes:
         ids: int32 [C].
         logprobs: float32 [C].
-        versions: of the policy, for consecutive tokens.
-        reply: the parsed message.
-        finish_reason: "length": the reply was cut at its token limit.
-        stop: stop string that ended the reply; None: a stop token or the limit did.
+        versions: of the policy, for runs of consecutive tokens.
+        finish_reason: "length": the reply reached its token limit.
+        stop: the stop string that ended the reply, if any.
     """
 
     ids: Ids
@@ -131,12 +129,12 @@ async def sample_reply(
     call_ids: str,
     tell: Callable[[ReplyPiece], None] | None,
 ) -> SampledReply:
-    """Have a reply sampled, and parse it. With a listener, or if its text may end it, that is done piece by piece.
+    """Sample a reply and parse it, incrementally if there is a listener or its text may end it.
 
     Args:
         prompt: [P] ids, with their images.
         call_ids: prefix of the ids of tool calls.
-        tell: called with each piece of the reply; None: there is no listener.
+        tell: called with each piece of the reply, if given.
 
     Raises:
         EngineFailure: the engine could not finish, or returned no token.

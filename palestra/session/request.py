@@ -1,4 +1,4 @@
-"""What an agent asks of a model, what its reply has to match, and what it may hear while the reply is sampled."""
+"""Requests of agents: constraints of replies, and events while a reply is sampled."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Constraint(NamedTuple):
     """The grammar that a reply has to match.
 
     Attributes:
-        grammar: in a form that `llguidance` reads, not yet compiled; "": anything.
-        field: of the request that asked for the constraint, for errors.
+        grammar: in a form that `llguidance` reads, not yet compiled; "": no constraint.
+        field: the request's field with the constraint, for errors.
     """
 
     grammar: str
@@ -27,17 +27,17 @@ class Constraint(NamedTuple):
 
 
 def constraint_of(call: GenerationRequest, renderer: Renderer) -> Constraint:
-    """Return the constraint that a request asks for. A constrained reply has no reasoning before it.
+    """Return the constraint of a request. A constrained reply has no reasoning before it.
 
-    If there are tools and a `response_schema`, the reply may be tool calls or an answer, depending on `tool_choice`.
+    With tools and a `response_schema`, the reply may be tool calls or an answer, depending on `tool_choice`.
 
     Args:
-        renderer: writes the grammar in the model's format.
+        renderer: creates the grammar in the model's format.
 
     Raises:
         InvalidRequest: an unknown tool, or choices together with tools or a schema.
-        GrammarRefused: a schema that is nested too deep.
-        UnsupportedField: tool calls can't be constrained in the format of this model.
+        GrammarRefused: the schema is nested too deeply.
+        UnsupportedField: the model's format does not support constrained tool calls.
     """
     required = call.tool_choice == "required"
     if call.response_choices:
@@ -76,15 +76,12 @@ def _callable(call: GenerationRequest) -> Tools:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallStart:
-    """The facts about a choice that are known before its first token.
+    """The facts about a choice before its first token.
 
     Attributes:
-        episode_id: of the episode.
-        fence: of the lease.
         index: of the choice's Chat.
         prompt_ids: int32 [P].
-        shared: how many of them are those of an earlier call.
-        sampling: how it is sampled.
+        shared: how many of them are an earlier call's.
     """
 
     episode_id: str
@@ -97,12 +94,9 @@ class CallStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyPiece:
-    """Tokens as they were sampled, and the part of the message that became certain with them. Either may be empty.
+    """Newly sampled tokens, and the part of the message that became final; either may be empty.
 
     Attributes:
-        delta: the part of the message.
-        ids: the tokens.
-        logprobs: of the tokens.
         top: see `SampledTokens`.
     """
 
@@ -115,12 +109,11 @@ class ReplyPiece:
 class Listener(Protocol):
     """Follows each choice while it is sampled: `started` once, `sampled` any number of times, `finished` once.
 
-    The pieces of a choice, put together, are its message and its tokens. Methods must return quickly, because they are
-    called on the event loop.
+    The pieces of a choice add up to its message and tokens. Methods run on the event loop and must return quickly.
     """
 
     def started(self, choice: int, start: CallStart) -> None:
-        """Receive the prompt and the sampling parameters of a choice, before its first token."""
+        """Receive the prompt and sampling parameters of a choice before its first token."""
         ...
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:
@@ -128,5 +121,5 @@ class Listener(Protocol):
         ...
 
     def finished(self, choice: int, chat: Chat) -> None:
-        """Receive the whole call, which is on disk now."""
+        """Receive the whole call, after it was recorded."""
         ...

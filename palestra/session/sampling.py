@@ -26,14 +26,14 @@ _RESHAPING: dict[str, Any] = {
 
 
 def trainable(call: GenerationRequest, ignore: bool) -> GenerationRequest:
-    """Return a request without sampling fields that a training episode can't have.
+    """Return a request without sampling fields that training episodes do not allow.
 
     Args:
-        ignore: whether such fields are reset; False: they are refused.
+        ignore: reset such fields; False: refuse them.
 
     Raises:
-        UnsupportedField: a field changes the distribution, so that the trainer could not compute the probabilities with
-            which the tokens would be sampled.
+        UnsupportedField: a field changes the distribution, so the trainer could not compute the sampling probabilities
+            of the tokens.
     """
     asked = [field for field, neutral in _RESHAPING.items() if getattr(call, field) != neutral]
     if not asked:
@@ -59,13 +59,13 @@ def sampling_of(
     choice: int,
     grammar: str,
 ) -> SamplingParams:
-    """Return how a call is sampled: by the job's settings in training, greedily in validation, else as the caller says.
+    """Return a call's sampling parameters: the job's in training, greedy in validation, else the caller's.
 
     Args:
-        prompt_tokens: length of the prompt in tokens, less than `max_context`.
-        seed: the call's own, used unless the caller may give one and does.
-        choice: the number of the choice, which is added to a caller's seed.
-        grammar: what the reply has to match; "": anything.
+        prompt_tokens: length of the prompt, less than `max_context`.
+        seed: the call's own; a caller's seed takes precedence where it is allowed.
+        choice: number of the choice, added to a caller's seed.
+        grammar: of the reply; "": no constraint.
     """
     most = min(config.sampling.max_tokens, config.max_context - prompt_tokens)
     if call.max_tokens is not None:
@@ -92,7 +92,7 @@ def sampling_of(
 
 
 def overruled(call: GenerationRequest, used: SamplingParams, choice: int = 0) -> str | None:
-    """Return which of the caller's values the job replaced, for people to read; None: none of them."""
+    """Describe the caller's values that the job replaced; None: it kept all."""
     notes = []
     if call.temperature is not None and call.temperature != used.temperature:
         notes.append(f"temperature={used.temperature:g}")

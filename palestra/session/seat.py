@@ -1,4 +1,4 @@
-"""One seat of an episode: who holds it, what waits there for an action, and what was said."""
+"""One player slot of an episode: its worker, its pending observations and its history."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AskedObservation:
     answer: asyncio.Future[ChatMessage | None]
 
     def shown(self) -> SeatObservation:
-        """Return the observation as the worker of the seat gets it."""
+        """Return the observation in the form for the player's worker."""
         observation = self.observation
         return SeatObservation(
             observation_id=observation.id,
@@ -37,24 +37,23 @@ class AskedObservation:
 
 @dataclass(kw_only=True, slots=True)
 class EpisodeSeat:
-    """One seat. Times are monotonic seconds.
+    """One player slot. Times are monotonic seconds.
 
     Attributes:
-        role: its name, which is the agent's.
-        free_since: when the last worker left it, or when the episode began.
-        state: whether a worker holds it.
-        fence: grows with every claim, so that requests of an earlier worker are refused.
+        role: name of the slot and of its agent.
+        free_since: since the last worker left, or the episode began.
+        fence: grows with every claim, so that requests of earlier workers are refused.
         worker_id: of the last worker.
-        left: how many workers have left it, or have died.
-        asked: its observations that wait for an action, oldest first, by id.
-        acted: a digest of each action, by the id of the observation that it answered.
-        history: observations and actions, by the name of the agent (the seat, or a subagent of it).
-        last: what it was shown when its part ended.
-        calls: model calls in flight of the worker that holds it.
-        held_since: when its worker took it.
-        told: how many events of the episode its worker was given.
-        missed: observations for whose action the time was over.
-        finished: whether its part is over, so that nothing will be asked of it.
+        left: number of workers that left or died.
+        asked: pending observations by id, oldest first.
+        acted: digests of actions by observation id.
+        history: observations and actions by agent name (the slot's or its subagents').
+        last: its last observation, at the end of its part.
+        calls: running model calls of the present worker.
+        held_since: when its worker claimed it.
+        told: number of the episode's events that its worker received.
+        missed: observations whose time ran out.
+        finished: whether its part is over, and no observation will follow.
         kept: whether its last worker held it until the episode ended.
     """
 
@@ -79,12 +78,12 @@ class EpisodeSeat:
         """Change the state.
 
         Raises:
-            IllegalTransition: a seat can't come from its state to `following`.
+            IllegalTransition: the transition is not allowed.
         """
         check_transition(f"the seat {self.role}", self.state, following)
         self.state = following
 
 
 def action_digest(action: ChatMessage) -> bytes:
-    """Return a digest of 16 bytes, by which an action that is sent again is recognised."""
+    """Return a digest of 16 bytes that identifies a repeated action."""
     return hashlib.blake2b(action.model_dump_json().encode(), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""The model calls of an episode's seats, and which of them led to an action."""
+"""The model calls of an episode's external players, and the actions that they led to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENVIRONMENT = -1  # the fence under which the environment acts in a seat's place
 
 @dataclass(kw_only=True, slots=True)
 class _Call:
-    """A model call of a seat. `forget` frees its seed; None: it was freed, or the episode is over."""
+    """A model call of an external player. `forget` frees its seed; None: it was freed, or the episode is over."""
 
     role: str
     number: int
@@ -20,10 +20,10 @@ class _Call:
 
 
 class SeatCalls:
-    """Knows who has made each call, and who has given the action of each TimeStep.
+    """Records which worker made each call, and who gave the action of each TimeStep.
 
-    A call of a worker that is gone, and that led to no action, must not be trained. Its seed is free again, so that the
-    next worker that makes the same call gets the same tokens: a worker's death changes nothing of what is trained.
+    A lost worker's calls without an action must not be trained. Their seeds are freed, so that the next worker's equal
+    calls get the same tokens: a worker's death does not change the training data.
     """
 
     def __init__(self) -> None:
@@ -31,36 +31,36 @@ class SeatCalls:
         self._acted_by: dict[int, int] = {}  # TimeStep -> fence of the seat under which its action was given
 
     def note(self, role: str, fence: int, number: int, index: int, forget: Callable[[], None]) -> None:
-        """Note who has made a call, before it is sampled.
+        """Record the worker of a call before it is sampled.
 
         Args:
-            forget: frees its seed; called if its worker leaves before it acts, also while the call is being written.
+            forget: frees the call's seed; called if its worker leaves before it acts, even while the call is in
+                writing.
         """
         call = _Call(role=role, number=number, fences=set(), forget=forget)
         self._calls.setdefault(index, call).fences.add(fence)
 
     def note_action(self, number: int, fence: int) -> None:
-        """Note that the action of a TimeStep was given.
+        """Record that the action of a TimeStep was given.
 
         Args:
-            fence: of the worker that gave it, or POLICY, or ENVIRONMENT, where no one has given one in time.
+            fence: of the worker; or POLICY, or ENVIRONMENT after a timeout.
         """
         self._acted_by[number] = fence
 
     def free_seeds(self, role: str) -> None:
-        """Free the seeds of a seat's calls that have led to no action, because their worker is gone."""
+        """Free the seeds of a lost worker's calls that led to no action."""
         for call in self._calls.values():
             if call.role == role and call.number not in self._acted_by and call.forget is not None:
                 call.forget()
                 call.forget = None  # another call may have the seed by now
 
     def unused(self, present: Mapping[str, int]) -> list[int]:
-        """Return the calls of workers that are gone which led to no action, by index.
-
-        The action of their TimeStep was given by another worker, by the policy, or not at all.
+        """Return the indices of lost workers' calls that led to no action: another worker or the policy acted, or the
+        turn is open.
 
         Args:
-            present: by role, the fence of the worker that holds the seat now, or POLICY.
+            present: by role, the fence of its present worker, or POLICY.
         """
         return [
             index
@@ -69,6 +69,6 @@ class SeatCalls:
         ]
 
     def close(self) -> None:
-        """Keep no seed, and nothing that could free one: it holds the episode's session."""
+        """Drop all seeds and their callbacks, which refer to the episode's session."""
         for call in self._calls.values():
             call.forget = None

@@ -1,4 +1,4 @@
-"""The model calls of a seat's worker: part of the episode, and of the TimeStep that the seat has to answer."""
+"""The model calls of an external player's worker, as part of the episode and of its pending TimeStep."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from palestra.types.generation import GenerationRequest
 
 
 class SeatSession:
-    """A seat's part of an episode's session."""
+    """An external player's part of an episode's session."""
 
     def __init__(self, session: EpisodeSession, table: SeatTable, role: str, fence: int) -> None:
-        """Open a seat's part.
+        """Create the part.
 
         Args:
-            session: of the episode, which all of its seats share.
+            session: of the episode, shared by all players.
         """
         self._session, self._table, self._role, self._fence = session, table, role, fence
 
@@ -27,12 +27,12 @@ class SeatSession:
         """Sample all choices of a request; see `Session.generate`.
 
         Args:
-            request: of the seat, or of a subagent of it. Its TimeStep is that of the observation that waits for the
-                seat's action; one that the request names is not used.
+            request: of the player or its subagent. The TimeStep is the pending observation's; the request's own is
+                ignored.
 
         Raises:
-            Conflict: no observation waits for an action of the seat.
-            EpisodeLeaseExpired: the worker does not hold the seat any more.
+            Conflict: no observation waits for an action.
+            EpisodeLeaseExpired: the worker has lost its slot.
             PalestraError: see `Session.generate`.
         """
         number = self._table.turn(self._role, self._fence, request.agent)
@@ -44,22 +44,22 @@ class SeatSession:
             )
 
     async def count_tokens(self, request: GenerationRequest) -> int:
-        """Return how many tokens the prompt of a request would have; see `Session.count_tokens`."""
+        """Return the number of prompt tokens of a request; see `Session.count_tokens`."""
         self._table.renew(self._role, self._fence)
         return await self._session.count_tokens(request)
 
     def delivered(self, chat: Chat) -> None:
-        """Record that a reply was sent; see `Session.delivered`."""
+        """Mark a reply as sent; see `Session.delivered`."""
         self._session.delivered(chat)
 
     def note(self, number: int, start: CallStart, request: GenerationRequest) -> None:
-        """Note a call of this seat before it is sampled."""
+        """Record a call of this player before it is sampled."""
         forget = partial(self._session.free_seed, start, request.policy, request.agent)
         self._table.calls.note(self._role, self._fence, number, start.index, forget)
 
 
 class _Noted:
-    """A listener that notes each call of a seat, and passes everything on to another listener."""
+    """A listener that records each call of a player and forwards everything to another listener."""
 
     def __init__(self, seat: SeatSession, number: int, request: GenerationRequest, listener: Listener | None) -> None:
         self._seat, self._number, self._request, self._listener = seat, number, request, listener

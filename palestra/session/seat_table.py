@@ -1,4 +1,4 @@
-"""The seats of one episode: who holds each, what it is shown, and which action answers which observation."""
+"""The player slots of one episode: their workers, observations and actions."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from palestra.types.states import SEAT_LOST, SEAT_UNCLAIMED, SeatState
 
 
 class SeatTable:
-    """Passes observations and actions between one episode and the workers that hold its seats.
+    """Passes observations and actions between one episode and its external players.
 
-    Each observation is answered at most once: by the worker that holds the seat, or by the policy of its role. A worker
-    sees the observations of its own seat and nothing of another.
+    Each observation is answered at most once, by the slot's worker or the role's policy. A worker gets only the
+    observations of its own slot.
 
     Attributes:
-        episode: claimed by the server, under the lease in which it is played.
-        calls: model calls of the seats' workers.
-        changed: notified when a seat has something new to look at.
-        world: the environment, as far as it limits the time of seats; set before it shows anything.
+        episode: claimed by the server.
+        calls: model calls of the workers.
+        changed: notified when a player has something new.
+        world: the environment's time limits; set before the first observation.
     """
 
     def __init__(
         self, episode: EpisodeRecord, config: SeatsConfig, leases: LeaseBook, max_workers: int, clock: Clock
     ) -> None:
-        """Set up free seats.
+        """Create free slots.
 
         Args:
-            config: the seats, and what happens to one that its worker leaves.
-            leases: of the seats of all episodes, by `lease_of`.
-            max_workers: workers that a seat may lose before the episode is given back.
+            config: has the rules for a slot that its worker leaves.
+            leases: of the slots of all episodes, by `lease_of`.
+            max_workers: workers that a slot may lose before the episode is given back.
         """
         self.episode, self.calls, self.changed = episode, SeatCalls(), Notifier()
         self._config, self._leases, self._max_workers, self._clock = config, leases, max_workers, clock
@@ -52,13 +52,13 @@ class SeatTable:
         self.world: SeatWorld = UNTIMED
 
     def lease_of(self, role: str) -> str:
-        """Return the name of a seat's lease, which no seat of another attempt at the episode has."""
+        """Return the name of a slot's lease, unique to this attempt at the episode."""
         return f"{self.episode.episode_id} {self.episode.fence} {role}"
 
     # What the server's runner does
 
     def show(self, observation: Observation, number: int | None) -> None:
-        """Note an observation of any agent.
+        """Record an observation of any agent.
 
         Args:
             number: its TimeStep; None: the agent's part is over.
@@ -70,16 +70,13 @@ class SeatTable:
             seat.last, seat.finished = observation.content, True
 
     async def ask(self, observation: Observation) -> ChatMessage | None:
-        """Wait for the action that answers an observation of a seat.
+        """Wait for the action for a player's observation; None: the role's policy plays.
 
         Args:
-            observation: was shown before; see `show`.
-
-        Returns:
-            The action; None: the policy of the role plays the seat.
+            observation: see `show`.
 
         Raises:
-            RolloutFailed: the seat has no worker, and is not played by its policy.
+            RolloutFailed: the slot has no worker, and its policy does not take over.
             EpisodeLeaseExpired: the episode was given back meanwhile.
         """
         if self._failure is not None:
@@ -105,13 +102,11 @@ class SeatTable:
             self.changed.notify()
 
     def miss(self, observation_id: str, action: ChatMessage | None) -> None:
-        """Note that a seat's time for an action is over.
-
-        The model calls that were made for it led to no action, so they are not trained.
+        """Record that the time for an action is over; model calls made for it are not trained.
 
         Args:
-            observation_id: the observation; one that no seat has to answer changes nothing.
-            action: what the environment took in its place; None: nothing.
+            observation_id: other agents' observations are ignored.
+            action: the environment's substitute, if any.
         """
         for seat in self._seats.values():
             if (asked := seat.asked.pop(observation_id, None)) is not None:
@@ -123,43 +118,45 @@ class SeatTable:
 
     @property
     def unused_calls(self) -> list[int]:
-        """Return the calls that must not be trained, by index; see `SeatCalls.unused`."""
+        """Return the indices of calls that must not be trained; see `SeatCalls.unused`."""
         seats = self._seats.values()
         return self.calls.unused({s.role: s.fence if s.state is SeatState.HELD else POLICY for s in seats})
 
     # What workers do
 
     def can_take(self, role: str) -> bool:
-        """Return whether a worker may claim a seat now."""
+        """Return whether a worker may claim a slot now."""
         seat = self._seats[role]
         return self._failure is None and seat.state is SeatState.FREE and not seat.finished
 
     @property
     def missed(self) -> tuple[str, ...]:
-        """Return the free seats of an episode that workers of other seats wait in."""
+        """Return the free slots of an episode in which other players wait."""
         if not any(seat.state is SeatState.HELD for seat in self._seats.values()):
             return ()
         return tuple(role for role in self._seats if self.can_take(role))
 
     def could_spare(self, role: str) -> bool:
-        """Return whether a seat is held while the episode waits for another, to which no worker has ever come."""
+        """Return whether this player's worker may be moved to another episode: this one waits for a player that nobody
+        ever claimed.
+        """
         waits = any(seat.asked and not seat.fence and self.can_take(seat.role) for seat in self._seats.values())
         return waits and self._seats[role].state is SeatState.HELD
 
     def worker_of(self, role: str) -> str:
-        """Return the last worker of a seat."""
+        """Return the last worker of a slot."""
         return self._seats[role].worker_id
 
     def seat_held_by(self, worker_id: str) -> str | None:
-        """Return the seat that a worker holds; None: it holds none."""
+        """Return the slot that a worker holds, if any."""
         held = (s.role for s in self._seats.values() if s.state is SeatState.HELD and s.worker_id == worker_id)
         return next(held, None)
 
     def take(self, role: str, worker_id: str, seconds: float) -> int:
-        """Give a free seat to a worker, under a lease, and return the seat's fence.
+        """Give a worker a free slot under a lease, and return the slot's fence.
 
         Raises:
-            IllegalTransition: the seat is not free.
+            IllegalTransition: the slot is not free.
         """
         seat = self._seats[role]
         seat.move(SeatState.HELD)
@@ -170,29 +167,29 @@ class SeatTable:
         return seat.fence
 
     def holds(self, role: str, fence: int) -> bool:
-        """Return whether the worker of a fence still holds its seat."""
+        """Return whether the fence's worker still holds its slot."""
         seat = self._seats[role]
         return seat.state is SeatState.HELD and seat.fence == fence
 
     def history(self, role: str) -> dict[str, tuple[ChatMessage, ...]]:
-        """Return observations and actions of a seat so far, by the agent's name; without those that wait."""
+        """Return the answered observations and the actions of a slot so far, by agent name."""
         return dict(self._seats[role].history)
 
     def renew(self, role: str, fence: int) -> None:
-        """Renew the lease of a seat.
+        """Renew the lease of a slot.
 
         Raises:
-            EpisodeLeaseExpired: the worker of this fence does not hold the seat any more.
+            EpisodeLeaseExpired: the fence's worker has lost it.
         """
         self._held(role, fence)
         self._leases.renew(self.lease_of(role), fence)
 
     @contextmanager
     def holding(self, role: str, fence: int) -> Iterator[None]:
-        """Keep the lease of a seat from running out while a request of its worker is being answered.
+        """Keep a slot's lease from expiring while a request of its worker is answered.
 
         Raises:
-            EpisodeLeaseExpired: the worker of this fence does not hold the seat any more.
+            EpisodeLeaseExpired: the fence's worker has lost it.
         """
         self._held(role, fence)
         with self._leases.hold(self.lease_of(role), fence):
@@ -200,10 +197,10 @@ class SeatTable:
 
     @contextmanager
     def calling(self, role: str, fence: int) -> Iterator[None]:
-        """Make a model call of a seat's worker; it is cancelled when the worker loses the seat.
+        """Run a model call of a worker; cancel it when the worker loses its slot.
 
         Raises:
-            EpisodeLeaseExpired: the seat was lost before or during the call.
+            EpisodeLeaseExpired: the slot was lost before or during the call.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -220,14 +217,14 @@ class SeatTable:
                 seat.calls.discard(task)
 
     def turn(self, role: str, fence: int, agent: str) -> int:
-        """Return the TimeStep that a model call of a seat belongs to: that of the observation that it has to answer.
+        """Return the TimeStep of a player's model call: that of its pending observation.
 
         Args:
-            agent: the seat, or a subagent of it; an observation of the agent itself comes first.
+            agent: the player, or its subagent; an observation of the agent itself takes precedence.
 
         Raises:
-            EpisodeLeaseExpired: the worker of this fence does not hold the seat any more.
-            Conflict: no observation of the seat waits for an action; the message says who is to act.
+            EpisodeLeaseExpired: the fence's worker has lost its slot.
+            Conflict: no observation of the player is pending; the message says who has to act.
         """
         asked = list(self._held(role, fence).asked.values())
         own = [one for one in asked if one.observation.agent == agent]
@@ -236,15 +233,15 @@ class SeatTable:
         return (own or asked)[0].number
 
     def act(self, role: str, fence: int, observation_id: str, action: ChatMessage) -> bool:
-        """Answer an observation. A repeated equal action changes nothing.
+        """Answer an observation, and return whether the environment gets the action: False after a timeout.
 
-        Returns:
-            Whether the environment gets the action; False: the time for it was over.
+        Repeating an equal action changes nothing.
 
         Raises:
-            EpisodeLeaseExpired: the worker of this fence does not hold the seat any more.
-            Conflict: another action was given before, or the observation does not wait for one of this seat.
-            InvalidRequest: the action is none of the observation's choices, and the environment would not score that.
+            EpisodeLeaseExpired: the fence's worker has lost its slot.
+            Conflict: another action was given before, or the observation is not pending for this player.
+            InvalidRequest: the action is not among the observation's choices, and the environment does not score
+                illegal actions.
         """
         seat, digest = self._seats[role], action_digest(action)
         known = seat.acted.get(observation_id)
@@ -273,32 +270,32 @@ class SeatTable:
         return True
 
     def was_given(self, role: str, fence: int, observation_id: str, action: ChatMessage) -> bool:
-        """Return whether an action was taken before, of an episode that may be over."""
+        """Return whether an action was accepted earlier, possibly in an episode that is over."""
         seat = self._seats[role]
         return seat.fence == fence and seat.acted.get(observation_id) == action_digest(action)
 
     def was_missed(self, role: str, fence: int, observation_id: str) -> bool:
-        """Return whether the time for an action was over, of an episode that may be over."""
+        """Return whether the time for an action had run out, possibly in an episode that is over."""
         seat = self._seats[role]
         return seat.fence == fence and observation_id in seat.missed
 
     @property
     def was_held(self) -> bool:
-        """Return whether a worker has ever held a seat."""
+        """Return whether a worker has ever held a slot."""
         return any(seat.fence for seat in self._seats.values())
 
     def was_last(self, role: str, fence: int) -> bool:
-        """Return whether a worker has held its seat until the episode ended."""
+        """Return whether a worker held its slot until the episode ended."""
         return self._seats[role].fence == fence and self._seats[role].kept
 
     def view(self, role: str, fence: int, events_seen: int | None) -> SeatAnswer:
-        """Return what the worker of a seat may see now.
+        """Return what the worker of a slot may see now.
 
         Args:
-            events_seen: number of the last event that the worker knows; None: of the last that it was given.
+            events_seen: number of the last event that the worker knows; None: of the last one sent to it.
 
         Raises:
-            EpisodeLeaseExpired: the worker of this fence does not hold the seat any more.
+            EpisodeLeaseExpired: the fence's worker has lost its slot.
         """
         seat = self._held(role, fence)
         asked = next(iter(seat.asked.values()), None)
@@ -314,21 +311,21 @@ class SeatTable:
         )
 
     def last_of(self, role: str) -> tuple[ChatMessage, ...]:
-        """Return what a seat was shown when its part ended."""
+        """Return a player's last observation, at the end of its part."""
         return self._seats[role].last
 
     @property
     def to_act(self) -> tuple[str, ...]:
-        """Return the seats whose action the episode waits for."""
+        """Return the players whose action the episode waits for."""
         return tuple(seat.role for seat in self._seats.values() if seat.asked)
 
     # What ends
 
     def leave(self, role: str, fence: int) -> None:
-        """Take a seat from its worker, which gives it back or whose lease has run out.
+        """Take a slot from its worker, which gave it back or whose lease expired.
 
         Raises:
-            EpisodeLeaseExpired: the worker of this fence does not hold the seat any more.
+            EpisodeLeaseExpired: the fence's worker has lost it.
         """
         seat = self._held(role, fence)
         self._leases.drop(self.lease_of(role), fence)
@@ -350,7 +347,7 @@ class SeatTable:
             self._lose(seat, f"the seat {role} has lost {seat.left} workers (rollout.max_attempts)")
 
     def overdue(self) -> list[tuple[str, int]]:
-        """Return the seats whose workers have taken too long for an action, with their fences."""
+        """Return the slots, with fences, whose workers have exceeded the time for an action."""
         now, limit = self._clock.monotonic(), self._config.act_seconds
         return [
             (seat.role, seat.fence)
@@ -361,12 +358,12 @@ class SeatTable:
         ]
 
     def was_taken_over(self, agent: str) -> bool:
-        """Return whether a policy plays the seat of an agent in the place of a worker that has left it."""
+        """Return whether a policy has replaced a worker that left an agent's slot."""
         seat = self._seats.get(agent.partition("/")[0])
         return seat is not None and seat.state is SeatState.PLAYED and seat.left > 0
 
     def check_waiting(self) -> None:
-        """Give a seat that has to act and has been free for too long to its policy, or the episode back."""
+        """Hand slots that have to act and were free for too long to their policies, or give the episode back."""
         now, limit = self._clock.monotonic(), self._config.wait_seconds
         for seat in self._seats.values():
             since = next((one.since for one in seat.asked.values()), None)
@@ -387,17 +384,14 @@ class SeatTable:
                 return
 
     def fail(self, termination: str, reason: str) -> None:
-        """Have the episode given back."""
+        """Give the episode back as failed."""
         self._end(RolloutFailed(termination, reason))
 
     def close(self, error: PalestraError) -> list[tuple[str, int]]:
-        """End all seats, because the episode was ended or given back.
+        """End all slots, because the episode ended or was given back; return the held ones as (lease, fence).
 
         Args:
-            error: raised by what still waits for an action.
-
-        Returns:
-            The seats that workers held, as (lease, fence).
+            error: raised for pending observations.
         """
         self._end(error)
         held = []
@@ -415,7 +409,7 @@ class SeatTable:
 
     @property
     def failure(self) -> PalestraError | None:
-        """Return why the seats have ended, or are about to; None: the episode is being played."""
+        """Return why the slots have ended, or are about to; None: the episode is running."""
         return self._failure
 
     def _end(self, error: PalestraError) -> None:
@@ -427,7 +421,9 @@ class SeatTable:
                     asked.answer.exception()  # counts as read, also where the turn was cancelled meanwhile
 
     def _lose(self, seat: EpisodeSeat, reason: str) -> None:
-        """Give up on a seat that has lost its worker: a forfeit, if the environment scores that, else the episode."""
+        """End a slot that has lost its worker: a forfeit if the environment scores that, otherwise the
+        episode fails.
+        """
         if not self.world.forfeits_lost_seats:
             self.fail(SEAT_LOST, reason)
             return
@@ -438,13 +434,13 @@ class SeatTable:
         seat.asked.clear()
 
     def _forfeit(self, seat: EpisodeSeat, observation: Observation, number: int) -> None:
-        """Have the environment score a turn of a lost seat. What waits for the action is cancelled by the runner."""
+        """Have the environment score a turn of a lost player. The runner cancels the wait for its action."""
         self.calls.note_action(number, ENVIRONMENT)
         seat.history[observation.agent] += observation.content
         self.world.lose_turn(observation.id)
 
     def _play(self, seat: EpisodeSeat) -> None:
-        """Let the policy of a seat's role answer all that waits, and all that follows."""
+        """Let the role's policy answer all pending and later observations."""
         seat.move(SeatState.PLAYED)
         self._tell("seat_played", seat.role)
         for asked in list(seat.asked.values()):

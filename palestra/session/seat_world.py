@@ -1,4 +1,4 @@
-"""What the seats of an episode tell its environment: when the clocks of turns run, and which turns are lost."""
+"""Signals from external players to their environment: clocks of turns, and lost turns."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from typing import Protocol
 
 
 class SeatWorld(Protocol):
-    """An environment that limits the time of its agents' turns, or scores that a seat has lost its worker."""
+    """An environment that limits turn times, or scores lost players."""
 
     @property
     def forfeits_lost_seats(self) -> bool:
-        """Return whether a seat that is lost is a forfeit, and not a failure of the episode."""
+        """Return whether losing a player is a forfeit instead of a failure of the episode."""
 
     @property
     def scores_illegal(self) -> bool:
-        """Return whether the environment takes an action that is none of an observation's choices."""
+        """Return whether the environment accepts actions outside the observation's choices."""
 
     def run_clock(self, observation_id: str) -> None:
-        """Let the time for an action run; one without a limit has no clock."""
+        """Run the clock of an action, if it has a limit."""
 
     def hold_clock(self, observation_id: str) -> None:
-        """Hold the time for an action."""
+        """Stop the clock of an action."""
 
     def lose_turn(self, observation_id: str) -> None:
-        """Score a turn that no one will take; only where `forfeits_lost_seats`."""
+        """Score a turn that nobody will take; only with `forfeits_lost_seats`."""
 
 
 class _Untimed:
-    """A world without time limits, which scores no lost seat."""
+    """An environment without time limits and forfeits."""
 
     forfeits_lost_seats = False
     scores_illegal = True

@@ -1,4 +1,4 @@
-"""`SeatBook`: the seats of all episodes that a job's server plays, and the workers that wait for one or hold one."""
+"""`SeatBook`: the slots of external players ("seats") in all episodes that a job's server plays, and their workers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ MOST_ENDED = 256  # episodes whose seats are remembered after their end, for req
 
 
 class SeatKey(NamedTuple):
-    """The lease of a seat. A `SeatKey` of a request exists only after the key's signature has been checked.
+    """The lease of a player slot. A request's `SeatKey` exists only after its signature was checked.
 
     Attributes:
-        episode_id: of the episode.
         fence: of the episode's lease, which the server holds.
-        role: the seat.
-        seat_fence: of the seat's lease.
+        role: name of the slot.
+        seat_fence: of the slot's lease.
     """
 
     episode_id: str
@@ -50,12 +49,11 @@ class SeatKey(NamedTuple):
 
 
 class SeatClaim(NamedTuple):
-    """A claimed seat.
+    """A claimed player slot.
 
     Attributes:
         table: of its episode.
         key: of its lease.
-        lease_seconds: the period of the lease.
     """
 
     table: SeatTable
@@ -64,24 +62,24 @@ class SeatClaim(NamedTuple):
 
 
 class SeatBook:
-    """Hands out the seats of the episodes that are being played, and finds the seat that a request is about.
+    """Assigns workers to player slots of running episodes, and finds the slot of a request.
 
-    Nothing of it is stored: after a restart the server's episodes are played from the start, and workers claim again.
+    The state is in memory only: after a restart the episodes are played from the start, and workers claim again.
 
     Attributes:
-        roles: names of the seats.
-        on_wanted: called when a worker waits for a seat of an episode that has to be begun first.
-        on_seat_over: called with (name of the lease, fence, whether it was lost) when a worker holds a seat no more.
+        roles: names of the slots.
+        on_wanted: called when a worker waits for an episode that has not begun.
+        on_seat_over: called with (lease, fence, whether it was lost) when a worker's slot ends.
     """
 
     def __init__(
         self, config: SeatsConfig, rollout: RolloutConfig, episodes: Episodes, clock: Clock, max_observers: int
     ) -> None:
-        """Make a book without episodes.
+        """Create a book without episodes.
 
         Args:
             episodes: of the job, whose ends close tables.
-            max_observers: requests that may wait for a seat or an observation at the same time.
+            max_observers: limit of concurrent requests that wait for a slot or an observation.
         """
         self.roles = tuple(config.roles)
         self._config, self._rollout, self._episodes, self._clock = config, rollout, episodes, clock
@@ -101,7 +99,7 @@ class SeatBook:
     # What the server's runners do
 
     def open(self, episode: EpisodeRecord) -> SeatTable:
-        """Return the seats of an episode that the server has claimed, free ones at the first call."""
+        """Return the slots of an episode that the server has claimed, creating them at the first call."""
         lease = episode.episode_id, episode.fence
         table = self._tables.get(lease)
         if table is None:
@@ -112,12 +110,12 @@ class SeatBook:
 
     @property
     def wanted(self) -> int:
-        """Return how many more episodes have to be begun for all workers that wait to get a seat."""
+        """Return how many more episodes are needed for all waiting workers."""
         free = {role: sum(table.can_take(role) for table in self._tables.values()) for role in self._wanting}
         return max((self._wanting[role] - free[role] for role in free), default=0)
 
     def expire(self) -> None:
-        """Take seats whose leases have run out from their workers, and end waits that have been too long."""
+        """Free slots with expired leases, and end waits that took too long."""
         expired = set(self._leases.expired())
         for table in list(self._tables.values()):
             for role in self.roles:
@@ -134,10 +132,10 @@ class SeatBook:
         self._fill_seats()
 
     def _fill_seats(self) -> None:
-        """Give back an episode that can't go on yet, if one of its workers is missed in an earlier one.
+        """Give back an episode that cannot continue yet if one of its workers is needed in an earlier one.
 
-        Else two workers might wait for each other in two episodes: the one whose partner has died, and the one who came
-        in the partner's place before the partner's lease ran out, for whom another episode was begun.
+        Otherwise two workers might wait for each other in two episodes: one whose partner died, and the partner's
+        substitute, for whom another episode was begun before the partner's lease expired.
         """
         tables = list(self._tables.values())
         for place, table in enumerate(tables):
@@ -150,12 +148,12 @@ class SeatBook:
                     )
 
     def stop(self, reason: PalestraError) -> None:
-        """Answer all waiting requests, and all later ones, with an error."""
+        """Answer all waiting and later requests with an error."""
         self._stopped = reason
         self.wake()
 
     def wake(self) -> None:
-        """Have all waiting requests look again, because the job has ended."""
+        """Wake all waiting requests, because the job has ended."""
         self._available.notify()
         for table in self._tables.values():
             table.changed.notify()
@@ -163,7 +161,7 @@ class SeatBook:
     # What workers do
 
     def check_role(self, role: str) -> None:
-        """Raise NotFound unless there is a seat of this name."""
+        """Raise NotFound unless the slot exists."""
         if role not in self.roles:
             known = ", ".join(map(repr, self.roles))
             raise NotFound(f"this job has no seat {role!r}; its seats are {known}")
@@ -178,21 +176,19 @@ class SeatBook:
         wait_seconds: float,
         is_over: Callable[[], bool],
     ) -> SeatClaim | None:
-        """Give a worker a free seat, the longest waiting episode's first, or wait for one.
+        """Give a worker a free slot, in the longest waiting episode first, or wait for one; None: the wait or the job
+        is over.
 
         Args:
-            request_id: a repeated claim with the same id gets the same seat.
-            lease_seconds: period of the lease; None: the job's.
-            episode_id: of the only episode to take a seat in; None: any.
+            request_id: a repeated claim with the same id gets the same slot.
+            lease_seconds: None: the job's.
+            episode_id: limits the claim to this episode.
             wait_seconds: the longest wait.
             is_over: whether the job has ended.
 
-        Returns:
-            The claim; None: the wait or the job is over.
-
         Raises:
-            NotFound: there is no such seat, or no such episode.
-            Conflict: the worker holds another seat of the only episode in which this one is free.
+            NotFound: the slot or the episode does not exist.
+            Conflict: the worker holds another slot of the only episode in which this one is free.
             InvalidRequest: the lease is longer than the job allows.
             TooManyRequests: too many requests wait.
         """
@@ -216,10 +212,10 @@ class SeatBook:
                 await self._available.wait(left, seen)
 
     def table(self, key: SeatKey) -> SeatTable:
-        """Return the table of a seat whose episode is being played.
+        """Return the table of a slot in a running episode.
 
         Raises:
-            EpisodeLeaseExpired: the episode is not played under this lease any more.
+            EpisodeLeaseExpired: the episode is no longer played under this lease.
         """
         table = self._tables.get((key.episode_id, key.fence))
         if table is None:
@@ -227,17 +223,17 @@ class SeatBook:
         return table
 
     async def observe(self, key: SeatKey, events_seen: int | None, wait_seconds: float) -> SeatAnswer:
-        """Return what a seat has to answer, or that it waits, or how the episode ended.
+        """Return a player's pending observation, its wait, or the end of the episode.
 
         Args:
             events_seen: number of the last event that the worker knows; a newer one ends the wait. None: of the last
-                one that it was given.
+                one sent to it.
             wait_seconds: the longest wait for an observation.
 
         Raises:
-            EpisodeLeaseExpired: the worker does not hold the seat any more, or the episode was given back.
+            EpisodeLeaseExpired: the worker has lost its slot, or the episode was given back.
             EpisodeEnded: the episode was discarded.
-            TooManyRequests: too many requests wait, of this seat or of all.
+            TooManyRequests: too many requests wait, of this player or of all.
         """
         until = self._clock.monotonic() + wait_seconds
         if (present := self._tables.get((key.episode_id, key.fence))) is not None:
@@ -256,14 +252,11 @@ class SeatBook:
         return await self._outcome(key)
 
     async def act(self, key: SeatKey, observation_id: str, action: ChatMessage) -> bool:
-        """Answer an observation; see `SeatTable.act`.
-
-        Returns:
-            Whether the environment has the action; False: the seat's time for it was over.
+        """Answer an observation, and return whether the environment gets the action; see `SeatTable.act`.
 
         Raises:
-            EpisodeLeaseExpired: the worker of this key does not hold the seat any more, or the episode was given back.
-            EpisodeEnded: the episode is completed, without this action or before the server was started again.
+            EpisodeLeaseExpired: the worker has lost its slot, or the episode was given back.
+            EpisodeEnded: the episode was completed without this action, or before the server restarted.
         """
         lease = key.episode_id, key.fence
         table = self._tables.get(lease)
@@ -280,17 +273,17 @@ class SeatBook:
         raise EpisodeEnded(f"episode {key.episode_id} is completed; observe the seat for its reward")
 
     def leave(self, key: SeatKey) -> None:
-        """Give a seat back.
+        """Give a slot back.
 
         Raises:
-            EpisodeLeaseExpired: the worker does not hold the seat any more.
+            EpisodeLeaseExpired: the worker has lost it.
         """
         self._leave(self.table(key), key.role, key.seat_fence)
 
     def _take(
         self, role: str, worker_id: str, request_id: str, seconds: float, episode_id: str | None
     ) -> SeatClaim | None:
-        """Return the claim of a request that is sent again, or a new one; None: there is no free seat."""
+        """Return the claim of a repeated request, or a new one; None: no slot is free."""
         known = self._claims.get((role, request_id))
         if known is not None and known.table.holds(role, known.key.seat_fence):
             return known
@@ -317,7 +310,7 @@ class SeatBook:
         self._available.notify()
 
     def _close(self, episode_id: str, fence: int) -> None:
-        """Close the table of an episode whose lease is over, because it was ended or given back."""
+        """Close the table of an episode whose lease is over."""
         lease = episode_id, fence
         table = self._tables.pop(lease, None)
         if table is None:
@@ -333,12 +326,12 @@ class SeatBook:
         self._available.notify()
 
     def was_held(self, episode: EpisodeRecord) -> bool:
-        """Return whether a worker has had a seat in an attempt at an episode that is over."""
+        """Return whether a worker held a slot in a finished attempt at an episode."""
         table = self._ended.get((episode.episode_id, episode.fence))
         return table is not None and table.was_held
 
     async def _outcome(self, key: SeatKey) -> SeatAnswer:
-        """Return the end of a seat's episode as the store has it."""
+        """Return the end of a player's episode from the store."""
         episode = await self._episodes.get(key.episode_id)
         if episode.fence != key.fence or episode.state in (EpisodeState.REGISTERED, EpisodeState.CLAIMED):
             raise self._gone(key)
@@ -380,7 +373,7 @@ class SeatBook:
 
     @contextmanager
     def _observing(self, key: SeatKey) -> Iterator[None]:
-        """Count a request that observes a seat, so that the requests of one leave room for those of others."""
+        """Count a request that observes a slot, so that one player's requests leave capacity for others."""
         if self._observers[key] >= MOST_OBSERVING:
             raise TooManyRequests(f"{MOST_OBSERVING} requests observe this seat at the moment, which is the limit")
         self._observers[key] += 1
@@ -393,7 +386,7 @@ class SeatBook:
 
     @contextmanager
     def _wanted_of(self, role: str | None) -> Iterator[None]:
-        """Count a claim that waits for a seat of any episode, so that one is begun for it; None: it waits for one."""
+        """Count a claim that waits for any episode, so that one begins for it; None: it waits for a certain one."""
         if role is None:
             yield
             return

@@ -30,13 +30,12 @@ GRAMMARS_AT_ONCE = 2  # grammars of one session that are being compiled or wait 
 
 @dataclass(kw_only=True, slots=True)
 class _Choice:
-    """One sample of a call while it is in progress.
+    """One sample of a call in progress.
 
     Attributes:
-        number: of the choice in its request.
-        turn: its way through the states.
-        reserved: its number and seed; None: the prompt is not built yet.
-        sampling: how it is sampled; None: the prompt is not built yet.
+        turn: its state.
+        reserved: None: the prompt is not built yet.
+        sampling: None: the prompt is not built yet.
         recorded: whether it is on disk.
     """
 
@@ -52,14 +51,12 @@ class _Call:
     """The parts of a call that its choices share.
 
     Attributes:
-        asked: the request as the agent sent it.
+        asked: the agent's request.
         request: the request as it is sampled.
-        runtime: of its policy.
-        listener: follows the choices; None: nothing does.
-        constraint: what the replies have to match.
-        prompt: of all choices.
+        listener: of the choices, if any.
+        constraint: of the replies.
         started_at: Unix seconds.
-        time_step: of all choices; None: the first recorded choice decides.
+        time_step: None: the first recorded choice decides.
     """
 
     asked: GenerationRequest
@@ -73,28 +70,27 @@ class _Call:
 
 
 class CallMaker(Protocol):
-    """What makes the model calls of one request: a `Session`, or a seat's part of one."""
+    """Makes the model calls of one request: a `Session`, or an external player's part of one."""
 
     async def generate(self, request: GenerationRequest, listener: Listener | None = None) -> tuple[Chat, ...]:
         """Sample all choices of a request; see `Session.generate`."""
         ...
 
     async def count_tokens(self, request: GenerationRequest) -> int:
-        """Return how many tokens the prompt of a request would have; see `Session.count_tokens`."""
+        """Return the number of prompt tokens of a request; see `Session.count_tokens`."""
         ...
 
     def delivered(self, chat: Chat) -> None:
-        """Record that a reply was sent, so that a retry can't mean this call any more."""
+        """Mark a reply as sent, so that a retry does not match this call."""
         ...
 
 
 class Session:
-    """Calls that share their history: those of one lease of an episode, or of one request outside any episode.
+    """Calls that share their history: of one lease of an episode, or of one request outside episodes.
 
     Attributes:
-        episode_id: the episode; outside any, a random name.
-        fence: of the lease.
-        kind: decides which of the job's settings for sampling apply.
+        episode_id: outside episodes, a random name.
+        kind: selects the job's sampling settings.
     """
 
     def __init__(
@@ -106,10 +102,10 @@ class Session:
         kind: EpisodeKind,
         recorded: Sequence[Chat] = (),
     ) -> None:
-        """Start with the calls that are on disk.
+        """Create the session from the calls on disk.
 
         Args:
-            recorded: the calls of this lease, in the order of their indices.
+            recorded: the calls of this lease, by index.
         """
         self.episode_id, self.fence, self.kind = episode_id, fence, kind
         self._context = context
@@ -137,24 +133,21 @@ class Session:
         return self._turns.state(called=self._prompts.calls > 0)
 
     async def generate(self, request: GenerationRequest, listener: Listener | None = None) -> tuple[Chat, ...]:
-        """Sample all choices of a request at the same time, and return when they are on disk.
+        """Sample all choices of a request concurrently, and return a call for each when they are on disk.
 
-        A retry gets those choices that were recorded and were not delivered.
+        A retry gets the choices that were recorded but not delivered.
 
         Args:
-            listener: follows the choices while they are sampled.
-
-        Returns:
-            One call for each choice.
+            listener: follows the choices.
 
         Raises:
-            NotFound: there is no such policy.
-            UnsupportedField: the episode is for training, and the call asks for sampling that can't be trained.
-            InvalidRequest: a schema, tool or token id that can't be used.
-            GrammarRefused: a schema that takes too much time or memory, perhaps after some tokens of the reply.
-            ContextOverflow: the prompt leaves no room for a reply.
+            NotFound: the policy is unknown.
+            UnsupportedField: a training episode's call asks for sampling that cannot be trained.
+            InvalidRequest: a schema, tool or token id is not usable.
+            GrammarRefused: a schema takes too much time or memory, possibly after some tokens of the reply.
+            ContextOverflow: the prompt leaves no tokens for a reply.
             HistoryDrift: the job is strict, and exact tokens of an earlier call would be lost.
-            EpisodeLeaseExpired, EpisodeEnded: the lease ended meanwhile; nothing of the call is kept.
+            EpisodeLeaseExpired, EpisodeEnded: the lease ended meanwhile; the call was not recorded.
             EngineFailure: the engine could not finish.
         """
         if self._over is not None:
@@ -177,11 +170,11 @@ class Session:
         return chat
 
     async def count_tokens(self, request: GenerationRequest) -> int:
-        """Return how many tokens the prompt of a request would have, without a limit. Nothing is sampled or kept.
+        """Return the number of prompt tokens of a request, without limit, sampling or recording.
 
         Raises:
-            NotFound: there is no such policy.
-            InvalidRequest: the model's template can't show the messages.
+            NotFound: the policy is unknown.
+            InvalidRequest: the model's template cannot render the messages.
         """
         if self._over is not None:
             raise self._over
@@ -189,19 +182,19 @@ class Session:
         return len((await self._prompts.build(request, runtime.renderer, max_context=None)).ids)
 
     def delivered(self, chat: Chat) -> None:
-        """Record that a reply was sent, so that a retry can't mean this call any more."""
+        """Mark a reply as sent, so that a retry does not match this call."""
         self._registry.delivered(chat)
 
     def free_seed(self, call: CallStart, policy: str, agent: str) -> None:
-        """Let a call that is made in the place of one that led to no action be the same sample.
+        """Free the seed of a call that led to no action, so that its repetition is the same sample.
 
         Args:
-            call: the one that led to no action, recorded or not.
+            call: recorded or not.
         """
         self._registry.free(call.index, call.sampling.seed, call.prompt_ids, *self._seeded_for(policy, agent))
 
     def terminate(self, reason: PalestraError) -> None:
-        """End the session. Calls in flight are cancelled and raise `reason`, as do all later calls."""
+        """End the session. Running and later calls raise `reason`."""
         self._over = reason
         self._turns.terminate()
         self._recorder.close()
@@ -297,7 +290,7 @@ class Session:
             call.listener.started(choice.number, start)
 
     def _seeded_for(self, policy: str, agent: str) -> tuple[str, str]:
-        """Return policy and seat as seeds know them: a policy is empty where it is the job's default one."""
+        """Return policy and player slot as used for seeds: the default policy is ""."""
         default = policy == self._context.policies.roles.default
         return "" if default else policy, self._context.seat_of(agent)
 
@@ -360,7 +353,7 @@ class Session:
         )
 
     def _give_up(self, choice: _Choice) -> None:
-        """Free what a choice has reserved, unless it is recorded or may still become so."""
+        """Free a choice's reservation, unless the choice is recorded or may still become so."""
         if choice.recorded:
             return
         if choice.reserved is not None and choice.turn.state is not TurnState.INTERACTING:
@@ -375,23 +368,22 @@ class Session:
 
 
 class EpisodeSession(Session):
-    """The calls of one lease of an episode, each in the run store before its reply is returned."""
+    """The calls of one lease of an episode, each recorded before its reply is returned."""
 
     def __init__(self, context: SessionContext, episode: EpisodeRecord, recorded: Sequence[Chat] = ()) -> None:
-        """Start with the calls that the store has of this lease.
+        """Create the session from the store's calls of this lease.
 
         Args:
-            recorded: the calls of the lease, in the order of their indices.
+            recorded: by index.
         """
         super().__init__(context, context.store.calls, episode.episode_id, episode.fence, episode.kind, recorded)
         self.episode = episode
 
 
 class StatelessSession(Session):
-    """The calls of one request outside any episode: sampled as their caller says, and not recorded.
+    """The calls of one request outside episodes: sampled with the caller's settings, and not recorded.
 
-    The session's name is random, and so are the seeds that follow from it: equal calls are different samples, unless
-    the caller gives a seed.
+    The session's name and thus its seeds are random: equal calls are different samples, unless the caller gives a seed.
     """
 
     def __init__(self, context: SessionContext) -> None:

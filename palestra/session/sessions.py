@@ -13,12 +13,11 @@ from palestra.types.records import EpisodeRecord
 
 
 class Sessions:
-    """Opens sessions, closes them when their leases end, and limits the calls in flight.
+    """Opens sessions, closes them at the end of their leases, and limits running calls.
 
     Attributes:
-        context: the objects that all sessions share.
-        in_flight: how many calls are being answered now.
-        seats: of the episodes that the server plays; None: the job has none.
+        in_flight: number of running calls.
+        seats: the slots of external players; None: the job has none.
     """
 
     def __init__(self, context: SessionContext, max_waiting_calls: int, seats: SeatBook | None = None) -> None:
@@ -31,10 +30,10 @@ class Sessions:
         context.store.episodes.on_lease_over.append(self._lease_over)
 
     async def open(self, episode_id: str, fence: int) -> EpisodeSession:
-        """Return the session of a lease, rebuilt from the store if it is not in memory, and renew the lease.
+        """Return the session of a lease, restored from the store if necessary, and renew the lease.
 
         Raises:
-            EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is not the episode's, or not any more.
+            EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is not, or no longer, the episode's.
         """
         store = self.context.store
         await store.episodes.renew(episode_id, fence)
@@ -47,11 +46,7 @@ class Sessions:
         return session
 
     async def players(self, episode_id: str, fence: int) -> Mapping[str, str]:
-        """Return who plays the roles of an episode that have a pool, by the role.
-
-        Raises:
-            NotFound: there is no such episode.
-        """
+        """Return the players of an episode's roles that have a pool."""
         if not self.context.policies.roles.pools:
             return {}
         session = self._episodes.get((episode_id, fence))
@@ -60,7 +55,7 @@ class Sessions:
 
     @asynccontextmanager
     async def stateless(self) -> AsyncIterator[StatelessSession]:
-        """Open a session for one request outside any episode; nothing of it is kept."""
+        """Provide an unrecorded session for one request outside episodes."""
         session = StatelessSession(self.context)
         self._stateless.add(session)  # so that `stop` can end the session
         try:
@@ -70,10 +65,10 @@ class Sessions:
             session.terminate(EpisodeEnded("this call is over"))
 
     async def begin(self, episode: EpisodeRecord) -> EpisodeSession:
-        """Return the session of a lease that this process has just been granted, under which nothing is recorded yet.
+        """Return the session of a lease that this process was just granted, without recorded calls.
 
         Raises:
-            EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is not the episode's any more.
+            EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is no longer the episode's.
         """
         await self.context.store.episodes.renew(episode.episode_id, episode.fence)
         lease = episode.episode_id, episode.fence
@@ -84,11 +79,11 @@ class Sessions:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Count one call of a client while the block runs, and refuse it if too many are in flight.
+        """Count a client's call inside the block, within the limit.
 
         Raises:
             TooManyRequests: the limit is reached.
-            PalestraError: the reason that `stop` was given.
+            PalestraError: the reason given to `stop`.
         """
         if self.in_flight >= self._limit and self._stopped is None:
             self.context.counts["calls_refused"] += 1
@@ -98,11 +93,7 @@ class Sessions:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count one call of this process while the block runs. Such calls are limited elsewhere.
-
-        Raises:
-            PalestraError: the reason that `stop` was given.
-        """
+        """Count a call of this process inside the block; its limits are elsewhere."""
         if self._stopped is not None:
             raise self._stopped
         self.in_flight += 1
@@ -112,7 +103,7 @@ class Sessions:
             self.in_flight -= 1
 
     def stop(self, reason: PalestraError) -> None:
-        """Take no more calls, and end those in flight; nothing of them is kept, and all raise `reason`."""
+        """Refuse new calls, and end running ones without recording; all raise `reason`."""
         self._stopped = reason
         if self.seats is not None:
             self.seats.stop(reason)

@@ -9,12 +9,9 @@ from palestra.types.states import TurnState, check_transition
 
 
 class Turn:
-    """One call on its way through the states. Only tokens of GENERATING are trained.
+    """One call and its states. Only tokens of GENERATING are trained.
 
-    After its reply the agent acts. `Turns` measures that time, because only a session knows when the next call comes.
-
-    Attributes:
-        state: the present state.
+    After the reply the agent acts; `Turns` measures that time, because only a session knows the next call.
     """
 
     def __init__(self, subject: str, times: StateTimes) -> None:
@@ -27,7 +24,7 @@ class Turn:
         """Change to the next state.
 
         Raises:
-            IllegalTransition: the lifecycle does not have this move.
+            IllegalTransition: the transition is not allowed.
         """
         check_transition(self._subject, self.state, following)
         if self.state in (TurnState.PENDING, TurnState.GENERATING):
@@ -38,17 +35,17 @@ class Turn:
 
 
 class Turns:
-    """The calls of a session that are in flight. While there are none, the agent or its environment acts."""
+    """The running calls of a session. Without any, the agent or its environment acts."""
 
     def __init__(self, subject: str, times: StateTimes) -> None:
-        """Start without calls. The arguments are those of `Turn`."""
+        """Start without calls; arguments as in `Turn`."""
         self._subject, self._times = subject, times
         self._open: set[Turn] = set()
         self._acting = False  # whether no call is in flight after there was one
         self._over = False
 
     def begin(self) -> Turn:
-        """Add a call in flight, which ends the time of the agent's action."""
+        """Add a running call, which ends the agent's action."""
         self._acted()
         turn = Turn(self._subject, self._times)
         self._open.add(turn)
@@ -62,18 +59,16 @@ class Turns:
             self._times.enter(TurnState.INTERACTING)
 
     def terminate(self) -> None:
-        """End the session: no further call will come, so the agent's time is not measured any more."""
+        """End the session, and stop measuring the agent's time."""
         self._over = True
         self._acted()
 
     def state(self, called: bool) -> TurnState:
-        """Return the state of the session.
-
-        GENERATING if any call is, else PENDING if any is; between calls the agent or its environment acts
-        (INTERACTING).
+        """Return the state of the session: GENERATING or PENDING if any call is, in this order; INTERACTING between
+        calls.
 
         Args:
-            called: whether there was any call before.
+            called: whether there was any earlier call.
         """
         if self._over:
             return TurnState.TERMINATED

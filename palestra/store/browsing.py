@@ -37,25 +37,22 @@ class EpisodeSummary:
     """One episode, as lists of episodes show it.
 
     Attributes:
-        episode_id: unique in the run.
         kind: `train`, `validation` or `adhoc`.
-        group_index: position of its group in the canonical order of its kind.
-        sample_index: position in its group.
-        task_id: of its task.
+        group_index: index of its group in the canonical order of its kind.
         state: `registered`, `claimed`, `completed` or `discarded`.
         rewards: by agent; None until it is completed.
         calls: model calls under its last lease.
-        completion_tokens: tokens that these calls sampled.
-        attempts: claims used so far.
-        cut: replies of these calls that ended at max_tokens.
+        completion_tokens: sampled by these calls.
+        attempts: claims so far.
+        cut: replies of these calls that reached max_tokens.
         forks: calls that lost exact tokens of an earlier one, by reason.
-        metadata: what the worker handed in with the reward, and `facts`.
-        facts: how it was played; see `EpisodeRecord`.
-        reason: why it was given back or discarded last; None of a completed one.
-        earlier_reason: of a completed one, why the attempt before failed; None: there was none.
-        worker_id: the worker that holds it; None: it is not claimed.
-        claimed_at: Unix seconds of that claim; None: it is not claimed.
-        players: who plays a role that has a pool, by the role; see `EpisodeRecord`.
+        metadata: the worker's metadata, and `facts`.
+        facts: see `EpisodeRecord`.
+        reason: why it was last given back or discarded; None of a completed one.
+        earlier_reason: of a completed one, why the previous attempt failed, if any.
+        worker_id: of a claimed episode.
+        claimed_at: Unix seconds; None: not claimed.
+        players: policies of roles that have a pool; see `EpisodeRecord`.
     """
 
     episode_id: str
@@ -80,12 +77,12 @@ class EpisodeSummary:
 
     @property
     def reward(self) -> float | None:
-        """Return the sum of the rewards of its agents; None until it is completed."""
+        """Return the sum of its agents' rewards; None until it is completed."""
         return None if self.rewards is None else float(sum(self.rewards.values()))
 
     @property
     def termination(self) -> str | None:
-        """Return how it ended: as its player recorded it, or the kind of the reason for which it was given back."""
+        """Return how it ended: the player's recorded termination, or the kind of reason for which it was given back."""
         found = self.facts.get("termination")
         if isinstance(found, str):
             return found
@@ -94,14 +91,11 @@ class EpisodeSummary:
 
 @contextmanager
 def browse(path: Path, seconds: float | None = None) -> Iterator[Connection]:
-    """Open a read-only connection to a run store. A job that writes to it at the same time is not disturbed.
+    """Open a read-only connection to a run store, without disturbing a job that writes to it.
 
     Args:
         path: of the file, `run.db`.
-        seconds: after which queries of the connection end; None: they may take any time.
-
-    Raises:
-        StoreError: the file is not a run store, or of another version of Palestra, or a query took too long.
+        seconds: time limit of the connection's queries; None: unlimited.
     """
     # SQLite would wait for the other end of a pipe, and holds the interpreter's lock in some of its calls.
     if path.exists() and not path.is_file():
@@ -118,7 +112,7 @@ def browse(path: Path, seconds: float | None = None) -> Iterator[Connection]:
 
 @contextmanager
 def _connected(path: Path, until: float) -> Iterator[Connection]:
-    """Open a connection, whose queries end at a time of the monotonic clock."""
+    """Open a connection whose queries end at a time of the monotonic clock."""
     try:
         with _engine(path.absolute()).begin() as connection:
             if until < math.inf:
@@ -136,23 +130,22 @@ def _connected(path: Path, until: float) -> Iterator[Connection]:
 
 @lru_cache(maxsize=64)
 def _engine(path: Path) -> Engine:
-    """Return the engine for a file, which opens a connection for each use, and keeps none.
+    """Return an engine for a file that opens a connection for each use.
 
-    The engine itself is kept, because it remembers how its statements are compiled, which takes longer than SQLite's
-    answers to most of them.
+    The engine is cached, because compiling a statement takes longer than most of SQLite's answers.
     """
     return open_engine(path, "FULL", read_only=True, pool=NullPool)
 
 
 def newest_event_number(path: Path, seconds: float) -> int | None:
-    """Return the number of the newest event, 0 if there is none; None: the store can't be read, and `browse` says why.
+    """Return the number of the newest event, 0 without events; None: the store cannot be read, and `browse` raises the
+    reason.
 
-    For those who ask several times a second: it takes a tenth of the time of `browse`, which prepares a connection for
-    any question.
+    Made for polling: it takes a tenth of the time of `browse`.
 
     Args:
         path: of the file, `run.db`.
-        seconds: that the answer may take.
+        seconds: time limit.
     """
     until = time.monotonic() + seconds
     try:
@@ -165,24 +158,18 @@ def newest_event_number(path: Path, seconds: float) -> int | None:
 
 
 def called_by(connection: Connection, policy: str) -> set[str]:
-    """Return the ids of the episodes in which a policy has sampled.
-
-    Args:
-        connection: from `browse`.
-        policy: by name.
-    """
+    """Return the ids of the episodes in which a policy has sampled."""
     found = select(chats.c.episode_id).where(chats.c.policy == policy).distinct()
     return set(connection.execute(found).scalars())
 
 
 def list_episodes(connection: Connection, kind: str | None, state: str | None, limit: int) -> list[EpisodeSummary]:
-    """Return the episodes that were claimed last, in canonical order.
+    """Return the most recently claimed episodes, in canonical order.
 
     Args:
         connection: from `browse`.
-        kind: of the episodes; None: any.
-        state: of the episodes; None: any.
-        limit: the most episodes to return.
+        kind: None: any.
+        state: None: any.
     """
     rows = newest_rows(connection, kind, state, limit)
     calls = calls_of(connection, [row.episode_id for row in rows])
@@ -190,7 +177,7 @@ def list_episodes(connection: Connection, kind: str | None, state: str | None, l
 
 
 def trained_steps(connection: Connection, episode_ids: Collection[str]) -> dict[str, int]:
-    """Return the step whose batch has each episode, by its id; one that is in no batch is left out."""
+    """Return the step whose batch contains each episode, by id; others are left out."""
     wanted, found = set(episode_ids), dict[str, int]()
     for step, names in connection.execute(select(manifests.c.step, manifests.c.episode_ids)):
         with suppress(ValueError, TypeError):  # a damaged batch says nothing of any episode
@@ -199,7 +186,7 @@ def trained_steps(connection: Connection, episode_ids: Collection[str]) -> dict[
 
 
 def last_state(connection: Connection) -> Any | None:
-    """Return kind and data of the newest event that says whether a run runs; None: there is none."""
+    """Return kind and data of the newest event about the run's state, or None."""
     wanted = select(events.c.kind, events.c.data).where(events.c.kind.in_(("running", "completed", "failed")))
     return connection.execute(wanted.order_by(events.c.event_id.desc()).limit(1)).first()
 
@@ -212,7 +199,7 @@ def _rows_of(kind: str | None, state: str | None) -> Select[Any]:
 
 
 def newest_rows(connection: Connection, kind: str | None, state: str | None, limit: int) -> list[Any]:
-    """Return the rows of `episodes` that `list_episodes` makes summaries of; see there."""
+    """Return the rows of `episodes` for `list_episodes`; see there."""
     newest = (
         _rows_of(kind, state)
         .order_by(
@@ -226,7 +213,7 @@ def newest_rows(connection: Connection, kind: str | None, state: str | None, lim
 
 
 def pieces_of_rows(connection: Connection, kind: str | None, state: str | None) -> Iterator[list[Any]]:
-    """Yield all rows of `episodes` in canonical order, a piece at a time; see `list_episodes`."""
+    """Yield all rows of `episodes` in canonical order, in pieces; see `list_episodes`."""
     place = (episodes.c.kind, episodes.c.group_index, episodes.c.sample_index)
     wanted = _rows_of(kind, state).order_by(*place).limit(PIECE)
     rows = list(connection.execute(wanted))
@@ -247,7 +234,7 @@ def read_episodes(
         state: such as `completed`; None: all.
 
     Raises:
-        StoreError: there is no run, or it can't be read.
+        StoreError: there is no run, or it cannot be read.
     """
     with browse(Path(run_dir) / "run.db") as connection:
         return list_episodes(connection, kind, state, sys.maxsize)
@@ -255,13 +242,12 @@ def read_episodes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeView:
-    """One episode with all of its calls, for people to look at.
+    """One episode with all of its calls, for display.
 
     Attributes:
-        trajectory: the episode and its calls.
-        step: the step whose batch it is in; None: it is in none.
-        group_state: of its group's lifecycle; None: it is in no group that is trained or scored.
-        failed_reason: why its last attempt that failed did so; None: none has failed.
+        step: the step whose batch contains it, if any.
+        group_state: None: it is in no group that is trained or scored.
+        failed_reason: of its last failed attempt, if any.
     """
 
     trajectory: Trajectory
@@ -275,11 +261,7 @@ def read_episode(connection: Connection, episode_id: str, known: Trajectory | No
 
     Args:
         connection: from `browse`.
-        episode_id: of the episode.
-        known: its calls, if the caller has read them; None: they are read.
-
-    Raises:
-        NotFound: no such episode.
+        known: its calls, if the caller has them.
     """
     found = read_trajectory(connection, episode_id) if known is None else known
     step = connection.execute(
@@ -300,11 +282,7 @@ def read_episode(connection: Connection, episode_id: str, known: Trajectory | No
 
 
 def read_row(connection: Connection, episode_id: str) -> Any:
-    """Return the row of `episodes` of an episode, for `summary`.
-
-    Raises:
-        NotFound: no such episode.
-    """
+    """Return an episode's row of `episodes`, for `summary`."""
     row = connection.execute(select(episodes).where(episodes.c.episode_id == episode_id)).first()
     if row is None:
         raise NotFound(f"there is no episode {episode_id}")
@@ -343,7 +321,6 @@ def summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
     """Return the summary of a row of `episodes`.
 
     Args:
-        row: of `episodes`.
         calls: rows with `versions`, `fork` and `finish_reason` of its calls.
     """
     # The lengths of the version spans add up to the completion's, so no compressed tokens have to be read.

@@ -40,19 +40,18 @@ _OF_LEASE = Prepared(
 
 
 class Calls:
-    """Records the calls of a job's episodes, and reads them.
+    """Records and reads the calls of a job's episodes.
 
-    A session appends to it; the learner and the commands that show episodes read trajectories from it.
+    Sessions append calls; the learner and commands read trajectories.
     """
 
     def __init__(self, db: Database) -> None:
         self._db = db
 
     def append(self, chat: Chat) -> Future[None]:
-        """Record a call; the future is done when the call is on disk, even if the client has disconnected.
+        """Record a call; the future resolves when it is on disk, even if the client has disconnected.
 
-        Raises (the future):
-            EpisodeLeaseExpired, EpisodeEnded: the lease under which the call was made is over.
+        The future raises EpisodeLeaseExpired or EpisodeEnded if the call's lease is over.
         """
 
         def insert(connection: Connection) -> None:
@@ -63,13 +62,10 @@ class Calls:
         return self._db.submit(insert, "chat_commit")
 
     async def of_lease(self, episode_id: str, fence: int) -> tuple[EpisodeRecord, tuple[Chat, ...]]:
-        """Return an episode and the calls that were recorded under one lease of it, from one consistent read.
+        """Return an episode and the calls under one of its leases, in one consistent read.
 
         Args:
-            fence: of the lease, which need not be the present one.
-
-        Raises:
-            NotFound: there is no such episode.
+            fence: of the lease, past or present.
         """
 
         def query(connection: Connection) -> tuple[EpisodeRecord, tuple[Chat, ...]]:
@@ -78,11 +74,7 @@ class Calls:
         return await self._db.read(query)
 
     async def trajectories(self, episode_ids: Sequence[str]) -> list[Trajectory]:
-        """Return episodes with the calls of their last lease, in the order of `episode_ids`.
-
-        Raises:
-            NotFound: one of them does not exist.
-        """
+        """Return episodes with the calls of their last lease, in the order of `episode_ids`."""
 
         def read(connection: Connection, piece: Sequence[str]) -> list[Trajectory]:
             return [read_trajectory(connection, name) for name in piece]
@@ -94,14 +86,8 @@ class Calls:
     async def oldest_tokens(self, episode_ids: Sequence[str], policies: Sequence[str]) -> dict[str, dict[str, int]]:
         """Return for each episode and policy the `n` of the oldest version that sampled a token under its last lease.
 
-        The learner uses it to leave out episodes that are staler than the job allows.
-
-        Args:
-            episode_ids: ids of episodes, any number.
-            policies: names of the policies whose tokens count.
-
-        Returns:
-            By episode id and policy; without episodes and policies that have no token.
+        The learner uses it to leave out episodes that are staler than the job allows. Pairs without tokens are left
+        out.
         """
 
         def query(connection: Connection, piece: Sequence[str]) -> dict[str, dict[str, int]]:
@@ -126,11 +112,7 @@ class Calls:
 
 
 def read_trajectory(connection: Connection, episode_id: str) -> Trajectory:
-    """Return an episode with the calls of its last lease.
-
-    Raises:
-        NotFound: no such episode.
-    """
+    """Return an episode with the calls of its last lease."""
     episode = read_episode(connection, episode_id)
     return Trajectory(episode=episode, steps=time_steps(episode, _of_lease(connection, episode_id, episode.fence)))
 
@@ -147,7 +129,7 @@ def time_steps(episode: EpisodeRecord, calls: Sequence[Chat]) -> tuple[TimeStep,
     """Return the TimeSteps of an episode that have calls, in order.
 
     Args:
-        episode: its rewards and times by TimeStep, if it has them, are copied to the TimeSteps.
+        episode: the source of rewards and times by TimeStep, if it has them.
         calls: of one lease of the episode, in any order.
     """
     by_step: dict[int, list[Chat]] = {}

@@ -1,4 +1,4 @@
-"""Which version of a policy plays a role that has a pool, decided when an episode is claimed."""
+"""Assigns policy versions to roles that have a pool, when an episode is claimed."""
 
 from __future__ import annotations
 
@@ -32,21 +32,20 @@ _RESULTS = Prepared(
 
 
 class Casting:
-    """Draws the versions that play, from the job's seed and what the store has.
+    """Draws the playing versions from the job's seed and the store.
 
-    Only the step of an episode's group decides which versions there are and which results count. What the learner does
-    at this moment does not, so the same attempt at an episode meets the same versions after a restart, too.
+    The step of an episode's group alone decides which versions exist and which results count, not the learner's
+    progress, so an attempt meets the same versions after a restart.
 
     Attributes:
-        roles: of the job.
-        done: number of steps that are done, for episodes outside the schedule.
+        done: number of finished steps, for episodes outside the schedule.
     """
 
     def __init__(self, roles: Roles, seed: int, max_staleness: int) -> None:
-        """Keep what decides.
+        """Create the object.
 
         Args:
-            max_staleness: how many steps ahead of the training an episode may be played.
+            max_staleness: number of steps by which episodes may be ahead of training.
         """
         self.roles, self.done = roles, 0
         self._seed, self._ahead = seed, max_staleness
@@ -54,10 +53,9 @@ class Casting:
         self._totals: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # points, games
 
     def players(self, connection: Connection, episode: EpisodeRecord) -> dict[str, str]:
-        """Return who plays each role that has a pool: a past version, or the policy itself.
+        """Return the player of each role that has a pool: a past version, or the policy itself.
 
-        All episodes of a group get the same, because their rewards are compared with one another: whom an episode
-        plays against must not decide whether its moves look good.
+        All episodes of a group have the same players, because their rewards are compared with each other.
         """
         done = self._done_before(connection, episode)
         found: dict[str, str] = {}
@@ -93,10 +91,10 @@ class Casting:
 
 
 def results(roles: Roles, players: Mapping[str, str], rewards: Mapping[str, float]) -> dict[str, float]:
-    """Return how an episode ended for those that learn, against each past version: 1 won, 0.5 drawn, 0 lost.
+    """Return the trained policies' result against each past version: 1 won, 0.5 drawn, 0 lost.
 
-    Compared are the mean reward of the agents that a trained policy plays, and that of the agents of the version. A
-    version without a reward of its own is left out.
+    Compares the mean rewards of the trained policies' agents and of the version's agents. A version without rewards is
+    left out.
 
     Args:
         rewards: of the episode, by agent.

@@ -27,7 +27,7 @@ _BLOCK = struct.Struct("<3sHH")
 
 
 def pack_array(array: NDArray[Any], kind: str) -> bytes:
-    """Return an array as a zlib stream of little-endian numbers. Arrays of up to `SHORT` bytes are not compressed.
+    """Return an array as a zlib stream of little-endian numbers, uncompressed up to `SHORT` bytes.
 
     Args:
         array: [n] token ids or logprobs.
@@ -38,10 +38,9 @@ def pack_array(array: NDArray[Any], kind: str) -> bytes:
 
 
 def _stored(data: bytes) -> bytes:
-    """Return a zlib stream of one block that is not compressed (RFC 1950 and 1951).
+    """Return a zlib stream of one uncompressed block (RFC 1950 and 1951).
 
-    The stream is a zlib stream, and not the bytes as they are, so that `unpack` needs no second format and its
-    checksum notices a damaged file.
+    It is still a zlib stream, so `unpack` needs no second format, and the checksum detects a damaged file.
     """
     # For a short reply zlib.compress would take ten times as long. Its calls also release the interpreter's lock,
     # and getting the lock back costs even more under load.
@@ -49,10 +48,9 @@ def _stored(data: bytes) -> bytes:
 
 
 def unpack(blob: bytes, kind: str) -> NDArray[Any]:
-    """Return the array [n] that `pack_array` was given, bit by bit.
+    """Return the array [n] given to `pack_array`, bit for bit.
 
     Args:
-        blob: what `pack_array` returned.
         kind: `i4` or `f4`, as for `pack_array`.
 
     Raises:
@@ -62,11 +60,7 @@ def unpack(blob: bytes, kind: str) -> NDArray[Any]:
 
 
 def rewards_to_json(rewards: Mapping[str, float | None] | Sequence[float]) -> str:
-    """Return the rewards of an episode as JSON for a text column.
-
-    Raises:
-        InvalidRequest: a reward is infinite or not a number, which JSON would turn into null: no score at all.
-    """
+    """Return the rewards of an episode as JSON for a text column."""
     for place, value in rewards.items() if isinstance(rewards, Mapping) else enumerate(rewards):
         if value is not None and not math.isfinite(value):
             raise InvalidRequest(f"the reward {place!r} is {value}; a reward is a finite number")
@@ -74,7 +68,7 @@ def rewards_to_json(rewards: Mapping[str, float | None] | Sequence[float]) -> st
 
 
 def episode_of(row: Any) -> EpisodeRecord:
-    """Return the episode that a row of `episodes` holds."""
+    """Return the episode of a row of `episodes`."""
     facts = {} if row.facts is None else orjson.loads(row.facts)
     return EpisodeRecord(
         episode_id=row.episode_id,
@@ -101,7 +95,7 @@ def episode_of(row: Any) -> EpisodeRecord:
 
 
 def chat_row(chat: Chat) -> dict[str, Any]:
-    """Return the row of `chats` for a call, with only the parts that its parent does not have."""
+    """Return the row of `chats` for a call, without the parts shared with its parent."""
     tools = () if chat.parent is None else chat.parent.tools
     return {
         "episode_id": chat.episode_id,
@@ -135,11 +129,10 @@ def chat_row(chat: Chat) -> dict[str, Any]:
 
 
 def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
-    """Return the call that a row of `chats` holds, linked to its parent.
+    """Return the call of a row of `chats`, linked to its parent.
 
     Args:
-        row: of `chats`.
-        earlier: the earlier calls of the same lease by their index, including the call's parent.
+        earlier: the earlier calls of the same lease by index, including the parent.
     """
     parent = None if row.parent is None else earlier[row.parent]
     inherited = () if parent is None else parent.tools
@@ -174,15 +167,12 @@ def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
 
 
 def _message_text(message: ChatMessage) -> str:
-    """Return a message as JSON without empty fields, which keeps rows small."""
+    """Return a message as JSON without empty fields, to keep rows small."""
     return message.model_dump_json(exclude_none=True, exclude=None if message.tool_calls else {"tool_calls"})
 
 
 def _more_text(sampling: SamplingParams) -> str | None:
-    """Return as JSON the parameters that have no column of their own and differ from their defaults.
-
-    None: there are none.
-    """
+    """Return the non-default parameters without their own columns as JSON; None: all have defaults."""
     more = {
         field.name: getattr(sampling, field.name)
         for field in fields(SamplingParams)
@@ -192,7 +182,7 @@ def _more_text(sampling: SamplingParams) -> str | None:
 
 
 def _more(text: str | None) -> dict[str, Any]:
-    """Return the parameters in a text of `_more_text`, with lists as tuples, which `SamplingParams` has."""
+    """Return the parameters of a `_more_text` text, with lists as tuples, as in `SamplingParams`."""
     more: dict[str, Any] = {} if text is None else orjson.loads(text)
     return more | {
         name: tuple(tuple(v) if isinstance(v, list) else v for v in value)
@@ -207,6 +197,6 @@ def _fork_text(fork: Fork) -> str:
 
 
 def fork_of(text: str) -> Fork:
-    """Return the fork that a text of the column `chats.fork` holds."""
+    """Return the fork of the column `chats.fork`."""
     reason, call, message, position = orjson.loads(text)
     return Fork(reason=ForkReason(reason), call=call, message=message, position=position)

@@ -1,4 +1,4 @@
-"""A copy of what a run has recorded until a moment, which does not change when the run continues."""
+"""Copies of a run's records up to a moment, unaffected by the continuing run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,10 @@ STORE = "run.db"  # in the folder of a run
 
 
 def completed_until(run_dir: Path, moment: float) -> int:
-    """Return how many training episodes of a run were completed until a moment; 0 where there is no run yet.
+    """Return the number of training episodes completed until a moment; 0 without a run.
 
     Args:
         moment: Unix seconds.
-
-    Raises:
-        StoreError: its store can't be read.
     """
     if not (run_dir / STORE).is_file():
         return 0
@@ -38,15 +35,12 @@ def completed_until(run_dir: Path, moment: float) -> int:
 
 
 def copy_completed(run_dir: Path, folder: Path, moment: float) -> None:
-    """Write a store with the training episodes of a run that were completed until a moment, whole or not at all.
+    """Write a store with the training episodes completed until a moment, atomically.
 
     Args:
         run_dir: folder of the run, which may be running.
-        folder: where the store is written, in place of what is there.
+        folder: for the store; its content is replaced.
         moment: Unix seconds.
-
-    Raises:
-        StoreError: the run's store can't be read, or the copy not be written.
     """
     temporary = folder.with_name(f".{folder.name}")
     with writing(folder):

@@ -50,12 +50,12 @@ class Episodes:
     def __init__(
         self, db: Database, leases: LeaseBook, rollout: RolloutConfig, clock: Clock, open_groups: OpenGroups
     ) -> None:
-        """Give each claimed episode a full period of its lease, because time passed while no server was running.
+        """Start a full lease period for each claimed episode, because time passed without a server.
 
         Args:
-            db: the run's database, with the tables of `tables.SCHEMA`.
-            leases: an empty book.
-            rollout: the limits of claims, leases and attempts.
+            db: with the tables of `tables.SCHEMA`.
+            leases: empty.
+            rollout: limits of claims, leases and attempts.
         """
         self._db, self.leases, self._rollout, self._clock = db, leases, rollout, clock
         self.available, self.open_groups = Notifier(), open_groups
@@ -70,7 +70,7 @@ class Episodes:
             self._grant(episode)
 
     async def register_adhoc(self, task: Task, request_id: str) -> str:
-        """Register an episode outside the schedule, and return its id. It is claimed by its id and never trained on.
+        """Register an episode outside the schedule, and return its id. It is claimed by id and never trained on.
 
         Args:
             request_id: a repeated request with the same id gets the same episode.
@@ -101,16 +101,13 @@ class Episodes:
     async def claim(
         self, worker_id: str, request_id: str, lease_seconds: float | None, episode_id: str | None = None
     ) -> EpisodeRecord | None:
-        """Hand out the next registered episode, or a named one, under a new lease.
+        """Claim the next registered episode, or a named one, under a new lease; None: claim later, after `available` is
+        notified.
 
         Args:
-            worker_id: of the worker that will play it.
             request_id: a repeated claim with the same id gets the same episode.
-            lease_seconds: the period of the lease; None: the job's.
-            episode_id: of an episode to claim; None: the next one.
-
-        Returns:
-            The claimed episode; None: none can be claimed now. `available` is notified when there is one.
+            lease_seconds: None: the job's.
+            episode_id: None: the next one.
 
         Raises:
             InvalidRequest: the lease is longer than the job allows.
@@ -139,11 +136,10 @@ class Episodes:
 
     @shielded
     async def claim_many(self, worker_id: str, request_id: str, count: int) -> list[EpisodeRecord]:
-        """Hand out up to `count` registered episodes in canonical order, in one transaction, with the job's lease.
+        """Claim up to `count` registered episodes in canonical order, in one transaction, with the job's lease.
 
         Args:
-            worker_id: of the worker that will play them.
-            request_id: of this claim; each episode's claim gets an id of its own that begins with it.
+            request_id: prefix of the episodes' own claim ids.
         """
         seconds, now = self._rollout.lease_seconds, self._clock.now()
 
@@ -170,16 +166,14 @@ class Episodes:
 
     @shielded
     async def end(self, episode_id: str, fence: int, end: EpisodeEnd) -> bool:
-        """Complete an episode with its rewards, in one transaction.
+        """Complete an episode with its rewards in one transaction; return False if it was already completed with the
+        same body.
 
         Args:
             fence: of the lease under which it was played.
 
-        Returns:
-            True if the episode was completed now; False if it was before, with the same body.
-
         Raises:
-            Conflict: the episode was completed before with another body.
+            Conflict: the episode was completed with another body.
             EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
             InvalidRequest: there are fewer step rewards than TimeSteps with calls, or a reward is not finite.
         """
@@ -226,7 +220,7 @@ class Episodes:
 
         Args:
             fence: of the lease under which it was played.
-            discard: whether it must not be played again. It is also discarded when its attempts are used up.
+            discard: never play it again, as is the case after its last attempt anyway.
             counts: whether the attempt is one of the job's `max_attempts`; False if the server caused its end.
 
         Raises:
@@ -239,7 +233,7 @@ class Episodes:
         self._given_back(episode_id, fence, following)
 
     async def expire_leases(self) -> int:
-        """Give back every episode whose lease has expired, with an event `lease_expired`, and return their number."""
+        """Give back every episode with an expired lease, with an event `lease_expired`, and return their number."""
         expired = 0
         for episode_id, fence in self.leases.expired():
             try:
@@ -263,7 +257,7 @@ class Episodes:
         self._given_back(episode_id, fence, await self._db.write(give_back))
 
     async def renew(self, episode_id: str, fence: int) -> None:
-        """Start the period of a lease again, as every call of its worker does.
+        """Restart the period of a lease, as every call of its worker does.
 
         Raises:
             EpisodeLeaseExpired, EpisodeEnded, NotFound: the worker does not hold the episode.
@@ -272,15 +266,11 @@ class Episodes:
             await self._db.read(lambda c: lifecycle.held(c, episode_id, fence))
 
     async def get(self, episode_id: str) -> EpisodeRecord:
-        """Return one episode as it is stored now.
-
-        Raises:
-            NotFound: there is no such episode.
-        """
+        """Return one episode."""
         return await self._db.read(lambda c: lifecycle.read_episode(c, episode_id))
 
     async def counts(self) -> Counts:
-        """Return how many episodes are in each state, over all kinds."""
+        """Return the number of episodes in each state, over all kinds."""
 
         def query(connection: Connection) -> Counts:
             rows = connection.execute(select(episodes.c.state, func.count()).group_by(episodes.c.state))
@@ -293,8 +283,8 @@ class Episodes:
     def _claiming(self, count: int, episode_id: str | None = None) -> Iterator[int | None]:
         """Track claims in progress.
 
-        Yields `max_claimed` only if it might be exceeded, so most claims need no COUNT query; 0 for a weight sync,
-        which lets only a repeated claim find its episode.
+        Yields `max_claimed` only if it might be exceeded, so most claims need no COUNT query; 0 during a weight sync,
+        which admits only repeated claims.
         """
         limit = 0 if self.sync_lock.refuses(episode_id) else self._rollout.max_claimed
         self._being_claimed += count
@@ -316,7 +306,7 @@ class Episodes:
         self.leases.grant(episode.episode_id, episode.fence, episode.lease_seconds, episode.worker_id or "")
 
     def _given_back(self, episode_id: str, fence: int, following: EpisodeState) -> None:
-        """End a lease whose episode was given back or discarded, and notify the tasks that wait for it."""
+        """End the lease of an episode that was given back or discarded, and notify waiting tasks."""
         self._lease_over(episode_id, fence)
         if following is EpisodeState.REGISTERED:
             self.available.notify(1)
@@ -325,7 +315,7 @@ class Episodes:
             self.played.notify()
 
     def _lease_over(self, episode_id: str, fence: int) -> None:
-        """Forget a lease, call `on_lease_over`, and wake claims that a limit may have kept waiting."""
+        """Drop a lease, call `on_lease_over`, and wake claims that a limit may have delayed."""
         if self._limit_reached or self._rollout.max_per_worker is not None:
             self._limit_reached = False
             self.available.notify()  # all of them, because each may have waited for another limit

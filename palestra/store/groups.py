@@ -66,37 +66,37 @@ class GroupNow(NamedTuple):
 
 
 class Played(NamedTuple):
-    """The ids of a group's completed episodes, by sample index, and the number of those that were discarded."""
+    """The ids of a group's completed episodes, by sample index, and the number of discarded ones."""
 
     completed: list[str]
     discarded: int
 
 
 class Groups:
-    """Registers groups of episodes, and waits for them. The learner decides when a group is ready or replaced.
+    """Registers groups of episodes, and waits for them; the learner decides about their states.
 
-    A method that changes something returns when the change is on disk.
+    Methods return when their changes are on disk.
 
     Attributes:
         available: notified when episodes can be claimed.
-        open: the groups of which an episode may still be completed.
+        open: groups with unfinished episodes.
     """
 
     def __init__(self, db: Database, clock: Clock, available: Notifier, open_groups: OpenGroups) -> None:
         self._db, self._clock, self.available, self.open = db, clock, available, open_groups
 
     async def register(self, kind: EpisodeKind, group_index: int, step: int, task: Task, size: int) -> None:
-        """Register one group, whose episodes all play one task; see `register_many`."""
+        """Register a group whose episodes all play one task; see `register_many`."""
         await self.register_many(kind, step, {group_index: (task,)}, size)
 
     async def register_many(self, kind: EpisodeKind, step: int, tasks: Mapping[int, Sequence[Task]], size: int) -> None:
-        """Register groups and their episodes, a piece at a time; a group that exists already is not changed.
+        """Register groups and their episodes, in pieces; existing groups are not changed.
 
         Args:
             step: train: the step that trains on them; validation: the number of steps after which they are scored.
-            tasks: what the episodes of a group play in turn, by the group's position in the canonical order of its
-                kind. The first task is the group's name in lists.
-            size: number of episodes of each group.
+            tasks: by group index in canonical order; a group's episodes play its tasks in turn, and the first one names
+                the group in lists.
+            size: episodes of each group.
         """
         for piece in pieces(list(tasks.items()), max(1, MOST_ADDED // size)):
             await self._register(kind, step, dict(piece), size)
@@ -127,11 +127,11 @@ class Groups:
 
     @shielded
     async def register_again(self, kind: EpisodeKind, step: int, names: Mapping[int, Sequence[str]]) -> None:
-        """Add an episode of the same task for each episode that is too stale, with an event `episode_stale`.
+        """Add an episode of the same task for each stale episode, with an event `episode_stale`.
 
         Args:
             step: of the groups.
-            names: ids of these episodes, by group index.
+            names: ids of the stale episodes, by group index.
         """
         now = self._clock.now()
 
@@ -156,15 +156,11 @@ class Groups:
 
     @shielded
     async def register_recorded(self, group_index: int, step: int, recorded: RecordedEpisode) -> None:
-        """Enter a training group of one episode that was played elsewhere, complete with its calls.
-
-        A group that exists already is not changed.
+        """Add a training group of one episode that was played elsewhere, with its calls; an existing group is not
+        changed.
 
         Args:
-            group_index: position of the group in the canonical order.
-
-        Raises:
-            InvalidRequest: a reward is not finite.
+            group_index: in canonical order.
         """
         name = episode_name("train", group_index, 0)
         episode = {
@@ -199,7 +195,7 @@ class Groups:
         return await self._db.read(lambda connection: _of_step(connection, kind, step))
 
     async def settled_of_step(self, kind: EpisodeKind, step: int) -> tuple[int, int]:
-        """Return (settled episodes, all episodes) of the groups of a step that were not replaced."""
+        """Return (settled episodes, all episodes) of a step's groups, without replaced ones."""
 
         def query(connection: Connection) -> tuple[int, int]:
             done, due = connection.execute(_SETTLED_OF_STEP, {"kind": kind, "step": step}).one()
@@ -208,7 +204,7 @@ class Groups:
         return await self._db.read(query)
 
     async def replies_of_step(self, kind: EpisodeKind, step: int) -> tuple[int, int]:
-        """Return (replies, those that were cut at max_tokens) of the episodes of a step, each of its last lease."""
+        """Return (replies, replies that reached max_tokens) of a step's episodes under their last leases."""
 
         def query(connection: Connection) -> tuple[int, int]:
             replies, cut = connection.execute(_REPLIES_OF_STEP, {"kind": kind, "step": step}).one()
@@ -217,9 +213,9 @@ class Groups:
         return await self._db.read(query)
 
     async def sampled_tokens(self, steps: range, policies: Sequence[str]) -> int:
-        """Return how many tokens some policies have sampled in the completed training episodes of some steps.
+        """Return the number of tokens that policies sampled in the completed training episodes of steps.
 
-        Calls of an episode's last lease count, also in groups that were dropped.
+        It includes calls of last leases, and dropped groups.
         """
         wanted = (
             select(chats.c.versions)
@@ -236,7 +232,7 @@ class Groups:
         return await self._db.read(query)
 
     async def discard_reasons(self, kind: EpisodeKind, step: int) -> list[str]:
-        """Return why each discarded episode of a step was discarded, dropped groups included."""
+        """Return the reasons of a step's discarded episodes, including dropped groups."""
         wanted = (
             select(episodes.c.reason)
             .join(groups, _OF_GROUP)
@@ -250,7 +246,7 @@ class Groups:
         return await self._db.read(query)
 
     async def number_open(self, kind: EpisodeKind) -> int:
-        """Return how many groups have an episode that may still be completed."""
+        """Return the number of groups with unfinished episodes."""
         states = [state.value for state in OPEN_STATES]
         wanted = select(func.count(sa.distinct(episodes.c.group_index))).where(
             episodes.c.state.in_(states), episodes.c.kind == kind
@@ -267,7 +263,7 @@ class Groups:
         return await self._db.read(query)
 
     async def alive(self, kind: EpisodeKind, steps: range) -> dict[int, int]:
-        """Return how many groups of some steps were not replaced, by step; without those that have none."""
+        """Return the number of groups that were not replaced, by step; steps without any are left out."""
         wanted = (
             select(groups.c.step, func.count())
             .where(groups.c.kind == kind, groups.c.step >= steps.start, groups.c.step < steps.stop)
@@ -277,7 +273,7 @@ class Groups:
         return await self._db.read(lambda connection: {step: n for step, n in connection.execute(wanted)})
 
     async def played(self, kind: EpisodeKind, indices: Sequence[int]) -> dict[int, Played]:
-        """Return what was played of groups, by group index."""
+        """Return the played episodes of groups, by group index."""
 
         def query(connection: Connection) -> dict[int, Played]:
             found = {index: Played([], 0) for index in indices}
@@ -297,18 +293,18 @@ class Groups:
         return await self._db.read(query)
 
     async def wait_settled(self, kind: EpisodeKind, step: int) -> None:
-        """Return when no episode of a step is open."""
+        """Wait until no episode of a step is open."""
         while any(group.is_open for group in await self.now(kind, step)):
             await self.open.wait(kind, step, 1, WAKE_SECONDS)
 
     async def settle(self, kind: EpisodeKind, following: Mapping[int, GroupState]) -> None:
         """Move groups from OPEN to READY, DROPPED or SKIPPED, in one transaction.
 
-        A group that is in that state already is not changed. Of one that is to be replaced there is an event
-        `group_dropped` or `group_skipped`.
+        A group already in its new state is not changed. Replaced groups get an event `group_dropped` or
+        `group_skipped`.
 
         Args:
-            following: the state of each group, by its index.
+            following: new states by group index.
 
         Raises:
             IllegalTransition: a group was settled in another way; none is changed.
@@ -375,7 +371,7 @@ def _of_step(connection: Connection, kind: EpisodeKind, step: int) -> list[tuple
 
 
 def open_groups(connection: Connection) -> OpenGroups:
-    """Return the groups of a store of which an episode may still be completed."""
+    """Return the groups of a store with unfinished episodes."""
     return OpenGroups((kind, step, index, number) for kind, step, index, number in connection.execute(_OPEN))
 
 

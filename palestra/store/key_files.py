@@ -1,4 +1,4 @@
-"""The files of a run that hold its keys: `secret`, from which keys are derived, and `api_key`, which people read."""
+"""A run's key files: `secret`, from which keys are derived, and `api_key`, for people."""
 
 from __future__ import annotations
 
@@ -28,14 +28,12 @@ _FORM = re.compile(rf"[0-9a-f]{{{2 * SECRET_BYTES}}}", re.ASCII)
 
 
 class SecretFile:
-    """A run's secret while its job runs. Once `rotate_keys` has returned, every request is checked with the new one."""
+    """A run's secret while its job runs. After `rotate_keys` has returned, every request is checked
+    with the new one.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Read the secret, after writing one if the run has none.
-
-        Raises:
-            ConfigError: the file does not hold a secret.
-        """
+        """Read the secret, and create one first if the run has none."""
         self._folder, self._path = folder, folder / SECRET
         if not self._path.exists():
             write_private(self._path, secrets.token_hex(SECRET_BYTES))
@@ -44,9 +42,8 @@ class SecretFile:
         self._look_again_at = 0.0  # monotonic seconds
 
     def current(self) -> bytes:
-        """Return the secret, read again if the file has changed.
-
-        If the file is gone or damaged, the last good secret is returned, so that a running job stays reachable.
+        """Return the secret, read again if the file has changed; the last good one if the file is
+        missing or damaged.
         """
         seen = self._status()
         if seen is not None and seen != self._seen:
@@ -58,9 +55,8 @@ class SecretFile:
         return self._secret
 
     def recent(self) -> bytes:
-        """Return the secret that `current` has returned within the last `LOOK_SECONDS`, or now.
-
-        A rotation waits for that time before it returns.
+        """Return the secret that `current` returned within the last `LOOK_SECONDS`, or now; a rotation waits for that
+        time.
         """
         # A look at the file lets other threads run, and a busy server waits longer for its turn than for the file.
         now = time.monotonic()
@@ -70,10 +66,7 @@ class SecretFile:
         return self._secret
 
     def _status(self) -> tuple[int, int, int] | None:
-        """Return inode, modification time and size of the file, by which a change is noticed.
-
-        None: there is no file.
-        """
+        """Return inode, modification time and size of the file, for change detection, or None without a file."""
         try:
             status = os.stat(self._path)
         except OSError:
@@ -82,12 +75,7 @@ class SecretFile:
 
 
 def read_secret(folder: Path) -> bytes:
-    """Return the secret from which a run's keys are derived.
-
-    Raises:
-        ConfigError: the file is empty, short or damaged, or another user could have written it, so that keys of the run
-            could be guessed.
-    """
+    """Return the secret from which a run's keys are derived."""
     path = folder / SECRET
     text = read_own(path).decode(errors="replace").strip()
     if _FORM.fullmatch(text) is None:
@@ -101,16 +89,16 @@ def read_secret(folder: Path) -> bytes:
 def rotate_keys(folder: Path, job: str) -> str:
     """Replace a run's secret, and return its new key when a running job uses both.
 
-    The old key, and the keys of all episodes that were claimed under it, then open nothing. If this is killed between
-    the two files, the next start of the job or the next rotation makes them fit each other again.
+    The old key and those of all claimed episodes become invalid. If the process is killed between writing the two
+    files, the next start of the job or the next rotation repairs them.
 
     Args:
-        job: the job's name, as its configuration has it.
+        job: the job's name in its configuration.
 
     Raises:
         NotFound: the run has no keys yet.
-        Conflict: the key was given to the run in the variable PALESTRA_API_KEY, and can only be changed there.
-        ConfigError: the secret can't be used.
+        Conflict: the key comes from the variable PALESTRA_API_KEY, and can only be changed there.
+        ConfigError: the secret is not usable.
     """
     with _locked(folder):
         try:
@@ -133,20 +121,17 @@ def rotate_keys(folder: Path, job: str) -> str:
 
 
 def publish_key(folder: Path, key: Callable[[], str]) -> None:
-    """Write a job's key where people and workers of this machine find it.
+    """Write a job's key for people and workers of this machine.
 
     Args:
-        key: returns the key of the moment; a rotation of another process is over by then, or has not begun.
-
-    Raises:
-        StoreError: it could not be written.
+        key: returns the current key, called while no other process is rotating it.
     """
     with _locked(folder):
         _write_key(folder, key())
 
 
 def _write_key(folder: Path, key: str) -> None:
-    """Write the key that fits the secret, or was given in its place; with the folder locked."""
+    """Write the key, derived from the secret or given; requires the folder's lock."""
     write_private(folder / API_KEY, key)
     with writing(folder / ROTATING):
         (folder / ROTATING).unlink(missing_ok=True)
@@ -154,12 +139,12 @@ def _write_key(folder: Path, key: str) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from writing the keys of a run meanwhile; the job that runs there does not hold this lock.
+    """Lock the keys of a run against other writers; the run's job does not hold this lock.
 
     Raises:
-        NotFound: there is no such folder.
-        ConfigError: another user has made the lock.
-        StoreError: it can't be locked.
+        NotFound: the folder does not exist.
+        ConfigError: another user created the lock.
+        StoreError: locking failed.
     """
     try:
         with writing(folder):
@@ -182,7 +167,7 @@ def job_key(secret: bytes, job: str) -> str:
 
 
 def seat_key(secret: bytes, job: str, role: str) -> str:
-    """Return the key that claims one seat of a job's episodes, and nothing else."""
+    """Return the key that claims one player slot of a job's episodes, and nothing else."""
     return "pr-" + sign(secret, job, "seat", role)
 
 
@@ -190,18 +175,14 @@ def sign(secret: bytes, job: str, *parts: str) -> str:
     """Return 160 bits of HMAC-SHA-256 as hexadecimal digits, which only the owner of the secret can compute.
 
     Args:
-        parts: what the key opens; no part contains a NUL, which separates them.
+        parts: identify the key's purpose; separated by NUL, which no part contains.
     """
     message = "\0".join((job, *parts)).encode()
     return hmac.new(secret, message, hashlib.sha256).hexdigest()[:40]
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a text into a file that only its owner can read, whole or not at all.
-
-    No line feed follows, so that a script may put what it reads into a header as it is.
-
-    Raises:
-        StoreError: the file could not be written.
+    """Write a file atomically that only its owner can read, without a final line feed, so that scripts can use its
+    content as a header.
     """
     write_whole(path, text.encode(), 0o600)

@@ -1,4 +1,4 @@
-"""Which worker holds which episode, and until when. In memory: a restart gives every live lease a full period."""
+"""The leases of workers on episodes, in memory: a restart gives every live lease a full period."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ class Lease:
     """The lease of one claimed episode. Times are monotonic seconds.
 
     Attributes:
-        fence: of the claim.
         seconds: its period.
-        expires_at: when it expires; every call moves it forward.
-        deadline: when it expires in any case; never moved.
-        worker_id: the worker that claimed the episode.
-        claimed_at: of the claim; after a restart, of the restart.
-        held: calls in flight. While there are any, the server itself delays the worker, so the lease does not expire.
-        picture_bytes: that were added to the pictures of the run under it.
+        expires_at: moved by every call.
+        deadline: the latest expiry, never moved.
+        claimed_at: after a restart, the time of the restart.
+        held: running calls; while there are any, the lease does not expire, because the server is what delays the
+            worker.
+        picture_bytes: added to the run's pictures under it.
     """
 
     fence: int
@@ -38,13 +37,11 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """The worker that holds an episode, for people to read.
+    """The worker that holds an episode, for people.
 
     Attributes:
-        episode_id: of the episode.
-        worker_id: of the worker.
         claimed_seconds: since the claim, or since the server started.
-        heard_seconds: since the last call or heartbeat of the episode; 0 while a call is in flight.
+        heard_seconds: since the episode's last call or heartbeat; 0 during a call.
     """
 
     episode_id: str
@@ -64,7 +61,7 @@ class LeaseBook:
         return len(self._leases)
 
     def grant(self, episode_id: str, fence: int, seconds: float, worker_id: str = "") -> None:
-        """Start a lease; for a lease that is known already, start its period again."""
+        """Start a lease; restart the period of a known one."""
         now = self._clock.monotonic()
         known = self._leases.get(episode_id)
         if known is not None and known.fence == fence:
@@ -73,7 +70,7 @@ class LeaseBook:
             self._leases[episode_id] = Lease(fence, seconds, now + seconds, now + self._max, worker_id, now)
 
     def renew(self, episode_id: str, fence: int) -> bool:
-        """Start the period of a lease again; return False if it is not the episode's present lease."""
+        """Restart the period of a lease; return False if it is not the episode's present lease."""
         lease = self._leases.get(episode_id)
         if lease is None or lease.fence != fence:
             return False
@@ -82,7 +79,7 @@ class LeaseBook:
 
     @contextmanager
     def hold(self, episode_id: str, fence: int) -> Iterator[None]:
-        """Keep a lease from expiring while a call under it is in flight, and renew it at the end."""
+        """Keep a lease from expiring during a call, and renew it at the end."""
         lease = self._leases.get(episode_id)
         if lease is None or lease.fence != fence:
             yield
@@ -95,10 +92,7 @@ class LeaseBook:
             lease.expires_at = self._clock.monotonic() + lease.seconds
 
     def holders(self, limit: int) -> list[Holder]:
-        """Return the workers of the `limit` episodes that have been silent for the longest time.
-
-        May be called from other threads than the one that changes the leases.
-        """
+        """Return the workers of the `limit` episodes that have been silent longest. Thread-safe."""
         now = self._clock.monotonic()
         found = (
             Holder(
@@ -117,24 +111,22 @@ class LeaseBook:
         return {lease.worker_id for lease in self._leases.values()}
 
     def drop(self, episode_id: str, fence: int) -> None:
-        """Forget a lease, because its episode was ended or given back."""
+        """Remove the lease of an episode that ended or was given back."""
         lease = self._leases.get(episode_id)
         if lease is not None and lease.fence == fence:
             del self._leases[episode_id]
 
     @contextmanager
     def charge_picture(self, episode_id: str, fence: int, most: int, size: int) -> Iterator[None]:
-        """Count a picture that the block adds to those of the run under a lease, unless the block raises.
-
-        Entered by one thread at a time.
+        """Charge a picture to a lease, unless the block raises; one thread at a time.
 
         Args:
-            most: bytes that may be added under one lease.
+            most: bytes allowed under one lease.
             size: of the picture, in bytes.
 
         Raises:
             EpisodeLeaseExpired: it is not the episode's present lease.
-            PayloadTooLarge: there would be more than `most`.
+            PayloadTooLarge: the total would exceed `most`.
         """
         lease = self._leases.get(episode_id)
         if lease is None or lease.fence != fence:
@@ -154,7 +146,7 @@ class LeaseBook:
             raise
 
     def expired(self) -> list[tuple[str, int]]:
-        """Return (episode id, fence) of every lease that has expired."""
+        """Return (episode id, fence) of every expired lease."""
         now = self._clock.monotonic()
         return [
             (episode_id, lease.fence)

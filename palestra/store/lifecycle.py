@@ -1,6 +1,6 @@
 """The lifecycle of an episode, as operations on a connection.
 
-The writing thread runs one operation after another, so each sees the changes of all earlier ones.
+The writing thread runs operations one after another, so each sees the changes of all earlier ones.
 """
 
 from __future__ import annotations
@@ -65,28 +65,24 @@ def episode_name(kind: EpisodeKind, group_index: int, sample_index: int) -> str:
     """Return the id of a scheduled episode, which is the same in every run of a job.
 
     Args:
-        group_index: position of its group in the canonical order of its kind.
-        sample_index: position of the episode in its group.
+        group_index: index of its group in canonical order.
+        sample_index: index in its group.
     """
     return f"{group_name(kind, group_index)}-{sample_index:02d}"
 
 
 def group_name(kind: EpisodeKind, group_index: int) -> str:
-    """Return with what the ids of a group's episodes begin."""
+    """Return the common prefix of a group's episode ids."""
     return f"{kind}-{group_index:06d}"
 
 
 def episode_kind(episode_id: str) -> str:
-    """Return the kind of an episode, with which its id begins."""
+    """Return the kind of an episode, the first part of its id."""
     return episode_id.partition("-")[0]
 
 
 def read_episode(connection: Connection, episode_id: str) -> EpisodeRecord:
-    """Return one episode as the connection's transaction sees it.
-
-    Raises:
-        NotFound: there is no such episode.
-    """
+    """Return one episode in the connection's transaction."""
     return _episode(_BY_ID.row(connection, {"episode_id": episode_id}), episode_id)
 
 
@@ -99,14 +95,14 @@ def _episode(row: Any, episode_id: str) -> EpisodeRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """A worker's wish for an episode.
+    """A worker's request for an episode.
 
     Attributes:
         request_id: a repeated claim with the same id gets the same episode.
-        lease_seconds: the period of the lease, kept with the episode for a restart.
+        lease_seconds: stored with the episode for a restart.
         now: Unix seconds.
-        episode_id: of the episode to claim; None: the next one.
-        most: how many episodes of one group the worker may hold at the same time; None: any number.
+        episode_id: None: the next one.
+        most: episodes of one group that the worker may hold at the same time; None: unlimited.
     """
 
     worker_id: str
@@ -122,13 +118,12 @@ def take(
 ) -> EpisodeRecord | None:
     """Claim the next registered episode in canonical order, or a named one: REGISTERED → CLAIMED.
 
+    Return None if none is available or a limit is reached.
+
     Args:
         connection: in a transaction of the writing thread.
-        most_claimed: how many episodes all workers together may hold; None: any number.
-        casting: says who plays the roles that have a pool; None: no role has one.
-
-    Returns:
-        The claimed episode; None: none is registered, or the limits do not allow another claim.
+        most_claimed: limit over all workers together; None: unlimited.
+        casting: None: no role has a pool.
 
     Raises:
         ClaimOver: the claim of this `request_id` is over.
@@ -177,8 +172,8 @@ def held(connection: Connection, episode_id: str, fence: int) -> EpisodeRecord:
     """Return the episode if it is claimed under this fence.
 
     Raises:
-        EpisodeLeaseExpired, EpisodeEnded: it is not, or not any more.
-        NotFound: there is no such episode.
+        EpisodeLeaseExpired, EpisodeEnded: it is not, or no longer.
+        NotFound: the episode does not exist.
     """
     return _held(read_episode(connection, episode_id), fence)
 
@@ -198,16 +193,16 @@ def _held(episode: EpisodeRecord, fence: int) -> EpisodeRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeEnd:
-    """What a worker hands in at the end of an episode.
+    """A worker's report at the end of an episode.
 
     Attributes:
         rewards: by agent.
-        step_rewards: one for each TimeStep; None: the reward is for the whole episode.
-        metadata: what the worker says about the episode, for people.
-        step_times: one for each TimeStep; None: not known.
-        named_rewards: of which `rewards` is the weighted sum; None: there are none.
-        agent_step_rewards: of which `step_rewards` are the sums; None: not known, or not needed.
-        facts: how it was played; see `EpisodeRecord`. None: nothing is known.
+        step_rewards: one per TimeStep; None: the reward is for the whole episode.
+        metadata: for people.
+        step_times: one per TimeStep; None: unknown.
+        named_rewards: terms of the weighted sum `rewards`, if any.
+        agent_step_rewards: terms of the sums `step_rewards`, if known and needed.
+        facts: see `EpisodeRecord`.
     """
 
     rewards: Mapping[str, float]
@@ -340,17 +335,16 @@ def give_back(
     now: float,
     counts: bool = True,
 ) -> EpisodeState:
-    """Give an episode back: CLAIMED → REGISTERED, or → DISCARDED on request or when its attempts are used up.
+    """Give an episode back: CLAIMED → REGISTERED, or → DISCARDED on request or after its last attempt.
+
+    Return the new state.
 
     Args:
         connection: in a transaction of the writing thread.
         fence: of the lease under which it was played.
-        discard: whether it must not be played again.
+        discard: never play it again.
         now: Unix seconds.
-        counts: whether this attempt is one of them; False: the episode has as many attempts left as before the claim.
-
-    Returns:
-        The state that the episode has now.
+        counts: whether this attempt is one of `max_attempts`.
 
     Raises:
         EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
@@ -367,18 +361,18 @@ def give_back(
 
 
 def number_claimed(connection: Connection) -> int:
-    """Return how many episodes are claimed now, by all workers together."""
+    """Return the number of claimed episodes of all workers."""
     return int(_CLAIMED.row(connection, {})[0])
 
 
 def live(connection: Connection) -> list[EpisodeRecord]:
-    """Return all claimed episodes, which a restart gives new leases."""
+    """Return all claimed episodes, which get new leases at a restart."""
     rows = connection.execute(select(episodes).where(episodes.c.state == EpisodeState.CLAIMED.value))
     return [episode_of(row) for row in rows]
 
 
 def _next(connection: Connection, worker_id: str, most: int | None) -> EpisodeRecord | None:
-    """Return the next registered episode in canonical order, validation first; None: there is none for this worker."""
+    """Return the next registered episode for this worker in canonical order, validation first, or None."""
     for kind in CLAIM_ORDER:
         if most is None:
             row = _NEXT.row(connection, {"kind": kind})

@@ -24,24 +24,24 @@ PAGE = 500  # episodes that are read together
 
 
 class LoadedRun:
-    """A run in a folder, finished or running. Each method reads the run as it is at that moment, and changes nothing.
+    """A run in a folder, finished or running. Methods read its present state and change nothing.
 
-    Rows are dicts: `pandas.DataFrame(run.episodes())` and `polars.DataFrame(run.episodes())` take them.
-    A damaged record is left out of `calls` and `tokens`; `episodes` names it in its column `damaged`.
+    Rows are dicts: `pandas.DataFrame(run.episodes())` and `polars.DataFrame(run.episodes())` accept them. A damaged
+    record is left out of `calls` and `tokens`; `episodes` names it in its column `damaged`.
     """
 
     def __init__(self, path: Path | str) -> None:
-        """Name the run's folder; nothing is read yet.
+        """Create the object without reading the run.
 
         Raises:
-            NotFound: the folder is not that of a run.
+            NotFound: the folder is not a run's.
         """
         self.path = Path(path)
         if not (self.path / "run.db").is_file():
             raise NotFound(f"{self.path} is not the folder of a run (it has no run.db)")
 
     def __repr__(self) -> str:
-        """Return the call that makes the object."""
+        """Return the call that creates the object."""
         return f"load_run({str(self.path)!r})"
 
     @property
@@ -49,12 +49,12 @@ class LoadedRun:
         """Return the configuration of the run.
 
         Raises:
-            ConfigError: there is none, or it can't be read.
+            ConfigError: it is missing or cannot be read.
         """
         return load_saved_config(self.path)
 
     def metrics(self) -> list[Row]:
-        """Return a row for each finished step: `step`, and each metric that it has (docs/reference/metrics.md)."""
+        """Return a row for each finished step: `step`, and each of its metrics (docs/reference/metrics.md)."""
         with browse(self.path / "run.db") as connection:
             return [dict(row) for row in readable_metrics(connection).rows]
 
@@ -64,7 +64,7 @@ class LoadedRun:
         Args:
             kind: `train`, `validation` or `adhoc`; None: all.
             state: such as `completed`; None: all.
-            step: the step that trains them or, of validation, before which they are scored; None: all.
+            step: the step that trains them or, for validation, before which they are scored; None: all.
         """
         with browse(self.path / "run.db") as connection:
             return [row for row, _ in _episodes(connection, kind, state, step, None)]
@@ -73,7 +73,7 @@ class LoadedRun:
         """Return a row for each model call of the last attempt of completed episodes.
 
         Args:
-            episode_id: the only episode, completed or not; None: all completed ones.
+            episode_id: only this episode, completed or not; None: all completed ones.
             kind: see `episodes`.
             step: see `episodes`.
         """
@@ -83,7 +83,7 @@ class LoadedRun:
     def tokens(self, episode_id: str | None = None, *, kind: str | None = None, step: int | None = None) -> list[Row]:
         """Return a row for each sampled token: id, logprob, the logprob when it was trained (or None), version.
 
-        A long run has millions of tokens: name an episode or a step. The arguments are those of `calls`.
+        A long run has millions of tokens: select an episode or a step. Arguments as in `calls`.
         """
         with browse(self.path / "run.db") as connection:
             trained = _trained(connection)
@@ -95,13 +95,13 @@ class LoadedRun:
 
 
 def load_run(path: Path | str) -> LoadedRun:
-    """Return a run in a folder, finished or running; nothing is read before it is asked for.
+    """Return a run in a folder, finished or running, without reading it yet.
 
     Args:
         path: the run's folder, such as `TrainResult.run_dir`.
 
     Raises:
-        NotFound: the folder is not that of a run.
+        NotFound: the folder is not a run's.
     """
     return LoadedRun(path)
 

@@ -1,4 +1,4 @@
-"""The groups of which an episode may still be completed, counted in memory, so that no end has to ask the store."""
+"""In-memory counts of unfinished episodes by group, which save queries at each end of an episode."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ class _Open(NamedTuple):
 class OpenGroups:
     """Follows the committed changes of the store.
 
-    After an error of the database a group may seem to be open for ever, so whoever waits also looks into the store,
-    every `WAKE_SECONDS`.
+    After a database error a group may seem open forever, so waiting callers also query the store every `WAKE_SECONDS`.
 
     Attributes:
-        settled: notified when the last open episode of a group was completed or discarded.
+        settled: notified when a group's last open episode was completed or discarded.
     """
 
     def __init__(self, found: Iterable[tuple[EpisodeKind, int, int, int]] = ()) -> None:
-        """Begin with the groups of a store.
+        """Create the counts from the groups of a store.
 
         Args:
             found: (kind, step, group index, open episodes) of each.
@@ -42,14 +41,14 @@ class OpenGroups:
             self.add(*each)
 
     def add(self, kind: EpisodeKind, step: int, group_index: int, episodes: int) -> None:
-        """Count episodes that were registered."""
+        """Count registered episodes."""
         name = group_name(kind, group_index)
         if (known := self._groups.get(name)) is None:
             self._of_step[kind, step] += 1
         self._groups[name] = _Open(kind, step, episodes + (0 if known is None else known.episodes))
 
     def ended(self, episode_id: str) -> None:
-        """Count an episode that was completed or discarded; those outside the schedule have no group."""
+        """Count a completed or discarded episode; those outside the schedule have no group."""
         name = episode_id.rpartition("-")[0]
         if (group := self._groups.get(name)) is None:
             return
@@ -61,11 +60,11 @@ class OpenGroups:
         self.settled.notify()
 
     def number(self, kind: EpisodeKind, step: int) -> int:
-        """Return how many groups of a step are open."""
+        """Return the number of open groups of a step."""
         return self._of_step[kind, step]
 
     async def wait(self, kind: EpisodeKind, step: int, below: int, seconds: float) -> None:
-        """Return when fewer than `below` groups of a step are open, or when the time is over."""
+        """Wait until fewer than `below` groups of a step are open, or for the given time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self.number(kind, step) >= below:

@@ -22,13 +22,13 @@ UNFINISHED = "unfinished_metrics"  # fact that holds the row of a step that is t
 
 
 class RunLog:
-    """Keeps the history of a run. A method that changes something returns when the change is on disk."""
+    """The history of a run. Methods return when their changes are on disk."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db, self._clock = db, clock
 
     async def commit_manifest(self, manifest: BatchManifest) -> None:
-        """Fix the batch on which a step trains; the same manifest a second time changes nothing.
+        """Fix the batch of a step; repeating the same manifest changes nothing.
 
         Raises:
             Conflict: the step has another manifest.
@@ -54,11 +54,11 @@ class RunLog:
         await self._db.write(commit, "manifest_commit")
 
     async def manifest(self, step: int) -> BatchManifest | None:
-        """Return the batch on which a step trains; None until it is fixed."""
+        """Return the batch of a step, or None until it is fixed."""
         return await self._db.read(lambda connection: read_manifest(connection, step))
 
     async def put_metrics(self, step: int, data: Mapping[str, float]) -> None:
-        """Write the finished row of a step, in place of an earlier one.
+        """Write the finished row of a step, replacing an earlier one.
 
         Args:
             data: the whole row, by name of the metric.
@@ -73,17 +73,14 @@ class RunLog:
         await self._db.write(put)
 
     async def put_unfinished_metrics(self, data: Mapping[str, float]) -> None:
-        """Keep the row of a trained step until `put_metrics` writes it with the step's evaluation.
-
-        Until then `metrics` does not return the row.
+        """Store the row of a trained step, hidden from `metrics`, until `put_metrics` writes it with the step's
+        evaluation.
         """
         await self._db.write(lambda connection: _set_fact(connection, UNFINISHED, to_json(dict(data))))
 
     async def restore_metrics(self, step: int) -> dict[str, float] | None:
-        """Drop the rows of steps after `step`, which will be trained again.
-
-        Returns:
-            The row of `step`, if it still waits for its evaluation.
+        """Drop the rows after `step`, which will be trained again; return the row of `step` if it waits for its
+        evaluation.
         """
 
         def restore(connection: Connection) -> dict[str, float] | None:
@@ -96,19 +93,19 @@ class RunLog:
         return await self._db.write(restore)
 
     async def metrics(self) -> list[dict[str, float]]:
-        """Return all finished rows, in order of their steps."""
+        """Return all finished rows, in order of steps."""
         return await self._db.read(lambda connection: read_metrics(connection))
 
     async def last_manifest(self) -> int:
-        """Return the last step whose batch is fixed; 0: there is none."""
+        """Return the last step with a fixed batch, or 0."""
         wanted = select(sa.func.coalesce(sa.func.max(manifests.c.step), 0))
         return await self._db.read(lambda connection: int(connection.execute(wanted).scalar_one()))
 
     async def add_event(self, kind: str, data: Mapping[str, Any]) -> Event:
-        """Record an event of this moment, for people and programs that follow the job.
+        """Record an event for people and programs that follow the job, with the present time.
 
         Args:
-            kind: what happened, such as `saved`.
+            kind: such as `saved`.
         """
         now = self._clock.now()
         return await self._db.write(lambda connection: insert_event(connection, kind, data, now))
@@ -118,16 +115,16 @@ class RunLog:
         return await self._db.read(lambda connection: read_events(connection, after, limit))
 
     async def fact(self, key: str) -> str | None:
-        """Return a small fact of the run, such as its incarnation; None: it was never set."""
+        """Return a small fact of the run, such as its incarnation, or None."""
         return await self._db.read(lambda connection: read_fact(connection, key))
 
     async def set_fact(self, key: str, value: str) -> None:
-        """Set a small fact of the run, which a restart reads again."""
+        """Store a small fact of the run, for restarts."""
         await self._db.write(lambda connection: _set_fact(connection, key, value))
 
 
 def insert_event(connection: Connection, kind: str, data: Mapping[str, Any], now: float) -> Event:
-    """Append an event in the caller's transaction, together with the change that the event reports.
+    """Append an event in the caller's transaction, together with the reported change.
 
     Args:
         connection: in a transaction of the writing thread.
@@ -143,14 +140,14 @@ def read_events(connection: Connection, after: int, limit: int) -> list[Event]:
     """Return up to `limit` events with a larger id than `after`, oldest first. Works in any process.
 
     Args:
-        after: id of the newest event that the caller has; 0: none.
+        after: id of the caller's newest event; 0: none.
     """
     rows = connection.execute(select(events).where(events.c.event_id > after).order_by(events.c.event_id).limit(limit))
     return [Event(event_id=r.event_id, at=r.at, kind=r.kind, data=orjson.loads(r.data)) for r in rows]
 
 
 def read_metrics(connection: Connection, last: int | None = None) -> list[dict[str, float]]:
-    """Return finished rows, in order of their steps. Works in any process.
+    """Return finished rows, in order of steps. Works in any process.
 
     Args:
         last: only so many of the newest rows; None: all.
@@ -163,8 +160,8 @@ class RecordedMetrics(NamedTuple):
     """The finished rows of a run.
 
     Attributes:
-        rows: in order of their steps, each with its `step` and numbers alone.
-        damaged: steps whose rows can't be read.
+        rows: in order of steps, each with its `step` and numbers only.
+        damaged: steps whose rows cannot be read.
     """
 
     rows: list[dict[str, float]]
@@ -172,7 +169,7 @@ class RecordedMetrics(NamedTuple):
 
 
 def readable_metrics(connection: Connection, last: int | None = None) -> RecordedMetrics:
-    """Return finished rows for people to look at: a damaged one does not hide the others. Works in any process.
+    """Return finished rows for display; a damaged one does not hide others. Works in any process.
 
     Args:
         last: only so many of the newest rows; None: all.
@@ -202,12 +199,12 @@ def _readable_row(step: int, data: Any) -> dict[str, float] | None:
 
 
 def is_finished(connection: Connection, step: int) -> bool:
-    """Return whether the row of a step is there, which is written last. Works in any process."""
+    """Return whether a step's row, which is written last, exists. Works in any process."""
     return connection.execute(select(metric_rows.c.step).where(metric_rows.c.step == step)).first() is not None
 
 
 def read_manifest(connection: Connection, step: int) -> BatchManifest | None:
-    """Return the manifest of a step; None: there is none. Works in any process."""
+    """Return the manifest of a step, or None. Works in any process."""
     row = connection.execute(select(manifests).where(manifests.c.step == step)).first()
     if row is None:
         return None
@@ -221,13 +218,13 @@ def read_manifest(connection: Connection, step: int) -> BatchManifest | None:
 
 
 def _unfinished_step(connection: Connection) -> int | None:
-    """Return the step whose row waits for its evaluation; None: no row does."""
+    """Return the step whose row waits for its evaluation, or None."""
     found = read_fact(connection, UNFINISHED)
     return None if found is None else int(orjson.loads(found)["step"])
 
 
 def read_fact(connection: Connection, key: str) -> str | None:
-    """Return a fact of the run; None: it has none of this name."""
+    """Return a fact of the run, or None."""
     return connection.execute(select(meta.c.value).where(meta.c.key == key)).scalar()
 
 

@@ -1,7 +1,4 @@
-"""Opens the database of a run, bundles what works on it, and says what is wrong with its file.
-
-A file can be damaged, full, read-only, or gone while it is used.
-"""
+"""Opens and bundles a run's database, and detects problems of its file: damaged, full, read-only, or replaced."""
 
 from __future__ import annotations
 
@@ -42,12 +39,12 @@ PERHAPS = (KeyError, IndexError, TypeError, AttributeError, AssertionError, sqli
 
 
 def store_error(path: Path, error: Exception) -> Exception:
-    """Return the error that callers get for an error of a run store: a StoreError if the file or the disk is the cause.
+    """Return the caller's error for an error of a run store: StoreError if the file or the disk is the cause.
 
     Defects of Palestra and PalestraErrors are returned unchanged.
 
     Args:
-        error: raised by SQLite, SQLAlchemy, or the decoding of a record.
+        error: of SQLite, SQLAlchemy, or decoding a record.
     """
     cause = error.orig if isinstance(error, sa.exc.DBAPIError) and error.orig is not None else error
     if isinstance(cause, PERHAPS):
@@ -67,14 +64,14 @@ def store_error(path: Path, error: Exception) -> Exception:
 def _says_damaged(error: sqlite3.DatabaseError) -> bool:
     """Return whether an error of SQLite is about the content of the file.
 
-    Python's own error for text that is not UTF-8 has no error code, and is recognised by its message.
+    Python's error for text that is not UTF-8 has no code, and is recognised by its message.
     """
     code = getattr(error, "sqlite_errorcode", None)
     return "decode" in str(error) if code is None else code & 0xFF in DAMAGED_CODES
 
 
 def damaged(path: Path, how: str) -> StoreError:
-    """Return the error for a store whose content can't be trusted any more."""
+    """Return the error for a store with damaged content."""
     line = " ".join(how.split())[:200]
     return StoreError(
         f"{path} is not a run store, or is damaged: {line}; go on with a copy of it, or start a new run from the "
@@ -83,9 +80,9 @@ def damaged(path: Path, how: str) -> StoreError:
 
 
 def damage_of(path: Path) -> str | None:
-    """Check the whole file, and return what is wrong with it; None: nothing.
+    """Check the whole file, and describe its damage, or return None.
 
-    The check takes as long as reading the file, so call it only after something has failed.
+    It reads the whole file, so call it only after a failure.
     """
     try:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
@@ -99,14 +96,14 @@ def damage_of(path: Path) -> str | None:
 
 
 class OpenFile:
-    """Remembers which file was opened, to notice when its path names another file, or none.
+    """Detects that a path no longer names the opened file.
 
-    A process may write for ever into a file that was deleted, because SQLite does not look at the path again. No other
-    file can get the inode meanwhile, because it is still open.
+    SQLite does not check the path again, so a process could write forever into a deleted file. The inode is not reused
+    meanwhile, because the file is open.
     """
 
     def __init__(self, path: Path) -> None:
-        """Remember the inodes of `path` and of its write-ahead log, which have to be open already."""
+        """Store the inodes of `path` and its write-ahead log, which must be open."""
         names = (
             str(path),
             f"{path}-wal",
@@ -114,7 +111,7 @@ class OpenFile:
         self._known = {name: found for name in names if (found := _identity(name)) is not None}
 
     def problem(self) -> StoreError | None:
-        """Return an error if the path does not name the opened file any more; None: it does."""
+        """Return an error if the path no longer names the opened file."""
         for name, known in self._known.items():
             if _identity(name) != known:
                 return StoreError(
@@ -125,7 +122,7 @@ class OpenFile:
 
 
 def _identity(name: str) -> tuple[int, int] | None:
-    """Return device and inode of the file that a path names; None: there is none."""
+    """Return device and inode of a path's file, or None."""
     try:
         found = os.stat(name)
     except OSError:
@@ -183,17 +180,17 @@ def open_run_store(
     clock: Clock | None = None,
     pictures: PicturesConfig | None = None,
 ) -> RunStore:
-    """Open the store of a run, or create it.
+    """Open or create the store of a run.
 
     Args:
         path: of its file, `run.db`.
-        rollout: the limits of claims, leases and attempts.
-        clock: of times and leases; None: the system's.
+        rollout: limits of claims, leases and attempts.
+        clock: None: the system's.
         pictures: their limits; None: the defaults.
 
     Raises:
-        ConfigError: its folder or the file is another user's, or others can write to it.
-        StoreError: the file can't be written, is not a run store, is damaged, or of a newer version of Palestra.
+        ConfigError: folder or file is another user's, or others can write to it.
+        StoreError: the file cannot be written, is not a run store, is damaged, or of a newer version of Palestra.
     """
     clock = clock or SystemClock()
     with writing(path):

@@ -28,18 +28,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeFilter:
-    """Which episodes are searched for; None, as a value, allows any.
+    """The conditions of a search; None allows any value.
 
     Attributes:
-        kind: of the episodes.
-        state: of their lifecycle.
-        step: the step that trains them or, of validation, before which they are scored.
-        group_index: of their group.
-        least_reward, most_reward: bounds of the reward; with either, only episodes that have one.
-        least_tokens, most_tokens: bounds of the tokens that their calls sampled.
-        termination: how they ended; see `EpisodeSummary.termination`.
-        text: in their task, messages, replies or metadata; upper and lower case of ASCII are the same.
-        tool: name of a tool that one of their replies called.
+        step: the step that trains them or, for validation, before which they are scored.
+        least_reward: excludes episodes without a reward, as does `most_reward`.
+        least_tokens: bound of the tokens sampled by their calls, as is `most_tokens`.
+        termination: see `EpisodeSummary.termination`.
+        text: in task, messages, replies or metadata; ASCII case is ignored.
+        tool: name of a tool called by a reply.
         forked: whether a call lost exact tokens of an earlier one.
     """
 
@@ -57,7 +54,7 @@ class EpisodeFilter:
     forked: bool | None = None
 
     def accepts(self, found: EpisodeSummary) -> bool:
-        """Return whether an episode fits all that can be seen in its summary; texts are looked at elsewhere."""
+        """Return whether an episode meets the conditions on its summary, without texts."""
         reward = found.reward
         return (
             _between(reward, self.least_reward, self.most_reward)
@@ -69,11 +66,9 @@ class EpisodeFilter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DamagedEpisode:
-    """An episode whose record can't be read.
+    """An episode whose record cannot be read.
 
     Attributes:
-        episode_id: unique in the run.
-        place: in the canonical order.
         why: what is wrong with the record.
     """
 
@@ -84,12 +79,12 @@ class DamagedEpisode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodePage:
-    """A page of a search.
+    """A page of search results.
 
     Attributes:
-        episodes: those that fit, newest first; damaged ones fit any search.
-        following: where the next page begins; None: there is nothing more.
-        looked_at: how many episodes were looked at for this page.
+        episodes: matches, newest first; damaged episodes always match.
+        following: start of the next page; None: the last page.
+        looked_at: number of episodes examined for this page.
     """
 
     episodes: list[EpisodeSummary | DamagedEpisode]
@@ -104,12 +99,12 @@ def search_episodes(
     limit: int = 50,
     clock: Callable[[], float] = time.monotonic,
 ) -> EpisodePage:
-    """Return the next page of the episodes that fit, newest first.
+    """Return the next page of matching episodes, newest first.
 
     Args:
         connection: from `browse`.
-        before: `following` of the page before; None: the first page.
-        clock: seconds, for the time that one page may take.
+        before: `following` of the previous page; None: the first page.
+        clock: seconds, for the time limit of a page.
     """
     until, found, looked_at = clock() + SEARCH_SECONDS, list[EpisodeSummary | DamagedEpisode](), 0
     size = max(limit, 50)
@@ -131,7 +126,7 @@ def search_episodes(
 
 
 def readable_summaries(connection: Connection, rows: Sequence[Any]) -> list[EpisodeSummary | DamagedEpisode]:
-    """Return the summaries of rows of `episodes`, in their order; damaged ones as such, so that the rest is there."""
+    """Return the summaries of rows of `episodes`, in order; damaged rows become `DamagedEpisode`."""
     calls = calls_of(connection, [row.episode_id for row in rows])
     return [_readable(row, calls.get(row.episode_id, [])) for row in rows]
 
@@ -146,7 +141,7 @@ def _readable(row: Any, calls: Sequence[Any]) -> EpisodeSummary | DamagedEpisode
 
 
 def _statement(wanted: EpisodeFilter, before: Place | None) -> Any:
-    """Return the statement for the episodes after a place that fit what columns say, newest first."""
+    """Return the statement for the conditions on columns, newest first."""
     columns = episodes.c
     statement = select(episodes).where(columns.kind == wanted.kind)
     if before is not None:
@@ -164,7 +159,7 @@ def _statement(wanted: EpisodeFilter, before: Place | None) -> Any:
 def _accepted(
     connection: Connection, rows: Sequence[Any], wanted: EpisodeFilter
 ) -> dict[str, EpisodeSummary | DamagedEpisode]:
-    """Return those of the rows that fit, by id."""
+    """Return the matching rows, by id."""
     if wanted.text is not None or wanted.tool is not None:
         rows = _with_texts(connection, rows, wanted)
     found = readable_summaries(connection, rows)
@@ -193,7 +188,7 @@ def _in_row(row: Any, text: str) -> bool:
 
 
 def _episodes_where(connection: Connection, names: Sequence[str], condition: Any) -> set[str]:
-    """Return those of the episodes that have a call of their last lease for which the condition holds."""
+    """Return the episodes with a call of their last lease that meets the condition."""
     found: set[str] = set()
     for start in range(0, len(names), MOST_VALUES):
         found |= set(

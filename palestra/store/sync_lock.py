@@ -1,4 +1,4 @@
-"""A lock by which rollouts and weight updates exclude each other, wherever the rollouts are played."""
+"""A lock that excludes rollouts and weight updates from each other, in all processes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from palestra.database import WAKE_SECONDS, Notifier
 
 
 class RolloutSyncLock:
-    """A lock that any number of rollouts hold together, or weight syncs alone.
+    """A lock that rollouts share, and weight syncs hold alone.
 
-    A rollout holds it from its claim until its lease is over, in whatever process it is played. A waiting sync goes
-    before new claims.
+    A rollout in any process holds it from its claim until the end of its lease. A waiting sync takes precedence over
+    new claims.
 
     Attributes:
         released: notified when a rollout has released the lock.
@@ -23,15 +23,15 @@ class RolloutSyncLock:
         """Create the lock.
 
         Args:
-            rollouts: returns how many rollouts hold it now.
+            rollouts: returns the number of rollouts that hold it.
         """
         self._rollouts, self.reopened, self.released = rollouts, reopened, Notifier()
         self._waiting = self._syncing = 0
 
     def refuses(self, episode_id: str | None) -> bool:
-        """Return whether an episode can't be claimed now.
+        """Return whether an episode cannot be claimed now.
 
-        A claim by name may be of an episode that a rollout plays inside its own, so a waiting sync waits for it too.
+        Claims by name are still allowed while a sync waits, because a rollout may play such an episode inside its own.
 
         Args:
             episode_id: of a claim by name; None: any episode.
@@ -40,7 +40,7 @@ class RolloutSyncLock:
 
     @asynccontextmanager
     async def acquire_weight_sync(self) -> AsyncIterator[None]:
-        """Refuse claims for the time of the block, which begins once no rollout holds the lock."""
+        """Refuse claims inside the block, which begins once no rollout holds the lock."""
         self._waiting += 1
         try:
             while self._rollouts():

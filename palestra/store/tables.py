@@ -175,7 +175,7 @@ class Prepared:
     """A compiled statement whose values need no conversion for SQLite: text, numbers, bytes and None."""
 
     def __init__(self, statement: sa.Select[Any] | sa.Insert | sa.Update) -> None:
-        """Compile a statement. The values of its `bindparam`s are given by name when it is executed."""
+        """Compile a statement. The values of its `bindparam`s are given by name at execution."""
         compiled = statement.compile(dialect=_DIALECT)
         self._sql, self._names = str(compiled), tuple(compiled.positiontup or ())
         self._fixed = {name: value for name, value in compiled.params.items() if value is not None}
@@ -183,20 +183,20 @@ class Prepared:
         self._row: Callable[[tuple[Any, ...]], Any] = _namedtuple("Row", columns, rename=True)._make
 
     def change(self, connection: sa.Connection, values: Mapping[str, Any]) -> int:
-        """Execute an insert or update, and return how many rows it changed."""
+        """Execute an insert or update, and return the number of changed rows."""
         return self._execute(connection, values, lambda cursor: cursor.rowcount)
 
     def rows(self, connection: sa.Connection, values: Mapping[str, Any]) -> list[Any]:
-        """Execute a select, and return its rows, whose columns are attributes, as in SQLAlchemy."""
+        """Execute a select, and return its rows with columns as attributes, as in SQLAlchemy."""
         return [self._row(found) for found in self._execute(connection, values, sqlite3.Cursor.fetchall)]
 
     def row(self, connection: sa.Connection, values: Mapping[str, Any]) -> Any:
-        """Execute a select, and return its first row; None: there is none."""
+        """Execute a select, and return its first row or None."""
         found = self._execute(connection, values, sqlite3.Cursor.fetchone)
         return None if found is None else self._row(found)
 
     def _execute(self, connection: sa.Connection, values: Mapping[str, Any], take: Callable[[sqlite3.Cursor], T]) -> T:
-        """Execute the statement and return what `take` makes of its cursor."""
+        """Execute the statement and return the result of `take` for its cursor."""
         known = {**self._fixed, **values}
         try:
             return take(sqlite_connection(connection).execute(self._sql, [known[name] for name in self._names]))

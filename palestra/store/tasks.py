@@ -27,7 +27,7 @@ _INSERT = "INSERT INTO tasks (split, position, task_id, data) VALUES (?, ?, ?, ?
 
 
 class StoredTasks(Sequence[Task]):
-    """The tasks of a split, in the order in which they were pushed, each read from the store when it is needed."""
+    """The tasks of a split in the order of their upload, each read from the store on access."""
 
     def __init__(self, db: Database, split: str, length: int) -> None:
         self._db, self._split, self._length = db, split, length
@@ -52,7 +52,7 @@ class StoredTasks(Sequence[Task]):
             yield from self._read(first, READ_ROWS)
 
     def values_of(self, key: str) -> dict[int, Any]:
-        """Return the values of a key by the positions of the tasks that have it; others are not parsed."""
+        """Return the values of a key by task index, parsing only tasks that contain it."""
         wanted = select(tasks.c.position, tasks.c.data).where(
             tasks.c.split == self._split, func.instr(tasks.c.data, to_json(key)) > 0
         )
@@ -74,23 +74,23 @@ class StoredTasks(Sequence[Task]):
 
 
 class Tasks:
-    """Keeps the inputs of a job's episodes, by split. A method that changes something returns when it is on disk."""
+    """The inputs of a job's episodes, by split. Methods return when their changes are on disk."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
         self._changed = Notifier()  # notified when the tasks are sealed
 
     async def push(self, split: str, new: Sequence[Task], chunk_id: str) -> int:
-        """Add tasks to a split, and return how many tasks the split has then.
+        """Add tasks to a split, and return the split's number of tasks.
 
         Args:
             split: `train` or `validation`.
-            new: the tasks. Those that the split has already are left out.
-            chunk_id: names this chunk; the same chunk a second time changes nothing.
+            new: tasks that the split already has are left out.
+            chunk_id: repeating a chunk changes nothing.
 
         Raises:
-            Conflict: the chunk or a task id was used before for other data, or the tasks are sealed. A name that is
-                the task's own key `id` is not a conflict: the later task gets a name of its own.
+            Conflict: the chunk or a task id was used for other data, or the tasks are sealed. A repeated id from the
+                task's own key `id` is not a conflict: the later task gets another name.
         """
 
         def push(connection: Connection) -> int:
@@ -125,23 +125,23 @@ class Tasks:
         self._changed.notify()
 
     async def sealed(self) -> bool:
-        """Return whether the tasks are sealed, so that no more will come."""
+        """Return whether the tasks are sealed."""
         return await self._db.read(_sealed)
 
     async def wait_sealed(self) -> None:
-        """Wait until the tasks are sealed, so that a job knows all of its inputs."""
+        """Wait until the tasks are sealed."""
         seen = self._changed.count
         while not await self.sealed():
             await self._changed.wait(WAKE_SECONDS, seen)
             seen = self._changed.count
 
     async def of_split(self, split: str, most: int | None = None) -> list[Task]:
-        """Return the tasks of a split, at most so many, in the order in which they were pushed."""
+        """Return at most `most` tasks of a split, in the order of their upload."""
         found = await self.stored(split)
         return await in_thread(lambda: list(islice(found, most)))
 
     async def stored(self, split: str) -> StoredTasks:
-        """Return all tasks of a split, which stay in the store."""
+        """Return all tasks of a split, read on access."""
         return StoredTasks(self._db, split, await self._db.read(lambda connection: _count(connection, split)))
 
 
@@ -165,11 +165,11 @@ def _digest(new: Sequence[Task], texts: Sequence[str]) -> str:
 def _new_rows(
     connection: Connection, split: str, new: Sequence[Task], texts: Sequence[str], total: int
 ) -> list[tuple[Any, ...]]:
-    """Return the rows of `tasks` to insert: those of `new` that the split does not have yet.
+    """Return the rows of `tasks` for those of `new` that the split does not have.
 
     Args:
         texts: their data as JSON.
-        total: how many tasks the split has.
+        total: the split's number of tasks.
     """
     names = to_json([task.task_id for task in new])
     known: dict[str, str] = dict(sqlite_connection(connection).execute(_KNOWN, (split, names)).fetchall())
@@ -188,7 +188,7 @@ def _new_rows(
 
 
 def _renamed(task: Task) -> Task:
-    """Return a task under a name made from its key `id` and its data, for data sets whose `id` is not unique."""
+    """Return the task with a name made from its key `id` and its data, for data sets whose `id` is not unique."""
     if task.task_id != name_in(task.data):
         raise Conflict(f"task {task.task_id!r} was given before with other data")
     digest = task_digest(task.data)

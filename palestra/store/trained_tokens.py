@@ -22,14 +22,11 @@ _PUT = Prepared(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedCall:
-    """The tokens of one call that a step trains.
+    """The trained tokens of one call.
 
     Attributes:
-        episode_id: of the episode.
-        index: of the call.
-        start: place of the first of `logprobs`, from the beginning of the call's prompt.
-        logprobs: float32 [C] under the weights that the token's first gradient is of; NaN where the token is not
-            trained.
+        start: position of the first of `logprobs`, counted from the start of the prompt.
+        logprobs: float32 [C] under the weights of the token's first gradient; NaN where the token is not trained.
     """
 
     episode_id: str
@@ -39,17 +36,17 @@ class TrainedCall:
 
 
 class TrainedTokens:
-    """Records the logprobs of tokens when they were trained, and drops those of early steps."""
+    """Records the logprobs of trained tokens for the newest steps."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
 
     async def record(self, step: int, calls: Sequence[TrainedCall], steps: int) -> None:
-        """Record calls of a step, in place of what an earlier attempt at the step has recorded of them.
+        """Record calls of a step, replacing those of an earlier attempt at the step.
 
         Args:
             calls: of the episodes of the step's manifest.
-            steps: how many of the newest steps are kept; at least 1.
+            steps: number of newest steps to keep; at least 1.
         """
         early = sa.delete(trained_tokens).where(trained_tokens.c.step <= step - steps)
         for piece in pieces(calls):
@@ -64,7 +61,7 @@ class TrainedTokens:
 
 
 def read_trained(connection: Connection, step: int, episode_id: str) -> dict[int, TrainedCall]:
-    """Return the calls of an episode that a step has trained, by index; none where they are not recorded.
+    """Return an episode's calls that a step has trained, by index; empty if they are not recorded.
 
     Args:
         connection: from `browse`.

@@ -1,8 +1,8 @@
-"""Removes the pictures that no recorded call names: of calls that were refused, of uploads that were never used.
+"""Removes pictures that no recorded call names: of refused calls, and unused uploads.
 
-A call names its pictures when it is recorded, which is at most one attempt at an episode after they were put or
-renewed. Until then, and for an hour more, a picture stays in any case. So this module need not know which calls are
-in flight, and a process that dies at any moment leaves at worst a picture that the next one removes.
+A call names its pictures when it is recorded, at most one attempt after they were put or renewed. Until then, and for
+another hour, pictures are kept. So this module need not know the running calls, and a killed process leaves at worst a
+picture for the next removal.
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ UNUSED_SECONDS = 3600.0  # beyond the longest attempt: workers upload a picture 
 
 
 async def remove_unnamed_pictures(store: RunStore, max_episode_seconds: float) -> int:
-    """Remove pictures that no recorded call names and that were not used lately, and return how many.
+    """Remove pictures that no recorded call names and that were not used recently, and return how many.
 
     Args:
-        store: of the run; this process is the only one that writes to it.
+        store: of the run; only this process may write to it.
         max_episode_seconds: longest duration of one attempt at an episode.
-
-    Raises:
-        StoreError: the store can't be read, or a file not be removed.
     """
     pictures, seconds = store.pictures, max_episode_seconds + UNUSED_SECONDS
     unused = await in_thread(lambda: pictures.unused(seconds))

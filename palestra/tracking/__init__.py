@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard, W&B, MLflow, trackio and others, which get a run's metrics by a process of their own.
+"""Trackers: TensorBoard, W&B, MLflow, trackio and others, each in its own process.
 
-The process reads the run's store. A tracker that hangs, raises or dies costs the job no step and no row.
+The process reads the run's store. A tracker that hangs, raises or dies affects neither steps nor rows of the job.
 """

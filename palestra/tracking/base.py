@@ -15,9 +15,9 @@ class TrackedRun:
 
     Attributes:
         name: of the job.
-        key: stands for the run's folder: the same after a restart, and another one in another folder.
-        store: file of the run's store, for trackers that show more than metrics; `browse` opens it.
-        folder: where a tracker that writes files puts them; it exists, and no other tracker uses it.
+        key: identifies the run's folder: the same after a restart, another one in another folder.
+        store: file of the run's store, for trackers that show more than metrics; open it with `browse`.
+        folder: for files of this tracker; exists.
         settings: values of the configuration, by dotted key.
     """
 
@@ -29,34 +29,34 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Shows the metrics of a run to people; it is made with a `TrackedRun`, in a process of its own.
+    """Shows the metrics of a run to people; constructed with a `TrackedRun`, in its own process.
 
-    `begin` is called first, and again whenever rows that were written are not those of the run any more, as after a
-    kill and a resume; all rows follow then. All calls come from one thread, which may block.
+    `begin` is called first, and again when rows already written were replaced, as after a kill and resume; all rows
+    follow again. All calls come from one thread, which may block.
     """
 
     def begin(self) -> None:
-        """Start the record of the run, in place of all that this tracker has of it."""
+        """Start the record of the run, replacing everything that this tracker has of it."""
 
     def write(self, step: int, values: Mapping[str, float], at: float) -> None:
         """Add the row of a step.
 
         Args:
             values: metrics by name, finite.
-            at: Unix seconds at which the job was at this step.
+            at: Unix time of the step, in seconds.
         """
 
     def flush(self) -> None:
-        """Put what was written where others can read it."""
+        """Make the written rows visible to others."""
 
     def close(self, completed: bool) -> None:
         """End the record.
 
         Args:
-            completed: whether the job completed; False: it failed, was stopped or still runs.
+            completed: whether the job completed; False: it failed, was stopped or is still running.
         """
 
 
 def key_of(folder: Path) -> str:
-    """Return what stands for the run in a folder: 16 hexadecimal digits."""
+    """Return a key for the run in a folder: 16 hexadecimal digits."""
     return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]

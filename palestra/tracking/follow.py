@@ -24,11 +24,7 @@ PIECE = 500  # rows that are read together
 
 
 def tracked_run(folder: Path, name: str) -> TrackedRun:
-    """Return a run as a tracker names it, and make the folder for the tracker's files.
-
-    Raises:
-        ConfigError: the run has no configuration.
-    """
+    """Return a run as a tracker names it, and create the folder for the tracker's files."""
     config = load_saved_config(folder)
     files = folder / FOLDER / name
     files.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -53,29 +49,21 @@ def _settings(config: JobConfig) -> dict[str, Any]:
 
 
 def check_room(folder: Path) -> None:
-    """Check that a tracker may write on the disk of a run.
-
-    Raises:
-        StoreError: the disk has too little room.
-    """
+    """Check that the disk has space for a tracker's files."""
     if shutil.disk_usage(folder).free < RESERVE:
         raise StoreError(f"less than {RESERVE // 2**20} MiB are free; what is left is for the run itself")
 
 
 class Follower:
-    """Hands the rows of one run to one tracker, and begins again when rows that it handed over have changed."""
+    """Sends the rows of one run to one tracker, and starts over when sent rows have changed."""
 
     def __init__(self, folder: Path, tracker: Tracker) -> None:
-        """Make a follower that has handed over nothing."""
+        """Create a follower that has sent nothing."""
         self._path, self._folder, self._tracker = folder / "run.db", folder, tracker
         self._count, self._last, self._digest = -1, -1, b""  # of the rows that were handed over
 
     def look(self) -> int:
-        """Hand over the rows that are new, and return how many they were.
-
-        Raises:
-            StoreError: the store can't be read, or the disk has too little room.
-        """
+        """Send new rows, and return how many."""
         check_room(self._folder)
         written = 0
         with browse(self._path) as connection:
@@ -92,9 +80,9 @@ class Follower:
         return written
 
     def _unchanged(self, connection: Connection) -> bool:
-        """Return whether the rows that were handed over are those of the store.
+        """Return whether the store has the same rows as were sent.
 
-        A job that is resumed drops the rows of the steps after its checkpoint, and writes them again, with other times.
+        A resumed job drops the rows after its checkpoint and writes them again, with other times.
         """
         step = metric_rows.c.step
         known = connection.execute(select(func.count()).where(step <= self._last)).scalar_one()
@@ -102,7 +90,7 @@ class Follower:
         return known == self._count and (last is None or _digest(last) == self._digest)
 
     def _next(self, connection: Connection) -> list[tuple[int, str, float]]:
-        """Return the next rows (step, data, Unix seconds); a row whose event is not there yet waits for it."""
+        """Return the next rows (step, data, Unix seconds); a row waits for its event."""
         times = (
             select(func.json_extract(events.c.data, "$.step").label("step"), func.max(events.c.at).label("at"))
             .where(events.c.kind == "step")
@@ -120,7 +108,7 @@ class Follower:
 
 
 def _finite(row: Mapping[str, float | None]) -> dict[str, float]:
-    """Return a row without its step, and without numbers that are not finite, which JSON has as null."""
+    """Return a row without its step and without non-finite numbers, which JSON has as null."""
     return {k: float(v) for k, v in row.items() if k != "step" and v is not None and math.isfinite(v)}
 
 
@@ -136,10 +124,10 @@ def completed(folder: Path) -> bool:
 
 
 def follow_run(folder: Path, tracker: Tracker, pause: Callable[[], bool]) -> int:
-    """Hand over the rows of a run until there is nothing to wait for, and return how many they were.
+    """Send the rows of a run to a tracker until the job is over, and return how many.
 
     Args:
-        tracker: what gets the rows; it is closed at the end.
+        tracker: is closed at the end.
         pause: waits a little; returns False when the job is over, after which the store is read once more.
     """
     follower, written, going = Follower(folder, tracker), 0, True

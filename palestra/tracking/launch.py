@@ -1,4 +1,4 @@
-"""The trackers of a running job: a process for each, which the job neither waits for nor depends on."""
+"""The trackers of a running job, each in its own process, on which the job does not depend."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ MOST_SAID = 16 * 2**20  # bytes that a tracker may write to its log
 
 @contextlib.asynccontextmanager
 async def tracking(folder: Path, names: Sequence[str]) -> AsyncIterator[None]:
-    """Keep a process for each tracker while the block is open; afterwards they have a few seconds for the last rows.
+    """Run a process for each tracker inside the block; afterwards each has a few seconds for the last rows.
 
-    A process that fails does not end the block; an error is logged, and what it said is in `RUN/tracking/NAME.log`.
+    A process that fails does not end the block: the error is logged, and the process's output is in
+    `RUN/tracking/NAME.log`.
 
     Args:
-        names: of the trackers, which `check_trackers` has checked.
+        names: checked by `check_trackers`.
     """
     over = asyncio.Event()
     watches = [asyncio.create_task(_keep(folder, name, over)) for name in names]

@@ -20,11 +20,7 @@ class MlflowTracker:
     """Writes a run of MLflow; needs the package `mlflow` or `mlflow-skinny`."""
 
     def __init__(self, run: TrackedRun) -> None:
-        """Import the library.
-
-        Raises:
-            ModuleNotFoundError: it is not installed.
-        """
+        """Import the library."""
         # The store of files needs no database; MLflow wants to hear that it is meant.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
@@ -37,7 +33,7 @@ class MlflowTracker:
         self._id = ""
 
     def begin(self) -> None:
-        """Create the run of MLflow, and delete the earlier ones of the same folder."""
+        """Create the run of MLflow, and delete earlier ones of the same folder."""
         run = self._run
         uri = os.environ.get("MLFLOW_TRACKING_URI") or run.folder.resolve().as_uri()
         self._client = self._make(tracking_uri=uri)

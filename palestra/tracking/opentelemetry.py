@@ -17,15 +17,11 @@ PIECE = 512  # spans of one request
 class OpenTelemetryTracker:
     """Sends spans; needs `opentelemetry-sdk` and `opentelemetry-exporter-otlp-proto-http`.
 
-    Ids follow from the run and what a span is of, so what is sent again after a resume has the ids of before.
+    Ids depend only on the run and the span, so a resumed run sends the same ids again.
     """
 
     def __init__(self, run: TrackedRun) -> None:
-        """Import the library, and read its variables (`OTEL_…`).
-
-        Raises:
-            ModuleNotFoundError: it is not installed.
-        """
+        """Import the library, and read its variables (`OTEL_…`)."""
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -35,7 +31,7 @@ class OpenTelemetryTracker:
         ended: list[Any] = []
 
         class Collect(SpanProcessor):  # type: ignore[misc]
-            """Keeps what has ended until it is sent: the library's own queue drops spans that come too fast."""
+            """Stores ended spans until they are sent: the library's own queue drops spans that come too fast."""
 
             def on_end(self, span: Any) -> None:
                 ended.append(span)
@@ -51,11 +47,11 @@ class OpenTelemetryTracker:
         self._exporter = OTLPSpanExporter()
 
     def begin(self) -> None:
-        """Begin with the first step; a collector can't take spans back, so those of before are sent again."""
+        """Begin with the first step; a collector cannot remove spans, so earlier ones are sent again."""
         self._ended.clear()
 
     def write(self, step: int, values: Mapping[str, float], at: float) -> None:
-        """Add the spans of a step: its own, that of its evaluation, and a trace for each of their episodes."""
+        """Add the spans of a step: its own, its evaluation's, and a trace for each of their episodes."""
         links = {
             kind: [self._trace.Link(self._add(own, None, []).get_span_context())]
             for kind, own in spans_of_row(step, values, at).items()
@@ -65,7 +61,7 @@ class OpenTelemetryTracker:
                 self._add(episode, None, links.get(episode.attributes["palestra.episode.kind"], []))
 
     def _add(self, one: RunSpan, within: Any, links: Sequence[Any]) -> Any:
-        """Add a span and those within, and return it."""
+        """Add a span and its children, and return it."""
         trace = self._trace
         self._ids.next = f"{self._run.key} {one.key}"
         span = self._tracer.start_span(
@@ -86,10 +82,10 @@ class OpenTelemetryTracker:
         return span
 
     def flush(self) -> None:
-        """Send what was added.
+        """Send the added spans.
 
         Raises:
-            ConnectionLost: the collector did not take it, after the retries of the library.
+            ConnectionLost: the collector refused them, after the library's retries.
         """
         if self._ended and self._exporter.export(tuple(self._ended)) is not self._ok:
             raise ConnectionLost(
@@ -105,7 +101,7 @@ class OpenTelemetryTracker:
 
 
 class _Ids:
-    """Gives the ids of the span that is started next; the library asks for that of the trace only where one begins."""
+    """Provides the ids of the next span; the library asks for a trace id only where a trace begins."""
 
     def __init__(self) -> None:
         self.next = ""

@@ -1,7 +1,7 @@
-"""`python -m palestra.tracking.process SOCKET RUN NAME`: hands a running job's rows to a tracker until the job ends.
+"""`python -m palestra.tracking.process SOCKET RUN NAME`: sends a running job's rows to a tracker until the job ends.
 
-The job holds the other end of the socket, so that this process hears of its end, also of a kill. A job that ends says
-so there, and then ends all that its trackers have started; after a kill, this process does.
+The job holds the other end of the socket, so this process notices its end, even a kill. A job that ends normally
+announces it there and then ends its trackers' processes; after a kill, this process does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOCK_SECONDS = 2 * LINGER_SECONDS  # how long the process of a job that was kill
 
 
 def main(folder: Path, name: str) -> int:
-    """Hand the rows of a running job to a tracker until the job is over, and return the exit code."""
+    """Send the rows of a running job to a tracker until the job is over, and return the exit code."""
     over, killed = threading.Event(), threading.Event()
     atexit.register(_end_group, killed)  # before those of the tracker's library, so that it is called after them
     with_owner(lambda said: _end_soon(said, over, killed))
@@ -64,13 +64,13 @@ def _end_soon(said: bytes, over: threading.Event, killed: threading.Event) -> No
 
 
 def _end_group(killed: threading.Event) -> None:
-    """End what this process has started, and this process, if the job was killed and can't do so."""
+    """If the job was killed, kill this process and everything that it started."""
     if killed.is_set() and os.getpgrp() == os.getpid():  # otherwise the group is that of who started this process
         os.killpg(0, signal.SIGKILL)
 
 
 def _watch_room(folder: Path, name: str) -> None:
-    """End this process as soon as the disk has too little room for the run, even in the middle of a tracker's write."""
+    """End this process as soon as the disk is too full for the run, even during a tracker's write."""
     while True:
         try:
             check_room(folder)
@@ -82,10 +82,10 @@ def _watch_room(folder: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def alone(folder: Path, name: str) -> Iterator[None]:
-    """Wait until no other process hands this run to this tracker, and keep others out while the block is open.
+    """Keep other processes from sending this run to this tracker inside the block.
 
     Raises:
-        RunInUse: another one does, for longer than a process may need to end.
+        RunInUse: another process does, for longer than one needs to end.
     """
     path = folder / FOLDER / f"{name}.lock"
     path.parent.mkdir(mode=0o700, exist_ok=True)

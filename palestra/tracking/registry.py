@@ -1,4 +1,4 @@
-"""Trackers by name: those that ship with Palestra, and plug-ins of other packages."""
+"""Trackers by name: Palestra's own, and plug-ins of other packages."""
 
 from __future__ import annotations
 
@@ -26,16 +26,12 @@ SHIPPED = {
 
 
 def known_trackers() -> list[str]:
-    """Return the names of all trackers, shipped ones first."""
+    """Return the names of all trackers, Palestra's own first."""
     return [*SHIPPED, *(name for name in extensions(GROUP) if name not in SHIPPED)]
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that there are trackers of these names, and that their libraries are installed; nothing is imported.
-
-    Raises:
-        ConfigError: there is no tracker of a name, its library is not installed, or one is named twice.
-    """
+    """Check that these trackers exist and that their libraries are installed, without importing anything."""
     known = known_trackers()
     if len(set(names)) < len(names):  # each is a process, and two would write the same files
         raise ConfigError(f"tracking: a tracker is named twice in {', '.join(names)}")
@@ -60,9 +56,6 @@ def create_tracker(name: str, run: TrackedRun) -> Tracker:
 
     Args:
         name: one of `known_trackers`.
-
-    Raises:
-        ConfigError: there is none of this name, or its library is not installed.
     """
     check_trackers([name])
     if name in SHIPPED:

@@ -20,17 +20,15 @@ CALLS = 64  # that are read together
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSpan:
-    """A span, without ids that belong to a library.
+    """A span without library-specific ids.
 
     Attributes:
-        key: stands for the span in its run; equal after a restart.
-        name: of the span.
+        key: identifies the span in its run; the same after a restart.
         kind: `internal` or `client`.
         start: Unix seconds.
         end: Unix seconds.
-        attributes: by name.
-        failed: why it failed; None: it did not.
-        children: spans within, read while they are iterated over, once: a long episode has many.
+        failed: reason of its failure, if any.
+        children: nested spans, created during iteration, once: a long episode has many.
     """
 
     key: str
@@ -44,9 +42,9 @@ class RunSpan:
 
 
 def spans_of_row(step: int, values: Mapping[str, float], at: float) -> dict[str, RunSpan]:
-    """Return the spans of a step and of the evaluation after it, by the kind of the episodes that each has waited for.
+    """Return the spans of a step and of the evaluation after it, by kind of their episodes.
 
-    A row is written after the evaluation, so the step itself ended before that. Step 0 is an evaluation alone.
+    A row is written after the evaluation, so the step itself ended earlier. Step 0 is only an evaluation.
 
     Args:
         at: Unix seconds when the row was written.
@@ -69,11 +67,11 @@ def spans_of_row(step: int, values: Mapping[str, float], at: float) -> dict[str,
 
 
 def episodes_of_step(connection: Connection, step: int) -> Iterator[RunSpan]:
-    """Yield a span for each episode of a step that has ended, with its calls within.
+    """Yield a span with nested calls for each ended episode of a step.
 
     Args:
         connection: from `browse`.
-        step: that trains the episodes or, of validation, before which they are scored.
+        step: the step that trains the episodes or, for validation, before which they are scored.
     """
     of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
     wanted = select(episodes).join(groups, of_group).where(groups.c.step == step, episodes.c.ended_at.is_not(None))

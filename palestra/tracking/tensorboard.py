@@ -12,11 +12,7 @@ class TensorBoardTracker:
     """Writes scalars; needs the package `tensorboard`, and no torch or TensorFlow."""
 
     def __init__(self, run: TrackedRun) -> None:
-        """Import the library.
-
-        Raises:
-            ModuleNotFoundError: it is not installed.
-        """
+        """Import the library."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -25,7 +21,7 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def begin(self) -> None:
-        """Start a new file, and remove the earlier ones of the run."""
+        """Start a new file, and remove the run's earlier ones."""
         if self._writer is not None:
             self._writer.close()
         for old in self._folder.glob("events.out.tfevents.*"):

@@ -16,11 +16,7 @@ class TrackioTracker:
     """Writes rows of a run to trackio's database; needs the package `trackio`."""
 
     def __init__(self, run: TrackedRun) -> None:
-        """Import the library, which reads its folder when it is imported.
-
-        Raises:
-            ModuleNotFoundError: the library is not installed.
-        """
+        """Import the library, which reads its folder at import."""
         os.environ.setdefault("TRACKIO_DIR", str(run.folder))
         from trackio.sqlite_storage import SQLiteStorage
 
@@ -30,12 +26,12 @@ class TrackioTracker:
         self._settings: dict[str, Any] | None = None
 
     def begin(self) -> None:
-        """Delete what the database has of the run."""
+        """Delete the run from the database."""
         self._rows, self._settings = [], dict(self._run.settings)
         self._storage.delete_run(PROJECT, self._run.name, run_id=self._run.key)
 
     def write(self, step: int, values: Mapping[str, float], at: float) -> None:
-        """Keep a row for `flush`; see `Tracker`."""
+        """Store a row for `flush`; see `Tracker`."""
         self._rows.append((step, dict(values), datetime.fromtimestamp(at, UTC).isoformat()))
 
     def flush(self) -> None:
@@ -55,5 +51,5 @@ class TrackioTracker:
         self._rows, self._settings = [], None
 
     def close(self, completed: bool) -> None:
-        """Write what is left."""
+        """Write the remaining rows."""
         self.flush()

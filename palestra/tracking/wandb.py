@@ -14,11 +14,7 @@ class WandbTracker:
     """Writes a run of W&B without network; needs the package `wandb`."""
 
     def __init__(self, run: TrackedRun) -> None:
-        """Import the library.
-
-        Raises:
-            ModuleNotFoundError: it is not installed.
-        """
+        """Import the library."""
         import wandb
 
         self._wandb: Any = wandb
@@ -26,7 +22,7 @@ class WandbTracker:
         self._run: Any = None
 
     def begin(self) -> None:
-        """Start the run of W&B, and remove what is there of it: an upload then has each row once."""
+        """Start the run of W&B and remove its earlier folders, so that an upload has each row once."""
         if self._run is not None:
             self._run.finish()
         run = self._of
@@ -48,7 +44,7 @@ class WandbTracker:
         self._run.log({**values, "_timestamp": at}, step=step)
 
     def flush(self) -> None:
-        """Do nothing: the library's own process writes at once."""
+        """Do nothing: the library's own process writes immediately."""
 
     def close(self, completed: bool) -> None:
         """End the run."""

@@ -1,4 +1,4 @@
-"""`palestra base`: one base model for many jobs, each of which trains adapters of it, and for the Tinker API."""
+"""`palestra base`: serves one base model to many jobs, each of which trains adapters of it, and the Tinker API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands have in common that serve base models, to jobs or to scripts of the Tinker SDK."""
+"""Common options of commands that serve base models, to jobs or to scripts of the Tinker SDK."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_server_options(parser: argparse.ArgumentParser, folder: str, has: str, h
     """Add the options of every such server.
 
     Args:
-        has: what is in it, for the help.
+        has: content of the folder, for the help.
     """
     parser.add_argument("--dir", metavar="DIR", type=Path, default=Path(folder), help=f"folder of {has}")
     parser.add_argument("--host", default="127.0.0.1", help=host)
@@ -61,11 +61,7 @@ def add_server_options(parser: argparse.ArgumentParser, folder: str, has: str, h
 
 
 def add_tinker_options(parser: Any) -> None:
-    """Add the options of the Tinker API.
-
-    Args:
-        parser: of the command, or a group of it.
-    """
+    """Add the options of the Tinker API to a command or a group."""
     parser.add_argument(
         "--adapter",
         metavar="NAME=FOLDER",
@@ -89,11 +85,7 @@ def add_tinker_options(parser: Any) -> None:
 
 
 def model_options(arguments: argparse.Namespace, models: Sequence[str]) -> SharedModelOptions:
-    """Return which base models are served, and how the server computes.
-
-    Raises:
-        ConfigError: a number is out of range.
-    """
+    """Return which base models to serve, and how."""
     from palestra.config import TrainerConfig
     from palestra.engine.embedded.config import EmbeddedEngineConfig
     from palestra_bases.models import SharedModelOptions
@@ -111,11 +103,7 @@ def model_options(arguments: argparse.Namespace, models: Sequence[str]) -> Share
 
 
 def tinker_options(arguments: argparse.Namespace, folder: Path, port: int) -> TinkerOptions:
-    """Return how the Tinker API is served.
-
-    Raises:
-        ConfigError: an option can't be used.
-    """
+    """Return how to serve the Tinker API."""
     from palestra_bases.tinker.limits import TinkerLimits
     from palestra_bases.tinker.serving import TinkerOptions
 
@@ -136,7 +124,7 @@ def tinker_options(arguments: argparse.Namespace, folder: Path, port: int) -> Ti
 
 
 def given_tinker_option(arguments: argparse.Namespace) -> str | None:
-    """Return an option of the Tinker API that was given; None: none was."""
+    """Return a given option of the Tinker API, or None."""
     for name in ("adapter", *_TINKER_DEFAULTS):
         if getattr(arguments, name):
             return f"--{name.replace('_', '-')}"
@@ -144,20 +132,20 @@ def given_tinker_option(arguments: argparse.Namespace) -> str | None:
 
 
 def check_positive(arguments: argparse.Namespace, *names: str) -> None:
-    """Raise ConfigError unless numbers that were given are at least 1."""
+    """Raise ConfigError unless given numbers are at least 1."""
     for name in names:
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, and has to be at least 1")
 
 
 def say_keys(tenants: Tenants) -> None:
-    """Say where each tenant's key is."""
+    """Print where each tenant's key is."""
     for path in tenants.files:
         say(f"key of {path.name}: {path}")
 
 
 def say_tinker(server: TinkerServer) -> None:
-    """Say where the Tinker API is, and where each tenant's key for it is."""
+    """Print the address of the Tinker API, and where each tenant's key for it is."""
     say(f"Tinker API of {', '.join(base.name for base in server.bases)} at {server.url}")
     say_keys(server.tenants)
 

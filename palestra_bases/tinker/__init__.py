@@ -1,5 +1,5 @@
-"""Serves the Tinker API: training loops that are written by hand, with adapters that are made as they are asked for.
+"""Serves the Tinker API: hand-written training loops, with adapters created on request.
 
-`TinkerService` is the whole of it for one process: models and samplers over a `Trainer` and an `Engine`, futures, and a
-journal on the disk from which everything is restored after a kill. `routes` is its HTTP.
+`TinkerService` is the core for one process: models and samplers over a `Trainer` and an `Engine`, futures, and a
+journal on disk from which everything is restored after a kill. `routes` is its HTTP interface.
 """

@@ -1,4 +1,4 @@
-"""The base models that a Tinker server has loaded, and what their adapters may stand beside."""
+"""The loaded base models of a Tinker server, and the layers that adapters may have."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ ALPHA = 32.0  # of every adapter: the API has no key for it, and its documentati
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
-    """A model whose own weights never change.
+    """A frozen model.
 
     Attributes:
-        name: as clients send it: a built-in name, a folder, or a name of the hub.
-        policy: the engine's name for the policy of the model itself.
-        tokenizer_id: what a client loads the tokenizer from.
-        tokenizer: of the model.
+        name: from clients: a built-in name, a folder, or a name of the hub.
+        policy: the engine's policy of the model itself.
+        tokenizer_id: from which a client loads the tokenizer.
         architecture: such as `LlamaForCausalLM`.
-        vocab_size: number of tokens, V.
-        max_context: most tokens of prompt and reply together, or of a datum's input and its last target.
-        layers: names of all linear layers but the head.
-        head: name of the layer that predicts tokens; None: the model has no linear one.
+        max_context: largest number of tokens in prompt and reply together, or in a datum's input and its last target.
+        layers: names of all linear layers except the head.
+        head: name of the language-model head; None: the model has no linear head.
     """
 
     name: str
@@ -48,12 +46,9 @@ class Base:
         """Return the configuration of an adapter.
 
         Args:
-            attention: whether the layers of attention get one.
-            mlp: whether all other linear layers but the head get one.
-            unembed: whether the head gets one; the embedding never does, as the API has no key for it.
-
-        Raises:
-            InvalidRequest: the rank is not positive, or no layer is left.
+            attention: whether to adapt attention layers.
+            mlp: whether to adapt all other linear layers except the head.
+            unembed: whether to adapt the head; the API has no key for the embedding.
         """
         if rank < 1:
             raise InvalidRequest(f"lora_config.rank is {rank}, and has to be at least 1", "lora_config.rank")
@@ -84,11 +79,7 @@ class Bases:
         return iter(self._bases.values())
 
     def of(self, name: str) -> Base:
-        """Return a model by name.
-
-        Raises:
-            NotFound: it is not loaded here.
-        """
+        """Return a model by name."""
         found = self._bases.get(name)
         if found is None:
             raise NotFound(f"the model {name!r} is not served here; there are {', '.join(map(repr, self._bases))}")

@@ -26,20 +26,19 @@ class Copies:
     """Copies checkpoints. A copy keeps its kind, belongs to a model that is never trained, and outlives its source."""
 
     def __init__(self, sessions: TinkerSessions, saved: Saved, limits: TinkerLimits, folder: Path) -> None:
-        """Copy nothing yet."""
+        """Begin without copies."""
         self._sessions, self._saved, self._limits, self._folder = sessions, saved, limits, folder
         self._one_at_a_time = asyncio.Lock()
 
     async def copy(self, tenant: str, asked: CopyWeights, idempotency_key: str | None) -> str:
-        """Copy a checkpoint, and return the path of the copy; a request that is sent again has the path of the first.
+        """Copy a checkpoint, and return the path of the copy; a retry returns the first path.
 
         Args:
-            asked: which checkpoint, and how long the copy is kept.
             idempotency_key: the same in each attempt of one request; None: the request names a model of a session.
 
         Raises:
-            NotFound: the tenant may use no checkpoint of this path, or has no such session.
-            InvalidRequest: the time is too short or too long, or the session has another model of this number.
+            NotFound: the tenant may not use such a checkpoint or session.
+            InvalidRequest: the TTL is too short or too long, or the session has another model of this number.
             TooManyRequests: the tenant has too many checkpoints.
         """
         check_ttl(asked.ttl_seconds)
@@ -101,10 +100,10 @@ class Copies:
         return f"session-{digest[:24]}", 0
 
     def _copied(self, source: Checkpoint, model_id: str) -> Path:
-        """Link the files of a checkpoint into a folder of the copy's own, and return the folder.
+        """Link a checkpoint's files into a folder of the copy, and return the folder.
 
-        Files of checkpoints are never written again, so that both may have the same. Those of the operator's adapters
-        may be, and are copied.
+        Checkpoint files are never rewritten, so that both may share them. Files of the operator's adapters may be, and
+        are copied.
         """
         kind, name = source.name.split("/", 1)
         target = self._folder / kind / f"copy-{model_id.replace(':', '-')}-{name}"

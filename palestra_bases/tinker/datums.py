@@ -1,9 +1,9 @@
-"""Datums of `forward_backward`: from the wire to rows of a trainer, and a trainer's results back to the wire.
+"""Converts the datums of `forward_backward` to rows of a trainer, and a trainer's results back.
 
 Position i of a datum's input predicts its target i, which may be any token. A row of a trainer predicts its own tokens
-from those before, so a datum of N tokens becomes a row of N + 1, with explicit targets. A datum whose positions have K
-targets each, as a student has that learns a teacher's K likeliest tokens, becomes K rows of the same tokens, which the
-trainer merges into one. Nothing is normalised: the weight of each position is 1, or the datum's own.
+from earlier ones, so a datum of N tokens becomes a row of N + 1, with explicit targets. A datum with K targets per
+position, for a student that learns a teacher's K likeliest tokens, becomes K rows of the same tokens, which the trainer
+merges. Nothing is normalised: the weight of each position is 1, or the datum's own.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _NUMBERS = {"target_tokens": "int64"}  # all other inputs are float32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatumBatch:
-    """What one request asks to be computed.
+    """The rows and the loss of one request.
 
     Attributes:
-        rows: S x K rows: those of the first datum, then those of the second.
+        rows: S x K rows: those of the first datum, then those of the second, and so on.
         loss: of each target.
-        several: K, the targets of each position, where targets are [N, K]; None: they are [N], and K is 1.
+        several: K, if targets are [N, K]; None: they are [N], and K is 1.
     """
 
     rows: tuple[TrainSample, ...]
@@ -57,9 +57,6 @@ def read_batch(request: Any, vocab_size: int, max_tokens: int, limits: TinkerLim
 
     Args:
         max_tokens: longest input of a datum.
-
-    Raises:
-        InvalidRequest: an unknown loss, or inputs that do not fit it; the message names datum, input, shape and dtype.
     """
     name = request.loss_fn
     if name not in LOSS_INPUTS:
@@ -163,7 +160,7 @@ def _tokens(datum: Any, place: str) -> Ids:
 
 
 def _inputs(datum: Any, place: str, loss: str, length: int, most: int) -> dict[str, NDArray[Any]]:
-    """Return the inputs of a loss by name, [N] each; those of `cross_entropy` may be [N, K]."""
+    """Return the inputs of a loss by name, [N] each, or [N, K] for `cross_entropy`."""
     wanted, found = LOSS_INPUTS[loss], dict[str, NDArray[Any]]()
     given = datum.loss_fn_inputs
     if set(given) != set(wanted) and not (loss == "cross_entropy" and set(given) == {"target_tokens"}):
@@ -211,7 +208,7 @@ def _check_tokens(tokens: NDArray[Any], place: str, vocab_size: int) -> None:
 
 
 def _behind(first: NDArray[Any], last: NDArray[Any]) -> Ids:
-    """Return int32 [N + M] of ids [N] and those that follow, [M]."""
+    """Return int32 [N + M] of ids [N] followed by ids [M]."""
     return np.concatenate((first, last)).astype(np.int32)
 
 
@@ -221,7 +218,7 @@ def _shifted(numbers: NDArray[Any]) -> Floats:
 
 
 def loss_without_gradient(batch: DatumBatch, logprobs: Sequence[Floats]) -> float:
-    """Return the sum of the losses of a batch whose logprobs were computed without a gradient.
+    """Return the summed loss of a batch whose logprobs were computed without a gradient.
 
     Args:
         logprobs: float32 [N + 1] of each row.
@@ -229,7 +226,7 @@ def loss_without_gradient(batch: DatumBatch, logprobs: Sequence[Floats]) -> floa
     import torch
 
     def column(values: Sequence[NDArray[Any]]) -> torch.Tensor:
-        """Return [T] numbers of all rows, [N + 1] each, without those of their first tokens."""
+        """Return [T] numbers of all rows, [N + 1] each, without their first tokens."""
         return torch.from_numpy(np.concatenate([value[1:] for value in values]))
 
     rows, loss = batch.rows, build_loss(batch.loss)
@@ -253,7 +250,7 @@ def output_of(batch: DatumBatch, logprobs: Sequence[Floats], loss: float) -> byt
     """Return the message `ForwardBackwardOutput` of a batch.
 
     Args:
-        logprobs: float32 [N + 1] of each row, of which the first is not one.
+        logprobs: float32 [N + 1] of each row, whose first entry is unused.
     """
     arrays = [row[1:] for row in logprobs]
     if (several := batch.several) is not None:

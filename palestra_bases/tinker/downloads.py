@@ -1,6 +1,6 @@
-"""Links to the files of external weights: a link opens one file for an hour, and needs no key.
+"""Signed links to files of external weights: a link opens one file for an hour, without a key.
 
-A link names its tenant and is signed with that tenant's key (HMAC-SHA256), so that it ends with the key.
+A link names its tenant and is signed with that tenant's key (HMAC-SHA256), so that it expires with the key.
 """
 
 from __future__ import annotations
@@ -32,33 +32,25 @@ class Links:
     """Signs links to files, and checks them."""
 
     def __init__(self, tenants: Tenants, clock: Clock) -> None:
-        """Keep the keys.
-
-        Args:
-            clock: by which links end.
-        """
+        """Store the keys."""
         self._tenants, self._clock = tenants, clock
 
     def expiry(self) -> int:
-        """Return when a link that is made now ends, in Unix seconds."""
+        """Return when a new link expires, in Unix seconds."""
         return int(self._clock.now()) + LINK_SECONDS
 
     def link(self, tenant: str, model_id: str, name: str, file: str, expires: int) -> str:
         """Return the path of a link, with its signature.
 
         Args:
-            expires: when the link ends, in Unix seconds.
+            expires: in Unix seconds.
         """
         path = f"{FILES}{model_id}/{name}/{file}"
         given = {"tenant": tenant, "expires": expires, "signature": self._signature(tenant, path, str(expires))}
         return f"{quote(path)}?{urlencode(given)}"
 
     def tenant(self, request: Request) -> str:
-        """Return whose file a link opens.
-
-        Raises:
-            Unauthorized: the link is changed or has ended, or its tenant's key has.
-        """
+        """Return the tenant of a link."""
         given = request.query_params
         tenant, expires = given.get("tenant", ""), given.get("expires", "")
         wanted = self._signature(tenant, request.scope["path"], expires)
@@ -72,7 +64,7 @@ class Links:
 
 
 def add_downloads(app: FastAPI, saved: Saved, links: Links, tenant_of: Any) -> None:
-    """Add the routes that give links to the files of external weights, and the files."""
+    """Add the routes for links to files of external weights, and for the files."""
 
     @app.get("/api/v1/training_runs/{model_id}/checkpoints/{checkpoint_id:path}/external_weights_urls")
     async def external_weights_urls(model_id: str, checkpoint_id: str, request: Request) -> Response:

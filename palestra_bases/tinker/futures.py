@@ -12,25 +12,21 @@ from palestra_bases.tinker.tables import PENDING
 
 
 class Futures:
-    """Tells those who wait for a request when it has a result."""
+    """Notifies waiting callers when a request has a result."""
 
     def __init__(self, journal: Journal) -> None:
-        """Wait for nothing yet."""
+        """Begin without waiting callers."""
         self._journal = journal
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
 
     def settled(self, name: str) -> None:
-        """Wake those who wait for a request that has a result on the disk now, or for any of a sampler."""
+        """Wake callers that wait for a finished request, or for any of a sampler."""
         for waiter in self._waiting.pop(name, ()):
             if not waiter.done():
                 waiter.set_result(None)
 
     async def result(self, tenant: str, request_id: str, seconds: float) -> FutureRequest:
-        """Return a request with its result, or without one if there is none after some time.
-
-        Raises:
-            NotFound: the tenant has no such request.
-        """
+        """Return a request with its result, or without one after a timeout."""
         with self._waiter(request_id) as waiter:
             found = await self._journal.request(tenant, request_id)
             if found.state != PENDING:
@@ -39,10 +35,10 @@ class Futures:
             return await self._journal.request(tenant, request_id)
 
     async def completions(self, sampler_id: str, clone: int, after: int, seconds: float) -> list[Completion]:
-        """Return which requests to a sampler have results, after waiting for one; see `Journal.completions`.
+        """Return a sampler's requests with results, waiting for a new one; see `Journal.completions`.
 
         Args:
-            after: place of the last that the client knows.
+            after: position of the last one known to the client.
         """
         with self._waiter(sampler_id) as waiter:
             if found := await self._journal.completions(sampler_id, clone, after):
@@ -52,7 +48,7 @@ class Futures:
 
     @contextlib.contextmanager
     def _waiter(self, name: str) -> Iterator[asyncio.Future[None]]:
-        """Yield a future that `settled` sets; waiting begins before the look, so that no result between is missed."""
+        """Yield a future that `settled` sets; created before reading, so that no result in between is missed."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(name, set()).add(waiter)
         try:

@@ -1,7 +1,7 @@
-"""The journal of a Tinker server: requests and their results, each change of which is one transaction.
+"""The journal of a Tinker server: requests and their results, each change in one transaction.
 
-A request is on the disk before its client gets an id for it, and its result before it counts as executed. A request
-that is sent again has the id of the first.
+A request is on disk before its client gets an id for it, and its result before it counts as executed. A retry gets the
+id of the first request.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ MOST_COMPLETIONS = 1000  # in one answer
 
 
 class Completion(NamedTuple):
-    """A request for samples that has a result.
+    """A sampling request with a result.
 
     Attributes:
         place: among those of its sampler, from 1 on.
-        request_id: of the request.
-        state: as of `FutureRequest`.
-        size: bytes of the result; None: it is not kept any more.
+        size: bytes of the result; None: it was dropped.
     """
 
     place: int
@@ -45,14 +43,10 @@ class Completion(NamedTuple):
 
 
 class Journal:
-    """The requests of all tenants. A method that changes something returns when the change is on the disk."""
+    """The requests of all tenants. A method that changes something returns when the change is on disk."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
-        """Work on a database.
-
-        Args:
-            db: see `tables.open_journal`.
-        """
+        """Use a database from `tables.open_journal`."""
         self.db, self.clock = db, clock
 
     async def accept(
@@ -67,18 +61,18 @@ class Journal:
         sequences: int = 0,
         identity: bytes | None = None,
     ) -> tuple[str, bool]:
-        """Record a request, unless it was recorded before; return its id, and whether it is new.
+        """Record a request unless it is known; return its id, and whether it is new.
 
         Args:
             seq_id: number among the requests of the target.
-            limits: how many requests of a tenant may have no result, and how long they may be together.
-            extra: is done in the same transaction if the request is new.
-            identity: what is the same in a request that is sent again; None: its body.
+            limits: of a tenant's requests without results, in number and bytes.
+            extra: executed in the same transaction if the request is new.
+            identity: equal for retries of one request; None: its body.
 
         Raises:
             InvalidRequest: another request of the target had this number.
-            NotFound: the model is gone.
-            Expired: a model has executed the request, and nothing of it is known any more.
+            NotFound: the model was removed.
+            Expired: a model has executed the request, and its result was dropped.
             TooManyRequests: too many requests of the tenant wait.
         """
         digest = hashlib.sha256(f"{tenant}\0{kind}\0".encode() + (identity or body)).hexdigest()
@@ -125,7 +119,7 @@ class Journal:
         return await self.db.write(insert, "tinker_accept")
 
     async def next_request(self, model_id: str) -> FutureRequest | None:
-        """Return the request of a model whose turn it is; None: it has not come yet."""
+        """Return a model's next request; None: it has not arrived."""
         models, table = tables.models, tables.requests
 
         def find(connection: Connection) -> FutureRequest | None:
@@ -142,10 +136,10 @@ class Journal:
     async def finish(
         self, request: FutureRequest, result: bytes, keep_body: bool = False, extra: Operation | None = None
     ) -> None:
-        """Record the result of a request; of a model's that it is executed, too.
+        """Record the result of a request, and for a model's that it is executed.
 
         Args:
-            keep_body: whether the request has changed a model, which may have to be restored by doing it again.
+            keep_body: whether the request has changed a model, which may have to repeat it when it is restored.
         """
         await self._end(request, DONE, result, keep_body, extra)
 
@@ -182,11 +176,7 @@ class Journal:
         await self.db.write(end, "tinker_result")
 
     async def request(self, tenant: str, request_id: str) -> FutureRequest:
-        """Return a request with its result, if there is one, and without its body.
-
-        Raises:
-            NotFound: the tenant has none of this id.
-        """
+        """Return a request with its result, if there is one, without its body."""
         table = tables.requests
         columns = [column for column in table.c if column.name != "body"]
 
@@ -202,11 +192,11 @@ class Journal:
         return found
 
     async def completions(self, sampler_id: str, clone: int, after: int) -> list[Completion]:
-        """Return requests of one client of a sampler that have a result, in the order in which they got it.
+        """Return one sampler client's finished requests, in the order of their results.
 
         Args:
-            clone: which client: its requests have numbers from `clone * CLONE` on.
-            after: place of the last that is known already.
+            clone: the client, whose requests have numbers from `clone * CLONE` on.
+            after: position of the last known one.
         """
         table, first = tables.requests, clone * CLONE
         columns = (table.c.completed, table.c.request_id, table.c.state, sa.func.length(table.c.result))
@@ -220,7 +210,7 @@ class Journal:
         return await self.db.read(lambda c: [Completion(*row) for row in c.execute(query)])
 
     async def pending(self) -> list[FutureRequest]:
-        """Return all requests without a result, and without their bodies."""
+        """Return all requests without a result, without their bodies."""
         table = tables.requests
         columns = [column for column in table.c if column.name not in ("body", "result")]
         query = select(*columns).where(table.c.state == PENDING).order_by(table.c.created_at)
@@ -230,8 +220,8 @@ class Journal:
         """Return the requests that have changed a model, as (seq_id, request_id), in order.
 
         Args:
-            after: number of the newest request that is in the model's checkpoint.
-            until: number of the newest request that was executed.
+            after: newest request in the model's checkpoint.
+            until: newest executed request.
         """
         table = tables.requests
         query = select(table.c.seq_id, table.c.request_id).where(
@@ -247,7 +237,7 @@ class Journal:
         return await self.db.read(lambda c: _request(c.execute(query).one()))
 
     async def drop_bodies(self, model_id: str, until: int) -> None:
-        """Forget the bodies of a model's requests up to a number, because a checkpoint has what they did."""
+        """Drop the bodies of a model's requests up to a number, because a checkpoint includes them."""
         models, table = tables.models, tables.requests
 
         def drop(connection: Connection) -> None:
@@ -258,10 +248,9 @@ class Journal:
         await self.db.write(drop)
 
     async def forget_results(self, limits: TinkerLimits) -> None:
-        """Forget results that are old, and of each tenant the oldest that are too many; then the requests themselves.
+        """Drop old results, and each tenant's excess results; later also the requests.
 
-        That a model's request was executed is known for ever, by its number. Requests that a model would be restored
-        with are kept.
+        Numbers of executed requests of models are remembered forever. Requests needed to restore a model are kept.
         """
         table, now = tables.requests, self.clock.now()
         ended, forgotten = table.c.state.in_((DONE, FAILED)), table.c.state == FORGOTTEN

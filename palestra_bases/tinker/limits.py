@@ -1,4 +1,4 @@
-"""What one tenant may ask of a Tinker server, and how long the server keeps results and sessions."""
+"""Limits of one tenant of a Tinker server, and how long results and sessions are kept."""
 
 from __future__ import annotations
 
@@ -7,33 +7,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinkerLimits:
-    """The limits of a server; each tenant has those that are counted for itself.
+    """The limits of a server, per tenant where that applies.
 
     Attributes:
-        body_bytes: longest body of a `forward_backward`.
-        json_bytes: longest body of every other request.
-        sessions: most sessions of a tenant that are alive.
-        samplers: most samplers of a session.
-        gradients: most requests whose gradients one step applies.
-        datums: most datums of one request.
-        targets: most targets of one request whose positions have several each.
-        models: most models of a tenant whose session is not over.
-        loaded_models: most models of all tenants that are in memory; others come back from the disk when they are used.
-        waiting: most requests of a tenant that have no result yet.
-        waiting_bytes: most bytes of their bodies.
-        waiting_samples: most sequences of a tenant that are to be sampled, in all its requests without a result.
-        checkpoints: most checkpoints of a tenant that have not expired.
-        samples: most sequences of one request.
-        sample_bytes: longest result of one request for samples; SQLite takes no value of a gigabyte.
-        futures: most results of a tenant that are kept; the oldest are forgotten first.
+        body_bytes: of a `forward_backward`.
+        json_bytes: of every other request body.
+        sessions: live ones per tenant.
+        samplers: per session.
+        gradients: requests whose gradients one step applies.
+        datums: per request.
+        targets: per request whose positions have several targets.
+        models: per tenant, in live sessions.
+        loaded_models: in memory, of all tenants; others are restored from disk when used.
+        waiting: requests without a result, per tenant.
+        waiting_bytes: of their bodies.
+        waiting_samples: sequences to be sampled, per tenant, in all requests without a result.
+        checkpoints: unexpired ones per tenant.
+        samples: sequences per request.
+        sample_bytes: of the result of one sampling request; SQLite limits values to a gigabyte.
+        futures: kept results per tenant; the oldest are dropped first.
         future_seconds: how long a result is kept.
-        forgotten: most requests of a tenant of which it is known that their results were forgotten.
-        forgotten_seconds: how long that is known, after the result.
-        kept_seconds: how long a session that is over is listed, and a model of it without checkpoints after its last
-            use.
-        session_seconds: how long a session counts as alive after its last heartbeat.
+        forgotten: requests per tenant that are remembered without their results.
+        forgotten_seconds: how long these are remembered.
+        kept_seconds: how long an ended session is listed, and its models without checkpoints after their last use.
+        session_seconds: how long a session lives after its last heartbeat.
         poll_seconds: how long an answer waits for a result.
-        checkpoint_steps: optimizer steps between two checkpoints of a model, from which it is restored.
+        checkpoint_steps: optimizer steps between two checkpoints of a model for restoring it.
     """
 
     body_bytes: int = 64 * 2**20

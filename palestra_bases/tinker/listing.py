@@ -80,7 +80,7 @@ def _add_checkpoints(app: FastAPI, service: TinkerService, tenant_of: TenantOf) 
 
     @app.put(f"{API}/training_runs/{{model_id}}/checkpoints/{{checkpoint_id:path}}/ttl")
     async def set_ttl(model_id: str, checkpoint_id: str, request: Request) -> Response:
-        """Set how long a checkpoint is kept."""
+        """Set a checkpoint's TTL."""
         asked = parse_body(SetTTL, await request.body())
         await service.set_ttl(tenant_of(request), path_of(model_id, checkpoint_id), asked.ttl_seconds)
         return _json({})
@@ -107,7 +107,7 @@ def _add_checkpoints(app: FastAPI, service: TinkerService, tenant_of: TenantOf) 
 
     @app.post(f"{API}/weights_info")
     async def weights_info(request: Request) -> Response:
-        """Say what a checkpoint is of."""
+        """Return the model information of a checkpoint."""
         asked = parse_body(WeightsInfo, await request.body())
         found = await usable(service.saved, tenant_of(request), asked.tinker_path)
         layers: Mapping[str, Any] = found.data.get("layers", {})
@@ -173,7 +173,7 @@ def _time(seconds: float) -> str:
 
 
 def _texts(metadata: Any) -> dict[str, str] | None:
-    """Return a user's metadata as texts, which is what clients read."""
+    """Return a user's metadata as texts, as clients expect."""
     return {key: str(value) for key, value in metadata.items()} if isinstance(metadata, Mapping) else None
 
 

@@ -1,8 +1,8 @@
-"""One model: its requests are executed in the order of their numbers, and it can be restored at any moment.
+"""One model: executes its requests in the order of their numbers, and can be restored at any time.
 
-Its state is that of its last checkpoint, and then of the requests after it, done again. Checkpoints are written between
-an optimizer step and the next gradient, so that a gradient is always that of requests which are still in the journal.
-Without such a pause no checkpoint is written: a model that only gathers gradients is restored by gathering them again.
+Its state is its last checkpoint plus the later requests, executed again. Checkpoints are written between an optimizer
+step and the next gradient, so that all requests of a gradient are still in the journal. A model that only accumulates
+gradients is not checkpointed: it is restored by accumulating them again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Model:
     """Executes the requests to one model.
 
     Attributes:
-        record: the model, as it was when this object was made.
-        used_at: monotonic seconds of the last request.
+        record: as of this object's creation.
+        used_at: last request, in monotonic seconds.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class Model:
         """Prepare to execute; `run` does.
 
         Args:
-            settled: is called with the id of each request that has a result.
-            make_room: is awaited before the model is loaded; then there is room for it in memory.
+            settled: called with the id of each finished request.
+            make_room: awaited before the model is loaded, to free memory.
         """
         self.record = record
         self._shop, self._journal, self._sessions = workshop, journal, sessions
@@ -71,17 +71,14 @@ class Model:
         return self._running is not None and not self._running.done()
 
     def notify(self) -> None:
-        """Look for requests that have come."""
+        """Check for new requests."""
         self._wake.set()
 
     async def run(self, free: Callable[[], Awaitable[None]]) -> None:
-        """Execute requests until the task is cancelled, or until the model could not be created.
+        """Execute requests until cancelled, or until the model could not be created.
 
         Args:
-            free: is awaited whenever the model may be unloaded, because it is not busy.
-
-        Raises:
-            StoreError: the journal can't be written.
+            free: awaited whenever the model may be unloaded.
         """
         while True:
             self._wake.clear()
@@ -97,7 +94,7 @@ class Model:
                 return
 
     async def unload(self) -> None:
-        """Free the memory of the model, after writing a checkpoint if one can be written."""
+        """Free the model's memory, after writing a checkpoint if possible."""
         if self._running is not None and not self._running.done():
             await asyncio.wait((self._running,))
         async with self._lock:
@@ -115,7 +112,7 @@ class Model:
                 self.used_at = asyncio.get_running_loop().time()
 
     async def _execute(self, request: FutureRequest) -> bool:
-        """Execute a request and record its result. False: the model could not be created, and is gone."""
+        """Execute a request and record its result. False: the model could not be created, and was removed."""
         first = request.seq_id == 0
         try:
             training = await self._loaded(first)
@@ -145,7 +142,7 @@ class Model:
         return True
 
     async def _failed(self, request: FutureRequest, message: str, user: bool) -> None:
-        """Record that a request has failed, and forget what it may have left in memory."""
+        """Record that a request has failed, and clean up its effects in memory."""
         first = request.seq_id == 0
         remove = self._sessions.delete_model(self.record.model_id) if first else None
         await self._journal.fail(request, message, "user" if user else "server", remove)
@@ -171,7 +168,7 @@ class Model:
         return self._training
 
     async def _restore(self, training: Training) -> None:
-        """Load the newest checkpoint, and do what was done after it again."""
+        """Load the newest checkpoint, and repeat later requests."""
         model_id, after = self.record.model_id, -1
         # What was executed since this object's record was read, by another object of before, counts as well.
         known = await self._sessions.model(self.record.tenant, model_id)
@@ -216,7 +213,7 @@ class Model:
             await self._journal.drop_bodies(self.record.model_id, self._dropped)
 
     async def _forget(self) -> None:
-        """Free the memory of the model, which is then restored when it is used."""
+        """Free the model's memory; it is restored when used."""
         training, self._training = self._training, None
         if training is not None:
             training.run.close()

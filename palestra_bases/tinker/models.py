@@ -1,4 +1,4 @@
-"""The models of all tenants: they are made, get their requests, and leave the memory when there is no room."""
+"""The models of all tenants: their creation, their requests, and their eviction from memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Spawn = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class Models:
-    """Accepts requests to models, and has them executed."""
+    """Accepts requests to models, and executes them."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Models:
         """Begin without a model in memory.
 
         Args:
-            settled: is called with the id of each request that has a result.
+            settled: called with the id of each finished request.
         """
         self._shop, self._journal, self._sessions = workshop, journal, sessions
         self._settled, self._spawn = settled, spawn
@@ -46,11 +46,11 @@ class Models:
         self._room = asyncio.Condition()
 
     def in_memory(self) -> list[Model]:
-        """Return the models that execute requests, or wait for some."""
+        """Return the models that execute or await requests."""
         return list(self._models.values())
 
     async def unload(self, model_id: str) -> None:
-        """Take a model out of memory unless it is busy; it comes back when it is used."""
+        """Unload a model unless it is busy; it is restored when used."""
         model = self._models.get(model_id)
         if model is not None and not model.is_busy:
             await model.unload()
@@ -64,14 +64,11 @@ class Models:
                 self.notify(await self._sessions.model(model.record.tenant, model_id))
 
     async def create(self, tenant: str, body: bytes) -> tuple[str, str]:
-        """Accept the creation of a model; return the ids of the request and of the model.
-
-        Args:
-            body: see `wire.CreateModel`.
+        """Accept the creation of a model (`wire.CreateModel`); return the ids of the request and the model.
 
         Raises:
             NotFound: no such session or base model.
-            InvalidRequest: the adapter can't be made.
+            InvalidRequest: the adapter can't be created.
             TooManyRequests: the tenant has too many models.
         """
         asked = parse_body(CreateModel, body)
@@ -88,10 +85,9 @@ class Models:
         return await self._accept_first("create_model", record, body), record.model_id
 
     async def load(self, tenant: str, body: bytes) -> tuple[str, str]:
-        """Accept the loading of a checkpoint; return the ids of the request and of the model.
+        """Accept the loading of a checkpoint (`wire.LoadWeights`); return the ids of the request and the model.
 
-        Args:
-            body: see `wire.LoadWeights`; with a session a new model is made of the checkpoint.
+        With a session, the checkpoint becomes a new model.
 
         Raises:
             NotFound: no such session, model or checkpoint.
@@ -158,14 +154,14 @@ class Models:
         return request_id
 
     async def train(self, tenant: str, kind: str, model_id: str, seq_id: int, body: bytes) -> str:
-        """Accept a request to a model, and return its id; it is executed when all before it are.
+        """Accept a request to a model, and return its id; it is executed after all earlier ones.
 
         Args:
             seq_id: number among the requests to the model.
 
         Raises:
             NotFound: the tenant has no such model.
-            InvalidRequest: another request had the number, or the model is one of a copied checkpoint.
+            InvalidRequest: another request had the number, or the model belongs to a copied checkpoint.
             TooManyRequests: too many requests of the tenant wait.
         """
         record = await self._sessions.model(tenant, model_id)
@@ -180,7 +176,7 @@ class Models:
         return request_id
 
     def notify(self, record: ModelRecord) -> None:
-        """Have a model look for its requests."""
+        """Make a model check for its requests."""
         name = record.model_id
         if name not in self._models:
             self._models[name] = Model(
@@ -202,7 +198,7 @@ class Models:
             self._room.notify_all()
 
     async def _make_room(self) -> None:
-        """Return when one more model may be loaded; those that were not used for longest are unloaded."""
+        """Wait until one more model may be loaded, unloading the least recently used."""
         async with self._room:
             while sum(model.is_loaded for model in self._models.values()) >= self._shop.limits.loaded_models:
                 idle = [model for model in self._models.values() if model.is_loaded and not model.is_busy]
@@ -213,9 +209,9 @@ class Models:
 
 
 def _identity(kind: str, body: bytes) -> bytes | None:
-    """Return what is the same in a request that is sent again; None: the whole body.
+    """Return what identifies a retried request; None: the whole body.
 
-    The SDK gives weights for a sampler without a name another number each time it sends the request; the first counts.
+    The SDK gives unnamed sampler weights another number at each attempt; the first counts.
     """
     if kind != "save_for_sampler":
         return None

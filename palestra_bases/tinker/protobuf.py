@@ -1,6 +1,6 @@
 """The protobuf messages of the Tinker API, and the arrays in them.
 
-Messages are declared here, field by field, as `name number type`; the numbers are those of the wire. All arrays are raw
+Messages are declared here, field by field, as `name number type`, with the numbers of the wire. All arrays are raw
 little-endian bytes.
 """
 
@@ -52,7 +52,7 @@ DTYPE_NAMES = {FLOAT32: "float32", INT64: "int64"}
 
 
 def _fields(message: Any, text: str) -> Iterator[tuple[Any, str, str]]:
-    """Yield each field of a declaration, as a new field of `message`, its type, and the choice that it is of."""
+    """Yield each declared field, as a new field of `message`, its type, and its oneof."""
     for part in text.split(";"):
         name, number, kind = part.split()
         kind, _, choice = kind.partition("|")
@@ -102,23 +102,12 @@ _CLASSES = _declare()
 
 
 def new(name: str, **fields: Any) -> Any:
-    """Return a message of this file.
-
-    Args:
-        name: such as `SampleResponse`.
-    """
+    """Return a new message of this file by name, such as `SampleResponse`."""
     return _CLASSES[name](**fields)
 
 
 def parse(name: str, body: bytes) -> Any:
-    """Return the message that a body is.
-
-    Args:
-        name: such as `ForwardBackwardRequest`.
-
-    Raises:
-        InvalidRequest: the body is no such message.
-    """
+    """Parse a message by name, such as `ForwardBackwardRequest`."""
     try:
         return _CLASSES[name].FromString(body)
     except (DecodeError, ValueError) as error:
@@ -126,14 +115,11 @@ def parse(name: str, body: bytes) -> Any:
 
 
 def array_of(tensor: Any, name: str, most: int) -> NDArray[Any]:
-    """Return a tensor of a request, float32 or int64 in its shape; one without a shape is [N].
+    """Return a request's tensor, float32 or int64 in its shape; without a shape [N].
 
     Args:
-        tensor: a message `Tensor`; what a sparse one (compressed rows, [N, K]) does not list is 0.
-        most: most numbers of a sparse tensor, whose shape can be larger than its message.
-
-    Raises:
-        InvalidRequest: it has another type, or other numbers than its shape says.
+        tensor: a message `Tensor`; entries missing from a sparse one (compressed rows, [N, K]) are 0.
+        most: limit of a sparse tensor's numbers, because its shape can be larger than its message.
     """
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
@@ -178,7 +164,7 @@ def _densified(tensor: Any, dtype: np.dtype[Any], name: str, most: int) -> NDArr
 
 
 def batched(arrays: Sequence[NDArray[np.float32]]) -> Any:
-    """Return a `BatchedTensor` of one float32 [N] or [N, K] for each datum, of which all have the same K."""
+    """Return a `BatchedTensor` of one float32 [N] or [N, K] for each datum, all with the same K."""
     ends = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8")
     return new(
         "BatchedTensor",

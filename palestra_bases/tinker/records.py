@@ -27,19 +27,16 @@ _API_KINDS = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}  #
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelRecord:
-    """A model that is trained.
+    """A trained model.
 
     Attributes:
-        model_id: `SESSION:train:NUMBER`, as clients make it up.
-        tenant: whose it is.
-        session_id: in which it was made.
-        base: name of the base model.
+        model_id: `SESSION:train:NUMBER`, chosen by clients.
         adapter: rank, scale and layers.
-        seed: of the adapter's first weights.
-        data: which kinds of layers were asked for, and the user's own metadata.
+        seed: of the adapter's initial weights.
+        data: requested kinds of layers, and the user's metadata.
         created_at, used_at: Unix seconds.
-        executed: number of the newest request that has a result, as all before it have; -1: none has.
-        dropped: requests up to this number are in checkpoints alone, and can't be done again; -1: all can.
+        executed: newest request with a result, as all before it have; -1: none.
+        dropped: requests up to this number exist only in checkpoints, and can't be repeated; -1: none.
     """
 
     model_id: str
@@ -60,14 +57,11 @@ class FutureRequest:
     """A request whose result is a future.
 
     Attributes:
-        request_id: by which the result is asked for.
-        tenant: whose it is.
-        kind: what is to be done.
         target: the model or the sampler.
         seq_id: number among the requests of the target.
-        body: as it came; None: it is no longer needed.
+        body: as received; None: no longer needed.
         state: `pending`, `done`, `failed` or `forgotten`.
-        result: protobuf or JSON; of a failed one JSON with the error.
+        result: protobuf or JSON; JSON with the error for a failed one.
     """
 
     request_id: str
@@ -85,18 +79,7 @@ class Checkpoint:
     """Weights that were saved under a name.
 
     Attributes:
-        path: `tinker://MODEL/KIND/NAME`, where KIND is `weights`, `sampler_weights` or `external_weights`.
-        tenant: whose it is; "": everybody's.
-        model_id: of which model.
-        name: the path's last two parts, which a client calls the checkpoint's id.
-        folder: where it is.
-        base, adapter, data: of the model; see `ModelRecord`.
-        step: optimizer steps before it.
-        bytes: of its files.
-        created_at: Unix seconds.
         expires_at: Unix seconds; None: never.
-        user_metadata: of the user.
-        public: whether all tenants may use it.
     """
 
     path: str
@@ -116,22 +99,18 @@ class Checkpoint:
 
     @property
     def kind(self) -> str:
-        """Return what the API calls this kind of checkpoint: `training`, `sampler` or `external`."""
+        """Return the API's name of this kind of checkpoint: `training`, `sampler` or `external`."""
         return _API_KINDS[self.name.partition("/")[0]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampler:
-    """A sampling session: a base model, or an adapter as it was at one moment.
+    """A sampling session: a base model, or an adapter at one moment.
 
     Attributes:
-        sampler_id: as clients send it.
-        tenant: whose it is.
-        session_id: in which it was made.
-        base: name of the base model.
-        model_path: the checkpoint; None: the base model itself, or weights that have no name.
+        model_path: the checkpoint; None: the base model itself, or unnamed weights.
         folder: of the adapter; None: the base model itself.
-        is_private: whether the folder belongs to this sampler alone.
+        is_private: whether the folder belongs only to this sampler.
     """
 
     sampler_id: str

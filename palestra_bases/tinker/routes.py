@@ -1,7 +1,7 @@
 """The routes of the Tinker API: `/api/v1` as the SDK calls it.
 
-A request to a model or a sampler is answered with the id of a future, and its result is asked for with
-`retrieve_future`. Failures of such requests are results as well; what is wrong at the door has a status of 400 or more.
+A request to a model or a sampler is answered with the id of a future; its result is requested with `retrieve_future`.
+Failures of such requests are results too; requests that are refused immediately have a status of 400 or more.
 """
 
 from __future__ import annotations
@@ -46,33 +46,28 @@ _TOKEN = "x-tinker-weights-access-token"
 
 
 def tinker_error(failure: Failure) -> dict[str, Any]:
-    """Return the body of an error, with the keys that a failed future has."""
+    """Return the body of an error, with the keys of a failed future."""
     category = "server" if failure.status >= 500 else "user"
     return {"error": failure.message, "category": category, "code": failure.code, "field": failure.field}
 
 
 class TinkerTenants:
-    """Finds out, by the key of a request, which tenant asks."""
+    """Identifies the tenant of a request by its key."""
 
     def __init__(self, tenants: Tenants, limits: TinkerLimits, links: Links) -> None:
-        """Keep the tenants.
+        """Store the tenants.
 
         Args:
-            tenants: by their keys.
             links: open files without a key.
         """
         self._tenants, self._limits, self.links = tenants, limits, links
 
     def tenant(self, request: Request) -> str:
-        """Return whose key a request has.
-
-        Raises:
-            Unauthorized: it has none, or one that is not known.
-        """
+        """Return the tenant of a request's key."""
         return self._tenants.of(bearer(request))
 
     async def authenticate(self, request: Request) -> int:
-        """Check the key of a request, or its link, and return how long its body may be; see `RequestGuard`."""
+        """Check the key or link of a request, and return the limit of its body; see `RequestGuard`."""
         if request.url.path.startswith(FILES):
             self.links.tenant(request)
         else:
@@ -82,11 +77,7 @@ class TinkerTenants:
 
 
 def create_tinker_app(service: TinkerService, tenants: Tenants) -> FastAPI:
-    """Return the application with all routes.
-
-    Args:
-        tenants: by their keys.
-    """
+    """Return the application with all routes."""
     caller = TinkerTenants(tenants, service.limits, Links(tenants, service.saved.clock))
     app = build_app(
         "Palestra, Tinker API",
@@ -117,22 +108,22 @@ def _add_sessions(app: FastAPI, service: TinkerService, caller: TinkerTenants) -
 
     @app.post(f"{API}/client/config")
     async def client_config(request: Request) -> Response:
-        """Say which optional parts of the protocol are used: those that save a client requests."""
+        """Return which optional parts of the protocol are enabled, to save client requests."""
         return _json({"sample_use_retrieve_futures": True, "sample_join_sampling_session": True})
 
     @app.post(f"{API}/client/dynamic_config")
     async def dynamic_config(request: Request) -> Response:
-        """Say that what may change in a client stays as it is."""
+        """Return an unchanged dynamic configuration."""
         return _json({"refresh_interval_sec": 300})
 
     @app.post(f"{API}/telemetry")
     async def telemetry(request: Request) -> Response:
-        """Accept what a client says of itself, and forget it."""
+        """Accept a client's telemetry, and drop it."""
         return _json({"status": "accepted"})
 
     @app.post(f"{API}/create_session")
     async def create_session(request: Request) -> Response:
-        """Begin a session, in which a client makes models and samplers."""
+        """Begin a session, in which a client creates models and samplers."""
         body = await read_request(CreateSession, request, pool)
         session_id = await service.create_session(caller.tenant(request), body.model_dump(mode="json"))
         return _json({"type": "create_session", "session_id": session_id})
@@ -148,7 +139,7 @@ def _add_sessions(app: FastAPI, service: TinkerService, caller: TinkerTenants) -
 
     @app.post(f"{API}/sessions/{{session_id}}/finish")
     async def finish(session_id: str, request: Request) -> Response:
-        """End a session, which its client has closed."""
+        """End a session that its client has closed."""
         await read_request(TinkerFinish, request, pool)
         await service.finish_session(caller.tenant(request), session_id)
         return _json({})
@@ -212,7 +203,7 @@ def _add_info(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> No
 
     @app.post(f"{API}/get_info")
     async def get_info(request: Request) -> Response:
-        """Say of which base model a model is, and its rank."""
+        """Return a model's base model and rank."""
         asked = await read_request(OfModel, request, pool)
         record = await service.sessions.model(caller.tenant(request), asked.model_id)
         base = service.bases.of(record.base)
@@ -244,7 +235,7 @@ def _add_info(app: FastAPI, service: TinkerService, caller: TinkerTenants) -> No
 
     @app.post(f"{API}/create_custom_loss")
     async def create_custom_loss(request: Request) -> Response:
-        """Say that nothing that is sent is executed."""
+        """Refuse custom losses: code from clients is never executed."""
         raise UnsupportedField("create_custom_loss is not supported here: losses run in the client", None)
 
 
@@ -274,7 +265,7 @@ def _add_sampling(app: FastAPI, service: TinkerService, caller: TinkerTenants) -
 
     @app.get(f"{API}/samplers/{{sampler_id}}")
     async def get_sampler(sampler_id: str, request: Request) -> Response:
-        """Say what a sampler samples from."""
+        """Return what a sampler samples from."""
         found = await service.saved.sampler(caller.tenant(request), sampler_id)
         return _json({"sampler_id": found.sampler_id, "base_model": found.base, "model_path": found.model_path})
 
@@ -306,7 +297,7 @@ def _add_futures(app: FastAPI, service: TinkerService, caller: TinkerTenants) ->
 
     @app.post(f"{API}/retrieve_futures")
     async def retrieve_futures(request: Request) -> Response:
-        """Say which requests to a sampler have results, after waiting for one for some time."""
+        """Return which requests to a sampler have results, waiting for one for some time."""
         asked = parse_body(OfFutures, await request.body())
         sampler = await service.saved.sampler(caller.tenant(request), asked.target.sampling_session_id)
         usual = service.limits.poll_seconds
@@ -325,14 +316,14 @@ def _add_futures(app: FastAPI, service: TinkerService, caller: TinkerTenants) ->
 
     @app.post(f"{API}/cancel_future")
     async def cancel_future(request: Request) -> Response:
-        """Stop sampling for a request, whose future fails then."""
+        """Cancel a sampling request, whose future then fails."""
         asked = parse_body(OfRequest, await request.body())
         await service.samples.cancel(caller.tenant(request), asked.request_id)
         return _json({})
 
 
 def _add_unknown(app: FastAPI) -> None:
-    """Add a route for all others, which has to be the last."""
+    """Add a catch-all route, which must be the last."""
 
     @app.api_route(f"{API}/{{path:path}}", methods=["GET", "POST", "PUT", "DELETE"], include_in_schema=False)
     async def unknown(path: str, request: Request) -> Response:

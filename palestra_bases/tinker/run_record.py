@@ -1,6 +1,6 @@
-"""The run folder of a model that is trained through the Tinker API: like that of any other job, without episodes.
+"""The run folder of a model trained through the Tinker API: like another job's, without episodes.
 
-`palestra top`, `palestra export` and the page read it. The journal holds the truth.
+`palestra top`, `palestra export` and the page read it. The journal is authoritative.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class RunRecord:
     """Writes a row of metrics for each optimizer step."""
 
     def __init__(self, folder: Path, model_id: str, base: str, adapter: AdapterConfig) -> None:
-        """Write what the run is of."""
+        """Write the description of the run."""
         self._folder = RunFolder(folder)
         policy = {"model": base, "adapter": adapter.model_dump()}
         self._folder.write_config(
@@ -33,15 +33,11 @@ class RunRecord:
 
     @property
     def checkpoints(self) -> Path:
-        """Return the folder from which the model is restored, and of which a model can be exported."""
+        """Return the folder of checkpoints for restoring and exporting the model."""
         return self._folder.path / CHECKPOINTS
 
     async def restore(self, step: int) -> None:
-        """Forget the rows after a step, from which the model is trained on.
-
-        Raises:
-            CheckpointError: a row can't be read.
-        """
+        """Drop the rows after a step, from which training continues."""
         await self._store.log.restore_metrics(step)
         rows = await self._store.log.metrics()
         if any("step" not in row for row in rows):
@@ -54,7 +50,7 @@ class RunRecord:
         """Count one `forward_backward`.
 
         Args:
-            loss: the sum over its tokens.
+            loss: summed over its tokens.
         """
         self._loss, self._seconds = self._loss + loss, self._seconds + seconds
         self._rows, self._tokens = self._rows + rows, self._tokens + tokens
@@ -63,8 +59,8 @@ class RunRecord:
         """Write the row of one optimizer step.
 
         Args:
-            step: its number, from 1.
-            again: whether the step was done before, and the model is being restored.
+            step: from 1.
+            again: whether the step is repeated to restore the model.
         """
         took = self._seconds + seconds
         row = {
@@ -97,5 +93,5 @@ class RunRecord:
         return float(known)
 
     def close(self) -> None:
-        """Close the run's store, after what was submitted is written."""
+        """Close the run's store, after pending writes."""
         self._store.close()

@@ -34,7 +34,7 @@ LoadFolder = Callable[[str, Path], Awaitable[None]]
 
 
 class Samples:
-    """Accepts requests for samples, and has the engine answer them."""
+    """Accepts sampling requests, and has the engine answer them."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Samples:
         """Begin without a request.
 
         Args:
-            settled: is called with the id of each request that has a result, and with that of its sampler.
+            settled: called with the id of each finished request, and its sampler's.
         """
         self._engine, self._adapters, self._load = engine, adapters, load
         self._bases, self._limits = bases, limits
@@ -59,10 +59,7 @@ class Samples:
         self._tasks: dict[str, tuple[FutureRequest, asyncio.Task[None]]] = {}  # by id of the request
 
     async def create(self, tenant: str, body: bytes) -> Sampler:
-        """Make a sampling session of a base model or of a checkpoint, and return it.
-
-        Args:
-            body: see `wire.CreateSamplingSession`.
+        """Create a sampling session of a base model or a checkpoint (`wire.CreateSamplingSession`).
 
         Raises:
             NotFound: no such session, base model or checkpoint.
@@ -106,10 +103,10 @@ class Samples:
         return sampler
 
     async def accept(self, tenant: str, asked: Sample, body: bytes) -> str:
-        """Accept a request for samples, and return its id.
+        """Accept a sampling request, and return its id.
 
         Raises:
-            NotFound: no such sampling session, or its checkpoint is gone.
+            NotFound: no such sampling session, or its checkpoint was removed.
             InvalidRequest: it can't be answered.
             TooManyRequests: too many requests of the tenant wait, or too many sequences in them.
         """
@@ -123,14 +120,14 @@ class Samples:
         return request_id
 
     async def _sampler(self, tenant: str, name: str) -> Sampler:
-        """Return a sampler of which the weights are there."""
+        """Return a sampler whose weights exist."""
         sampler = await self._saved.sampler(tenant, name)
         if sampler.model_path is not None:
             await usable(self._saved, tenant, sampler.model_path)
         return sampler
 
     def start(self, request: FutureRequest) -> None:
-        """Execute a request that was accepted."""
+        """Execute an accepted request."""
         task = self._spawn(request.request_id, self._sample(request))
         self._tasks[request.request_id] = request, task
         task.add_done_callback(lambda _: self._tasks.pop(request.request_id, None))
@@ -166,11 +163,7 @@ class Samples:
             yield name
 
     async def cancel(self, tenant: str, request_id: str) -> None:
-        """Stop a request for samples; one of another kind, or that has a result, is left as it is.
-
-        Raises:
-            NotFound: the tenant has no such request.
-        """
+        """Cancel a sampling request; no effect on another kind, or one with a result."""
         await self._journal.request(tenant, request_id)
         if (found := self._tasks.get(request_id)) is not None:
             await self._stop(*found, "the request was cancelled")
@@ -183,17 +176,17 @@ class Samples:
             self._settle(request)
 
     def _settle(self, request: FutureRequest) -> None:
-        """Wake those who wait for a request, or for any of its sampler."""
+        """Wake callers that wait for a request, or for any of its sampler."""
         self._settled(request.request_id)
         self._settled(request.target)
 
     async def remove(self, folder: Path) -> None:
-        """Remove the files of an adapter, and free its memory in the engine."""
+        """Remove an adapter's files, and free its memory in the engine."""
         await self._adapters.remove(policy_name(folder))
         await in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
 
     async def end_session(self, session_id: str) -> None:
-        """Remove the samplers of a session, with the weights that are theirs alone, and stop what they still sample."""
+        """Remove a session's samplers with their private weights, and cancel their sampling."""
         samplers = await self._saved.samplers(session_id)
         ended = {sampler.sampler_id for sampler in samplers}
         for request, task in [found for found in self._tasks.values() if found[0].target in ended]:

@@ -1,4 +1,4 @@
-"""Samples of base models and of adapters that were saved: what the engine is asked, and what a client is answered."""
+"""Sampling from base models and saved adapters: the engine's requests, and the clients' answers."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _UNREAD_TOKENS = 8  # tokens before a stop string's own that may change how its 
 
 
 def policy_name(folder: Path) -> str:
-    """Return the name of the engine's policy for an adapter's folder."""
+    """Return the engine's policy name for an adapter's folder."""
     return f"adapter {folder}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A request for samples that was checked.
+    """A validated sampling request.
 
     Attributes:
         prompt: int32 [P].
         sampling: of each sequence; only their seeds differ.
         stops: texts that end a sequence.
-        with_logprobs: from which position of the prompt on logprobs are wanted; None: none are.
-        top: how many of the most probable tokens are wanted at each sampled position.
+        with_logprobs: first prompt position whose logprob is requested; None: none.
+        top: requested number of most probable tokens at each sampled position.
     """
 
     prompt: TokenSequence
@@ -50,13 +50,10 @@ class Plan:
 
 
 def plan_of(asked: Sample, base: Base, limits: TinkerLimits, request_id: str) -> Plan:
-    """Check a request for samples.
+    """Validate a sampling request.
 
     Args:
-        request_id: its seeds are made of it where it has none.
-
-    Raises:
-        InvalidRequest: it can't be answered; the message names the field.
+        request_id: gives its seeds if it has none.
     """
     _check_supported(asked, limits)
     tokens = [token for chunk in asked.prompt.chunks for token in chunk.tokens]
@@ -105,7 +102,7 @@ def plan_of(asked: Sample, base: Base, limits: TinkerLimits, request_id: str) ->
 
 
 def _check_supported(asked: Sample, limits: TinkerLimits) -> None:
-    """Raise InvalidRequest for what is too much, or not supported."""
+    """Raise InvalidRequest for an excessive or unsupported request."""
     if asked.num_samples > limits.samples:
         raise InvalidRequest(f"num_samples is {asked.num_samples}, and at most {limits.samples}", "num_samples")
     if asked.topk_sample_logprobs > MOST_TOP:
@@ -116,7 +113,7 @@ def _check_supported(asked: Sample, limits: TinkerLimits) -> None:
 
 
 def _stops_of(stop: str | list[str] | list[int] | None, base: Base) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the tokens and the texts that end a sequence. None: the tokens that end a text."""
+    """Return the stop tokens and stop texts. None: the tokens that end a text."""
     if stop is None:
         return base.stop_ids, ()
     given: Sequence[Any] = [stop] if isinstance(stop, str) else stop
@@ -127,7 +124,7 @@ def _stops_of(stop: str | list[str] | list[int] | None, base: Base) -> tuple[tup
 
 
 def _seeds(seed: int | None, samples: int, request_id: str) -> list[int]:
-    """Return a seed for each sequence, which depend on the request's seed alone, or on its id if it has none."""
+    """Return a seed for each sequence, from the request's seed, or from its id."""
     start = f"request {request_id}" if seed is None else f"seed {seed}"
     digests = (hashlib.sha256(f"{start} {number}".encode()).digest() for number in range(samples))
     return [int.from_bytes(digest[:8], "big") for digest in digests]
@@ -137,7 +134,7 @@ async def sample_response(engine: Engine, policy: str, plan: Plan, base: Base) -
     """Return the message `SampleResponse` for a request.
 
     Args:
-        base: has the tokenizer, for texts that end a sequence.
+        base: has the tokenizer, for stop texts.
 
     Raises:
         InvalidRequest, EngineFailure: see `Engine.generate`.
@@ -153,7 +150,7 @@ async def sample_response(engine: Engine, policy: str, plan: Plan, base: Base) -
 
 
 async def _sequence(engine: Engine, policy: str, plan: Plan, sampling: SamplingParams, base: Base) -> Any:
-    """Return the message `SampledSequence` of one reply; what ends it is a part of it."""
+    """Return the message `SampledSequence` of one reply, including its ending."""
     ids, logprobs = list[int](), list[float]()
     top_ids, top_logprobs = bytearray(), bytearray()  # as objects they would take twelve times the memory
     stopped = False

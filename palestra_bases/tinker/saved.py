@@ -1,4 +1,4 @@
-"""What a Tinker server has saved: checkpoints by their paths, and samplers of them."""
+"""The saved data of a Tinker server: checkpoints by their paths, and samplers of them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,14 @@ _CHECKPOINT_FIELDS = ("path", "tenant", "model_id", "name", "base", "step", "byt
 
 
 class Saved:
-    """Checkpoints and samplers of all tenants. A method that changes something returns when it is on the disk."""
+    """Checkpoints and samplers of all tenants. A method that changes something returns when it is on disk."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
-        """Work on a database.
-
-        Args:
-            db: see `tables.open_journal`.
-        """
+        """Use a database from `tables.open_journal`."""
         self.db, self.clock = db, clock
 
     def insert_checkpoint(self, saved: Checkpoint) -> Operation:
-        """Return an operation that adds a checkpoint, in place of one of the same path."""
+        """Return an operation that adds a checkpoint, replacing one with the same path."""
         row = {name: getattr(saved, name) for name in _CHECKPOINT_FIELDS} | {
             "folder": str(saved.folder),
             "adapter": saved.adapter.model_dump_json(),
@@ -48,7 +44,7 @@ class Saved:
         return insert
 
     async def checkpoint(self, tenant: str, path: str) -> Checkpoint | None:
-        """Return a checkpoint that a tenant may use, also an expired one; None: there is none."""
+        """Return a checkpoint that a tenant may use, even if expired; None: there is none."""
         table = tables.checkpoints
         may = sa.or_(table.c.tenant.in_((tenant, "")), table.c.public == 1)
         query = select(table).where(table.c.path == path, may)
@@ -56,7 +52,7 @@ class Saved:
         return None if row is None else _checkpoint(row)
 
     async def checkpoints(self, tenant: str, model_id: str | None = None) -> list[Checkpoint]:
-        """Return the checkpoints of a tenant, or of one of its models, that have not expired, newest first."""
+        """Return the unexpired checkpoints of a tenant, or of one of its models, newest first."""
         table, now = tables.checkpoints, self.clock.now()
         query = select(table).where(
             table.c.tenant == tenant, sa.or_(table.c.expires_at.is_(None), table.c.expires_at > now)
@@ -67,18 +63,18 @@ class Saved:
         return await self.db.read(lambda c: [_checkpoint(row) for row in c.execute(query)])
 
     async def expired(self) -> list[Checkpoint]:
-        """Return the checkpoints of all tenants whose time is over."""
+        """Return the expired checkpoints of all tenants."""
         query = select(tables.checkpoints).where(tables.checkpoints.c.expires_at <= self.clock.now())
         return await self.db.read(lambda c: [_checkpoint(row) for row in c.execute(query)])
 
     async def remove_checkpoint(self, path: str) -> None:
-        """Forget a checkpoint; its files are the caller's to remove."""
+        """Remove a checkpoint's record; the caller removes its files."""
         await self.db.write(
             lambda c: tables.execute(c, sa.delete(tables.checkpoints).where(tables.checkpoints.c.path == path))
         )
 
     async def forget_brought(self) -> None:
-        """Forget the checkpoints that are everybody's; the operator says at each start which there are."""
+        """Remove the records of public operator checkpoints, which the operator lists again at each start."""
         await self.db.write(
             lambda c: tables.execute(c, sa.delete(tables.checkpoints).where(tables.checkpoints.c.tenant == ""))
         )
@@ -94,13 +90,13 @@ class Saved:
         await self.db.write(lambda c: tables.execute(c, here.values(public=int(public))))
 
     async def write(self, operation: Operation) -> None:
-        """Do one of the operations that other methods return."""
+        """Execute an operation from another method."""
         await self.db.write(operation)
 
     # Samplers.
 
     def insert_sampler(self, sampler: Sampler) -> Operation:
-        """Return an operation that adds a sampler, in place of one of the same id."""
+        """Return an operation that adds a sampler, replacing one with the same id."""
         row = {
             "sampler_id": sampler.sampler_id,
             "tenant": sampler.tenant,
@@ -119,11 +115,7 @@ class Saved:
         return insert
 
     async def sampler(self, tenant: str, sampler_id: str) -> Sampler:
-        """Return a sampler.
-
-        Raises:
-            NotFound: the tenant has none of this id.
-        """
+        """Return a sampler."""
         table = tables.samplers
         query = select(table).where(table.c.sampler_id == sampler_id, table.c.tenant == tenant)
         row = await self.db.read(lambda c: c.execute(query).first())
@@ -132,11 +124,7 @@ class Saved:
         return _sampler(row)
 
     async def join_sampler(self, tenant: str, sampler_id: str) -> int:
-        """Return the number of one more client of a sampler, from 1 on; no other client gets it.
-
-        Raises:
-            NotFound: the tenant has no such sampler.
-        """
+        """Return a new client number of a sampler, from 1 on."""
         await self.sampler(tenant, sampler_id)
         table = tables.samplers
         here = sa.update(table).where(table.c.sampler_id == sampler_id)
@@ -149,7 +137,7 @@ class Saved:
         return await self.db.read(lambda c: [_sampler(row) for row in c.execute(query)])
 
     async def known_sampler(self, session_id: str, name: str) -> tuple[Sampler | None, int]:
-        """Return a sampler of a session, if there is one of its id, and how many the session has."""
+        """Return a session's sampler by id, or None, and the number of its samplers."""
         table = tables.samplers
         query = select(table).where(table.c.sampler_id == name)
         count = select(sa.func.count()).where(table.c.session_id == session_id)
@@ -161,7 +149,7 @@ class Saved:
         return await self.db.read(find)
 
     async def remove_sampler(self, sampler_id: str) -> None:
-        """Forget a sampler; its files are the caller's to remove."""
+        """Remove a sampler's record; the caller removes its files."""
         here = sa.delete(tables.samplers).where(tables.samplers.c.sampler_id == sampler_id)
         await self.db.write(lambda c: tables.execute(c, here))
 

@@ -36,17 +36,7 @@ IMPORTED = "imported:train:0"  # stands in paths for checkpoints that the operat
 
 
 class TinkerService:
-    """Everything behind the routes.
-
-    Attributes:
-        journal, sessions, saved: what is on the disk.
-        futures: waits for results.
-        models: accepts requests to models.
-        samples: accepts requests for samples.
-        copies: copies checkpoints.
-        bases: the base models.
-        limits: of the tenants.
-    """
+    """Everything behind the routes."""
 
     def __init__(
         self,
@@ -60,14 +50,13 @@ class TinkerService:
         limits: TinkerLimits,
         clock: Clock | None = None,
     ) -> None:
-        """Assemble the parts; `start` continues what was interrupted.
+        """Assemble the parts; `start` continues interrupted work.
 
         Args:
-            trainer_of: returns a tenant's trainer, without a policy of this server yet; it keeps all checkpoints.
+            trainer_of: returns a tenant's trainer, which keeps all checkpoints.
             engine: has a policy for each base model.
-            adapters: those that the engine has without their being trained.
-            db: see `tables.open_journal`.
-            clock: of all recorded times; None: the system's.
+            adapters: loaded without being trained.
+            clock: None: the system's.
         """
         known = clock or SystemClock()
         self.journal, self.sessions, self.saved = Journal(db, known), TinkerSessions(db, known), Saved(db, known)
@@ -83,7 +72,7 @@ class TinkerService:
         self._failed: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
-        """Execute what was acknowledged before the server ended, and look for what has expired from here on."""
+        """Execute acknowledged requests from before the restart, and begin to remove what expires."""
         await self.sessions.restarted()
         for request in await self.journal.pending():
             if request.kind == "sample":
@@ -93,43 +82,31 @@ class TinkerService:
         self._spawn("sweep", self._sweep_for_ever())
 
     async def stop(self) -> None:
-        """End what runs, and write a checkpoint of each model that is in memory."""
+        """Stop, and write a checkpoint of each model in memory."""
         models = self.models.in_memory()
         await cancelled(*self._tasks)
         for model in models:
             await model.unload()
 
     async def failure(self) -> StoreError:
-        """Wait until the journal can't be written, which ends the server, and return why."""
+        """Wait until the journal can't be written, which ends the server, and return the reason."""
         return await self._failed
 
     # Sessions.
 
     async def create_session(self, tenant: str, data: Mapping[str, Any]) -> str:
-        """Begin a session of a tenant, and return its id.
-
-        Raises:
-            TooManyRequests: the tenant has too many sessions.
-        """
+        """Begin a session of a tenant, and return its id."""
         return await self.sessions.add_session(tenant, data, self.limits)
 
     async def heartbeat(self, tenant: str, session_id: str) -> bool:
-        """Keep a session alive. False: it is finished.
-
-        Raises:
-            NotFound: the tenant has none of this id.
-        """
+        """Keep a session alive. False: it has ended."""
         if (await self.sessions.session(tenant, session_id)).finished_at is not None:
             return False
         await self.sessions.touch_session(session_id)
         return True
 
     async def finish_session(self, tenant: str, session_id: str) -> None:
-        """End a session: its models leave the memory, and its samplers without a name end.
-
-        Raises:
-            NotFound: the tenant has none of this id.
-        """
+        """End a session: unload its models, and remove its unnamed samplers."""
         await self.sessions.session(tenant, session_id)
         await self.sessions.touch_session(session_id, finished=True)
         await self._end_session(tenant, session_id)
@@ -140,33 +117,27 @@ class TinkerService:
         """Delete a checkpoint.
 
         Raises:
-            NotFound: the tenant has none of this path.
-            Forbidden: it is everybody's.
+            Forbidden: it is the operator's.
         """
         await self._remove(await self._own(tenant, path))
 
     async def set_ttl(self, tenant: str, path: str, seconds: int | None) -> None:
-        """Set how long from now on a checkpoint is kept; None: for ever.
+        """Set a checkpoint's TTL from now on; None: unlimited.
 
         Raises:
-            NotFound: the tenant has none of this path.
-            Forbidden: it is everybody's.
-            InvalidRequest: the time is too short or too long.
+            Forbidden: it is the operator's.
+            InvalidRequest: the TTL is too short or too long.
         """
         check_ttl(seconds)
         await self._own(tenant, path)
         await self.saved.set_expiry(path, None if seconds is None else self._clock.now() + seconds)
 
     async def publish(self, tenant: str, path: str, public: bool) -> None:
-        """Let all tenants load and sample a checkpoint, or its own tenant alone.
-
-        Args:
-            public: whether all may.
+        """Let all tenants use a checkpoint, or only its own.
 
         Raises:
-            NotFound: the tenant has none of this path.
-            Forbidden: it is another's, who has published it.
-            Conflict: it is so already.
+            Forbidden: it is another tenant's public one.
+            Conflict: nothing changes.
         """
         found = await self._own(tenant, path)
         if found.public == public:
@@ -189,8 +160,8 @@ class TinkerService:
         """Let every tenant load and sample an adapter of the operator's; return its paths.
 
         Args:
-            folder: of the adapter, in PEFT's format; it stays where it is, and is never deleted.
-            base: name of the base model, which is served here.
+            folder: of the adapter, in PEFT's format; never moved or deleted.
+            base: name of a served base model.
         """
         paths = []
         for kind in (TRAINING, SAMPLER):
@@ -235,7 +206,7 @@ class TinkerService:
             await asyncio.sleep(SWEEP_SECONDS)
 
     async def sweep(self) -> None:
-        """Remove what has expired, and what nothing can ask for any more."""
+        """Remove expired and unreachable data."""
         for checkpoint in await self.saved.expired():
             await self._remove(checkpoint)
         for tenant, session_id in await self.sessions.dead(self.limits.session_seconds):

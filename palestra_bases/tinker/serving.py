@@ -29,13 +29,11 @@ PREFIX = "tml-"  # clients refuse keys that begin with something else
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinkerOptions:
-    """How the Tinker API is served.
+    """How to serve the Tinker API.
 
     Attributes:
-        folder: of the API: its journal, its keys, and what is trained.
-        host, port: where it listens.
-        tenants: names, each of which has a key in `folder/keys`.
-        limits: of the tenants.
+        folder: its journal, its keys, and training results.
+        tenants: names, each with a key in `folder/keys`.
         adapters: folders of adapters that every tenant may load, by name.
     """
 
@@ -49,14 +47,10 @@ class TinkerOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinkerServer:
-    """A server that listens.
+    """A listening server.
 
     Attributes:
         url: for `base_url` of a client.
-        tenants: the keys.
-        service: behind the routes.
-        bases: the base models.
-        shared: what computes.
     """
 
     url: str
@@ -70,15 +64,13 @@ class TinkerServer:
 async def tinker_server(
     options: TinkerOptions, models: AbstractAsyncContextManager[SharedModels]
 ) -> AsyncIterator[TinkerServer]:
-    """Serve the Tinker API inside of the block.
+    """Serve the Tinker API while the block is open.
 
     Args:
-        models: is entered when folder and port are known to be free; then the base models are loaded.
+        models: entered when folder and port are known to be free; then the base models are loaded.
 
     Raises:
         RunInUse: another process serves from this folder.
-        ConfigError: an option can't be used.
-        ModelError: a base model can't be loaded.
     """
     with starting_in(options.folder) as start:
         tenants = Tenants(options.folder / KEYS, options.tenants, PREFIX)
@@ -102,7 +94,7 @@ async def tinker_server(
 
 
 def _base(name: str, model: Any, tokenizer: Any) -> Base:
-    """Return what clients and adapters need to know of a loaded model."""
+    """Return the description of a loaded model for clients and adapters."""
     from palestra.models.adapters import head_layer, linear_layers
     from palestra.models.catalog import model_folder
 
@@ -120,7 +112,7 @@ def _base(name: str, model: Any, tokenizer: Any) -> Base:
 
 
 async def _service(options: TinkerOptions, shared: SharedModels, bases: Bases, db: Any) -> TinkerService:
-    """Return the service, which continues what was interrupted."""
+    """Return the service, which continues interrupted work."""
 
     async def load(policy: str, folder: Path) -> None:
         await shared.add_policy(policy, str(folder))
@@ -145,12 +137,7 @@ async def _bring(service: TinkerService, name: str, folder: Path) -> None:
 
 
 async def tinker_failure(server: TinkerServer) -> None:
-    """Wait until a server can't continue, and raise why.
-
-    Raises:
-        StoreError: the journal can't be written any more.
-        EngineFailure: the engine has failed.
-    """
+    """Wait until a server fails, and raise the reason."""
     winner = await race(server.service.failure(), _engine_failure(server.shared))
     raise winner.result
 
@@ -162,13 +149,7 @@ async def _engine_failure(shared: SharedModels) -> Exception:
 async def serve_tinker(
     models: SharedModelOptions, options: TinkerOptions, ready: Callable[[TinkerServer], None], stop: asyncio.Event
 ) -> None:
-    """Serve until `stop` is set.
-
-    Raises:
-        StoreError: the journal can't be written any more.
-        EngineFailure: the engine has failed.
-        ConfigError, ModelError: see `tinker_server`.
-    """
+    """Serve until `stop` is set."""
     async with tinker_server(options, shared_models(models)) as server:
         ready(server)
         await race(_stopped(stop), tinker_failure(server))

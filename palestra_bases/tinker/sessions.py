@@ -23,24 +23,17 @@ _MODEL_FIELDS = ("model_id", "tenant", "session_id", "base", "seed", "created_at
 
 
 class TinkerSessions:
-    """Sessions and models of all tenants. A method that changes something returns when the change is on the disk."""
+    """Sessions and models of all tenants. A method that changes something returns when the change is on disk."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
-        """Work on a database.
-
-        Args:
-            db: see `tables.open_journal`.
-        """
+        """Use a database from `tables.open_journal`."""
         self.db, self.clock = db, clock
 
     async def add_session(self, tenant: str, data: Mapping[str, Any], limits: TinkerLimits) -> str:
         """Record a session, and return its id.
 
-        Args:
-            limits: how many of a tenant may be alive.
-
         Raises:
-            TooManyRequests: as many are.
+            TooManyRequests: the tenant has too many live ones.
         """
         session_id, now = f"session-{secrets.token_hex(12)}", self.clock.now()
         values = {"session_id": session_id, "tenant": tenant, "created_at": now, "seen_at": now, "data": to_json(data)}
@@ -59,11 +52,7 @@ class TinkerSessions:
         return session_id
 
     async def session(self, tenant: str, session_id: str) -> sa.Row[Any]:
-        """Return the row of a session.
-
-        Raises:
-            NotFound: the tenant has none of this id.
-        """
+        """Return the row of a session."""
         table = tables.sessions
         query = select(table).where(table.c.session_id == session_id, table.c.tenant == tenant)
         found = await self.db.read(lambda c: c.execute(query).first())
@@ -79,7 +68,7 @@ class TinkerSessions:
         await self.db.write(lambda c: tables.execute(c, here.values(values)))
 
     async def restarted(self) -> None:
-        """Count the time in which the server was away for no session that is not finished."""
+        """Do not count the server's downtime against unfinished sessions."""
         here = sa.update(tables.sessions).where(tables.sessions.c.finished_at.is_(None))
         await self.db.write(lambda c: tables.execute(c, here.values(seen_at=self.clock.now())))
 
@@ -89,8 +78,8 @@ class TinkerSessions:
         """Return an operation that adds a model, or raises TooManyRequests if its tenant has too many.
 
         Args:
-            most: models of a tenant whose session is alive.
-            session_seconds: how long a session is alive after its last heartbeat.
+            most: limit of a tenant's models in live sessions.
+            session_seconds: how long a session lives after its last heartbeat.
         """
         models, sessions = tables.models, tables.sessions
 
@@ -111,7 +100,7 @@ class TinkerSessions:
         return insert
 
     def insert_copy(self, record: ModelRecord) -> Operation:
-        """Return an operation that adds a model that is never trained, and its session, which is over, unless known."""
+        """Return an operation that adds an untrained model, and an ended session for it unless it is known."""
         table, now = tables.sessions, self.clock.now()
         session = {"session_id": record.session_id, "tenant": record.tenant, "created_at": now, "seen_at": now}
 
@@ -123,7 +112,7 @@ class TinkerSessions:
         return insert
 
     def delete_model(self, model_id: str) -> Operation:
-        """Return an operation that forgets a model that could not be created, and fails what was asked of it."""
+        """Return an operation that removes a model that could not be created, and fails its requests."""
         models, requests = tables.models, tables.requests
         why = orjson.dumps({"error": f"{model_id} could not be created", "category": "user"})
 
@@ -135,11 +124,7 @@ class TinkerSessions:
         return delete
 
     async def model(self, tenant: str, model_id: str) -> ModelRecord:
-        """Return a model.
-
-        Raises:
-            NotFound: the tenant has none of this id.
-        """
+        """Return a model."""
         query = select(tables.models).where(tables.models.c.model_id == model_id, tables.models.c.tenant == tenant)
         row = await self.db.read(lambda c: c.execute(query).first())
         if row is None:
@@ -161,7 +146,7 @@ class TinkerSessions:
         return await self.db.read(lambda c: list(c.execute(query).scalars()))
 
     async def dead(self, session_seconds: float) -> list[tuple[str, str]]:
-        """Return the tenants and ids of sessions that are over, and still have samplers."""
+        """Return the tenants and ids of ended sessions with samplers."""
         sessions, samplers = tables.sessions, tables.samplers
         over = sa.or_(sessions.c.finished_at.is_not(None), sessions.c.seen_at < self.clock.now() - session_seconds)
         query = (
@@ -173,9 +158,9 @@ class TinkerSessions:
         return await self.db.read(lambda c: [(row.tenant, row.session_id) for row in c.execute(query)])
 
     async def unused(self, kept_seconds: float) -> list[tuple[str, str]]:
-        """Return the tenants and ids of models that nothing has used for long, and that have no checkpoint.
+        """Return the tenants and ids of long unused models without checkpoints, whose sessions ended as long ago.
 
-        Their sessions are over for as long. A model of a saved checkpoint is listed as long as the checkpoint is there.
+        A model with a saved checkpoint is listed as long as the checkpoint exists.
 
         Args:
             kept_seconds: how long a model is kept after its last use.
@@ -185,9 +170,9 @@ class TinkerSessions:
         return await self.db.read(lambda c: [(row.tenant, row.model_id) for row in c.execute(query)])
 
     async def forget(self, kept_seconds: float) -> None:
-        """Delete the rows of `unused` models with their requests, and of sessions over for as long that have nothing.
+        """Delete `unused` models with their requests, and empty sessions that ended as long ago.
 
-        An id is never given again: of a model that was deleted nothing is executed any more.
+        Ids are never reused: requests to a deleted model are never executed.
 
         Args:
             kept_seconds: how long a model is kept after its last use, and a session after its end.

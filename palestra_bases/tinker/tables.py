@@ -1,4 +1,4 @@
-"""The tables of a Tinker server: what it has acknowledged, and from which everything is restored after a kill."""
+"""The tables of a Tinker server: everything acknowledged, to restore it after a kill."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ PENDING, DONE, FAILED, FORGOTTEN = "pending", "done", "failed", "forgotten"
 
 
 def execute(connection: sa.Connection, statement: sa.Executable) -> None:
-    """Execute a statement that returns nothing."""
+    """Execute a statement without results."""
     connection.execute(statement)
 
 
@@ -115,11 +115,7 @@ SCHEMA = Schema(store="journal of a Tinker server", metadata=metadata)
 
 
 def open_journal(path: Path) -> Database:
-    """Open the database of a server, or create it. A commit survives a kill and a loss of power.
-
-    Raises:
-        StoreError: the file can't be used.
-    """
+    """Open or create a server's database. Commits survive a kill and a loss of power."""
     with writing(path):
         private_folder(path.parent)
         make_private(path)

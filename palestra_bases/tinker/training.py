@@ -1,4 +1,4 @@
-"""What each request to a model does: with the trainer, and with the folders in which weights are saved."""
+"""The effect of each request to a model: in the trainer, and in the folders of saved weights."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ SHORTEST_TTL, LONGEST_TTL = 3600, 10 * 366 * 24 * 3600  # seconds that a checkpo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutcome:
-    """What a request has done.
+    """The outcome of a request.
 
     Attributes:
         result: for the client.
-        changes: whether the model is another one now, so that restoring it has to do the request again.
-        record: is done together with recording the result.
-        save: whether the model is to be written to the disk now, because what the request has read may go away.
-        removed: a folder that nothing needs any more, once the result is recorded.
+        changes: whether the model has changed, so that restoring it must repeat the request.
+        record: executed together with recording the result.
+        save: whether to write the model to disk now, because the request's source may disappear.
+        removed: a folder to remove once the result is recorded.
     """
 
     result: bytes
@@ -62,14 +62,10 @@ class RequestOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workshop:
-    """What the models of one server have in common.
+    """The shared dependencies of one server's models.
 
     Attributes:
-        trainer_of: returns the trainer that has a tenant's models which are in memory, by their ids.
-        bases: the base models.
-        saved: checkpoints and samplers.
-        limits: of the server.
-        folder: of the server.
+        trainer_of: returns the trainer with a tenant's loaded models, by their ids.
     """
 
     trainer_of: Callable[[str], Trainer]
@@ -84,12 +80,11 @@ class Workshop:
 
 
 class Training:
-    """The state of one model in memory, and what requests do to it.
+    """The state of one model in memory, and the effects of requests on it.
 
     Attributes:
-        steps: optimizer steps that were done.
+        steps: number of optimizer steps.
         gradients: requests whose gradients the next step applies.
-        run: the model's run folder.
     """
 
     def __init__(self, record: ModelRecord, workshop: Workshop) -> None:
@@ -101,13 +96,10 @@ class Training:
         self.run = RunRecord(workshop.run_folder(record.model_id), record.model_id, record.base, record.adapter)
 
     async def create(self, weights: Path | None = None) -> None:
-        """Make the model in the trainer.
+        """Create the model in the trainer.
 
         Args:
-            weights: an adapter to begin with; None: new ones, drawn from the model's seed.
-
-        Raises:
-            ConfigError: the rank is too large for a layer, or the adapter is of another kind.
+            weights: an adapter to begin with; None: new ones, from the model's seed.
         """
         model = self._base.name if weights is None else str(weights)
         spec = PolicySpec(model=model, adapter=self._record.adapter, seed=self._record.seed)
@@ -115,13 +107,10 @@ class Training:
         self.steps, self.gradients = 0, 0
 
     async def apply(self, request: FutureRequest, again: bool = False) -> RequestOutcome:
-        """Do what a request asks for.
+        """Execute a request.
 
         Args:
-            again: whether it was done before, and the model is being restored.
-
-        Raises:
-            PalestraError: it can't be done; the model is as before.
+            again: whether it is repeated to restore the model.
         """
         assert request.body is not None
         work = {
@@ -282,7 +271,7 @@ class Training:
         return before
 
     async def _check_number(self, number: int | None) -> None:
-        """Raise unless the session may have a sampler of this number, whose weights have no name."""
+        """Raise an error unless the session may have an unnamed sampler of this number."""
         if number is None:
             raise InvalidRequest("either path or sampling_session_seq_id has to be given", "path")
         session_id, most = self._record.session_id, self._shop.limits.samplers
@@ -295,7 +284,7 @@ class Training:
             )
 
     async def _checkpoint(self, path: str, folder: Path, asked: SaveWeights) -> Checkpoint:
-        """Return what is recorded of a checkpoint."""
+        """Return the record of a checkpoint."""
         now = self._shop.saved.clock.now()
         size = await in_thread(lambda: sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
         return Checkpoint(
@@ -319,11 +308,7 @@ class Training:
 
 
 def optim_params(given: AdamParams) -> OptimParams:
-    """Return the numbers of one update.
-
-    Raises:
-        InvalidRequest: one of them is out of range.
-    """
+    """Return the numbers of one update."""
     checks: dict[str, Callable[[float], bool]] = {
         "learning_rate": lambda value: value >= 0,
         "beta1": lambda value: 0 <= value < 1,
@@ -346,7 +331,7 @@ def optim_params(given: AdamParams) -> OptimParams:
 
 
 def check_ttl(seconds: int | None) -> None:
-    """Raise InvalidRequest if a checkpoint can't be kept for so many seconds."""
+    """Raise InvalidRequest for an invalid TTL."""
     if seconds is not None and not SHORTEST_TTL <= seconds <= LONGEST_TTL:
         raise InvalidRequest(f"ttl_seconds is {seconds}, and is from {SHORTEST_TTL} to {LONGEST_TTL}", "ttl_seconds")
 
@@ -355,30 +340,23 @@ def sampler_id(session_id: str, number: int) -> str:
     """Return the id of a sampling session.
 
     Args:
-        number: of the sampling session in it, as the client counts.
+        number: of the sampling session, as the client counts.
     """
     return f"{session_id}:sample:{number}"
 
 
 def is_over(checkpoint: Checkpoint, saved: Saved) -> bool:
-    """Return whether the time of a checkpoint is over."""
+    """Return whether a checkpoint has expired."""
     return checkpoint.expires_at is not None and checkpoint.expires_at <= saved.clock.now()
 
 
 def files_of(checkpoint: Checkpoint) -> Path:
-    """Return the folder that has nothing but a checkpoint."""
+    """Return the folder that contains only a checkpoint."""
     return checkpoint.folder.parent if checkpoint.kind == "training" else checkpoint.folder
 
 
 async def usable(saved: Saved, tenant: str, path: str) -> Checkpoint:
-    """Return a checkpoint that can be loaded.
-
-    Args:
-        path: `tinker://…`.
-
-    Raises:
-        NotFound: the tenant has none of this path, or its time is over.
-    """
+    """Return a checkpoint that can be loaded, by its path `tinker://…`."""
     found = await saved.checkpoint(tenant, path)
     if found is None:
         raise NotFound(f"there is no checkpoint {path!r} of this key; it may have been deleted")

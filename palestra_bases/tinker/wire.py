@@ -1,8 +1,8 @@
 """The JSON bodies of the Tinker API, as clients send them.
 
-Fields that are not here are ignored, because clients of later versions send more. Values that only make sense for a
-model or a loss are checked where the request is executed: a request with a number that was refused at the door would
-leave a gap, behind which all later requests of the model wait.
+Unknown fields are ignored, because newer clients send more. Values that depend on a model or a loss are validated when
+the request is executed: refusing a numbered request earlier would leave a gap that blocks all later requests of the
+model.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Token = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class TinkerBody(BaseModel):
-    """A request; numbers that are infinite or not a number are refused."""
+    """A request; infinite and NaN numbers are refused."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), allow_inf_nan=False, frozen=True)
 
 
 class Described(TinkerBody):
-    """A request with which a user may say something of what is made."""
+    """A request with a user's metadata."""
 
     user_metadata: Metadata | None = None
 
@@ -45,7 +45,7 @@ class Described(TinkerBody):
 
 
 class CreateSession(Described):
-    """A client begins, and says what it is called."""
+    """A new session of a client, with its name."""
 
     tags: list[Annotated[str, Field(max_length=256)]] = Field([], max_length=64)
     sdk_version: str = Field("", max_length=64)
@@ -54,13 +54,13 @@ class CreateSession(Described):
 
 
 class OfSession(TinkerBody):
-    """A client is still there, and so is its session."""
+    """A heartbeat of a session."""
 
     session_id: Name
 
 
 class LoraConfig(TinkerBody):
-    """Which adapter a model gets: its rank, and beside which layers."""
+    """The adapter of a model: its rank and its layers."""
 
     rank: int
     seed: int | None = None
@@ -70,7 +70,7 @@ class LoraConfig(TinkerBody):
 
 
 class TinkerOptimizer(TinkerBody):
-    """Which optimizer a model gets; only AdamW is supported."""
+    """The optimizer of a model; only AdamW is supported."""
 
     type: str = "adamw"
 
@@ -86,19 +86,19 @@ class CreateModel(Described):
 
 
 class OfModel(TinkerBody):
-    """A question about a model of the key."""
+    """A question about a model."""
 
     model_id: Name
 
 
 class InOrder(OfModel):
-    """A request to a model, with its number among all requests to it."""
+    """A numbered request to a model."""
 
     seq_id: Annotated[int, Field(ge=1, le=2**62)]
 
 
 class AdamParams(TinkerBody):
-    """The numbers of one update, which come with each step."""
+    """The numbers of one update, sent with each step."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -116,7 +116,7 @@ class OptimStep(InOrder):
 
 
 class SaveWeights(InOrder, Described):
-    """Save a model, or its weights for a sampler or for others, under the name `path`."""
+    """Save a model, or its weights for a sampler or for export, under the name `path`."""
 
     path: str | None = None
     ttl_seconds: int | None = None
@@ -127,7 +127,7 @@ class SaveWeights(InOrder, Described):
 
 
 class LoadWeights(Described):
-    """Load a checkpoint: as a new model of a session, or into a model that is there."""
+    """Load a checkpoint: as a new model of a session, or into an existing model."""
 
     model_id: Name | None = None
     seq_id: Annotated[int, Field(ge=1, le=2**62)] | None = None
@@ -156,13 +156,13 @@ class TinkerChunk(TinkerBody):
 
 
 class ModelInput(TinkerBody):
-    """A prompt, in pieces that follow one another."""
+    """A prompt in pieces."""
 
     chunks: list[TinkerChunk] = Field(max_length=10_000)
 
 
 class TinkerSampling(TinkerBody):
-    """How tokens are sampled, and what ends a reply."""
+    """Sampling parameters and stops."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
@@ -173,7 +173,7 @@ class TinkerSampling(TinkerBody):
 
 
 class Sample(TinkerBody):
-    """Sample some replies to a prompt."""
+    """Sample replies to a prompt."""
 
     sampling_session_id: Name
     seq_id: Number
@@ -202,7 +202,7 @@ class WeightsInfo(TinkerBody):
 
 
 class CopyWeights(TinkerBody):
-    """Copy a checkpoint: to a model of a session by its number there, or to a new one; there are no projects here."""
+    """Copy a checkpoint: to a numbered model of a session, or to a new one; there are no projects here."""
 
     source_path: Name
     session_id: Name | None = None
@@ -213,20 +213,20 @@ class CopyWeights(TinkerBody):
 
 
 class JoinSampler(TinkerBody):
-    """One more client of a sampler begins."""
+    """A further client of a sampler."""
 
     sampling_session_id: Name
 
 
 class FuturesTarget(JoinSampler):
-    """One client of a sampler; the first has the number 0."""
+    """A client of a sampler; the first has the number 0."""
 
     type: Literal["sampling_session"] = "sampling_session"
     cloned_sampler_id: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
 
 class OfFutures(TinkerBody):
-    """Which requests to a sampler have results, beyond those that are known; None: wait as long as usual."""
+    """Which further requests to a sampler have results; None: wait as long as usual."""
 
     target: FuturesTarget
     prev_cursor: Number = 0
@@ -240,7 +240,7 @@ class SetTTL(TinkerBody):
 
 
 class TinkerFinish(TinkerBody):
-    """A client ends, and says why it does."""
+    """The end of a client, with its reason."""
 
     reason: dict[str, Any] = {}
     detail: Any = None

@@ -1,8 +1,7 @@
-"""Requests that are computed piece by piece, between which a trainer can compute requests of other policies.
+"""Requests computed piece by piece, so that a trainer can interleave requests of several policies.
 
-A piece is one micro-batch. A policy's rows are packed as if they were alone, and pieces are computed in order, so that
-neither the pieces nor their sums depend on what is computed between them. Pieces of several policies with adapters on
-one base can be computed in one pass of the base.
+A piece is one micro-batch. Each policy's rows are packed separately and computed in order, so neither the pieces nor
+their sums depend on other policies. Pieces of several policies with adapters on one base can share a pass.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Pieces(Generic[T]):
 
         Args:
             result: returns the answer to the request, after the last piece.
-            optimizer: whose gradient the request adds to; None: it adds to none.
+            optimizer: whose gradient the request adds to; None: no gradient.
         """
         self._left, self._result, self._optimizer = deque(passes), result, optimizer
         self._before: list[Tensor | None] | None = None  # the gradient before the first piece; None: it was not kept
@@ -62,7 +61,7 @@ class Pieces(Generic[T]):
         return self._left.popleft()
 
     def take_back(self) -> None:
-        """Restore the gradient as it was before this request, so that it may be sent again."""
+        """Restore the gradient from before this request, so that it may be sent again."""
         if self._optimizer is not None and self._before is not None:
             self._optimizer.put_gradient(self._before)
             self._before = None
@@ -73,18 +72,13 @@ class Pieces(Generic[T]):
 
 
 class GradientPieces(Pieces[StepReport]):
-    """The gradient of a policy with an adapter, which can be computed in common passes with others.
-
-    Attributes:
-        gradient: the losses of the batch.
-    """
+    """The gradient of a policy with an adapter, which can share passes with others."""
 
     def __init__(self, gradient: Gradient, again: Callable[[], Gradient], optimizer: Optimizer, base: CausalLM) -> None:
         """Begin with all passes left.
 
         Args:
-            again: returns the losses of the batch once more, none of which is computed yet.
-            base: computes it in common passes with other policies.
+            again: returns a new `Gradient` of the batch.
         """
         super().__init__(gradient.passes(), gradient.report, optimizer)
         self.gradient, self._again = gradient, again
@@ -109,12 +103,11 @@ class GradientPieces(Pieces[StepReport]):
 def add_gradients(parts: Sequence[GradientPieces], mixed: MixedModel) -> list[Exception | None]:
     """Compute the next piece of several policies in one pass, and add each gradient to its policy's.
 
-    Args:
-        parts: requests of different policies with adapters on the base of `mixed`, each with a piece left.
+    Return each policy's error, or None; after an error the policy's gradient is as before its request. If the pass
+    itself fails, all requests restart and are computed alone, so that none can fail the others.
 
-    Returns:
-        For each what has failed, or None; the gradient of a policy that fails is as before its request. If the pass
-        itself fails, all requests begin again, each from then on alone, so that one can't take others with it.
+    Args:
+        parts: of different policies with adapters on the base of `mixed`, each with a piece left.
     """
     failures: list[Exception | None] = [None] * len(parts)
     try:
@@ -136,9 +129,9 @@ def _started_again(part: GradientPieces) -> Exception | None:
 
 
 def _add_gradients(parts: Sequence[GradientPieces], mixed: MixedModel, failures: list[Exception | None]) -> None:
-    """Compute one pass; a part whose loss fails adds no gradient, and `failures` has why.
+    """Compute one pass; a part whose loss fails adds no gradient, and its error is in `failures`.
 
-    The losses' own gradients are computed part by part, so that the logits of one part exist at a time.
+    Loss gradients are computed part by part, so that only one part's logits exist at a time.
     """
     micro_batches = [part.take_next() for part in parts]
     inputs = flat_inputs([tree for micro in micro_batches for tree in micro.trees], mixed.model.device)

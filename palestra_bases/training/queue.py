@@ -1,8 +1,8 @@
-"""A queue of the requests of many tenants before one trainer.
+"""A queue of training requests of many tenants in front of one trainer.
 
-The queue gives the trainer one pass at a time: one micro-batch, or one of each of several policies on the same base, or
-the updates of several policies. A request of many micro-batches is thereby computed in pieces, between which others get
-their turn. Requests about one policy are computed in the order in which they came.
+The queue gives the trainer one pass at a time: one micro-batch, one micro-batch each of several policies on the same
+base, or the updates of several policies. So a request of many micro-batches is computed in pieces, and other tenants
+get their turn in between. Requests about one policy are computed in the order of their arrival.
 """
 
 from __future__ import annotations
@@ -33,12 +33,7 @@ PAUSE = 0.02
 
 @dataclass(slots=True, eq=False)
 class Queued:
-    """A request that waits, or is being computed.
-
-    Attributes:
-        tenant: whose it is.
-        policy: which policy it is about, by its name in the trainer.
-    """
+    """A request that waits or is being computed."""
 
     tenant: str
     policy: str
@@ -51,11 +46,7 @@ class Queued:
 
 @dataclass(slots=True, eq=False)
 class QueuedCall(Queued):
-    """A request that is done in one go.
-
-    Attributes:
-        call: does it.
-    """
+    """A request executed as a whole."""
 
     call: Callable[[], Awaitable[Any]]
 
@@ -73,11 +64,7 @@ class QueuedPieces(QueuedCall):
 
 @dataclass(slots=True, eq=False)
 class QueuedUpdate(Queued):
-    """An update of a policy's own network, which can be applied together with others.
-
-    Attributes:
-        params: its numbers.
-    """
+    """An update of a policy's own network, which can be applied together with others."""
 
     params: OptimParams
 
@@ -113,11 +100,7 @@ class TrainingQueue:
         """Add a tenant, or change its weight.
 
         Args:
-            tenant: without `/`.
             weight: relative share of the tokens.
-
-        Raises:
-            ConfigError: the name or the weight can't be used.
         """
         if not tenant or "/" in tenant:
             raise ConfigError(f"a tenant can't be called {tenant!r}: names are not empty, and have no /")
@@ -128,11 +111,7 @@ class TrainingQueue:
         self._tenants[tenant] = known.with_weight(weight)
 
     async def remove_tenant(self, tenant: str) -> None:
-        """Remove a tenant and its policies, even during its requests; waiting requests fail.
-
-        Raises:
-            NotFound: there is no such tenant.
-        """
+        """Remove a tenant and its policies, even during its requests; waiting requests fail."""
         self._check(tenant)
         del self._tenants[tenant]
         policies = set(self.policies(tenant))
@@ -161,9 +140,6 @@ class TrainingQueue:
 
         Args:
             request_id: None: always a new request.
-
-        Raises:
-            NotFound: there is no such tenant.
         """
         self._check(request.tenant)
         if request_id is not None:

@@ -27,7 +27,7 @@ from palestra_bases.training.slots import Slots
 
 
 class SharedTrainer(TorchTrainer):
-    """A trainer that `TrainingQueue` has compute requests piece by piece, and those of several policies in one pass."""
+    """A trainer for `TrainingQueue`: computes requests piece by piece, and several policies in one pass."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class SharedTrainer(TorchTrainer):
         """Create a trainer without policies; see `TorchTrainer`.
 
         Args:
-            slots: most adapters that are in memory with their gradients and optimizers; the others wait on disk, and
-                come back when they are trained, bit for bit. None: all are in memory.
+            slots: limit of adapters in memory with gradients and optimizers; others are on disk, and return bit for bit
+                when trained. None: unlimited.
         """
         super().__init__(config, keep, models, deterministic)
         self._merges = not deterministic
@@ -78,10 +78,6 @@ class SharedTrainer(TorchTrainer):
         """Prepare a `forward_backward`, which `compute` then executes piece by piece.
 
         No other gradient or update of the policy may be computed until the last piece.
-
-        Args:
-            loss: the loss of a token or of a value, by its name.
-            logprobs: whether the report has those of the trained tokens.
         """
         mine = self._policy(policy)
 
@@ -125,11 +121,7 @@ class SharedTrainer(TorchTrainer):
         return failures
 
     async def update(self, steps: Mapping[str, OptimParams]) -> dict[str, OptimReport | Exception]:
-        """Apply the gradients of several policies in one pass, as `optim_step` does with each of them.
-
-        Returns:
-            For each policy its report, or what failed.
-        """
+        """Apply the gradients of several policies in one pass; return each policy's report or error."""
 
         def work() -> dict[str, OptimReport | Exception]:
             names, found = list(steps), dict[str, OptimReport | Exception]()
@@ -189,19 +181,17 @@ class SharedTrainer(TorchTrainer):
         self._mixed = {base: mixed for base, mixed in self._mixed.items() if base in bases}
 
     async def close(self) -> None:
-        """Finish earlier requests, and remove the adapters that wait on disk; see `Trainer.close`."""
+        """Finish earlier requests, and remove adapters from disk; see `Trainer.close`."""
         await super().close()
         self._slots.close()
 
 
 def step_together(steps: Sequence[tuple[Optimizer, OptimParams]]) -> list[OptimReport | Exception]:
-    """Apply the gradients of several optimizers in one pass, with the same results as alone.
+    """Apply the gradients of several optimizers in one pass, with the same results as alone; return their reports or
+    errors.
 
-    Updates with equal numbers are one call over the weights of all their optimizers.
-
-    Returns:
-        For each its report, or what failed; one whose gradient is not finite is not applied, and its weights are as
-        before.
+    Updates with equal numbers are one call over the weights of all their optimizers. A gradient that is not finite is
+    not applied.
     """
     found, due = list[OptimReport | Exception](), defaultdict[OptimParams, dict[int, list[Update]]](dict)
     for number, (optimizer, params) in enumerate(steps):

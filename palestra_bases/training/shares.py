@@ -1,10 +1,10 @@
-"""Which tenant is served next: deficit round robin by tokens (Shreedhar and Varghese 1995), with weights.
+"""Chooses the next tenant: deficit round robin by tokens (Shreedhar and Varghese 1995), with weights.
 
-In each round a tenant of weight w may use w times the quantum. A piece of work is not cut to fit, so a tenant may use
-more by less than one piece, which the next round takes off. A round ends when no tenant that waits has tokens left.
-Within a round a tenant is served until it has used its tokens, or has no work left, because adapters that take turns
-more often may have to be written to disk and read again. One that comes with work goes before those that are there
-already (MacGregor and Shi 2000; RFC 8290): what it may use in the round is the same, but little work is done soon.
+In each round a tenant of weight w may use w times the quantum. Work is not split, so a tenant may overdraw by less than
+one piece; the next round subtracts it. A round ends when no waiting tenant has tokens left. Within a round, a tenant is
+served until its tokens or its work are used up: switching adapters more often would write more of them to disk. A
+tenant that arrives with work is served first (MacGregor and Shi 2000; RFC 8290): its share is the same, but short work
+finishes soon.
 """
 
 from __future__ import annotations
@@ -26,21 +26,13 @@ class FairShares:
     """The tokens of all tenants in the present round."""
 
     def __init__(self, quantum: int) -> None:
-        """Begin without tenants.
-
-        Args:
-            quantum: tokens per round of a tenant of weight 1; positive.
-        """
+        """Begin without tenants."""
         self.quantum = quantum
         self._accounts: dict[str, _Account] = {}
         self._order: list[str] = []  # tenants that had work when one was chosen last
 
     def add(self, tenant: str, weight: float) -> None:
-        """Add a tenant, or change its weight from the next round on.
-
-        Args:
-            weight: positive.
-        """
+        """Add a tenant, or change its weight from the next round on."""
         whole = weight * self.quantum
         self._accounts.setdefault(tenant, _Account(whole, whole)).whole = whole
 
@@ -51,8 +43,7 @@ class FairShares:
     def choose(self, waiting: Sequence[str]) -> str:
         """Return the tenant to serve next; begin a new round if no waiting tenant has tokens left.
 
-        Args:
-            waiting: tenants with work, at least one. Among new ones the first is served first.
+        Among new tenants the first is served first.
         """
         come = [tenant for tenant in waiting if tenant not in self._order]
         self._order = come + [tenant for tenant in self._order if tenant in waiting]
@@ -80,10 +71,7 @@ class TenantLoad:
     """One tenant of a queue.
 
     Attributes:
-        weight: its relative share.
-        waiting: requests without an answer.
         longest_wait: seconds since its oldest waiting request arrived; 0.0: no request waits.
-        tokens: computed for it since it joined; each request without tokens counts a fixed number.
     """
 
     tenant: str
@@ -107,12 +95,7 @@ class TenantLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueLoad:
-    """The load of a queue, as its tenants see it.
-
-    Attributes:
-        passes: forward and backward passes so far.
-        merged_passes: passes with rows of several policies.
-    """
+    """The load of a queue, as its tenants see it."""
 
     tenants: tuple[TenantLoad, ...]
     passes: int

@@ -46,9 +46,6 @@ class Slots:
         """Load policies into memory, evicting the least recently used.
 
         Policies without adapters are always in memory. There may be at most as many policies as slots.
-
-        Raises:
-            CheckpointError: the disk is full, or files of a policy are damaged.
         """
         for name, policy in policies.items():
             if self._count is None or policy.model.adapter is None:
@@ -102,7 +99,7 @@ def _park(policy: TorchPolicy, folder: Path) -> None:
 
 
 def _unpark(policy: TorchPolicy, folder: Path) -> None:
-    """Take back, bit by bit, what `_park` has written."""
+    """Restore, bit by bit, what `_park` wrote."""
     if checkpoint.read_weights(folder) is None:
         raise CheckpointError(f"{folder}, where an adapter was put while others were trained, is gone or damaged")
     for name, optimizer in policy.optimizers():
@@ -110,11 +107,7 @@ def _unpark(policy: TorchPolicy, folder: Path) -> None:
 
 
 def park(optimizer: Optimizer, folder: Path, prefix: str) -> None:
-    """Write weights, gradient and moments into files of a folder; `free` may then drop them.
-
-    Args:
-        folder: where to write; it has to exist.
-    """
+    """Write weights, gradient and moments into files of an existing folder; `free` may then drop them."""
     tensors = [(f"{_WEIGHT}.{name}", p.detach()) for name, p in optimizer.parameters]
     tensors += [(f"{_GRADIENT}.{name}", p.grad) for name, p in optimizer.parameters if p.grad is not None]
     write_named(folder, f"{prefix}-{_WEIGHT}", tensors)
@@ -122,7 +115,7 @@ def park(optimizer: Optimizer, folder: Path, prefix: str) -> None:
 
 
 def free(optimizer: Optimizer) -> None:
-    """Drop weights, gradient and moments, which `park` has written; `unpark` has to come before all else."""
+    """Drop weights, gradient and moments after `park`; only `unpark` may be called next."""
     for _, parameter in optimizer.parameters:
         parameter.grad = None
         parameter.data = parameter.data.new_empty(0)
@@ -130,7 +123,7 @@ def free(optimizer: Optimizer) -> None:
 
 
 def unpark(optimizer: Optimizer, folder: Path, prefix: str) -> None:
-    """Take over what `park` has written, bit by bit."""
+    """Restore what `park` wrote, bit by bit."""
     found = read_named(folder, f"{prefix}-{_WEIGHT}")
     for name, parameter in optimizer.parameters:
         # Copies: what is read lies at any address, and products of numbers that are not aligned round differently.

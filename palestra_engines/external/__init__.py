@@ -1,1 +1,1 @@
-"""Engines that are servers of other projects: their processes, what is sent to them, and what is believed of it."""
+"""Engines that are servers of other projects: their processes, requests, and validation of their answers."""

@@ -1,4 +1,4 @@
-"""What Palestra asks of the server of another project, whichever it is: `VllmApi`, `SglangApi`."""
+"""The interface of another project's server: `VllmApi`, `SglangApi`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from palestra.types.calls import PolicyVersion, TokenSequence, VersionSpan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """A piece of a reply as a server has sent it, of which nothing is believed yet.
+    """A part of a reply from a server, not validated yet.
 
     Attributes:
         ids: new tokens.
-        logprobs: of each of them.
-        top: for each pairs (token, logprob) of the most probable ones; (): not requested.
+        top: for each token, (token, logprob) of the most probable ones; (): not requested.
         finish: why the reply is over; None: there is more.
-        versions: with the last chunk, which weights have sampled the tokens of the whole reply; None: the server does
-            not say.
+        versions: with the last chunk, which weights sampled the whole reply; None: the server does not report it.
     """
 
     ids: tuple[int, ...] = ()
@@ -35,11 +33,11 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """What a server says of itself.
+    """A server's own figures.
 
     Attributes:
-        kv_share: of its memory for keys and values that is in use, 0 to 1.
-        prefilled_tokens: prompt tokens that were computed so far.
+        kv_share: used fraction of its key-value memory, 0 to 1.
+        prefilled_tokens: computed prompt tokens so far.
         passes: forward passes so far.
     """
 
@@ -51,10 +49,10 @@ class Counters:
 class EngineApi(Protocol):
     """The routes of one server, which samples from one model.
 
-    Every method raises EngineFailure where the server can't be reached, or answers with what can't be used.
+    Every method raises EngineFailure if the server can't be reached, or its answer is invalid.
 
     Attributes:
-        splits_versions: whether one reply may be sampled from several versions of the weights, each of them known.
+        splits_versions: whether one reply may be sampled from several known versions of the weights.
         sees: whether prompts may have pictures.
     """
 
@@ -62,10 +60,10 @@ class EngineApi(Protocol):
     sees: bool
 
     async def inspect(self, dtype: torch.dtype) -> None:
-        """Compare what the server says of itself with what the policy needs. A job that uses it notices nothing.
+        """Compare the server's description with the policy's needs, without disturbing jobs that use it.
 
         Args:
-            dtype: of the weights that it is given.
+            dtype: of the weights sent to it.
 
         Raises:
             ConfigError: it does not fit; the message says what to change.
@@ -73,15 +71,12 @@ class EngineApi(Protocol):
         ...
 
     async def check(self, dtype: torch.dtype) -> None:
-        """Do what `inspect` does, let the server go on if it is paused, and try whether it is what it says.
+        """Do the same as `inspect`, resume a paused server, and test it.
 
-        A job that was killed may have left it paused.
-
-        Args:
-            dtype: of the weights that it is given.
+        A killed job may have left it paused.
 
         Raises:
-            ConfigError: it does not; the message says what to change.
+            ConfigError: it does not fit; the message says what to change.
         """
         ...
 
@@ -92,7 +87,7 @@ class EngineApi(Protocol):
             adapter: name of a loaded adapter, whose replies name no versions; None: the server's own weights.
 
         Raises:
-            InvalidRequest: the server can't sample in this way; nothing was sampled.
+            InvalidRequest: the server does not support the request.
         """
         ...
 
@@ -109,40 +104,40 @@ class EngineApi(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Return when no forward pass runs; replies stay where they are."""
+        """Wait until no forward pass runs; replies are kept."""
         ...
 
     async def resume(self) -> None:
-        """Let forward passes run again."""
+        """Allow forward passes again."""
         ...
 
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
-        """Replace all weights of the paused server, and forget what the old ones have computed.
+        """Replace all weights of the paused server, and drop everything computed with the old ones.
 
         Args:
-            path: a safetensors file, or what the server needs beside it in the same folder.
+            path: a safetensors file, in a folder with further files that the server needs.
         """
         ...
 
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """Load an adapter beside those that the server has; the server keeps sampling meanwhile.
+        """Load an adapter in addition to others, while the server keeps sampling.
 
         Args:
-            name: that no adapter of the server has had.
-            folder: in PEFT's format; it has to stay until the adapter is unloaded.
+            name: never used before at the server.
+            folder: in PEFT's format; must exist until the adapter is unloaded.
         """
         ...
 
     async def unload_adapter(self, name: str) -> None:
-        """Free the memory of an adapter of which nothing is being sampled."""
+        """Free the memory of an unused adapter."""
         ...
 
     async def set_version(self, version: PolicyVersion) -> None:
-        """Say which version the weights have that the server has loaded itself."""
+        """Set the version of weights that the server has loaded itself."""
         ...
 
     async def counters(self) -> Counters:
-        """Ask the server how it is; it answers only if it can go on."""
+        """Read the server's figures; it answers only if it works."""
         ...
 
     async def close(self) -> None:

@@ -27,7 +27,7 @@ async def read_body(answer: httpx2.Response, where: str) -> bytes:
 
 
 async def read_lines(answer: httpx2.Response, where: str) -> AsyncGenerator[bytes, None]:
-    """Yield the lines of an answer as they arrive, without their line ends.
+    """Yield the lines of an answer as they arrive, without line ends.
 
     Raises:
         EngineFailure: a line is longer than `MOST_BYTES`.

@@ -1,4 +1,4 @@
-"""What the `[engine]` tables of servers of other projects have in common: addresses, keys and folders."""
+"""Common keys of the `[engine]` tables of other projects' servers: addresses, keys and folders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADDRESS = r"https?://[^\s/?#@]+"
 
 
 def _address(url: Any) -> Any:
-    """Refuse what is no address, and that of a route, such as OpenAI's clients take, with the one that is needed."""
+    """Raise an error for an invalid address, or that of a route, suggesting the right one."""
     if isinstance(url, str) and "@" in url:
         raise ValueError("the address of a server has no key or password in it; engine.key_variable names a variable")
     if isinstance(url, str) and (found := re.match(f"({_ADDRESS})[/?#]", url)):
@@ -58,7 +58,7 @@ Urls = Annotated[
 
 
 def _from_home(python: Path) -> Path:
-    """Return a path in which `~` is replaced by the home directory."""
+    """Expand `~` in a path."""
     try:
         return python.expanduser()
     except RuntimeError as error:
@@ -66,7 +66,9 @@ def _from_home(python: Path) -> Path:
 
 
 def _not_empty(python: Any) -> Any:
-    """Refuse an empty text, which as a path would be the present folder: a variable of a shell was not set, say."""
+    """Raise an error for an empty text, which would mean the current directory: a shell variable was unset, for
+    example.
+    """
     if python == "":
         raise ValueError("it is empty; give an interpreter, such as .venv-vllm/bin/python")
     return python
@@ -76,7 +78,7 @@ Interpreter = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_from_
 
 
 class ServerEngineConfig(PooledEngineConfig):
-    """The table of an engine whose workers are servers of another project, found or started."""
+    """The table of an engine whose workers are another project's servers, running already or started."""
 
     placement_keys: ClassVar[frozenset[str]] = PooledEngineConfig.placement_keys | {
         "url",
@@ -117,16 +119,18 @@ class ServerEngineConfig(PooledEngineConfig):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Return the addresses of the workers that run already."""
+        """Return the addresses of running workers."""
         return self.url or ()
 
     @property
     def precision(self) -> Dtype:
-        """Return the precision in which the workers get weights."""
+        """Return the precision of the workers' weights."""
         return self.dtype
 
     def check_job(self, job: JobConfig) -> None:
-        """Refuse past versions of whole weights, several policies on one server, and bits; see `EngineConfig`."""
+        """Refuse past versions of whole weights, several policies on one server, and determinism; see
+        `EngineConfig`.
+        """
         whose, policies, players = f"engine.kind = {self.kind!r}", job.policies, job.players
         if job.deterministic:
             raise ValueError(
@@ -148,6 +152,6 @@ class ServerEngineConfig(PooledEngineConfig):
 
 
 def is_local(url: str) -> bool:
-    """Return whether an address is one of this machine alone."""
+    """Return whether an address is only reachable from this machine."""
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,4 +1,4 @@
-"""HTTP to the server of an engine: JSON, streams of server-sent events, and one class of error for what goes wrong."""
+"""HTTP to an engine's server: JSON, server-sent events, and one class of errors."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Address:
     """Where a server listens.
 
     Attributes:
-        url: without a slash at its end.
-        socket: Unix socket to connect to instead of the URL's host; None: by TCP.
+        url: without a trailing slash.
+        socket: Unix socket to connect to instead of the URL's host; None: TCP.
         key: sent as a bearer token; "": none.
     """
 
@@ -50,10 +50,10 @@ class Address:
 
 
 class EngineConnection:
-    """Sends requests to one server. All of them come from one event loop."""
+    """Sends requests to one server, from one event loop."""
 
     def __init__(self, address: Address) -> None:
-        """Prepare to connect; nothing is sent yet."""
+        """Prepare without sending anything."""
         self._address = address
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         socket = address.socket
@@ -70,26 +70,19 @@ class EngineConnection:
         return str(self._address)
 
     async def get(self, path: str, seconds: float) -> Any:
-        """Return the JSON of the answer to a GET request; None: the answer is empty.
+        """Return the JSON answer of a GET request; None: it is empty.
 
         Args:
-            seconds: how long the server may take.
-
-        Raises:
-            EngineFailure: there is no answer in time, or an error.
+            seconds: timeout.
         """
         return self._json(path, await self._sent("GET", path, None, seconds))
 
     async def identify(self, path: str, seconds: float, program: str) -> Any:
-        """Return the JSON of a route that says what a server is.
+        """Return the JSON of a route that identifies a server.
 
         Args:
-            seconds: how long the server may take.
-            program: that the server has to be, such as `vLLM`.
-
-        Raises:
-            ConfigError: the server does not have the route, or answers with something else than JSON.
-            EngineFailure: there is no answer in time, or another error.
+            seconds: timeout.
+            program: expected kind of server, such as `vLLM`.
         """
         try:
             body = await self._sent("GET", path, None, seconds)
@@ -106,41 +99,41 @@ class EngineConnection:
         )
 
     async def get_text(self, path: str, seconds: float) -> str:
-        """Return the answer to a GET request as it is; see `get`."""
+        """Return the text of a GET request's answer; see `get`."""
         return (await self._sent("GET", path, None, seconds)).decode(errors="replace")
 
     async def post(self, path: str, body: Body, seconds: float, query: Mapping[str, str] | None = None) -> Any:
-        """Return the JSON of the answer to a POST request; None: the answer is empty.
+        """Return the JSON answer of a POST request; None: it is empty.
 
         Args:
-            seconds: how long the server may take, and the sending.
+            seconds: timeout, including sending.
 
         Raises:
             InvalidRequest: the server refuses the request.
-            EngineFailure: there is no answer in time, or another error.
+            EngineFailure: a timeout, or another error.
         """
         return self._json(path, await self._sent("POST", path, body, seconds, query))
 
     async def order(self, path: str, body: Mapping[str, Any], seconds: float) -> None:
-        """Send a POST request, and return when the server has answered that it succeeded. The answer's text is ignored.
+        """Send a POST request, and wait for success, ignoring the answer's text.
 
         Args:
-            seconds: how long the server may take.
+            seconds: timeout.
 
         Raises:
             InvalidRequest: the server refuses the request.
-            EngineFailure: there is no answer in time, or another error.
+            EngineFailure: a timeout, or another error.
         """
         await self._sent("POST", path, body, seconds)
 
     async def stream(self, path: str, body: Body) -> AsyncGenerator[Any, None]:
         """Yield the JSON of each event of an answer, until `[DONE]`. Closing the iterator closes the connection.
 
-        There is no limit on the time between two events: a paused engine sends none.
+        There is no timeout between two events: a paused engine sends none.
 
         Raises:
             InvalidRequest: the server refuses the request.
-            EngineFailure: the stream ends without `[DONE]`, or has something else than events in it.
+            EngineFailure: the stream ends without `[DONE]`, or is invalid.
         """
         timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
         try:
@@ -159,13 +152,13 @@ class EngineConnection:
         raise EngineFailure(f"{self._address}{path}: the stream ended before the reply")
 
     async def close(self) -> None:
-        """Close all connections; streams that are open end with EngineFailure."""
+        """Close all connections; open streams end with EngineFailure."""
         await self._http.aclose()
 
     async def _sent(
         self, method: str, path: str, body: Body | None, seconds: float, query: Mapping[str, str] | None = None
     ) -> bytes:
-        """Return the body of a good answer, all of which has to be there in time."""
+        """Return the body of a successful answer, completely received within the timeout."""
         timeout = httpx2.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
         try:
             async with (
@@ -221,7 +214,7 @@ class EngineConnection:
 
 
 def _remedy(error: Exception) -> str:
-    """Return what to do where no connection to a server is made."""
+    """Return the remedy for a failed connection to a server."""
     causes = causes_of(error)
     if any(isinstance(cause, socket.gaierror) for cause in causes):
         return "the name of the machine in engine.url is not known here: correct it"
@@ -236,12 +229,12 @@ def _sent(body: Body | None) -> dict[str, Any]:
 
 
 def _shown(body: bytes) -> str:
-    """Return the beginning of what a server has sent, for a message."""
+    """Return the beginning of a server's body, for a message."""
     return repr(one_line_of(body[:200].decode(errors="replace")))
 
 
 def _message(body: bytes) -> str:
-    """Return what a server says of an error, in one line; "": nothing, or a page for a browser."""
+    """Return a server's error message, in one line; "": none, or an HTML page."""
     if body.lstrip()[:20].lower().startswith(_MARKUP):
         return ""
     try:
@@ -251,7 +244,7 @@ def _message(body: bytes) -> str:
 
 
 def _said(body: Any) -> str:
-    """Return the message in the body of an error, which every server has in another place."""
+    """Return the message in the body of an error, whose position differs between servers."""
     found = body.get("error", body) if isinstance(body, dict) else body
     if isinstance(found, dict):
         found = found.get("message", found.get("detail", found))

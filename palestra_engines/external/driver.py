@@ -1,4 +1,4 @@
-"""Drivers of engines that are servers of other projects, which run already or which the job starts."""
+"""Drivers of engines that are other projects' servers, running already or started by the job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ CONNECT_SECONDS = 3.0
 
 
 class ServerDriver(EngineDriver[Servers]):
-    """Servers of another project, one for each policy of a worker. A kind has its routes, and perhaps a command."""
+    """Servers of another project, one for each policy of a worker. A kind defines its routes, and
+    possibly a command.
+    """
 
     # What a kind has
 
@@ -41,30 +43,24 @@ class ServerDriver(EngineDriver[Servers]):
         """Return the routes of a policy's server.
 
         Args:
-            rounds: what `rounds` has returned.
+            rounds: from `rounds`.
             is_started: whether the job has started the server.
         """
 
     def images(self, processor: PictureProcessor, pictures: Pictures, trained: bool) -> Any:
-        """Return what prepares the images of prompts for a server, where `reads_images`.
+        """Return what prepares the images of prompts for a server, if `reads_images`.
 
         Args:
-            processor: of the model.
-            pictures: where the images are found.
-            trained: whether the tower changes with the weights.
+            trained: whether the vision tower changes with the weights.
         """
         raise NotImplementedError
 
     def finishes(self, table: Servers) -> bool:
-        """Return whether new weights wait until the replies that are being sampled are complete."""
+        """Return whether new weights wait until running replies are complete."""
         return True
 
     def rounds(self, table: Servers) -> Any:
-        """Return in which rounds whole weights are broadcast to all servers; None: they are sent as files.
-
-        Raises:
-            ConfigError: this process can't broadcast.
-        """
+        """Return the rounds that broadcast whole weights to all servers; None: they are sent as files."""
         return None
 
     def broadcast(self, known: Mapping[str, Any], rounds: Any) -> ExternalPolicy:
@@ -76,30 +72,26 @@ class ServerDriver(EngineDriver[Servers]):
         raise NotImplementedError
 
     def places(self, job: EngineJob, table: Servers, models: Sequence[ServedModel]) -> ServerPlaces:
-        """Return what each server that the job starts computes with. Blocks for a moment.
-
-        Raises:
-            ConfigError: the servers can't be started here.
-        """
+        """Return the resources of each server that the job starts. Blocks briefly."""
         raise NotImplementedError
 
     def command(
         self, table: Servers, model: ServedModel, address: Address, private: Path, place: Any
     ) -> tuple[Sequence[str], Mapping[str, str], int]:
-        """Return the command and the environment variables of a server that is started, and its bytes for a cache.
+        """Return the command and environment of a started server, and the bytes of its cache.
 
         Args:
-            private: folder of this server alone.
-            place: what `ServerPlaces.of_worker` has of this server.
+            private: folder of only this server.
+            place: this server's entry of `ServerPlaces.of_worker`.
         """
         raise NotImplementedError
 
     def wait_until_ready(self, table: Servers, server: OneServer) -> None:
-        """Block until a server answers that the job has started.
+        """Block until a started server answers.
 
         Raises:
-            ModelError: the server has ended; the message has the reason that its log names.
-            EngineFailure: it does not answer in time, and was ended.
+            ModelError: the server has ended; the message has the reason from its log.
+            EngineFailure: a timeout; the server was ended.
         """
         raise NotImplementedError
 
@@ -143,10 +135,10 @@ class ServerDriver(EngineDriver[Servers]):
             yield f"{key}.{'key_variable' if isinstance(refused, EngineKeyRefused) else 'url'}", str(refused)
 
     def load(self, job: EngineJob, table: Servers) -> LoadedEngine:
-        """Start a server for each policy beside this process, which is that of a worker with a bundle of its own.
+        """Start a server for each policy on the machine of this process, a worker with its own bundle.
 
         The servers listen on Unix sockets, so that no other machine reaches them, and end with this process. New
-        weights come in a file of a folder that all machines of the job see, where the server itself reads it.
+        weights are files in a folder shared by all machines of the job, which the server reads itself.
         """
         from palestra_engines.external.served_models import read_served_models, sampled_policies
         from palestra_engines.external.servers import EngineServers
@@ -180,7 +172,7 @@ class ServerDriver(EngineDriver[Servers]):
 
 
 def _unreachable(url: str) -> str | None:
-    """Return why no connection to a server is taken; None: one is."""
+    """Return why a server refuses connections; None: it does not."""
     parts = urlsplit(url)
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)

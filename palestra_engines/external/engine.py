@@ -1,4 +1,4 @@
-"""An engine whose models are in servers of another project, one server for each policy."""
+"""An engine whose models are in another project's servers, one server for each policy."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ SILENT_SECONDS = 60.0  # a server that does not answer for so long has failed
 
 
 class ExternalEngine:
-    """Implements `Engine` with servers. Their answers are checked, and an update of weights is never half done."""
+    """An `Engine` on servers. Their answers are validated, and weight updates are atomic."""
 
     def __init__(self, policies: Mapping[str, ExternalPolicy], finish: bool, stuck_seconds: float) -> None:
         """Take over servers that are ready.
 
         Args:
-            policies: by name, each with a server of its own.
-            finish: whether new weights wait until the replies that are being sampled are complete.
-            stuck_seconds: a server that has requests and computes nothing for so long has failed.
+            policies: by name, each with its own server.
+            finish: whether new weights wait until running replies are complete.
+            stuck_seconds: a server with requests but no progress for so long has failed.
         """
         self._policies, self._finish = dict(policies), finish
         self._added: dict[str, ServedAdapter] = {}  # policies beside the first one of a server, by name
@@ -52,13 +52,7 @@ class ExternalEngine:
         self._broken: asyncio.Queue[str] = asyncio.Queue()
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[SampledTokens]:
-        """See `Engine`.
-
-        Raises:
-            InvalidRequest: a prompt that the model can't read, a number out of its range, or a way of sampling that
-                the server lacks.
-            ModelError: the engine has no such policy.
-        """
+        """Stream a reply; see `Engine.generate`."""
         policy = self._policy(request.policy)
         _check_prompt(request.prompt, policy)
         check_sampling(request.sampling, policy.bounds.vocab_size)
@@ -86,16 +80,7 @@ class ExternalEngine:
             reply.check_finished()
 
     async def score(self, policy: str, prompt: TokenSequence) -> list[float]:
-        """Let the server compute a prompt; see `Engine.score`.
-
-        Args:
-            prompt: [P] ids.
-
-        Raises:
-            InvalidRequest: an id that the model does not have, too many of them, or pictures that it can't see.
-            ModelError: the engine has no such policy.
-            EngineFailure: the server has no answer, or one that can't be.
-        """
+        """Let the server compute a prompt; see `Engine.score`."""
         served = self._policy(policy)
         _check_prompt(prompt, served)
         await self.check_servers()
@@ -112,13 +97,9 @@ class ExternalEngine:
         return found
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
-        """Pause the server, and let it read new weights from a file, or receive them; see `Engine.sync_weights`.
+        """Pause the server, and transfer new weights by file or broadcast; see `Engine.sync_weights`.
 
-        A server that is not paused while its layers are replaced dies, so there is no update without a pause.
-
-        Args:
-            version: what tokens that are sampled from them say.
-            source: tensors of the model's names and shapes.
+        The pause is necessary: a server whose layers are replaced during a pass crashes.
         """
         served = self._policy(policy)
         self._check_open()
@@ -145,16 +126,9 @@ class ExternalEngine:
             raise EngineFailure(why) from error
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
-        """Let the server of a policy with an adapter load one more; a server of whole weights has no room for others.
+        """Load one more adapter on the server of a policy with an adapter; see `Engine.add_policy`.
 
-        Args:
-            name: of the new policy, or of one that gets other weights.
-            like: name of the policy whose kind of model it has.
-            version: what tokens that are sampled from it say.
-            source: matrices of an adapter; None: those that `like` has.
-
-        Raises:
-            ModelError: it has no room for them, or they do not fit.
+        A server of whole weights has no memory for others.
         """
         if name in self._policies and source is not None:
             await self.sync_weights(name, version, source)
@@ -176,13 +150,13 @@ class ExternalEngine:
         self._added[name] = served
 
     async def remove_policy(self, name: str) -> None:
-        """Free the memory of an added policy; its requests fail. An unknown name is ignored."""
+        """Free the memory of an added policy; its requests fail. Unknown names are ignored."""
         served = self._added.pop(name, None)
         if served is not None:
             await served.remove(name)
 
     async def pause(self) -> None:
-        """Finish the forward passes that run, and begin no other until `resume`."""
+        """Finish running forward passes; none starts until `resume`."""
         await self.check_servers()
         async with self._pausing:
             if self._running.is_set():
@@ -190,22 +164,18 @@ class ExternalEngine:
                 await together(*(policy.api.pause() for policy in self._policies.values()))
 
     async def resume(self) -> None:
-        """Let forward passes run again after `pause`; requests that waited continue where they were."""
+        """Allow forward passes again after `pause`."""
         async with self._pausing:
             if not self._running.is_set():
                 await together(*(policy.api.resume() for policy in self._policies.values()))
                 self._running.set()
 
     def version(self, policy: str) -> PolicyVersion:
-        """See `Engine`.
-
-        Raises:
-            ModelError: the engine has no such policy.
-        """
+        """Return the version of a policy's weights; see `Engine.version`."""
         return self._policy(policy).version_of(policy)
 
     def load(self) -> EngineLoad:
-        """Return how many requests wait and run, and what the servers said of themselves at the last look."""
+        """Return waiting and running requests, and the servers' last figures."""
         served = list(self._policies.values())
         return EngineLoad(
             waiting=self._waiting,
@@ -219,12 +189,12 @@ class ExternalEngine:
         )
 
     async def failure(self) -> str:
-        """Look at the servers, and return the reason when one of them has ended or does not answer any more."""
+        """Check the servers, and return the reason when one of them has ended or no longer answers."""
         watches = (self._watch(name, policy) for name, policy in self._policies.items())
         return (await race(self._broken.get(), *watches)).result
 
     async def close(self) -> None:
-        """Fail the requests that are open, and end the servers that the job has started."""
+        """Fail open requests, and end the servers that the job has started."""
         self._closed = True
         self._closing.set()
         self._running.set()
@@ -259,10 +229,10 @@ class ExternalEngine:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _look_after(self, policy: ExternalPolicy) -> None:
-        """Report the failure of a server that is gone, before the error of a call on it reaches the pool.
+        """Report a dead server's failure before the error of a call reaches the pool.
 
-        The pool samples the call again only if the worker has failed, so a call that fails is followed by a question to
-        its server's health.
+        The pool resamples the call only if the worker has failed, so a failed call is followed by a health check of its
+        server.
         """
         try:
             async with asyncio.timeout(DOUBT_SECONDS):
@@ -274,11 +244,11 @@ class ExternalEngine:
             self._broken.put_nowait(f"the engine of {policy.name!r} has ended: {ended or error}")
 
     async def check_servers(self) -> None:
-        """Ask each server once, before anything else is sent, whether it fits its policy.
+        """Check once, before any other request, whether each server fits its policy.
 
         Raises:
-            ConfigError: one does not.
-            EngineFailure: one has ended, or does not answer.
+            ConfigError: a server does not fit.
+            EngineFailure: a server has ended, or does not answer.
         """
         if not self._unchecked:
             return

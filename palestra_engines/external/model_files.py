@@ -1,4 +1,4 @@
-"""What the files of a model say, without its weights being loaded."""
+"""Facts from a model's files, without loading its weights."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ class ModelFiles:
     """A model in Hugging Face's layout, from which a server loads it.
 
     Attributes:
-        folder: of the files.
-        vocab_size: number of tokens, V.
-        max_positions: longest sequence that the model was made for, in tokens.
-        shapes: of all weights, by name; a head that is tied to the embedding has none of its own.
-        sees: whether it has a tower for pictures.
+        max_positions: context length in tokens.
+        shapes: of all weights, by name; a tied head has none of its own.
+        sees: whether it is a vision-language model.
     """
 
     folder: Path
@@ -43,11 +41,7 @@ _ELSEWHERE = ("speculators_config", "speculators_model_type", "speculators_versi
 
 
 def read_model_files(folder: Path) -> ModelFiles:
-    """Read a model's configuration, and the headers of its safetensors.
-
-    Raises:
-        ModelError: a file is missing or damaged, or the configuration names another model, which a server would load.
-    """
+    """Read a model's configuration, and the headers of its safetensors."""
     try:
         found: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
         if elsewhere := sorted(set(_ELSEWHERE).intersection(_keys(found))):
@@ -76,7 +70,7 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 
 def _keys(found: Any) -> Iterator[str]:
-    """Yield all keys of what JSON has said, also those within others."""
+    """Yield all keys of a JSON value, recursively."""
     if isinstance(found, dict):
         for key, value in found.items():
             yield key

@@ -60,7 +60,7 @@ class ServerProcess:
 
         Args:
             name: for messages, such as `vLLM`.
-            folders: of its sockets, and of weights; they are removed when it has ended, also where the job was killed.
+            folders: of its sockets, and of weights; removed after it has ended, even if the job was killed.
 
         Raises:
             EngineFailure: the process can't be started.
@@ -97,11 +97,11 @@ class ServerProcess:
 
         Args:
             path: of a route that answers as soon as the server is ready.
-            seconds: how long it may take.
+            seconds: timeout.
 
         Raises:
-            ModelError: the server has ended; the message has the reason that its log names.
-            EngineFailure: it does not answer in time, and was ended.
+            ModelError: the server has ended; the message has the reason from its log.
+            EngineFailure: a timeout; the server was ended.
         """
         until = time.monotonic() + seconds
         transport = None if address.socket is None else httpx2.HTTPTransport(uds=str(address.socket))
@@ -128,7 +128,7 @@ class ServerProcess:
         return f"{self._reason()} (log: {self._log})"
 
     def how_it_ended(self) -> str | None:
-        """Return what `ended` says, a moment after the server has closed its connections; None: it runs."""
+        """Return the result of `ended`, a moment after the server has closed its connections; None: it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(LAST_SECONDS + 1.0)
         return self.ended()
@@ -150,7 +150,7 @@ class ServerProcess:
         self._finalizer()
 
     def _said(self) -> list[str]:
-        """Return the last lines of the log that this process has written."""
+        """Return the last lines that this process has written to the log."""
         with self._log.open("rb") as file:
             file.seek(0, 2)
             file.seek(max(self._from, file.tell() - _TAIL_BYTES))
@@ -173,7 +173,7 @@ class ServerProcess:
 
 
 def _is_tracker(process: int) -> bool:
-    """Return whether a process is the one by which Python removes what others have left in shared memory."""
+    """Return whether a process is Python's resource tracker, which unlinks other processes' shared memory."""
     try:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:

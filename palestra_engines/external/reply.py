@@ -15,12 +15,11 @@ from palestra_engines.external.api import Chunk
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyBounds:
-    """What every reply of a policy has to keep.
+    """Limits of every reply of a policy.
 
     Attributes:
-        vocab_size: number of tokens, V.
-        stop_ids: tokens that end a reply, those of the request not included.
-        max_context: most tokens of prompt and reply together.
+        stop_ids: stop tokens, without those of the request.
+        max_context: largest prompt and reply together, in tokens.
     """
 
     vocab_size: int
@@ -31,9 +30,9 @@ class ReplyBounds:
 class StreamedReply:
     """The tokens of one reply, as they arrive.
 
-    A server says only with the last token which version of the weights has sampled which tokens. As long as no update
-    has begun since the request was sent, all tokens are of the version with which it began, and are passed on as they
-    come; afterwards they are kept until the server has said which ones are.
+    A server reports only with the last token which version sampled which tokens. If no update has begun since the
+    request was sent, all tokens are of the initial version, and are passed on immediately; afterwards they are kept
+    until the server's report.
     """
 
     def __init__(self, request: EngineRequest, began: PolicyVersion, bounds: ReplyBounds) -> None:
@@ -53,13 +52,13 @@ class StreamedReply:
         self._finished = False
 
     def take(self, chunk: Chunk, sent: Sequence[PolicyVersion]) -> Iterator[SampledTokens]:
-        """Yield what of the reply is certain with one more chunk.
+        """Yield the tokens that one more chunk makes certain.
 
         Args:
-            sent: versions of the weights that were sent to the server since the request was.
+            sent: versions sent to the server since the request.
 
         Raises:
-            EngineFailure: the server has sent what it was not asked for; nothing of the reply may be used.
+            EngineFailure: the server violates the request; the reply must not be used.
         """
         self._check(chunk)
         self._count += len(chunk.ids)
@@ -76,7 +75,7 @@ class StreamedReply:
             yield from self._pass_on((VersionSpan(self._began, self._count - self._passed),))
 
     def check_finished(self) -> None:
-        """Raise EngineFailure if the server has closed the stream before the reply was over."""
+        """Raise EngineFailure if the server closed the stream before the reply was over."""
         if not self._finished:
             raise EngineFailure(f"the engine ended a reply after {self._count} tokens without saying why")
 
@@ -113,7 +112,7 @@ class StreamedReply:
         raise EngineFailure(f"{ended} for the reason {one_line_of(repr(finish))}")
 
     def _split(self, said: tuple[VersionSpan, ...] | None, sent: Sequence[PolicyVersion]) -> Iterator[SampledTokens]:
-        """Yield the tokens that were kept, by the versions that the server has named."""
+        """Yield the kept tokens, split by the versions from the server."""
         spans = (VersionSpan(self._began, self._count),) if said is None else said
         if sum(span.tokens for span in spans) != self._count:
             raise EngineFailure(f"the engine names the versions of other than the reply's {self._count} tokens")
@@ -131,7 +130,7 @@ class StreamedReply:
         yield from self._pass_on((VersionSpan(first.version, first.tokens - passed), *others))
 
     def _pass_on(self, spans: tuple[VersionSpan, ...]) -> Iterator[SampledTokens]:
-        """Yield all tokens that were kept, a piece for each span."""
+        """Yield all kept tokens, a piece for each span."""
         kept, self._kept = self._kept, []
         ids = [token for chunk in kept for token in chunk.ids]
         logprobs = [logprob for chunk in kept for logprob in chunk.logprobs]

@@ -1,4 +1,4 @@
-"""Another tokenizer behind a server, found by a short text of which both sides say the tokens."""
+"""Detects a server with another tokenizer, by comparing the tokens of a short text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ OTHER_MODEL = "start it with the policy's model, or correct engine.url or the po
 
 @dataclass(frozen=True, slots=True)
 class SampleText:
-    """A text, and its tokens by the tokenizer of the policy's model.
+    """A text, and its tokens in the policy's tokenizer.
 
     Attributes:
-        text: `SAMPLE_TEXT`, for instance.
-        ids: its tokens, no special ones among them.
+        ids: without special tokens.
     """
 
     text: str
@@ -26,19 +25,18 @@ class SampleText:
 
 
 def tokenized(tokenizer: Any) -> SampleText:
-    """Return the sample text with the tokens of a tokenizer of transformers."""
+    """Return the sample text with the tokens of a transformers tokenizer."""
     return SampleText(SAMPLE_TEXT, tuple(map(int, tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False))))
 
 
 async def check_tokenizer(http: EngineConnection, sample: SampleText, seconds: float) -> None:
-    """Have a server tokenize the sample text; vLLM and SGLang have the same route for that.
+    """Compare a server's tokens of the sample text; vLLM and SGLang have the same route for that.
 
     Args:
-        sample: the text, and what its tokens have to be.
-        seconds: how long the server may take.
+        seconds: timeout.
 
     Raises:
-        ConfigError: its tokens are others.
+        ConfigError: the tokens differ.
         EngineFailure: the server does not answer.
     """
     try:

@@ -1,4 +1,4 @@
-"""A policy that is an adapter on the server of its base, and its past versions beside it."""
+"""A policy that is an adapter on a server of its base, and its past versions."""
 
 from __future__ import annotations
 
@@ -27,13 +27,11 @@ _MATRICES = ("A.weight", "B.weight")  # of a linear layer
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class LoadedAdapter:
-    """One version of an adapter at the server, under a name that no other version has.
+    """One version of an adapter at the server, under a unique name.
 
     Attributes:
-        name: at the server.
-        folder: from which the server reads the adapter, perhaps again; None: it is not this engine's to remove.
-        version: of the weights.
-        users: requests that are sampled from it.
+        folder: from which the server reads the adapter, possibly again; None: not this engine's to remove.
+        users: number of requests that use it.
     """
 
     name: str
@@ -44,18 +42,16 @@ class LoadedAdapter:
 
 @dataclass(kw_only=True, eq=False)
 class ServedAdapter(ExternalPolicy):
-    """A policy whose server has the weights of its base, and gets adapters alone.
+    """A policy whose server has its base's weights, and only gets adapters.
 
-    Each version is loaded under a name of its own, and a request keeps the version with which it began, because a
-    server does not say which version of an adapter has sampled a token. So an update needs no pause, no reply is of two
-    versions, and no key or value of an older version is used. Versions that no request uses any more are unloaded at
-    the next update.
+    Each version is loaded under its own name, and a request keeps its initial version, because a server does not report
+    which version of an adapter sampled a token. So an update needs no pause, each reply has one version, and old keys
+    and values are never reused. Unused versions are unloaded at the next update.
 
     Attributes:
-        adapter: rank and scale of the adapter.
-        base: name of the model that the server has.
-        first: folder of the adapter with which the policy begins; None: the base's own weights, as those of an adapter
-            that is not trained yet.
+        adapter: rank and scale.
+        base: name of the server's model.
+        first: folder of the initial adapter; None: the base's own weights, like an untrained adapter.
     """
 
     adapter: AdapterConfig
@@ -71,13 +67,13 @@ class ServedAdapter(ExternalPolicy):
         self._names = (f"palestra-{secrets.token_hex(4)}-{number}" for number in itertools.count())
 
     async def begin(self) -> None:
-        """Ask the server whether it fits, and load the adapter with which the policy begins; see `ExternalPolicy`."""
+        """Check whether the server fits, and load the initial adapter; see `ExternalPolicy`."""
         await self.api.check(self.dtype)
         if self.first is not None:
             await self.take(self.name, WrittenWeights(self.first, is_own=False), self.version, False, False)
 
     def version_of(self, name: str) -> PolicyVersion:
-        """Return the version of the adapter that a request which begins now is sampled from; see `ExternalPolicy`."""
+        """Return the adapter version that a new request is sampled from; see `ExternalPolicy`."""
         loaded = self._loaded.get(name)
         return self.version if loaded is None else loaded.version
 
@@ -96,7 +92,7 @@ class ServedAdapter(ExternalPolicy):
             loaded.users -= 1
 
     def prepare(self, name: str, source: WeightSource, version: PolicyVersion) -> NewWeights:
-        """Write an adapter into a folder of its own, in PEFT's format; see `ExternalPolicy`."""
+        """Write an adapter into its own folder, in PEFT's format; see `ExternalPolicy`."""
         matrices = {weight: tensor.detach().to("cpu", self.dtype) for weight, tensor in source.tensors()}
         layers = self._layers(matrices)
         folder = self.folder / next(self._names)
@@ -111,7 +107,7 @@ class ServedAdapter(ExternalPolicy):
         return WrittenWeights(folder, is_own=False)  # it stays as long as the server may read it
 
     def _layers(self, matrices: Mapping[str, Tensor]) -> set[str]:
-        """Return the layers of an adapter, of whose matrices, [r, d] and [n, r], these are the names."""
+        """Return the layers of an adapter, from the names of its matrices, [r, d] and [n, r]."""
         layers = {name.partition(".lora_")[0] for name in matrices}
         for layer in sorted(layers):
             out, width = (*self.shapes.get(f"{layer}.weight", ()), 0, 0)[:2]
@@ -126,12 +122,9 @@ class ServedAdapter(ExternalPolicy):
         return layers
 
     async def take(self, name: str, new: NewWeights, version: PolicyVersion, finish: bool, paused: bool) -> None:
-        """Load an adapter, and let requests that begin from now on be sampled from it; see `ExternalPolicy`.
+        """Load an adapter, and sample later requests from it; see `ExternalPolicy`.
 
-        Args:
-            new: what `prepare` has returned.
-            finish: without effect: replies always end under the version with which they began.
-            paused: without effect: a server loads adapters while it is paused, too.
+        `finish` and `paused` have no effect: replies always keep their version, and a paused server can load adapters.
         """
         assert isinstance(new, WrittenWeights)
         async with self._updating:
@@ -145,15 +138,11 @@ class ServedAdapter(ExternalPolicy):
             await self._unload()
 
     def copy(self, name: str, like: str) -> None:
-        """Let a further policy be sampled from the present weights of another one.
-
-        Args:
-            like: name of a policy of this server.
-        """
+        """Let a further policy be sampled from the present weights of another one of this server."""
         self._replace(name, self._loaded[like])
 
     async def remove(self, name: str) -> None:
-        """Forget an added policy, and unload its adapter when nothing is sampled from it."""
+        """Remove an added policy, and unload its adapter when it is unused."""
         async with self._updating:
             self._replace(name, None)
             del self._loaded[name]

@@ -1,4 +1,4 @@
-"""What a job knows of the models that servers sample from: their files, without their weights being loaded."""
+"""A job's view of the models on servers: their files, without loading weights."""
 
 from __future__ import annotations
 
@@ -23,17 +23,14 @@ Images = Callable[[PictureProcessor, Pictures, bool], Any]  # see `ServerDriver.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """What a server, a session and the engine have to know of a policy.
+    """What a server, a session and the engine need to know about a policy.
 
     Attributes:
-        name: of the policy.
         files: of the model whose whole weights the server loads.
-        tokenizer: of the model.
-        renderer: of the tokenizer.
-        bounds: what replies have to keep.
-        pictures: prepares those of prompts for the server; None: the model reads text only.
-        adapter: rank and scale of the adapters that the server gets; None: it gets whole weights.
-        first_adapter: folder of the adapter with which the policy begins; None: it begins with the model itself.
+        bounds: limits of replies.
+        pictures: prepares the prompts' pictures for the server; None: the model reads text only.
+        adapter: rank and scale of the server's adapters; None: it gets whole weights.
+        first_adapter: folder of the initial adapter; None: the model itself.
     """
 
     name: str
@@ -53,16 +50,16 @@ def read_served_models(job: EngineJob, images: Images) -> list[ServedModel]:
         images: returns what prepares the images of prompts for a server.
 
     Raises:
-        ModelError: files are missing, the tokenizer does not fit the model, or the trainer can't have it.
-        ConfigError: a `max_context` is more than the model has, an adapter can't be trained as whole weights, or a
-            model reads images, and its engine or its adapter does not; or `vision` is given, and the model reads text
-            only.
+        ModelError: files are missing, the tokenizer does not fit the model, or the trainer does not support it.
+        ConfigError: a `max_context` exceeds its model's; an adapter is to be trained as whole weights; a
+            vision-language model is used with an engine or adapter that is text-only; or `vision` is set for a
+            text-only model.
     """
     return [_read(job, name, images) for name in job.config.policies]
 
 
 def sampled_policies(job: EngineJob, models: Sequence[ServedModel]) -> dict[str, SampledPolicy]:
-    """Return what sessions have to know of the policies, by name."""
+    """Return what sessions need to know about the policies, by name."""
     from palestra.grammars.pool import Grammars
     from palestra.grammars.vocabulary import vocabulary_of
 

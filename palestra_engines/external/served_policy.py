@@ -27,13 +27,13 @@ from palestra_engines.external.reply import ReplyBounds
 
 @dataclass(frozen=True, slots=True)
 class PolicyTurn:
-    """The weights from which a request is sampled that may be sent now.
+    """The weights that a request may now be sampled from.
 
     Attributes:
-        version: of the weights with which the reply begins.
+        version: at the beginning of the reply.
         adapter: name of the adapter at the server; None: the server's own weights.
-        log: versions of all weights that the server has got; later versions are added while the request runs.
-        before: how many of these versions the server had got before the request.
+        log: versions of all weights sent to the server, growing while the request runs.
+        before: number of versions sent before the request.
     """
 
     version: PolicyVersion
@@ -43,24 +43,24 @@ class PolicyTurn:
 
     @property
     def sent(self) -> Sequence[PolicyVersion]:
-        """Return the versions of the weights that were sent to the server since the request was."""
+        """Return the versions sent to the server since the request."""
         return self.log[self.before :]
 
 
 class NewWeights(Protocol):
-    """New weights on their way to a server, as `ExternalPolicy.prepare` has made them."""
+    """New weights prepared for a server by `ExternalPolicy.prepare`."""
 
     def discard(self) -> None:
-        """Free what was made for this update alone."""
+        """Free what was created only for this update."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenWeights:
-    """New weights on the disk, or in shared memory.
+    """New weights on disk, or in shared memory.
 
     Attributes:
-        path: of the file, or of the folder of an adapter.
+        path: of the file, or of an adapter's folder.
         is_own: whether the file was written for this update, and is removed after it.
     """
 
@@ -75,25 +75,23 @@ class WrittenWeights:
 
 @dataclass(kw_only=True, eq=False)
 class ExternalPolicy:
-    """A policy whose whole weights are in a server, and the server that samples from it.
+    """A policy whose whole weights are in a server that samples from it.
 
     Attributes:
-        name: of the policy.
-        api: the server's routes.
-        bounds: what its replies have to keep.
-        shapes: of the weights that an update has to bring, by name.
-        folder: for files of weights, which the server sees, too; it has no others in it.
-        dtype: precision of the weights that are sent.
+        bounds: limits of its replies.
+        shapes: of the weights that an update must contain, by name.
+        folder: for weight files, shared with the server; otherwise empty.
+        dtype: precision of sent weights.
         process: the server's, if the job has started it.
-        kv_bytes: its memory for keys and values; 0: unknown.
-        most_calls: requests that are sent at the same time; more wait here.
-        version: of the weights that the server has.
-        sent: versions of the weights that were sent to the server, since the first update began.
-        running: requests that were sent and are not over.
-        sampled_tokens: of all their replies so far.
-        replacing: whether the server is paused, because it gets new weights.
-        counters: what the server has said of itself at last.
-        moved_bytes: of new weights that were broadcast to the server so far.
+        kv_bytes: its key-value memory; 0: unknown.
+        most_calls: limit of concurrent requests; more wait here.
+        version: of the server's weights.
+        sent: versions sent to the server, since the first update began.
+        running: number of open requests.
+        sampled_tokens: of all replies so far.
+        replacing: whether the server is paused for new weights.
+        counters: the server's last figures.
+        moved_bytes: broadcast to the server so far.
     """
 
     name: str
@@ -122,10 +120,10 @@ class ExternalPolicy:
         self._updating = asyncio.Lock()
 
     async def begin(self) -> None:
-        """Ask the server whether it fits the policy, and make it ready; before anything else is sent.
+        """Check whether the server fits the policy, and prepare it, before any other request.
 
         Raises:
-            ConfigError: it does not fit, or asks for another key.
+            ConfigError: it does not fit, or needs another key.
             EngineFailure: it does not answer.
         """
         try:
@@ -135,11 +133,7 @@ class ExternalPolicy:
             raise ConfigError(str(error)) from error
 
     def version_of(self, name: str) -> PolicyVersion:
-        """Return the version of the weights that a request which begins now is sampled from.
-
-        Args:
-            name: of a policy that the server has.
-        """
+        """Return the version that a new request of a policy is sampled from."""
         return self.version
 
     @contextlib.asynccontextmanager
@@ -161,19 +155,15 @@ class ExternalPolicy:
 
     @contextlib.contextmanager
     def _turn(self, name: str) -> Iterator[PolicyTurn]:
-        """Say what a request of a policy is sampled from."""
+        """Return the weights for a policy's request."""
         yield PolicyTurn(self.version, None, self.sent, len(self.sent))
 
     def expecting(self, source: WeightSource) -> contextlib.AbstractContextManager[None]:
-        """Say that this server is going to take weights, so that others which take them can wait for it."""
+        """Announce that this server will take weights, so that others wait for it."""
         return contextlib.nullcontext()
 
     def prepare(self, name: str, source: WeightSource, version: PolicyVersion) -> NewWeights:
-        """Write new weights for the server. A file that a server of this machine can read is left as it is.
-
-        Raises:
-            ModelError: they do not fit the server's model, or there is no room for the file.
-        """
+        """Write new weights for the server. A file that a server of this machine can read is used directly."""
         named = self.fitting(source)
         if isinstance(source, FileWeights) and self.process is not None:
             return WrittenWeights(source.path, is_own=False)
@@ -186,11 +176,7 @@ class ExternalPolicy:
         return WrittenWeights(path, is_own=True)
 
     def fitting(self, source: WeightSource) -> list[tuple[str, Tensor]]:
-        """Return all weights with their names, [n, d] or [d], after they were compared with the server's model.
-
-        Raises:
-            ModelError: one is missing, is not known, or has another shape.
-        """
+        """Return all weights with their names, [n, d] or [d], after validation against the server's model."""
         named = list(source.tensors())
         for weight, tensor in named:
             if self.shapes.get(weight) != tuple(tensor.shape):
@@ -200,15 +186,14 @@ class ExternalPolicy:
         return named
 
     async def take(self, name: str, new: NewWeights, version: PolicyVersion, finish: bool, paused: bool) -> None:
-        """Let the server read new weights while it is paused.
+        """Let the paused server read new weights.
 
         Args:
-            new: what `prepare` has returned.
-            finish: whether replies that are being sampled are finished first; others go on under the new weights.
+            finish: whether running replies are finished first; otherwise they continue under the new weights.
             paused: whether the engine is paused already, and stays so.
 
         Raises:
-            EngineFailure: the server has failed meanwhile; it can't be used any more.
+            EngineFailure: the server has failed, and can't be used any more.
         """
         async with self._updating:
             self._open.clear()
@@ -234,11 +219,11 @@ class ExternalPolicy:
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Return numbers of which one grows when the server computes."""
+        """Return numbers, some of which grow when the server computes."""
         return self.counters.passes, self.counters.prefilled_tokens, self.sampled_tokens
 
     async def close(self) -> None:
-        """End the server, if the job has started it, and close the connections."""
+        """Close the connections, and end the server if the job has started it."""
         if self.process is not None:
             await in_thread(self.process.stop)
         await self.api.close()

@@ -35,11 +35,9 @@ class OneServer:
     """The server of a policy.
 
     Attributes:
-        model: of the policy.
-        address: of the server.
         folder: for new weights.
-        process: the server's; None: it runs already.
-        kv_bytes: its memory for keys and values; 0: unknown.
+        process: the server's; None: it was running already.
+        kv_bytes: its key-value memory; 0: unknown.
     """
 
     model: ServedModel
@@ -65,14 +63,13 @@ class EngineServers:
         """Start the servers, or find them; `engine` waits until they are ready.
 
         Args:
-            driver: of the servers.
-            worker: number of the worker among those of the job, from 0.
-            logs: folder for the logs of servers that are started.
-            places: what the servers of the policies compute with, which are started; None: they run already.
-            rounds: in which the servers of all workers receive whole weights; None: they read them from files.
+            worker: number among those of the job, from 0.
+            logs: folder for the logs of started servers.
+            places: resources of started servers; None: they are running already.
+            rounds: broadcast whole weights to the servers of all workers; None: they read files.
 
         Raises:
-            ConfigError: a server can't be found or started: its key is not there, say.
+            ConfigError: a server can't be found or started; its key is missing, for example.
             EngineFailure: its process can't be started.
         """
         self._driver, self._settings, self._rounds = driver, settings, rounds
@@ -89,11 +86,11 @@ class EngineServers:
             raise
 
     def engine(self) -> ExternalEngine:
-        """Wait until all servers are ready, and return the engine on them; a server that runs already is not asked.
+        """Wait until all servers are ready, and return their engine; servers that were running already are not checked.
 
         Raises:
-            ModelError: a server has ended, because it can't serve the model, say.
-            EngineFailure: a server was not ready in time.
+            ModelError: a server has ended, for example because it can't serve the model.
+            EngineFailure: a timeout.
         """
         try:
             for each in self._servers:
@@ -133,18 +130,18 @@ class EngineServers:
 
     @property
     def process(self) -> int | None:
-        """Return the number of the process that leads those of the first server; None: none was started here."""
+        """Return the process group leader of the first server; None: none was started here."""
         first = self._servers[0].process
         return None if first is None else first.pid
 
     def kill(self) -> None:
-        """End all servers that were started, without waiting, even if they stand still."""
+        """Kill all started servers without waiting."""
         for each in self._servers:
             if each.process is not None:
                 each.process.kill()
 
     def stop(self) -> None:
-        """End all servers that were started, and wait for that."""
+        """End all started servers, and wait for that."""
         for each in self._servers:
             if each.process is not None:
                 each.process.stop()
@@ -171,7 +168,7 @@ def _found(settings: ServerEngineConfig, model: ServedModel, worker: int) -> One
 
 
 def _key(settings: ServerEngineConfig) -> str:
-    """Return the key of servers that run already; "": they need none."""
+    """Return the key of running servers; "": they need none."""
     variable = settings.key_variable
     if variable is None:
         return ""
@@ -189,15 +186,12 @@ def _key(settings: ServerEngineConfig) -> str:
 async def inspect_servers(
     driver: ServerDriver[Any], settings: ServerEngineConfig, model: ServedModel, rounds: Any
 ) -> list[PalestraError]:
-    """Return why servers that run already can't serve a policy, in the order of their addresses; none: all fit.
+    """Return why running servers can't serve a policy, in the order of their addresses; empty: all fit.
 
-    Nothing is changed in a server, and a job that it works for notices nothing.
+    Servers are not changed, and jobs that use them are not disturbed.
 
     Args:
-        rounds: see `EngineServers`; a server that could not take part in them does not fit.
-
-    Raises:
-        ConfigError: the key of the servers is not there, or can't be one.
+        rounds: see `EngineServers`; a server that can't take part in them does not fit.
     """
     key = _key(settings)
 

@@ -1,29 +1,29 @@
-"""For how long a server has computed nothing, although it had something to compute."""
+"""Measures how long a server with work has made no progress."""
 
 from __future__ import annotations
 
 
 class Stillness:
-    """Finds, look by look, since when a server's progress has stood still.
+    """Detects when a server's progress has stopped, from repeated checks.
 
-    A server may answer questions while the process that computes stands still, so that an answer is no progress.
+    A server may answer questions while its computing process is stuck, so answers do not count as progress.
     """
 
     def __init__(self, now: float, progress: tuple[int, ...]) -> None:
-        """Begin to look.
+        """Begin.
 
         Args:
             now: seconds of any clock.
-            progress: numbers of which one grows when the server computes.
+            progress: numbers, some of which grow when the server computes.
         """
         self._since, self._progress = now, progress
 
     def seconds(self, now: float, progress: tuple[int, ...], may_move: bool) -> float:
-        """Return for how long the server has stood still.
+        """Return how long the server has made no progress.
 
         Args:
             now: seconds of the same clock.
-            may_move: whether the server has requests and is not paused; otherwise it does not stand still.
+            may_move: whether the server has requests and is not paused; otherwise the result is 0.
         """
         if progress != self._progress or not may_move:
             self._since, self._progress = now, progress

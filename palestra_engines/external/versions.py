@@ -1,4 +1,4 @@
-"""Versions of other projects' servers, as far as it matters which is older: major and minor number."""
+"""Versions of other projects' servers, for comparison: major and minor number."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Version = tuple[int, int]
 
 
 def version_of(text: str) -> Version:
-    """Return major and minor number of a version such as `0.32.0+cpu`; (0, 0): it is none."""
+    """Return major and minor number of a version such as `0.32.0+cpu`; (0, 0): invalid."""
     try:
         found = ParsedVersion(text)
     except ValueError:  # also a number of many thousand digits
@@ -17,5 +17,5 @@ def version_of(text: str) -> Version:
 
 
 def dotted(version: Version) -> str:
-    """Return a version as people write it."""
+    """Return a version in dotted form."""
     return ".".join(map(str, version))

@@ -22,22 +22,22 @@ AGAIN_SECONDS = 1.0  # between two attempts to reach a server that is gone
 
 
 class ServerPlaces(Protocol):
-    """What each server that a job starts computes with.
+    """The resources of each server that a job starts.
 
     Attributes:
         is_cpu: whether the servers compute on CPUs, where any number of workers shares the machine.
-        most: workers that there may be.
+        most: limit of workers.
     """
 
     is_cpu: bool
     most: int
 
     def of_worker(self, worker: int) -> Sequence[Any]:
-        """Return what the servers of a worker compute with, in the order of the policies."""
+        """Return the resources of a worker's servers, in the order of the policies."""
         ...
 
     def check_memory(self, workers: Iterable[int]) -> None:
-        """Refuse to start servers for which there is too little memory.
+        """Raise ConfigError if there is too little memory for the servers, naming the missing GiB.
 
         Raises:
             ConfigError: so many GiB are missing.
@@ -46,17 +46,12 @@ class ServerPlaces(Protocol):
 
 
 class ServerWorkers:
-    """The workers of a pool, each with servers of its own, at a place of its own: cores, cards, or an address."""
+    """The workers of a pool, each with its own servers and resources: cores, GPUs, or an address."""
 
     def __init__(
         self, driver: ServerDriver[Any], job: EngineJob, settings: ServerEngineConfig, models: Sequence[ServedModel]
     ) -> None:
-        """Look whether there is room for the servers, and start none yet. Blocks for a moment.
-
-        Raises:
-            ConfigError: the servers can't be started: they are not installed, say, or there is too little memory; or
-                this process can't broadcast weights, although it should.
-        """
+        """Check that the servers can be started, without starting them. Blocks briefly."""
         self._driver, self._settings, self._models = driver, settings, models
         self._logs = job.config.folder
         self._rounds = driver.rounds(settings)
@@ -72,13 +67,13 @@ class ServerWorkers:
         self._served: set[int] = set()  # places that have had a worker
 
     async def check_room(self, count: int) -> None:
-        """Refuse workers for which there is too little memory, before one of them is started.
+        """Raise an error if there is too little memory for more workers, before one is started.
 
         Args:
-            count: of the workers that are about to start beside those that serve.
+            count: of workers to start in addition to serving ones.
 
         Raises:
-            Conflict: so many GiB are missing.
+            Conflict: the message names the missing GiB.
         """
         if (places := self._places) is not None:
             # On GPUs those of the cards that no worker has yet; on CPUs their number alone counts.
@@ -92,19 +87,18 @@ class ServerWorkers:
                 ) from error
 
     def _leave(self, place: int) -> None:
-        """Let the next worker have a place."""
+        """Free a position for the next worker."""
         self._taken[place] = False
         self._free.put_nowait(place)
 
     async def start(self, number: int) -> StartedWorker:
-        """Start the servers of a worker, or find them, and return when they can be asked.
+        """Start or find the servers of a worker, and return when they can be used.
 
-        Args:
-            number: of the worker, without effect: it gets the first place that is free.
+        It gets the first free position, whatever its number.
 
         Raises:
-            EngineFailure: they did not start; another start may succeed.
-            PalestraError: no start can succeed: the servers can't serve the model, say.
+            EngineFailure: they did not start; a retry may succeed.
+            PalestraError: a retry is useless: the servers can't serve the model, for example.
         """
         place = await self._free.get()
         self._taken[place] = True
@@ -152,9 +146,9 @@ class ServerWorkers:
         return EngineServers(self._driver, self._settings, self._models, place, self._logs, on, self._rounds)
 
     async def _reach(self, engine: ExternalEngine, place: int) -> None:
-        """Return when the servers of a worker fit their policies, and can be given weights.
+        """Wait until the servers of a worker fit their policies, and can take weights.
 
-        A server that runs already and was reached before is waited for: its operator starts it again.
+        A running server that was reached before is waited for: its operator restarts it.
         """
         while True:
             try:
@@ -171,6 +165,6 @@ class ServerWorkers:
 
 
 def _end_unwanted(begun: asyncio.Future[EngineServers]) -> None:
-    """End servers whose start was broken off before it was known that they have begun."""
+    """End servers whose start was cancelled before it was known."""
     if not begun.cancelled() and begun.exception() is None:
         begun.result().kill()

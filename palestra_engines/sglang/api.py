@@ -30,7 +30,7 @@ _OF_WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 class SglangApi:
-    """Implements `EngineApi` with SGLang, which does not say which version of the weights has sampled a token."""
+    """An `EngineApi` for SGLang, which does not report which version of the weights sampled a token."""
 
     splits_versions = sees = False
 
@@ -42,25 +42,20 @@ class SglangApi:
         folder: Path,
         sample: SampleText | None = None,
     ) -> None:
-        """Prepare to ask a server.
+        """Create the interface.
 
         Args:
             stop_ids: tokens that end every reply of the policy.
-            folder: of the policy's model, whose configuration lies beside new weights.
-            sample: by which another tokenizer is found; None: the tokenizer is not looked at.
+            folder: of the policy's model, whose configuration is copied next to new weights.
+            sample: detects another tokenizer; None: not checked.
         """
         self._sample = sample
         self._http, self._bounds, self._stop_ids, self._folder = connection, bounds, stop_ids, folder
 
     async def inspect(self, dtype: torch.dtype) -> None:
-        """Compare the server's version, context and tokenizer with what the policy needs; see `EngineApi`.
+        """Compare the server's version, context and tokenizer with the policy's needs; see `EngineApi`.
 
-        Args:
-            dtype: of the weights; not compared, because SGLang says only the precision that it was started with, which
-                is `auto` in general.
-
-        Raises:
-            ConfigError: one of them does not fit.
+        The precision is not compared: SGLang only reports the one it was started with, usually `auto`.
         """
         found = await self._http.identify("/get_model_info", _QUICK, "SGLang")
         if not isinstance(found, dict) or not found.get("is_generation", True):
@@ -76,20 +71,13 @@ class SglangApi:
             await check_tokenizer(self._http, self._sample, _QUICK)
 
     async def check(self, dtype: torch.dtype) -> None:
-        """Inspect the server, and compare its vocabulary with that of the policy's model; see `EngineApi`.
-
-        Args:
-            dtype: see `inspect`.
-
-        Raises:
-            ConfigError: one of them does not fit.
-        """
+        """Inspect the server, and compare its vocabulary with the policy's model; see `EngineApi`."""
         await self.inspect(dtype)
         await self.resume()  # a server that is paused would not answer what is asked next
         await self._check_vocabulary()
 
     async def _settings(self) -> Mapping[str, Any]:
-        """Return what the server says of its settings and limits."""
+        """Return the server's settings and limits."""
         try:
             found = await self._http.get("/get_server_info", _QUICK)
         except InvalidRequest:  # newer documentation has a shorter name
@@ -110,7 +98,9 @@ class SglangApi:
                 raise ConfigError(f"max_context is {needed}, and the engine's server has {key} {one_line_of(limit)}")
 
     async def _check_vocabulary(self) -> None:
-        """Send the largest token of the policy's model, which the server knows, and the next one, which it refuses."""
+        """Send the last token id of the policy's model, which the server must accept, and the next, which it must
+        refuse.
+        """
         size = self._bounds.vocab_size
         body = {"sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
         try:
@@ -126,7 +116,9 @@ class SglangApi:
         raise ConfigError(f"the engine's server has more tokens than the {size} of the policy's model; {OTHER_MODEL}")
 
     async def generate(self, request: EngineRequest, adapter: str | None) -> AsyncIterator[Chunk]:
-        """Stream a reply; each event repeats what came before it, unless the server is set to repeat nothing."""
+        """Stream a reply; each event repeats earlier content, unless the server is configured not to;
+        see `EngineApi`.
+        """
         top = request.sampling.top_logprobs
         body = {
             "input_ids": request.prompt.ids.tolist(),
@@ -144,7 +136,7 @@ class SglangApi:
                 yield chunk
 
     async def score(self, prompt: TokenSequence, adapter: str | None) -> list[float]:
-        """Let the server compute a prompt, and sample one token, which is dropped; see `EngineApi`."""
+        """Let the server compute a prompt, and drop one sampled token; see `EngineApi`."""
         ids = prompt.ids.tolist()
         body = {
             "input_ids": ids,
@@ -163,11 +155,11 @@ class SglangApi:
             raise EngineFailure(f"the engine's scores can't be read: {problem(error)}") from error
 
     async def pause(self) -> None:
-        """Stop, and put running replies back into the queue, from where they are computed again; see `EngineApi`."""
+        """Stop, and requeue running replies, to be recomputed later; see `EngineApi`."""
         await self._http.post("/pause_generation", {"mode": "retract"}, _QUICK)
 
     async def resume(self) -> None:
-        """Go on after `pause`; see `EngineApi`."""
+        """Continue after `pause`; see `EngineApi`."""
         await self._http.post("/continue_generation", {}, _QUICK)
 
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
@@ -200,14 +192,14 @@ class SglangApi:
             )
 
     async def unload_adapter(self, name: str) -> None:
-        """Let the server forget an adapter; see `EngineApi`."""
+        """Unload an adapter; see `EngineApi`."""
         await self._http.post("/unload_lora_adapter", {"lora_name": name}, _QUICK)
 
     async def set_version(self, version: PolicyVersion) -> None:
-        """Do nothing: no answer names a version, see `EngineApi`."""
+        """No effect: answers name no version; see `EngineApi`."""
 
     async def counters(self) -> Counters:
-        """Ask for the server's health; see `EngineApi`."""
+        """Check the server's health; see `EngineApi`."""
         await self._http.get_text("/health", _QUICK)
         return Counters()
 
@@ -222,7 +214,7 @@ def _adapter(name: str | None) -> dict[str, str]:
 
 
 def _check_echo(event: Any, ids: list[int]) -> None:
-    """Refuse an answer to another prompt than was sent, where the server says which it answers, or its length."""
+    """Raise an error for an answer to another prompt, if the server reports the prompt or its length."""
     meta = event.get("meta_info") if isinstance(event, dict) else None
     count = meta.get("prompt_tokens") if isinstance(meta, dict) else None
     said = event.get("prompt_token_ids") if isinstance(event, dict) else None
@@ -231,7 +223,7 @@ def _check_echo(event: Any, ids: list[int]) -> None:
 
 
 def _chunk(event: Any, seen: int, top: int) -> tuple[Chunk, int]:
-    """Return what is new in an event, and how many tokens the reply has with it."""
+    """Return the new part of an event, and the reply's number of tokens including it."""
     try:
         meta = event["meta_info"]
         said, count = meta.get("output_token_logprobs") or [], meta["completion_tokens"]

@@ -11,7 +11,7 @@ from palestra_engines.external.config import ServerEngineConfig, Urls
 
 
 class SglangEngineConfig(ServerEngineConfig):
-    """`kind = "sglang"`: an SGLang server that runs already."""
+    """`kind = "sglang"`: a running SGLang server."""
 
     reads_images: ClassVar[bool] = False
     product: ClassVar[str] = "SGLang"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class SglangDriver(ServerDriver[SglangEngineConfig]):
-    """SGLang servers that run already."""
+    """Running SGLang servers."""
 
     section = SglangEngineConfig
 

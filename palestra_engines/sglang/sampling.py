@@ -1,4 +1,4 @@
-"""A request's parameters in SGLang's words; what SGLang does in another way, or not documented, is refused."""
+"""A request's parameters in SGLang's terms; what SGLang does differently, or does not document, is refused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from palestra.types.calls import SamplingParams
 def sglang_sampling(sampling: SamplingParams, stop_ids: Collection[int]) -> dict[str, Any]:
     """Return the `sampling_params` of a request.
 
-    Args:
-        sampling: what was asked for. Its seed is not sent, because SGLang knows none outside of its deterministic mode.
-        stop_ids: tokens that end every reply of the policy.
+    The seed is not sent, because SGLang only supports it in its deterministic mode.
 
-    Raises:
-        InvalidRequest: SGLang can't sample in this way, or answers with logprobs of another distribution.
+    Args:
+        stop_ids: tokens that end every reply of the policy.
     """
     # Its logprobs are those after the temperature, before top p and top k leave tokens out.
     if sampling.top_p < 1.0:

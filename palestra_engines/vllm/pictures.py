@@ -1,7 +1,7 @@
-"""Pictures of prompts in the form in which a vLLM server takes them beside token ids: what its tower gets of each.
+"""Pictures of prompts in the form that a vLLM server takes with token ids: the tower's inputs.
 
-The server's own processor is not asked, so that no placeholder and no pixel is other than the trainer's. Numbers are
-written as vLLM's `MsgpackEncoder` does, from 0.32 on.
+The server's own processor is not used, so placeholders and pixels equal the trainer's. Numbers are encoded like vLLM's
+`MsgpackEncoder`, from 0.32 on.
 """
 
 from __future__ import annotations
@@ -27,34 +27,22 @@ _LEAST = 1e-30  # not 0 in bfloat16 either, and too little to change a sum of an
 
 
 class VllmPictures:
-    """Makes the field `features` of requests; used from several threads.
-
-    Attributes:
-        processor: of the model that the server has.
-        pictures: where those of prompts are found.
-    """
+    """Creates the field `features` of requests; thread-safe."""
 
     def __init__(self, processor: PictureProcessor, pictures: Pictures, *, trained: bool) -> None:
-        """Prepare no picture yet.
+        """Begin without pictures.
 
         Args:
-            processor: of the model that the server has.
             trained: whether the tower changes with the weights; otherwise the server computes a picture once.
         """
         self.processor, self.pictures, self._trained = processor, pictures, trained
         self._kept, self._lock = KeptPixels(), threading.Lock()
 
     def features(self, prompt: TokenSequence, weights: str) -> dict[str, Any]:
-        """Return the pictures of a prompt with their places. Blocks.
+        """Return the pictures of a prompt with their positions. Blocks.
 
-        A picture that is cut into tiles is sent tile by tile: the placeholders of one item have to follow one another,
-        and ids that name a tile stand between those of two.
-
-        Args:
-            prompt: ids, and the pictures among them.
-
-        Raises:
-            PalestraError: no picture has this digest, or it can't be decoded.
+        A split picture is sent tile by tile: the placeholders of one item must be adjacent, and ids that name a tile
+        separate two tiles.
         """
         names, places, numbers = list[str](), list[dict[str, int]](), list[str]()
         for picture in placed_pictures(prompt.ids, prompt.media, self.processor.image_token):
@@ -81,7 +69,7 @@ class VllmPictures:
             yield int(run[0]), each
 
     def _pixels(self, digest: str) -> Mapping[str, Tensor]:
-        """Return what the tower gets of a picture, [1, ...] each."""
+        """Return the tower's input of a picture, [1, ...] each."""
         with self._lock:
             known = self._kept.get(digest)
         if known is not None:
@@ -111,7 +99,7 @@ def _items(pixels: Mapping[str, Tensor]) -> list[dict[str, Any]]:
 
 
 def _not_padding(tile: Tensor) -> Tensor:
-    """Return a tile [1, 3, H, W] that vLLM, which drops those of nothing but zeros as padding, does not drop."""
+    """Return a tile [1, 3, H, W] that vLLM does not drop: it drops tiles of zeros as padding."""
     if tile.any():
         return tile
     seen = tile.clone()
@@ -120,7 +108,7 @@ def _not_padding(tile: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> dict[str, Any]:
-    """Return a tensor [n, ...] that is joined with those of other items along its first dimension."""
+    """Encode a tensor [n, ...] that is concatenated with those of other items along its first dimension."""
     return {
         "data": _tensor(tensor),
         "field": ["flat", {"slices": [[0, len(tensor), None]], "dim": 0, "keep_on_cpu": False}],
@@ -128,7 +116,7 @@ def _flat(tensor: Tensor) -> dict[str, Any]:
 
 
 def _batched(tensor: Tensor, *, on_cpu: bool = False) -> dict[str, Any]:
-    """Return a tensor [...] that becomes [items, ...] with those of other items."""
+    """Encode a tensor [...] that is stacked to [items, ...] with those of other items."""
     return {"data": _tensor(tensor), "field": ["batched", {"keep_on_cpu": on_cpu}]}
 
 

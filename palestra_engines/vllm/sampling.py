@@ -1,4 +1,4 @@
-"""A request's parameters in vLLM's words; what vLLM would silently do in another way is refused."""
+"""A request's parameters in vLLM's terms; what vLLM would silently do differently is refused."""
 
 from __future__ import annotations
 
@@ -19,16 +19,13 @@ MOST_TOP_LOGPROBS = 20  # the most of OpenAI's API
 def vllm_sampling(sampling: SamplingParams, stop_ids: Collection[int], seeded: bool, streamed: bool) -> dict[str, Any]:
     """Return the `sampling_params` of a request.
 
-    The logprobs that vLLM answers with are those of the distribution that was sampled from (`--logprobs-mode
-    processed_logprobs`): after bias, penalties, grammar, temperature, top k and top p, as `SampledTokens` has them.
+    vLLM's logprobs are those of the sampling distribution (`--logprobs-mode processed_logprobs`): after bias,
+    penalties, grammar, temperature, top k and top p, as in `SampledTokens`.
 
     Args:
         stop_ids: tokens that end every reply of the policy.
-        seeded: whether the call's seed is sent.
-        streamed: whether each token is sent by itself; otherwise the first one is, and then some at a time.
-
-    Raises:
-        InvalidRequest: vLLM can't sample in this way.
+        seeded: whether to send the call's seed.
+        streamed: whether to send each token by itself; otherwise only the first one is, and later ones in groups.
     """
     if 0 < sampling.temperature < LOWEST_TEMPERATURE:
         raise InvalidRequest(f"vLLM has temperature 0, or at least {LOWEST_TEMPERATURE}", "temperature")

@@ -1,4 +1,4 @@
-"""A policy whose server gets whole weights by a broadcast."""
+"""A policy whose server gets whole weights by broadcast."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from palestra_engines.vllm.weight_rounds import Receiver, WeightRounds
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightsToSend:
-    """New weights where the trainer has them, from where they are sent.
+    """New weights in the trainer's memory, to be broadcast.
 
     Attributes:
-        source: of the weights.
         named: all of them, [n, d] or [d], with their names.
     """
 
@@ -28,17 +27,12 @@ class WeightsToSend:
     named: Sequence[tuple[str, Tensor]]
 
     def discard(self) -> None:
-        """Do nothing: nothing was made for the update."""
+        """No effect: the update has created no file."""
 
 
 @dataclass(kw_only=True, eq=False)
 class ServedBroadcast(ExternalPolicy):
-    """A policy whose server receives weights together with the other servers that take them; see `WeightRounds`.
-
-    Attributes:
-        api: of a vLLM server.
-        rounds: in which the servers of the engine receive weights.
-    """
+    """A policy whose server receives weights together with other servers; see `WeightRounds`."""
 
     api: VllmApi
     rounds: WeightRounds
@@ -52,7 +46,7 @@ class ServedBroadcast(ExternalPolicy):
         return self.rounds.expecting(self._receiver, source)
 
     def prepare(self, name: str, source: WeightSource, version: PolicyVersion) -> NewWeights:
-        """Compare the weights with the server's model, and leave them where they are; see `ExternalPolicy`."""
+        """Validate the weights against the server's model, without copying them; see `ExternalPolicy`."""
         return WeightsToSend(source, self.fitting(source))
 
     async def _load(self, new: NewWeights, version: PolicyVersion) -> None:
@@ -64,6 +58,6 @@ class ServedBroadcast(ExternalPolicy):
         self.moved_bytes += size
 
     async def close(self) -> None:
-        """Leave the groups of this server, and end it; see `ExternalPolicy`."""
+        """Leave this server's groups, and end it; see `ExternalPolicy`."""
         self.rounds.forget(self._receiver)
         await super().close()

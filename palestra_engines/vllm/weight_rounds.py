@@ -34,8 +34,7 @@ class Receiver:
     """A server that receives weights.
 
     Attributes:
-        api: of the server.
-        moved: called with the bytes of each bucket that was sent to the server.
+        moved: called with the bytes of each bucket sent to the server.
     """
 
     api: VllmApi
@@ -47,11 +46,11 @@ class _Round:
     """Servers that wait for the same weights.
 
     Attributes:
-        source: of the weights; it is kept, so that no other source gets its id.
-        joined: servers that are paused and wait.
-        news: set when a server has joined, or is not expected any more.
-        over: set when there is an outcome for every server, or the round was given up.
-        outcomes: of servers: None, or why the server did not get the weights.
+        source: kept, so that no other source gets its id.
+        joined: paused and waiting servers.
+        news: set when a server has joined, or is no longer expected.
+        over: set when every server has an outcome, or the round was cancelled.
+        outcomes: by server: None, or why it did not get the weights.
     """
 
     source: WeightSource
@@ -64,14 +63,14 @@ class _Round:
 class WeightRounds:
     """Sends weights to the servers of one engine, or of all workers of a pool.
 
-    A round has the servers that take weights from the same source at the same time: all of a pool with
-    `sync = "all"`, one with `"rolling"`, and one that has come later. It is led by the call of the server that came
-    first. The servers of a round are a group together with this process, which stays for the next round of the same
-    servers. Where one is lost in the middle, the others get all weights again, over a group without it; where all
-    answer that something has failed, each gets them over a group of its own.
+    A round has the servers that take weights from the same source at the same time: all of a pool with `sync = "all"`,
+    one with `"rolling"`, and one that arrives later. The call of the first server leads it. The servers of a round and
+    this process are a group, which is reused for the next round of the same servers. If a server is lost in the middle,
+    the others get all weights again, over a group without it; if all report a failure, each gets them over its own
+    group.
 
     Attributes:
-        rendezvous: where the servers meet this process; its time limit is that of every wait here.
+        rendezvous: where the servers meet this process; its timeout applies to every wait here.
     """
 
     def __init__(self, rendezvous: Rendezvous, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -87,12 +86,7 @@ class WeightRounds:
 
     @contextlib.contextmanager
     def expecting(self, receiver: Receiver, source: WeightSource) -> Iterator[None]:
-        """Let the round of a source wait for a server, while the block is open and the server has not got the weights.
-
-        Args:
-            receiver: the server.
-            source: of the weights.
-        """
+        """Let the round of a source wait for a server, while the block is open and the server lacks the weights."""
         key = id(source)
         expected = self._expected.setdefault(key, set())
         expected.add(receiver)
@@ -108,13 +102,13 @@ class WeightRounds:
     async def receive(
         self, receiver: Receiver, source: WeightSource, named: Sequence[tuple[str, Tensor]], dtype: torch.dtype
     ) -> None:
-        """Return when a paused server has received all weights.
+        """Wait until a paused server has received all weights.
 
         Args:
             named: all of them, [n, d] or [d], with their names.
 
         Raises:
-            EngineFailure: the server did not get them; what it has is not to be used.
+            EngineFailure: the server did not get them, and must not be used.
         """
         while True:
             joined = self._open.get(id(source))
@@ -135,7 +129,7 @@ class WeightRounds:
                 return
 
     def forget(self, receiver: Receiver) -> None:
-        """Leave the groups in which a server is."""
+        """Leave the groups of a server."""
         self._leave([receiver])
 
     async def _lead(self, led: _Round, named: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> None:
@@ -172,9 +166,9 @@ class WeightRounds:
     async def _send(
         self, receivers: Sequence[Receiver], named: Sequence[tuple[str, Tensor]], layout: WeightLayout
     ) -> Problems:
-        """Send the weights, [n, d] or [d], once, and return why servers did not get them, by server.
+        """Send the weights, [n, d] or [d], once; return why servers did not get them, by server.
 
-        A server whose problem is an EngineServerError has answered, so it can be sent them again.
+        A server with an EngineServerError has answered, so a retry is possible.
         """
         is_whole = False
         try:
@@ -190,7 +184,7 @@ class WeightRounds:
                 self._leave(receivers)
 
     async def _meet(self, receivers: Sequence[Receiver]) -> tuple[WeightGroup | None, Problems]:
-        """Return a group of this process and the workers of all servers; None: a server does not come, and why."""
+        """Return a group of this process and all servers' workers; None: a server did not join, and why."""
         self._leave(receivers)
         name, sizes = self.rendezvous.new_name(), [one.api.ranks for one in receivers]
         *firsts, size = itertools.accumulate(sizes, initial=1)
@@ -217,7 +211,7 @@ class WeightRounds:
         named: Sequence[tuple[str, Tensor]],
         layout: WeightLayout,
     ) -> tuple[bool, Problems]:
-        """Send the weights over a group, and return whether it can be used again, and which servers did not get all."""
+        """Send the weights over a group; return whether it can be reused, and which servers did not get all."""
         loop, limit, moved = asyncio.get_running_loop(), 2 * self.rendezvous.seconds, [0]
 
         def sent(size: int) -> None:
@@ -266,7 +260,7 @@ def _problems(receivers: Sequence[Receiver], answers: Sequence[asyncio.Future[No
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks whose errors are known by now, and wait until all of them have ended."""
+    """Cancel tasks whose errors are known, and wait until all have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,6 @@
-"""`palestra compare`: algorithms over scenarios and seeds at equal sampled tokens, and a page of what was found."""
+"""`palestra compare`: runs algorithms over scenarios and seeds at equal sampled tokens, and writes a
+page of results.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run what is not finished, write the page after each run, and return the exit code that the help names."""
+    """Run unfinished runs, write the page after each, and return the exit code documented in the help."""
     if arguments.child:  # the process of one run, whose record takes the place of the grid
         from palestra_lab.comparison.one_run import run_recorded
 
@@ -151,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _resources(arguments: argparse.Namespace) -> ResourcesBody:
-    """Return what each job of a service holds."""
+    """Return the resources of each job of a service."""
     from palestra.client.arguments import checked_amount
     from palestra.types.control_wire import ResourcesBody
 

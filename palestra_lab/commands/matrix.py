@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Play all games, print the matrix, and return the exit code that the help names."""
+    """Play all games, print the matrix, and return the exit code documented in the help."""
     from palestra.runtime.scores import replayed_words
     from palestra_lab.matrix.picture import draw_matrix
     from palestra_lab.matrix.play import legal_choices, play_matrix, versions_of

@@ -1,1 +1,1 @@
-"""`palestra compare`: a grid of runs, one after the other, and the page that says what they show."""
+"""`palestra compare`: a grid of runs, executed one after the other, and the page of their results."""

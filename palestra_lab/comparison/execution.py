@@ -1,4 +1,4 @@
-"""Runs the grid of a comparison: one process after the other; what is finished is kept, what is unfinished resumes."""
+"""Executes the grid of a comparison, one process at a time; finished runs are kept, unfinished ones resume."""
 
 from __future__ import annotations
 
@@ -24,15 +24,11 @@ POLL_SECONDS = 0.3
 
 
 class GridStopped(Exception):
-    """A signal ended the grid; what was running is saved."""
+    """A signal ended the grid; the running run is saved."""
 
 
 class StopSignals:
-    """A context manager that counts SIGINT and SIGTERM inside of its block, instead of ending the process.
-
-    Attributes:
-        received: how many signals came.
-    """
+    """A context manager that counts SIGINT and SIGTERM inside its block, instead of ending the process."""
 
     def __init__(self) -> None:
         """Prepare the counter; the handlers are set while the block is open."""
@@ -48,7 +44,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long, or less if a signal comes, and return whether one has come."""
+        """Wait, at most until a signal, and return whether there was one."""
         until = time.monotonic() + seconds
         while not self.received and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, POLL_SECONDS))
@@ -59,7 +55,7 @@ class StopSignals:
 
 
 class GridRunner:
-    """Runs the unfinished runs of a plan, each in a process of its own."""
+    """Executes the unfinished runs of a plan, each in its own process."""
 
     def __init__(
         self,
@@ -69,13 +65,12 @@ class GridRunner:
         progress: GridProgress,
         finished: Callable[[], None],
     ) -> None:
-        """Prepare the grid; `run` runs it.
+        """Prepare the grid; `run` executes it.
 
         Args:
-            runs: all runs of the plan, in their order.
-            command: returns the command line that runs the run of a record.
-            checkpoints: which checkpoints stay when a run is finished: `newest` or `none`.
-            finished: is called whenever a run is finished or has failed.
+            command: returns the command line for a run's record.
+            checkpoints: of a finished run to keep: `newest` or `none`.
+            finished: called whenever a run is finished or has failed.
         """
         self._runs, self._command, self._checkpoints = runs, command, checkpoints
         self._progress, self._finished = progress, finished
@@ -83,10 +78,10 @@ class GridRunner:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Run all runs that are not finished; those that failed before are tried again. Returns how many failed.
+        """Execute all unfinished runs, including failed ones, and return how many failed.
 
         Raises:
-            GridStopped: a signal was received; the run of that moment is saved, unless it was a second signal.
+            GridStopped: after a signal; the current run is saved, unless it was a second signal.
         """
         failed = 0
         with self._signals:
@@ -138,11 +133,7 @@ class GridRunner:
 
 
 def check_records(runs: Sequence[PlannedRun]) -> None:
-    """Refuse a plan that differs from the runs that its folder has already.
-
-    Raises:
-        ConfigError: a run was started with other settings; the message names the first that differs.
-    """
+    """Raise ConfigError for a plan that differs from its folder's existing runs, naming the first difference."""
     for run in runs:
         record = read_record(run.record)
         if record is None:
@@ -157,14 +148,11 @@ def check_records(runs: Sequence[PlannedRun]) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from running the same comparison while the block is open.
-
-    Args:
-        folder: the folder of all runs, which is made if it is missing.
+    """Prevent other processes from running the same comparison while the block is open.
 
     Raises:
         RunInUse: another process runs it.
-        ConfigError: the folder is a file, or nothing can be written there.
+        ConfigError: the folder is a file, or not writable.
     """
     with contextlib.ExitStack() as opened:
         try:
@@ -180,12 +168,12 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def child_command(record: Path) -> Sequence[str]:
-    """Return the command line of the process that runs the run of a record."""
+    """Return the command line of the process for a run's record."""
     return sys.executable, "-m", "palestra.cli.main", "compare", str(record), "--child"
 
 
 def first_difference(known: Any, wanted: Any, place: str = "") -> str | None:
-    """Return the dotted key of the first value that differs between two trees of JSON; None: they are equal."""
+    """Return the dotted key of the first difference between two JSON trees; None: they are equal."""
     if not (isinstance(known, dict) and isinstance(wanted, dict)):
         return None if known == wanted else place
     for key in dict.fromkeys([*wanted, *known]):
@@ -198,7 +186,7 @@ def first_difference(known: Any, wanted: Any, place: str = "") -> str | None:
 
 
 def _reason(code: int, log: Path) -> str:
-    """Return why a process ended that left no reason: the signal that killed it, or the last line of its output."""
+    """Return why a process ended without a reason of its own: the signal that killed it, or its last line of output."""
     if code < 0:
         return f"its process was killed by {signal.Signals(-code).name}"
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")

@@ -24,31 +24,24 @@ FORMAT = 1
 
 
 class KeptResults:
-    """The results of finished runs in one JSON file, which may lie in a repository and be continued by others.
+    """The results of finished runs in one JSON file, which may be in a repository and be continued by others.
 
-    Of each run the file has the settings and what the page is made of: tokens, seconds and rewards at each validation.
-    A run with other settings than those in the file is refused, because the two would stand beside one another on the
-    page. Paths below the folder of compare.toml are written relative to it.
+    The file has each run's settings and the page's data: tokens, seconds and rewards at each validation. Runs whose
+    settings differ from the file's are refused, because the page would compare the two. Paths below the folder of
+    compare.toml are stored as relative.
     """
 
     def __init__(self, path: Path, folder: Path) -> None:
-        """Read the file, if it is there.
+        """Read the file, if it exists.
 
         Args:
-            folder: of compare.toml, to which paths in settings are relative.
-
-        Raises:
-            ConfigError: the file can't be read, or has no results.
+            folder: of compare.toml, the base of relative paths.
         """
         self._path, self._folder = path, folder.resolve()
         self._runs: dict[str, dict[str, Any]] = _read(path)
 
     def rows(self, run: PlannedRun) -> Sequence[Row] | None:
-        """Return the rows of a finished run that `result_of` reads; None: the file does not have the run.
-
-        Raises:
-            ConfigError: the file has the run with other settings; the message names the first that differs.
-        """
+        """Return the rows of a finished run for `result_of`; None: the file does not have the run."""
         found = self._run(run)
         if found is None:
             return None
@@ -57,20 +50,16 @@ class KeptResults:
         return rows
 
     def machine(self, run: PlannedRun) -> str:
-        """Return the machine that a run of the file ran on."""
+        """Return the machine of a stored run."""
         return str((self._run(run) or {}).get("machine", "unknown machine"))
 
     def _run(self, run: PlannedRun) -> dict[str, Any] | None:
-        """Return what the file has of a run; None: nothing."""
+        """Return the data of a stored run, or None."""
         found: dict[str, Any] | None = self._runs.get(_key(run), {}).get("seeds", {}).get(str(run.seed))
         return found
 
     def add(self, run: PlannedRun, rows: Sequence[Row]) -> None:
-        """Keep the result of a finished run; `write` puts it on disk.
-
-        Raises:
-            ConfigError: the file has runs of this scenario and algorithm with other settings.
-        """
+        """Add the result of a finished run; `write` stores it."""
         self._check(run)
         entry = self._runs.setdefault(_key(run), {"settings": self._settings(run), "seeds": {}})
         entry["seeds"][str(run.seed)] = {
@@ -80,11 +69,7 @@ class KeptResults:
         }
 
     def write(self) -> None:
-        """Write the file, whole or not at all.
-
-        Raises:
-            ConfigError: it can't be written.
-        """
+        """Write the file atomically."""
         # One line a run: a later run adds a line, and a difference between two files can be read.
         text = [f'{{"format": {FORMAT}, "runs": {{']
         for number, (key, entry) in enumerate(sorted(self._runs.items())):
@@ -100,7 +85,7 @@ class KeptResults:
             raise ConfigError(f"{self._path} could not be written: {cause_of(error)}; {AGAIN}") from error
 
     def _check(self, run: PlannedRun) -> None:
-        """Refuse a run that was made with other settings than those in the file."""
+        """Raise an error for a run whose settings differ from the file's."""
         entry = self._runs.get(_key(run))
         if entry is None:
             return
@@ -122,7 +107,7 @@ class KeptResults:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the runs of a file by scenario and algorithm; none where there is no file."""
+    """Return the runs of a file by scenario and algorithm; empty without a file."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -156,12 +141,12 @@ def _without_seed(config: Table) -> Table:
 
 
 def _key(run: PlannedRun) -> str:
-    """Return what runs of one scenario and algorithm are kept under."""
+    """Return the key of a scenario's and algorithm's runs."""
     return f"{run.scenario}/{run.algorithm}"
 
 
 def _reduced(rows: Sequence[Row], policies: Sequence[str]) -> list[Row]:
-    """Return a row for each validation and one for the end, from which `result_of` makes the same result."""
+    """Return a row for each validation and one for the end, with the same `result_of`."""
     kept = (TOKENS, TOTAL, *map(reward_name, policies))
     found, seconds = list[Row](), 0.0
     for number, row in enumerate(rows, 1):
@@ -173,7 +158,7 @@ def _reduced(rows: Sequence[Row], policies: Sequence[str]) -> list[Row]:
 
 
 def _relative(value: Any, folder: str) -> Any:
-    """Return JSON whose texts do not begin with the path of a folder any more."""
+    """Return JSON with texts relative to a folder."""
     if isinstance(value, dict):
         return {key: _relative(inner, folder) for key, inner in value.items()}
     if isinstance(value, list):

@@ -29,11 +29,7 @@ IN_USE_SECONDS = 180.0  # limit for the end of an earlier process of the run, wh
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write the record of a run, whole or not at all.
-
-    Raises:
-        ConfigError: it can't be written; what to do is another thing than for a run that is started by hand.
-    """
+    """Write the record of a run atomically."""
     try:
         write_whole(path, (json.dumps(record, indent=1) + "\n").encode())
     except StoreError as error:
@@ -41,17 +37,13 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def cause_of(error: Exception) -> str:
-    """Return in words why a file could not be written."""
+    """Describe why a file could not be written."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return str(getattr(cause, "strerror", None) or cause or error).lower()
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """Return the record of a run; None: the run was never started, or is finished and its folder was removed.
-
-    Raises:
-        ConfigError: the file is not what a run writes.
-    """
+    """Return the record of a run; None: it was never started, or is finished with its folder removed."""
     folder = path.with_suffix("")
     try:
         found = json.loads(path.read_bytes())
@@ -69,14 +61,12 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def run_recorded(path: Path, load: Load) -> int:
-    """Train the run of a record until its budget is sampled, and return the exit code.
+    """Train the run of a record until its budget is used, update the record, and return the exit code.
+
+    0: finished; 130: stopped and saved; 2: an error, which is in the record.
 
     Args:
-        path: the run's record, which says what is run, and is marked here when the run is finished or has failed.
-        load: imports a function by its name.
-
-    Returns:
-        0 if the run is finished, 130 if it was stopped and saved, 2 after an error, which is in the record.
+        load: imports a function by name.
     """
     threading.Thread(target=_stop_with_parent, name="palestra-parent", daemon=True).start()
     record = read_record(path)
@@ -116,7 +106,7 @@ def _train(record: dict[str, Any], folder: Path, load: Load) -> str:
 
 
 def folders_with_checkpoints(folder: Path) -> list[Path]:
-    """Return the folders of a run that have checkpoints: its own, or one of each of several policies."""
+    """Return the folders of a run with checkpoints: its own, or one for each of several policies."""
     below = [path for path in folder.iterdir() if path.is_dir() and found(path)] if folder.is_dir() else []
     return [folder, *sorted(below)]
 

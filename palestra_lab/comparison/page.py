@@ -36,7 +36,7 @@ scenario. Where the differences of all seeds are equal there is no t-test, and t
 
 
 def write_page(comparison: ComparisonConfig, runs: Sequence[PlannedRun], results: Results, path: Path) -> None:
-    """Write the page and its pictures, which lie beside it and begin with its name."""
+    """Write the page and its pictures, next to it with the page's name as prefix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = [f"# {comparison.title}", MADE]
     parts += [text.strip() for text in (comparison.about,) if text]
@@ -131,7 +131,7 @@ def _numbers(scenario: ScenarioEntry, found: Mapping[str, Sequence[RunResult]], 
 
 
 def _differences(found: Mapping[str, Sequence[RunResult]]) -> list[str] | None:
-    """Return the paragraphs about the differences of all pairs of algorithms; None: no pair has two seeds in common."""
+    """Return the paragraphs about the differences of all pairs of algorithms; None: no pair has two common seeds."""
     pairs: list[tuple[str, str, Difference]] = []
     ranked = sorted(found, key=lambda name: -_final(found[name]).mean)
     for first, second in itertools.combinations(ranked, 2):
@@ -160,7 +160,7 @@ def _differences(found: Mapping[str, Sequence[RunResult]]) -> list[str] | None:
 
 
 def _algorithms(comparison: ComparisonConfig) -> str:
-    """Return the table of what each algorithm is, with what holds in one scenario only."""
+    """Return the table that describes each algorithm, with settings of single scenarios."""
     rows = []
     for key, entry in comparison.algorithms.items():
         tuned = [

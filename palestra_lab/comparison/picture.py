@@ -1,4 +1,4 @@
-"""The picture of a scenario: validation reward over sampled tokens, a line and a band for each algorithm."""
+"""The picture of a scenario: validation reward over sampled tokens, with a line and a band for each algorithm."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DASHES = ("-", "--", "-.", ":")
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The validations of one algorithm, averaged over its seeds at equal numbers of sampled tokens.
+    """One algorithm's validations, averaged over its seeds at equal numbers of sampled tokens.
 
     Attributes:
-        tokens: [N] sampled tokens, from 0 on.
-        rewards: [N] mean over seeds with its interval.
+        tokens: [N], from 0 on.
+        rewards: [N], mean over seeds with its interval.
     """
 
     tokens: tuple[float, ...]
@@ -33,11 +33,10 @@ class Curve:
 def curve_of(results: Sequence[RunResult], token_budget: int, places: int) -> Curve:
     """Return the curve of one algorithm.
 
-    Runs validate after whole steps, so each run's rewards are taken on a line between two of its validations.
+    Runs validate after whole steps, so rewards are interpolated between validations.
 
     Args:
-        places: number of places after the first, evenly over the budget; those that a seed has not reached are left
-            out.
+        places: number of points after the first, evenly over the budget; those beyond a seed's end are left out.
     """
     tokens, rewards = [], []
     for place in range(places + 1):
@@ -54,7 +53,7 @@ def draw_curves(scenario: ScenarioEntry, title: str, curves: Mapping[str, Curve]
 
     Args:
         scenario: its threshold and best possible reward are drawn as lines.
-        curves: by the name of the algorithm.
+        curves: by algorithm.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

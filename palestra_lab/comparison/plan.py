@@ -31,14 +31,12 @@ class PlannedRun:
     """One run of the grid.
 
     Attributes:
-        scenario: key of its scenario.
-        algorithm: key of its algorithm.
-        seed: seed of all sampling and orders.
-        folder: the run's folder.
-        config: the job, whole.
-        play: the function that returns what `palestra.train` is given; None: the job's own environment is played.
-        arguments: arguments of that function.
-        policies: the policies whose rewards are compared, where several are trained; "" stands for the only one.
+        scenario: its key.
+        algorithm: its key.
+        config: the complete job.
+        play: the function that returns the arguments of `palestra.train`; None: the job's own environment.
+        arguments: of that function.
+        policies: whose rewards are compared, if several are trained; "" is the only one.
     """
 
     scenario: str
@@ -57,35 +55,32 @@ class PlannedRun:
 
     @property
     def record(self) -> Path:
-        """Return the path of the file, beside the run's folder, that says how far the run is."""
+        """Return the path of the run's record, next to its folder."""
         return self.folder.with_suffix(".json")
 
     @property
     def log(self) -> Path:
-        """Return the path of the file, beside the run's folder, with the output of the run's process."""
+        """Return the path of the output of the run's process, next to its folder."""
         return self.folder.with_suffix(".log")
 
     @property
     def settings(self) -> Table:
-        """Return all that decides what the run does, as JSON: a finished run with other settings is another run."""
+        """Return all settings that affect the run, as JSON: they identify a finished run."""
         return {"config": settings_of(self.config), "play": self.play, "arguments": self.arguments}
 
 
 def settings_of(config: JobConfig) -> Table:
-    """Return the configuration of a run as JSON, without what differs from run to run or decides nothing."""
+    """Return the configuration of a run as JSON, without settings that vary between runs or have no effect."""
     return config.model_dump(mode="json", exclude={"name", "run_dir", "server", "store"})
 
 
 def plan_runs(comparison: ComparisonConfig, load: Load) -> list[PlannedRun]:
-    """Return all runs of a comparison, in the order in which they are run.
+    """Return all runs of a comparison, in order of execution.
 
     One seed of every scenario and algorithm comes before the next seed, so that a part of the grid is a comparison.
 
     Args:
-        load: imports a function by its name.
-
-    Raises:
-        ConfigError: the configuration of a run is not possible; the message names scenario, algorithm and key.
+        load: imports a function by name.
     """
     found: dict[int, list[PlannedRun]] = {}
     for key, scenario in comparison.scenarios.items():
@@ -111,15 +106,11 @@ def plan_runs(comparison: ComparisonConfig, load: Load) -> list[PlannedRun]:
 
 
 def given_by(play: str, arguments: Table, load: Load) -> dict[str, Any]:
-    """Call the function of a scenario and return what `palestra.train` is given.
+    """Call the function of a scenario and return the arguments of `palestra.train`.
 
     Args:
-        arguments: its arguments, by keyword.
-        load: imports a function by its name.
-
-    Raises:
-        ConfigError: there is no such function, it takes other arguments, it raises something, or it returns something
-            else.
+        arguments: of the function, by keyword.
+        load: imports a function by name.
     """
     try:
         found = load(play)(**arguments)
@@ -136,7 +127,7 @@ def given_by(play: str, arguments: Table, load: Load) -> dict[str, Any]:
 
 
 def _base_job(key: str, scenario: ScenarioEntry, load: Load) -> tuple[Table, dict[str, Any]]:
-    """Return the job of a scenario as nested tables, without an algorithm, and what `palestra.train` is given."""
+    """Return the job of a scenario as nested tables, without an algorithm, and the arguments of `palestra.train`."""
     given = {} if scenario.play is None else given_by(scenario.play, scenario.arguments, load)
     made = given.pop("config", None)
     if (made is None) == (scenario.job is None):
@@ -188,7 +179,7 @@ def _checked(overrides: Table, place: str) -> Table:
 
 
 def _check_validation(key: str, config: JobConfig, given: Mapping[str, Any]) -> None:
-    """Refuse a scenario without held-out tasks: nothing could be compared."""
+    """Raise an error for a scenario without held-out tasks."""
     environment = config.environment
     made = environment.name is not None and environment.validation_tasks
     if not (given.get("validation_tasks") or config.tasks.validation or made):
@@ -196,7 +187,7 @@ def _check_validation(key: str, config: JobConfig, given: Mapping[str, Any]) -> 
 
 
 def _check_policies(key: str, scenario: ScenarioEntry, config: JobConfig) -> None:
-    """Refuse a scenario that compares a policy which is not trained."""
+    """Raise an error for a scenario that compares an untrained policy."""
     for name in scenario.policies or ():
         if name not in config.trained_policies:
             known = " and ".join(map(repr, config.trained_policies))
@@ -204,7 +195,7 @@ def _check_policies(key: str, scenario: ScenarioEntry, config: JobConfig) -> Non
 
 
 def _merged(base: Table, over: Table) -> Table:
-    """Return nested tables of which the second replaces values of the first."""
+    """Return nested tables, with values of the first replaced by the second's."""
     found = dict(base)
     for key, value in over.items():
         known = found.get(key)

@@ -1,4 +1,4 @@
-"""What a person sees while a grid runs: a line for each run, and below it the present one with the time left."""
+"""Terminal output of a running grid: a line for each run, and the current one with the remaining time."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ class GridProgress:
     """Shows how far a grid is, on a terminal or in plain lines."""
 
     def __init__(self, runs: Sequence[PlannedRun], console: TerminalConsole) -> None:
-        """Prepare the lines, which begin with the first run.
-
-        Args:
-            runs: all runs of the plan, in their order.
-        """
+        """Prepare the lines, which begin with the first run."""
         self._runs, self._out = runs, console
         self._live = Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
         self._plain = PlainLines(time.monotonic())
@@ -36,7 +32,7 @@ class GridProgress:
         self._seconds: dict[Path, tuple[PlannedRun, float]] = {}
 
     def begin(self, number: int, run: PlannedRun) -> None:
-        """Note that a run begins, or is continued."""
+        """Show that a run begins, or is continued."""
         self._number, self._started, self._tokens, self._read_at = number, time.monotonic(), 0.0, (0.0, 0)
         self._seconds = seconds_by_run(self._runs)
         if self._live is not None:
@@ -60,10 +56,10 @@ class GridProgress:
             self._out.print(text)
 
     def end(self, run: PlannedRun, reason: str | None) -> None:
-        """Print what a run has reached, or why it failed.
+        """Print a run's result, or why it failed.
 
         Args:
-            reason: why it failed; None: it is finished.
+            reason: of the failure; None: it is finished.
         """
         if self._live is not None:
             self._live.stop()
@@ -75,7 +71,7 @@ class GridProgress:
         self._say(f"    {reached(run.folder)}, {spent}{self._left(None)}")
 
     def stopped(self) -> None:
-        """Stop the line below, if one is shown."""
+        """Remove the live line."""
         if self._live is not None:
             self._live.stop()
 
@@ -113,7 +109,7 @@ class GridProgress:
 
 
 def reached(folder: Path) -> str:
-    """Return in words what a run has reached, from its metrics."""
+    """Describe the progress of a run, from its metrics."""
     rows = read_rows(folder)
     scores: dict[str, list[float]] = {}
     for row in rows:
@@ -126,7 +122,7 @@ def reached(folder: Path) -> str:
 
 
 def seconds_by_run(runs: Sequence[PlannedRun]) -> dict[Path, tuple[PlannedRun, float]]:
-    """Return the finished runs and how long each took, by the path of the record."""
+    """Return the finished runs and their durations, by the path of the record."""
     found = {}
     for run in runs:
         if (read_record(run.record) or {}).get("state") == FINISHED:
@@ -135,10 +131,8 @@ def seconds_by_run(runs: Sequence[PlannedRun]) -> dict[Path, tuple[PlannedRun, f
 
 
 def expected_seconds(run: PlannedRun, known: Mapping[Path, tuple[PlannedRun, float]]) -> float | None:
-    """Return how long a run will take: as long as those of its algorithm in its scenario, or others of its scenario.
-
-    Returns:
-        Seconds; None: no run of its scenario is finished.
+    """Estimate a run's duration in seconds, from runs of its algorithm in its scenario, or others of its scenario;
+    None: none is finished.
     """
     of_scenario = [(other, seconds) for other, seconds in known.values() if other.scenario == run.scenario]
     same = [seconds for other, seconds in of_scenario if other.algorithm == run.algorithm]

@@ -1,4 +1,4 @@
-"""What the runs of a comparison have reached: validation over sampled tokens, and the numbers of the page's tables."""
+"""Results of a comparison's runs: validation over sampled tokens, and the numbers of the page's tables."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Point:
     """One validation of a run.
 
     Attributes:
-        tokens: sampled tokens before it.
-        seconds: duration of all steps before it, without validations.
-        reward: mean reward of the validation tasks.
+        tokens: sampled before it.
+        seconds: of all steps before it, without validations.
+        reward: mean over the validation tasks.
     """
 
     tokens: float
@@ -41,10 +41,9 @@ class RunResult:
     """A finished run.
 
     Attributes:
-        seed: of the run.
-        points: its validations, oldest first, of which the first is that of the untrained model; at least one.
-        tokens: sampled tokens of the whole run.
-        seconds: duration of all steps, without validations.
+        points: its validations, oldest first, beginning with the untrained model; at least one.
+        tokens: sampled in the whole run.
+        seconds: of all steps, without validations.
     """
 
     seed: int
@@ -63,11 +62,11 @@ class RunResult:
         return max(point.reward for point in self.points)
 
     def first_at(self, threshold: float) -> Point | None:
-        """Return the first validation with at least this reward; None: there is none."""
+        """Return the first validation with at least this reward, or None."""
         return next((point for point in self.points if point.reward >= threshold), None)
 
     def at(self, tokens: float) -> float | None:
-        """Return the reward after so many tokens, on a line between two validations; None: the run ended before.
+        """Return the reward after so many tokens, interpolated between validations; None: the run ended before.
 
         Of several validations after equally many tokens the first counts.
         """
@@ -93,10 +92,9 @@ class Results:
     """All runs of a comparison.
 
     Attributes:
-        finished: by (scenario, algorithm, policy), in order of the seeds; the policy is "" where one is trained.
-        failures: runs that have ended with an error.
-        open: number of runs that are not finished and have not failed.
-        machines: those that the finished runs ran on.
+        finished: by (scenario, algorithm, policy), in order of the seeds; the policy is "" if only one is trained.
+        open: number of runs that are neither finished nor failed.
+        machines: of the finished runs.
     """
 
     finished: Mapping[tuple[str, str, str], Sequence[RunResult]]
@@ -112,11 +110,7 @@ class Results:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Return the metrics of a run so far; a line that is half written is left out.
-
-    Raises:
-        ConfigError: another line is no row of metrics, or the file can't be read.
-    """
+    """Return the metrics of a run so far, without an incomplete line."""
     path = folder / "metrics.jsonl"
     try:
         *lines, _ = path.read_bytes().split(b"\n")
@@ -128,7 +122,7 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def _row(line: bytes, number: int, path: Path) -> Row:
-    """Return a row of metrics, given its line, the number of the line, and the file for the error."""
+    """Return a row of metrics; line number and file are for errors."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -142,7 +136,7 @@ def _row(line: bytes, number: int, path: Path) -> Row:
 
 
 def reward_name(policy: str) -> str:
-    """Return the name of the metric that is compared; `policy` is "" where one is trained."""
+    """Return the name of the compared metric; `policy` is "" if only one is trained."""
     return of_policy("validation/reward_mean", policy) if policy else "validation/reward_mean"
 
 
@@ -150,8 +144,8 @@ def result_of(seed: int, rows: Sequence[Row], policy: str = "") -> RunResult:
     """Return the result of a run.
 
     Args:
-        rows: all rows of its metrics, of which one has a validation at least.
-        policy: the policy whose rewards count; "" where one is trained.
+        rows: all rows of its metrics, with at least one validation.
+        policy: whose rewards count; "" if only one is trained.
     """
     name = reward_name(policy)
     tokens = seconds = 0.0
@@ -167,7 +161,7 @@ def result_of(seed: int, rows: Sequence[Row], policy: str = "") -> RunResult:
 def _unscored(rows: Sequence[Row], policy: str) -> str | None:
     """Return why a policy's validations of a finished run can't be reported; None: they can.
 
-    Without the last one an earlier one would pass for the final reward, and without the first one a trained model for
+    Without the last one an earlier one would count as the final reward, and without the first one a trained model as
     the untrained one.
     """
     scored = [reward_name(policy) in row for row in rows if TOTAL in row]
@@ -179,13 +173,10 @@ def _unscored(rows: Sequence[Row], policy: str) -> str | None:
 
 
 def read_results(runs: Sequence[PlannedRun], kept: KeptResults | None = None) -> Results:
-    """Read what the runs of a plan have reached.
+    """Read the results of a plan's runs.
 
     Args:
-        kept: results of runs whose folders are elsewhere; a run that is finished here is added. None: there are none.
-
-    Raises:
-        ConfigError: files of a run are damaged, or `kept` has a run with other settings.
+        kept: results of runs whose folders are elsewhere, updated with runs finished here; None: none.
     """
     finished: dict[tuple[str, str, str], list[RunResult]] = {}
     failures, left, machines = [], 0, dict[str, None]()

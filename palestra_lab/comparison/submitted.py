@@ -1,4 +1,4 @@
-"""The grid of a comparison in a service: every run is a job, which is followed until it is over, and fetched."""
+"""The grid of a comparison in a service: every run is a job, which is followed to its end and downloaded."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ class SubmittedGrid:
         finished: Callable[[], None],
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
-        """Prepare the grid; `run` runs it.
+        """Prepare the grid; `run` executes it.
 
         Args:
-            runs: all runs of the plan, in their order, which `check_submittable` has passed.
-            resources: what each job holds while it runs.
-            checkpoints: which checkpoints are fetched when a run is finished: `newest` or `none`.
-            say: is called with every line for people.
-            finished: is called whenever a run is finished or has failed.
-            poll_seconds: time between two looks at the jobs.
+            runs: have passed `check_submittable`.
+            resources: of each job.
+            checkpoints: of a finished run to download: `newest` or `none`.
+            say: called with every line for people.
+            finished: called whenever a run is finished or has failed.
+            poll_seconds: time between two checks of the jobs.
         """
         self._runs, self._control, self._resources, self._checkpoints = runs, control, resources, checkpoints
         self._say, self._finished, self._poll_seconds = say, finished, poll_seconds
         self._seen: dict[Path, str] = {}  # what was said last of a run, by its record
 
     def run(self) -> int:
-        """Run all runs that are not finished; those that failed before are tried again. Returns how many failed.
+        """Execute all unfinished runs, including failed ones, and return how many failed.
 
         Raises:
-            GridStopped: a signal was received; the jobs continue, and a later call follows them.
+            GridStopped: after a signal; the jobs continue, and a later call follows them.
             PalestraError: the control plane can't be reached, or refuses the caller.
         """
         failed, following = 0, [run for run in self._runs if _state(run) != FINISHED]
@@ -74,7 +74,7 @@ class SubmittedGrid:
         return failed
 
     def _look(self, run: PlannedRun) -> str | None:
-        """Submit a run, or look at its job; return its state if it has ended, else None."""
+        """Submit a run, or check its job; return its final state, or None."""
         record = read_record(run.record)
         if record is None:
             # The record is written before the job exists, with the request's own name: sent again after a kill, the
@@ -145,7 +145,7 @@ class SubmittedGrid:
 
 
 def newest_below(paths: Iterable[str]) -> tuple[str, ...]:
-    """Return the folders of a job's newest checkpoints, each with a slash at its end: one, or one of each policy."""
+    """Return the folders of a job's newest checkpoints, with a trailing slash: one, or one for each policy."""
     steps: dict[str, set[str]] = {}
     for path in paths:
         found = re.match(r"(checkpoints/(?:[^/]+/)?)(step-\d+)/", path)
@@ -155,14 +155,7 @@ def newest_below(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_submittable(runs: Sequence[PlannedRun], url: str) -> None:
-    """Refuse runs that a service can't run, or that were begun elsewhere.
-
-    Args:
-        runs: the runs that are to be submitted.
-
-    Raises:
-        ConfigError: a run is of a function or files of this machine, or is unfinished here or at another control plane.
-    """
+    """Raise ConfigError for runs that a service can't run, or that were begun elsewhere."""
     for run in runs:
         if (why := _not_for_a_service(run)) is not None:
             raise ConfigError(f"scenario {run.scenario} can't run in a service: {why}; leave it out with --only")
@@ -179,11 +172,7 @@ def check_submittable(runs: Sequence[PlannedRun], url: str) -> None:
 
 
 def check_not_submitted(runs: Sequence[PlannedRun]) -> None:
-    """Refuse to run here what a service runs already.
-
-    Raises:
-        ConfigError: the job of a run is not over, as far as its record says.
-    """
+    """Raise ConfigError for a run that a service is running already, according to its record."""
     for run in runs:
         record = read_record(run.record) or {}
         if record.get("state") == STARTED and "request" in record:

@@ -1,4 +1,4 @@
-"""`play_matrix`: several models, or versions of one, play each other in a game of two; nothing is trained."""
+"""`play_matrix`: several models, or versions of one, play each other in a game of two, without training."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ Report = Callable[[int, int], None]
 
 
 def versions_of(run_dir: Path | str, policy: str | None = None) -> dict[str, str]:
-    """Return the folders of the versions of policies that a run has kept, by names such as `white@5`.
+    """Return the folders of a run's kept versions of policies, by names such as `white@5`.
 
-    These are those of its pools, and its checkpoints: of each policy the oldest first, in the order of the policies.
+    These are those of its pools, and its checkpoints: each policy's oldest first, in the order of the policies.
 
     Args:
         run_dir: folder of the run.
-        policy: whose versions; None: of every policy that the run trains.
+        policy: None: every trained policy of the run.
 
     Raises:
-        NotFound: the folder is not that of a run, or has no version.
+        NotFound: the folder is not a run, or has no version.
     """
     from palestra.config import SAVED_CONFIG, load_config
 
@@ -74,7 +74,7 @@ def versions_of(run_dir: Path | str, policy: str | None = None) -> dict[str, str
 
 
 def legal_choices(observation: Observation) -> Sequence[str]:
-    """Return the legal moves that an environment gives with an observation; none, if it gives none."""
+    """Return the legal moves of an observation; empty if the environment gives none."""
     return observation.choices
 
 
@@ -92,34 +92,33 @@ def play_matrix(
     concurrency: int = 64,
     report: Report | None = None,
 ) -> Matrix:
-    """Let every player play every other one, in both seats, and return what each has earned and its Elo rating.
+    """Let every player play every other one, in both roles, and return mean rewards and Elo ratings.
 
-    The same arguments give the same games, bit by bit where `config.deterministic` is true.
+    The same arguments give the same games, bit by bit if `config.deterministic` is true.
 
     Args:
-        players: models by name: names of models, folders of models, of checkpoints or of runs. Or the folder of a run,
-            whose versions play, of all policies that it trains; see `versions_of`.
-        environment: a game of two agents: a class, a function without arguments that makes one, or a name (`palestra
-            environments`). None: that of the run.
-        config: settings of engine and sampling, and the two roles if `[roles]` names them; None: those of the run, or
-            the defaults.
+        players: by name: names of models, or folders of models, checkpoints or runs. Or the folder of a run, whose
+            versions of all trained policies play; see `versions_of`.
+        environment: a game of two agents: a class, a factory without arguments, or a name (`palestra environments`).
+            None: the run's.
+        config: settings of engine and sampling, and the two roles if `[roles]` names them; None: the run's, or the
+            defaults.
         agent: answers the observations of both roles with a model; None: a `ModelAgent`.
-        moves: returns the legal moves that an observation leaves; a player `random`, which draws one, then plays, too.
-        tasks: what is played, one after another and from the first again: every pair plays the same ones. If there are
-            none, an environment that ships makes its validation tasks.
-        games: games of each pair in each of both seatings.
+        moves: returns the legal moves of an observation; then a player `random` also plays, which draws one.
+        tasks: played in a cycle, the same ones by every pair. If empty, a shipped environment's validation tasks.
+        games: number for each pair in each assignment of roles.
         greedy: whether replies are the most probable ones; False: sampled with the policy's temperature.
         seed: of all sampling; None: the configuration's.
-        concurrency: games that are played at the same time.
-        report: is called with (games that are over, games in all); None: not needed.
+        concurrency: number of concurrent games.
+        report: called with (finished games, all games); None: not called.
 
     Returns:
         The games, with mean rewards, intervals and ratings.
 
     Raises:
-        ConfigError: fewer than two players, no environment or no task, or one that is not of two roles.
-        NotFound: a folder is not that of a run, or has no version.
-        PalestraError: a model can't be loaded, or none of the games could be finished.
+        ConfigError: fewer than two players, no environment or no task, or an environment without exactly two roles.
+        NotFound: a folder is not a run, or has no version.
+        PalestraError: a model can't be loaded, or no game could be finished.
     """
     config = _config(players, config, seed)
     models = {name: weights_of_run(model) for name, model in _models(players).items()}
@@ -151,7 +150,7 @@ async def _played_elsewhere(config: JobConfig, plan: _Plan) -> Matrix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What is played, how often, and by which players."""
+    """The games to play, their number, and their players."""
 
     models: Mapping[str, str]
     names: tuple[str, ...]
@@ -178,7 +177,7 @@ class _Seats(Agent):
 
 
 class _Seating(Casting):
-    """Says which player has which role in each game, by the game's number."""
+    """Assigns players to roles in each game, by the game's number."""
 
     def __init__(self, roles: Roles, seats: Sequence[Mapping[str, str]]) -> None:
         super().__init__(roles, 0, 0)
@@ -194,7 +193,7 @@ def _models(players: Mapping[str, str] | Path | str) -> dict[str, str]:
 
 
 def _config(players: Mapping[str, str] | Path | str, config: JobConfig | None, seed: int | None) -> JobConfig:
-    """Return the settings to play with: those given, or those of the run whose versions play."""
+    """Return the settings to play with: given ones, or those of the run whose versions play."""
     from palestra.config import SAVED_CONFIG, load_config
 
     if config is None:
@@ -205,7 +204,7 @@ def _config(players: Mapping[str, str] | Path | str, config: JobConfig | None, s
 def _environment(
     environment: EnvironmentMaker | str | None, config: JobConfig, tasks: list[dict[str, Any]]
 ) -> tuple[EnvironmentMaker, list[dict[str, Any]]]:
-    """Return what makes the environment, and the tasks."""
+    """Return the environment's factory, and the tasks."""
     from palestra.envs.catalog import catalog_entry
 
     chosen = config.environment.name if environment is None else environment
@@ -258,12 +257,8 @@ async def _played(config: JobConfig, plan: _Plan) -> Matrix:
 
 
 def _as_player(config: JobConfig, name: str, model: str) -> PolicyConfig:
-    """Return a player's settings: those of the policy of which it is a version, else of the first one that is trained.
-
-    Args:
-        config: has the policies.
-        name: of the player.
-        model: its name or folder.
+    """Return a player's settings: those of its policy, if it is a version of one, else those of the
+    first trained one.
     """
     policy, _ = past_of(name) or (name, 0)
     template = config.policies.get(policy, config.policies[config.players.default])
@@ -314,7 +309,7 @@ async def _all_games(
 async def _game(
     runner: Runner, store: RunStore, task: Task, number: int, attempts: int
 ) -> tuple[dict[str, float] | None, int]:
-    """Play one game, and return its rewards by role, or None if every attempt failed, and how often it was replayed."""
+    """Play one game; return its rewards by role, or None if every attempt failed, and the number of retries."""
     name = await store.episodes.register_adhoc(task, f"game-{number}")
     for replays in range(attempts):
         episode = await store.episodes.claim(runner.worker_id, uuid.uuid4().hex, None, name)

@@ -2,7 +2,7 @@
 
 A player with rating R wins against one with rating S with the probability 1 / (1 + 10 ** ((S - R) / 400)); a drawn game
 counts as half a win for each (Bradley and Terry 1952; Elo 1978). Ratings of players who have won, or lost, everything
-would be infinite, so each pair that has played is taken to have drawn one game more.
+would be infinite, so each pair that has played gets one additional draw.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _ITERATIONS, _CLOSE = 200, 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Rating:
-    """How strong a player is.
+    """A player's strength.
 
     Attributes:
         elo: the mean of all players is 0.
-        half: half the width of the 95 % confidence interval.
+        half: half the width of the 95 confidence interval.
     """
 
     elo: float
@@ -33,14 +33,10 @@ class Rating:
 
 
 def ratings_of(points: NDArray[np.float64]) -> list[Rating]:
-    """Return the rating of each of P players, in their order.
+    """Return the rating of each of P players, in order.
 
     Args:
         points: [P, P], of the row's player against the column's: 1 a win, 0.5 a draw. The diagonal is not read.
-
-    Raises:
-        ValueError: some players have not played against any of the others, not even through third ones, so that their
-            ratings can't be compared.
     """
     players = len(points)
     games = points + points.T
@@ -75,12 +71,12 @@ def _information(played: NDArray[np.float64], strength: NDArray[np.float64]) -> 
 
 
 def comparable(games: NDArray[np.float64]) -> list[int]:
-    """Return the largest part of P players that can be compared: each has met each other one, or through third ones.
+    """Return the largest connected group of P players: each has met each other one, or through third ones.
 
-    Of parts of the same size it is the one of the first player.
+    Of groups of the same size it is that of the first player.
 
     Args:
-        games: [P, P], how many games each pair has played. The diagonal is 0.
+        games: [P, P], number of games of each pair. The diagonal is 0.
     """
     largest: set[int] = set()
     for first in range(len(games)):

@@ -1,4 +1,4 @@
-"""What a matrix of games has found: mean rewards of each pair, and ratings."""
+"""Results of a matrix of games: mean rewards of each pair, and ratings."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Game:
     """One game of two players.
 
     Attributes:
-        first: name of the player of the first role.
-        second: name of the player of the second role.
-        rewards: of both, in this order; None: every attempt failed, and neither has won.
-        replays: attempts that failed and were played again.
+        first: the player of the first role.
+        second: the player of the second role.
+        rewards: of both, in this order; None: every attempt failed.
+        replays: number of failed attempts that were retried.
     """
 
     first: str
@@ -36,13 +36,11 @@ class Game:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one player has earned against another, in both seats together.
+    """One player's results against another, in both roles together.
 
     Attributes:
-        mean: mean reward.
-        half: half the width of its 95 % confidence interval, by Student's t; None: there is one game only, or all
-            rewards are equal, so that nothing is known of how they differ.
-        games: how many games it is of.
+        half: half the width of the mean's 95 confidence interval, by Student's t; None: there is only one game, or all
+            rewards are equal, so that it can't be estimated.
     """
 
     mean: float
@@ -55,11 +53,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Every player against every other one.
+    """Results of every player against every other one.
 
     Attributes:
-        players: their names, in the order of rows and columns.
-        roles: the two roles of the environment; every pair has played in both seatings.
+        players: in the order of rows and columns.
+        roles: the two roles of the environment; every pair has played both assignments.
         games: all games.
     """
 
@@ -68,22 +66,22 @@ class Matrix:
     games: tuple[Game, ...]
 
     def __repr__(self) -> str:
-        """Return the number of games, and not the games."""
+        """Return the number of games instead of the games."""
         counts = f"games={len(self.games)}, failed={self.failed}, replays={self.replays}"
         return f"Matrix(players={self.players!r}, {counts})"
 
     @property
     def failed(self) -> int:
-        """Return how many games have no result, because every attempt failed."""
+        """Return the number of games without a result, because every attempt failed."""
         return sum(game.rewards is None for game in self.games)
 
     @property
     def replays(self) -> int:
-        """Return how many attempts at games have failed and were played again."""
+        """Return the number of failed attempts that were retried."""
         return sum(game.replays for game in self.games)
 
     def cell(self, row: str, column: str) -> Cell | None:
-        """Return what the player `row` has earned against `column`; None: they have no finished game."""
+        """Return the results of `row` against `column`; None: they have no finished game."""
         earned = [own for own, _ in self._rewards(row, column)]
         if not earned:
             return None
@@ -91,15 +89,15 @@ class Matrix:
         return Cell(found.mean, None if min(earned) == max(earned) else found.half, found.count)
 
     def points(self, row: str, column: str) -> float:
-        """Return the points of `row` against `column`: 1 where its reward is higher, 0.5 where it is equal."""
+        """Return the points of `row` against `column`: 1 for a higher reward, 0.5 for an equal one."""
         return sum(0.5 if own == other else float(own > other) for own, other in self._rewards(row, column))
 
     @cached_property
     def ratings(self) -> dict[str, Rating | None]:
         """Return the Elo rating of each player; see `ratings_of`.
 
-        Players whose games have failed may have no result against the others, not even through third ones. Only the
-        largest part of the players that can be compared is rated; the rating of the others is None.
+        Players with failed games may have no result against the others, not even through third ones. Only the largest
+        connected group of players is rated; the others' rating is None.
         """
         points = np.array([[0.0 if a == b else self.points(a, b) for b in self.players] for a in self.players])
         rated = comparable(points + points.T)
@@ -111,12 +109,12 @@ class Matrix:
 
     @property
     def order(self) -> list[str]:
-        """Return the players, the strongest first; those without a rating are last."""
+        """Return the players, strongest first; those without a rating are last."""
         elos = {player: -math.inf if one is None else one.elo for player, one in self.ratings.items()}
         return sorted(self.players, key=lambda player: (-elos[player], self.players.index(player)))
 
     def lines(self) -> list[list[str]]:
-        """Return the matrix as the cells of a table: a header, and a line for each player, the strongest first."""
+        """Return the matrix as the cells of a table: a header, and a line for each player, strongest first."""
         header = ["player", "Elo", *self.order]
         found = [header]
         for row in self.order:

@@ -1,4 +1,4 @@
-"""What an agent may do on a web page, as tools."""
+"""An agent's actions on a web page, as tools."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HELD_KEYS = frozenset(
 
 
 class PageActions:
-    """Actions on the page that is open at the moment.
+    """Actions on the open page.
 
     Elements are named by the numbers, or references, of the page's last description.
     """
@@ -44,7 +44,7 @@ class PageActions:
         self._page = page
 
     def tools(self, view: View) -> list[Tool]:
-        """Return the actions that fit what an agent sees: by element, or by pixel."""
+        """Return the actions that fit the agent's view: by element, or by pixel."""
         by_pixel: list[Callable[..., Any]] = [self.click_at]
         by_element: list[Callable[..., Any]] = [self.click, self.type, self.select]
         actions = by_pixel if view == "screenshot" else by_element

@@ -41,11 +41,7 @@ _drivers: WeakKeyDictionary[asyncio.AbstractEventLoop, BrowserDriver] = WeakKeyD
 
 
 def chromium_path() -> str:
-    """Return the path of the machine's Chromium.
-
-    Raises:
-        ConfigError: there is none, or playwright, which drives it, is not installed.
-    """
+    """Return the path of the machine's Chromium."""
     try:
         import playwright  # noqa: F401 - only whether it is there
     except ImportError:
@@ -61,9 +57,6 @@ def checked_hosts(hosts: Iterable[str]) -> frozenset[str]:
 
     Args:
         hosts: each `example.org`, `example.org:8080` or `*.example.org`.
-
-    Raises:
-        ValueError: one has another form.
     """
     found = frozenset(hosts)
     for host in found:
@@ -73,25 +66,25 @@ def checked_hosts(hosts: Iterable[str]) -> frozenset[str]:
 
 
 def shared_driver() -> BrowserDriver:
-    """Return the driver of this event loop; it is started when it is first used."""
+    """Return the driver of this event loop, started on first use."""
     return _drivers.setdefault(asyncio.get_running_loop(), BrowserDriver())
 
 
 class BrowserDriver:
-    """Playwright's driver, a process that starts and steers the browsers of all environments of an event loop.
+    """Playwright's driver, a process that starts and controls the browsers of all environments of an event loop.
 
     Attributes:
-        starts: number of times a driver was started; each after the first replaced one that had died.
+        starts: number of driver starts; each after the first replaced a dead one.
     """
 
     def __init__(self) -> None:
-        """Describe a driver, which is not started yet."""
+        """Create a driver without starting it."""
         self.starts = 0
         self._users, self._changing = 0, asyncio.Lock()
         self._driver: Playwright | None = None
 
     async def enter(self) -> None:
-        """Count one more user, and start the driver if it does not run.
+        """Count one more user, and start the driver if it is not running.
 
         Raises:
             ConfigError: Chromium or playwright is not installed.
@@ -107,7 +100,7 @@ class BrowserDriver:
                 raise
 
     async def leave(self) -> None:
-        """Count one user less; after the last, the driver ends."""
+        """Count one user less; the driver ends after the last."""
         async with self._changing:
             await self._leave()
 
@@ -115,8 +108,8 @@ class BrowserDriver:
         """Start a browser for an episode, with a new driver if the last one has died.
 
         Args:
-            hosts: hosts that it may connect to; no other name is resolved.
-            memory_mib: limit for its memory, without what its processes share.
+            hosts: that it may connect to; no other name is resolved.
+            memory_mib: limit for its memory, without shared memory of its processes.
 
         Raises:
             ConfigError: Chromium is not installed.
@@ -176,35 +169,28 @@ class BrowserDriver:
 
 
 class EpisodeBrowser:
-    """The Chromium of one episode: what it keeps in memory or in its profile, no other episode can find.
+    """The Chromium of one episode: its memory and its profile are isolated from other episodes.
 
-    What it may connect to is decided in its network service: all traffic, of pages, workers and sockets, goes to a
-    proxy that refuses it, unless its host is allowed.
+    Its network service enforces the allowed hosts: all traffic of pages, workers and sockets to other hosts goes to a
+    proxy that refuses it.
 
     Attributes:
-        ended_for: why it was ended by a limit; None: it was not.
+        ended_for: limit that ended it; None: it was not ended.
     """
 
     def __init__(self, browser: Browser, process: int, profile: Path, refuses: socket.socket, memory_mib: int) -> None:
-        """Take a browser that has been started; `BrowserDriver.launch` starts one.
+        """Take a started browser; `BrowserDriver.launch` starts one.
 
         Args:
-            profile: folder of its profile, which is removed with it.
-            refuses: the proxy's socket, which is closed with it.
+            profile: folder of its profile, removed with it.
+            refuses: the proxy's socket, closed with it.
         """
         self.ended_for: str | None = None
         self._browser, self._process, self._profile, self._refuses = browser, process, profile, refuses
         self._watching = asyncio.ensure_future(self._watch(memory_mib))
 
     async def new_context(self, **settings: Any) -> BrowserContext:
-        """Return a new context.
-
-        Args:
-            **settings: of playwright's `new_context`.
-
-        Raises:
-            EnvironmentFailed: the browser died at this moment.
-        """
+        """Return a new context."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 return await self._browser.new_context(accept_downloads=False, service_workers="block", **settings)
@@ -212,10 +198,9 @@ class EpisodeBrowser:
             raise EnvironmentFailed(f"the browser opened no context: {first_line(error)}") from error
 
     async def verdict(self, reason: str, seconds: float) -> PalestraError:
-        """Return what the failure of a page is: a forfeit, unless the browser has died without our doing.
+        """Return the kind of a page's failure: a forfeit, unless the browser was killed from outside.
 
         Args:
-            reason: what has failed.
             seconds: limit for an answer of the browser.
         """
         if self.ended_for is None:
@@ -228,7 +213,7 @@ class EpisodeBrowser:
         return EpisodeForfeited(self.ended_for or reason)
 
     async def close(self) -> None:
-        """End the browser, also if it is dead or hangs, and remove its profile."""
+        """End the browser, even if it is dead or hangs, and remove its profile."""
         self._watching.cancel()
         await _ended(self._browser.close)
         if _is_of(self._process, self._profile):
@@ -267,7 +252,7 @@ def _arguments(hosts: frozenset[str], refusing_port: int) -> list[str]:
 
 
 async def _ended(end: Callable[[], Awaitable[None]]) -> None:
-    """End a browser or a driver, which may be dead already: that is what was wanted."""
+    """End a browser or a driver, which may be dead already."""
     with contextlib.suppress(Exception):
         async with asyncio.timeout(_CLOSE_SECONDS):
             await end()
@@ -287,7 +272,7 @@ def _main_process(mark: str) -> tuple[int, Path]:
 
 
 def _words(path: Path) -> list[str]:
-    """Return the words of a command in `/proc`; none where the process has ended."""
+    """Return the words of a command in `/proc`; empty if the process has ended."""
     with contextlib.suppress(OSError):
         return os.fsdecode(path.read_bytes()).split("\0")
     return []
@@ -299,7 +284,7 @@ def _is_of(process: int, profile: Path) -> bool:
 
 
 def _started(process: int) -> str:
-    """Return when a process was started, as the kernel counts; "": there is none of this number."""
+    """Return when a process was started, as the kernel counts; "": there is no such process."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     return ""
@@ -327,6 +312,6 @@ async def _remove(profile: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, without playwright's log of what it tried; or its type's name."""
+    """Return the first line of an error's text, without playwright's log, or its type's name."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -17,12 +17,12 @@ from palestra_screens.browser.page import VIEWPORT, BrowserPage, View, open_page
 class BrowserEnvironment(ActingEnvironment):
     """A task on web pages.
 
-    Implement `begin`, which opens the first page, and `progress`, which says after each action how the task stands. The
-    agent reads the page as lines with a number for each element, and calls `click`, `type`, `key` and others. Each
-    episode has a Chromium of its own, so no episode finds cookies, storage, cache, history or clipboard of another.
+    Implement `begin`, which opens the first page, and `progress`, which returns the state of the task after each
+    action. The agent reads the page as lines with a number for each element, and calls `click`, `type`, `key` and
+    others. Each episode has its own Chromium, without cookies, storage, cache, history or clipboard of other episodes.
 
     A page that crashes, hangs or is closed ends the episode as the agent's loss. A browser that dies fails the episode,
-    which is then played again in a new one.
+    which is retried in a new one.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class BrowserEnvironment(ActingEnvironment):
 
         Args:
             hosts: hosts that pages may be loaded from, and may connect to: `example.org`, `example.org:8080` or
-                `*.example.org`. Nothing else can be reached, not even this machine.
-            observation: what the agent reads: `dom`, visible text and controls as lines; `accessibility`, the tree of
-                the browser's accessibility; `screenshot`, a picture of the page, on which it acts by pixels.
+                `*.example.org`. No other host can be reached, not even this machine.
+            observation: `dom`, visible text and controls as lines; `accessibility`, the browser's accessibility tree;
+                `screenshot`, a picture of the page, on which the agent acts by pixels.
             actions: `tools`, tool calls; `text`, one line such as `click 3`, which small models write more easily.
             size: of the page in pixels, wide and high.
-            max_steps: replies that the agent may make in an episode.
-            max_chars: a longer description of a page is cut, and says so.
+            max_steps: limit of the agent's replies in an episode.
+            max_chars: longer descriptions of a page are truncated, with a note.
             timeout_seconds: limit for one operation of the browser.
-            memory_mib: memory of the browser's processes together in MiB, without what these share; an episode that
-                takes more is a forfeit.
+            memory_mib: limit of the browser's processes together in MiB, without shared memory; an episode that uses
+                more is a forfeit.
 
         Raises:
             ConfigError: Chromium or playwright is not installed.
@@ -73,7 +73,7 @@ class BrowserEnvironment(ActingEnvironment):
 
     @abstractmethod
     async def begin(self, page: BrowserPage, task: Mapping[str, Any]) -> str:
-        """Open the task's first page and return what the agent is to do.
+        """Open the task's first page and return the agent's instructions.
 
         Args:
             page: an empty page of a new context.
@@ -81,11 +81,11 @@ class BrowserEnvironment(ActingEnvironment):
         """
 
     def leave_out(self) -> str:
-        """Return a CSS selector of elements that are not described; "": all are."""
+        """Return a CSS selector of elements to leave out of descriptions; "": none."""
         return ""
 
     def before_page(self, task: Mapping[str, Any]) -> str:
-        """Return JavaScript that runs in each document of the task before the page's own; by default there is none."""
+        """Return JavaScript that runs in each document of the task before the page's own; by default none."""
         return ""
 
     # Methods that a rollout, or a scripted agent, calls.
@@ -101,7 +101,7 @@ class BrowserEnvironment(ActingEnvironment):
         return self._page
 
     async def screenshot(self) -> bytes:
-        """Return what the page looks like now, as PNG.
+        """Return a screenshot of the page, as PNG.
 
         Raises:
             EnvironmentFailed: there is no page, or the browser has died.
@@ -109,20 +109,20 @@ class BrowserEnvironment(ActingEnvironment):
         return await self.opened().screenshot()
 
     async def setup(self) -> None:
-        """Start the driver of browsers, if it does not run."""
+        """Start the browsers' driver, if it is not running."""
         driver = shared_driver()
         await driver.enter()
         self._driver = driver
 
     async def close(self) -> None:
-        """Close the page and its browser; after the last environment, the driver as well."""
+        """Close the page and its browser; after the last environment, also the driver."""
         await self._close_page()
         if (driver := self._driver) is not None:
             self._driver = None
             await driver.leave()
 
     async def start(self, task: Mapping[str, Any]) -> str:
-        """Open the task's first page in a new browser, and return what the agent is to do."""
+        """Open the task's first page in a new browser, and return the agent's instructions."""
         await self._close_page()
         if self._driver is None:
             await self.setup()
@@ -140,13 +140,13 @@ class BrowserEnvironment(ActingEnvironment):
         return await self.begin(page, task)
 
     async def observe(self) -> str | Picture:
-        """Return the description of the page, or what it looks like."""
+        """Return the description of the page, or a screenshot."""
         if self._view == "screenshot":
             return Picture.of(await self.screenshot())
         return await self.opened().describe(self.leave_out())
 
     def check_alive(self) -> None:
-        """Check that the browser has not died, and that the page has neither crashed nor hung.
+        """Check that the browser has not died, and that the page has not crashed or hung.
 
         Raises:
             EpisodeForfeited: the page has crashed, hung or was closed.

@@ -45,8 +45,8 @@ _RANDOM = """
 class MiniWoB(BrowserEnvironment):
     """A task of MiniWoB++: a task names the page and the seed of its problem.
 
-    The reward is the page's own without its decay by time: 1 for a problem that is solved, 0 for one that is not, and
-    between them where a page gives a part of it. A wrong action ends the episode, as the page has it.
+    The reward is the page's own without its decay by time: 1 for a solved problem, 0 for an unsolved one, and values in
+    between if a page gives partial rewards. A wrong action ends the episode, as in the page.
     """
 
     answers = False
@@ -62,9 +62,9 @@ class MiniWoB(BrowserEnvironment):
         """Create the environment; `setup` starts the browser.
 
         Args:
-            observation: what the agent reads: `dom`, `accessibility` or `screenshot`; see `BrowserEnvironment`.
+            observation: `dom`, `accessibility` or `screenshot`; see `BrowserEnvironment`.
             actions: `tools`, tool calls; `text`, one line such as `click 3`, which small models write more easily.
-            max_steps: replies that the agent may make in an episode.
+            max_steps: limit of the agent's replies in an episode.
             timeout_seconds: limit for one operation of the browser.
 
         Raises:
@@ -82,15 +82,15 @@ class MiniWoB(BrowserEnvironment):
         )
 
     def leave_out(self) -> str:
-        """Return a selector of the goal, which the agent has read, and of MiniWoB's display of rewards."""
+        """Return a selector of the goal, which the agent has read, and of MiniWoB's reward display."""
         return _FURNITURE
 
     def before_page(self, task: Mapping[str, Any]) -> str:
-        """Return a script that makes the page's randomness that of the task's seed."""
+        """Return a script that seeds the page's randomness with the task's seed."""
         return _RANDOM % _seed(task)
 
     async def begin(self, page: BrowserPage, task: Mapping[str, Any]) -> str:
-        """Open the task's page, make the problem of its seed, and return the page's instruction."""
+        """Open the task's page, create the problem of its seed, and return the page's instruction."""
         await page.goto(f"http://{page_server()}/miniwob/{checked_page(task.get('page'))}.html")
         return str(await page.evaluate(_BEGIN, [_seed(task), _FOREVER_MS]))
 
@@ -114,11 +114,7 @@ def _seed(task: Mapping[str, Any]) -> int:
 
 
 def checked_page(name: Any) -> str:
-    """Return the name of a page of MiniWoB.
-
-    Raises:
-        ConfigError: there is no such page.
-    """
+    """Return the name of a page of MiniWoB."""
     found = isinstance(name, str) and _NAME.fullmatch(name) and (pages_folder() / f"miniwob/{name}.html").is_file()
     if not found:
         raise ConfigError(f"MiniWoB has no page {name!r}; its pages are in {pages_folder() / 'miniwob'}")
@@ -126,19 +122,12 @@ def checked_page(name: Any) -> str:
 
 
 def miniwob_tasks(page: str | None, split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-    """Draw problems of a page, or of the thirty pages in `PAGES`. The splits share no seed.
+    """Draw problems of a page, or of the thirty pages in `PAGES`; keys `id`, `page` and `seed`.
+
+    The splits share no seed.
 
     Args:
-        page: name of the page; None: each of `PAGES` with the same probability.
-        split: the split to draw from.
-        count: number of tasks.
-        seed: other seeds draw other tasks of the same split.
-
-    Returns:
-        `count` distinct tasks with the keys `id`, `page` and `seed`.
-
-    Raises:
-        ConfigError: the split is unknown, or there is no such page.
+        page: None: each of `PAGES` with the same probability.
     """
     name = None if page is None else checked_page(page)
     return draw_tasks(split, count, seed, partial(_draw, name))
@@ -152,11 +141,8 @@ def _draw(page: str | None, source: random.Random) -> dict[str, Any]:
 def pages_folder() -> Path:
     """Return the folder with MiniWoB's pages.
 
-    The package is found by its record and not by an import, which would need Selenium, and would find any other module
-    of this name, such as a script of the user's.
-
-    Raises:
-        ConfigError: the package is not installed.
+    The package is found by its metadata, because importing it needs Selenium, and could find another module of this
+    name, such as a user's script.
     """
     try:
         return Path(str(distribution("miniwob").locate_file("miniwob/html")))
@@ -168,14 +154,14 @@ class _Pages(SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # one connection serves all files of a page
 
     def log_message(self, *_: object) -> None:
-        """Write nothing for a request."""
+        """Do not log requests."""
 
 
 class _PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Write nothing of a browser that has closed its connection, as each does when it ends."""
+        """Ignore errors of closed connections, which every ending browser causes."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -184,8 +170,7 @@ class _PageServer(ThreadingHTTPServer):
 def page_server() -> str:
     """Serve MiniWoB's pages on this machine, for the rest of the process, and return `host:port`.
 
-    An origin of HTTP has what pages on disk lack: a page can't reach other files of the machine, and its storage is its
-    own.
+    Unlike files on disk, pages with an HTTP origin can't reach other files of the machine, and have their own storage.
     """
     server = _PageServer(("127.0.0.1", 0), partial(_Pages, directory=str(pages_folder())))
     threading.Thread(target=server.serve_forever, name="palestra-miniwob-pages", daemon=True).start()

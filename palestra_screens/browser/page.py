@@ -1,4 +1,4 @@
-"""`BrowserPage`: one page of one episode, in a context of its own, and what an agent sees of it."""
+"""`BrowserPage`: one page of one episode, in its own context, and the agent's views of it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _SNAPSHOT = files("palestra_screens.browser").joinpath("snapshot.js").read_text(
 
 
 class BrowserPage:
-    """A page in a context of its own, which no other episode shares.
+    """A page in its own context, isolated from other episodes.
 
-    Each operation has a time limit. What fails for another reason than the arguments of an action is kept in `failure`,
-    and every operation after it raises it again: a page that crashes, hangs or is closed is a forfeit, and a browser
-    that has died is a failure of its own.
+    Each operation has a time limit. A failure not caused by an action's arguments is stored in `failure`, and raised
+    again by every later operation: a page that crashes, hangs or is closed is a forfeit, and a dead browser is a
+    failure.
 
     Attributes:
         failure: why the page can't be used any more; None: it can.
@@ -48,10 +48,10 @@ class BrowserPage:
         max_chars: int,
         seconds: float,
     ) -> None:
-        """Take a page; `open_page` makes one.
+        """Take a page; `open_page` creates one.
 
         Args:
-            max_chars: a longer description is cut, and says so.
+            max_chars: longer descriptions are truncated, with a note.
         """
         self.page = page
         self._browser, self._context, self._view, self._max_chars, self._seconds = (
@@ -67,14 +67,14 @@ class BrowserPage:
         page.on("close", lambda _: self._note("the page was closed"))
 
     async def close(self) -> None:
-        """Close the page and its context, with all that they have stored."""
+        """Close the page and its context, with its stored data."""
         await close_context(self._context, self._seconds)
 
     async def describe(self, leave_out: str = "") -> str:
         """Return the page as text, in the form of `view`.
 
         Args:
-            leave_out: CSS selector of elements that are not described.
+            leave_out: CSS selector of elements to leave out.
 
         Raises:
             EpisodeForfeited: the page does not answer, has crashed or is closed.
@@ -91,7 +91,7 @@ class BrowserPage:
         return text or "(an empty page)"
 
     async def screenshot(self) -> bytes:
-        """Return what the page looks like, as PNG.
+        """Return a screenshot of the page, as PNG.
 
         Raises:
             EpisodeForfeited: the page does not answer, has crashed or is closed.
@@ -101,20 +101,19 @@ class BrowserPage:
         return await self.operate(lambda: self.page.screenshot(animations="disabled"))
 
     async def goto(self, url: str) -> None:
-        """Load a page and wait until its resources are there.
+        """Load a page with its resources.
 
         Raises:
-            EpisodeForfeited: the page can't be loaded, which is no forfeit before the first action.
+            EpisodeForfeited: the page can't be loaded, unless this is before the first action.
             EnvironmentFailed: the browser has died.
         """
         await self.operate(lambda: self.page.goto(url, timeout=0))
 
     async def evaluate(self, expression: str, argument: Any = None) -> Any:
-        """Return the value of JavaScript in the page, as JSON has it.
+        """Return the value of JavaScript in the page, as JSON.
 
         Args:
             expression: an expression, or a function of `argument`.
-            argument: a value that has a JSON form.
 
         Raises:
             EpisodeForfeited: the page does not answer, has crashed or is closed.
@@ -123,10 +122,10 @@ class BrowserPage:
         return await self.operate(lambda: self.page.evaluate(expression, argument))
 
     async def operate(self, operation: Callable[[], Awaitable[T]]) -> T:
-        """Return what an operation of playwright returns; again, where the page was replaced by another meanwhile.
+        """Return the result of an operation of playwright, repeated if the page was replaced meanwhile.
 
         Args:
-            operation: begins the operation; called several times at most.
+            operation: may be called several times.
 
         Raises:
             BadArguments: playwright knows no such key.
@@ -152,7 +151,7 @@ class BrowserPage:
         raise AssertionError("the last attempt returns or raises")
 
     async def _settle(self) -> None:
-        """Wait until what was done to the page can be seen: otherwise a fast agent sees another one than a slow one."""
+        """Wait until the effects of an action are visible, so that fast and slow agents see the same page."""
         await self.evaluate(_SETTLE, _SETTLE_MS)
 
     def _note(self, reason: str) -> None:
@@ -174,7 +173,7 @@ class BrowserPage:
         return found[0], found[1]
 
     async def element(self, ref: int | str) -> ElementHandle:
-        """Return an element by the number that the last description gave it."""
+        """Return an element by its number in the last description."""
         if str(ref).isdecimal():
             expression = "n => window.__palestra?.elements[n - 1]"
             found = await self.operate(lambda: self.page.evaluate_handle(expression, int(ref)))
@@ -194,15 +193,10 @@ async def open_page(
     """Open an empty page in a new context.
 
     Args:
-        browser: of the episode.
-        context: the context, which the page takes over: where no page can be opened, it is closed.
+        context: taken over; closed if no page can be opened.
         script: JavaScript that runs in each document before the page's own.
-        view: what the agent sees.
-        max_chars: a longer description is cut, and says so.
+        max_chars: longer descriptions are truncated, with a note.
         seconds: limit for one operation.
-
-    Raises:
-        EnvironmentFailed: the browser has died, or does not answer.
     """
     try:
         async with asyncio.timeout(seconds):
@@ -215,7 +209,7 @@ async def open_page(
 
 
 async def close_context(context: BrowserContext, seconds: float) -> None:
-    """Close a context with all that it has stored; where the browser is dead, that has happened already."""
+    """Close a context with its stored data; no effect if the browser is dead."""
     try:
         async with asyncio.timeout(seconds):
             await context.close()

@@ -27,11 +27,7 @@ _CHUNK = 65_536
 
 
 def check_desktop() -> None:
-    """Check that this machine has what a desktop needs, where a sandbox sees it.
-
-    Raises:
-        ConfigError: something is missing.
-    """
+    """Check that a sandbox on this machine has what a desktop needs."""
     missing = [name for name in ("Xvfb", "xdotool") if shutil.which(name, path="/usr/bin:/bin") is None]
     if not any(Path("/usr/lib").glob(_TKINTER)):
         missing.append("tkinter")
@@ -43,24 +39,25 @@ def check_desktop() -> None:
 
 
 class Display:
-    """A screen with a window on it. All that sees the screen runs in one sandbox, which ends with this process."""
+    """A screen with a window. Everything with access to the screen runs in one sandbox, which ends
+    with this process.
+    """
 
     def __init__(self, box: Sandbox, owned: Descriptors, *, requests: int, answers: int, size: tuple[int, int]) -> None:
-        """Take a screen that has been started; `start_display` starts one.
+        """Take a started screen; `start_display` starts one.
 
         Args:
-            box: where the screen, its window and xdotool run.
             requests: pipe for lines of JSON to the window's program.
             answers: pipe with its answers, a line each.
-            size: of the screen in pixels, wide and high.
+            size: of the screen in pixels, width and height.
         """
         self._box, self._owned, self._requests, self._answers, self._size = box, owned, requests, answers, size
 
     def check_alive(self) -> None:
-        """Check that the screen and the window are there.
+        """Check that the screen and the window are running.
 
         Raises:
-            EpisodeForfeited: one has ended, or the sandbox was ended by a limit.
+            EpisodeForfeited: one has ended, or a limit ended the sandbox.
             EnvironmentFailed: the sandbox was killed from outside.
         """
         if self._box.running:
@@ -76,7 +73,7 @@ class Display:
 
         Args:
             request: `{}` for the window's state, or one of its keys.
-            seconds: limit for the answer.
+            seconds: timeout.
 
         Raises:
             EpisodeForfeited: it does not answer, or has ended.
@@ -96,10 +93,10 @@ class Display:
         return found
 
     async def screenshot(self, seconds: float) -> bytes:
-        """Return what the screen shows, as PNG.
+        """Return a screenshot, as PNG.
 
         Args:
-            seconds: limit for the answer of the window's program.
+            seconds: timeout.
 
         Raises:
             EpisodeForfeited, EnvironmentFailed: see `ask`.
@@ -110,7 +107,7 @@ class Display:
             raise EpisodeForfeited(f"the screen has no picture: {error}") from error
 
     async def close(self) -> None:
-        """End the screen with all that sees it; nothing of it is left."""
+        """End the screen with everything that has access to it."""
         self._owned.close_all()
         await self._box.close()
 
@@ -129,11 +126,11 @@ async def start_display(window: Mapping[str, Any], size: tuple[int, int]) -> Dis
 
     Args:
         window: its description; see `window.py`.
-        size: of the screen in pixels, wide and high.
+        size: of the screen in pixels, width and height.
 
     Raises:
         ConfigError: Xvfb, or another program, is not installed.
-        EnvironmentFailed: no sandbox is started.
+        EnvironmentFailed: no sandbox can be started.
     """
     check_desktop()
     owned = Descriptors()
@@ -156,11 +153,11 @@ async def start_display(window: Mapping[str, Any], size: tuple[int, int]) -> Dis
 
 
 def png_of_xwd(dump: bytes, size: tuple[int, int]) -> bytes:
-    """Return a picture in the format of X's window dumps as PNG.
+    """Convert an X window dump to PNG.
 
     Args:
         dump: 32 bits a pixel, as Xvfb writes it at a depth of 24 bits.
-        size: of the picture in pixels, wide and high.
+        size: of the picture in pixels, width and height.
 
     Raises:
         struct.error: the dump is too short, or of another size.

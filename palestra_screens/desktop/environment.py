@@ -1,4 +1,4 @@
-"""Environment `desktop`: a window on a screen of its own, which an agent acts on with mouse and keyboard."""
+"""Environment `desktop`: a window on its own screen, which an agent controls with mouse and keyboard."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ KEYS = frozenset(
 
 
 class DesktopEnvironment(ActingEnvironment):
-    """A window with fields, boxes and buttons; the reward is 1 if the right button is pressed over the right contents.
+    """A window with fields, boxes and buttons; the reward is 1 if the right button is pressed with the right contents.
 
-    Each episode has a screen (Xvfb), a program with a window, and xdotool for the agent's actions, all in a sandbox of
-    its own. Pressing a button ends the episode.
+    Each episode has its own sandbox with a screen (Xvfb), a program with a window, and xdotool for the agent's actions.
+    Pressing a button ends the episode.
     """
 
     answers: ClassVar[bool] = False
@@ -45,13 +45,13 @@ class DesktopEnvironment(ActingEnvironment):
         max_steps: int = 10,
         timeout_seconds: float = 15.0,
     ) -> None:
-        """Create the environment; a screen is made for each episode.
+        """Create the environment; each episode gets a screen.
 
         Args:
-            observation: what the agent reads: `widgets`, the window's parts with their places, as a tree of
-                accessibility has them; `screenshot`, a picture of the screen.
+            observation: `widgets`, the window's parts with their positions, like an accessibility tree; `screenshot`, a
+                picture of the screen.
             actions: `tools`, tool calls; `text`, one line such as `click 40 20`.
-            max_steps: replies that the agent may make in an episode.
+            max_steps: limit of the agent's replies in an episode.
             timeout_seconds: limit for one action, and for one answer of the window.
 
         Raises:
@@ -105,7 +105,7 @@ class DesktopEnvironment(ActingEnvironment):
         return await self._xdotool("key", "--", "+".join((*sorted(held), name)))
 
     async def screenshot(self) -> bytes:
-        """Return what the screen shows now, as PNG.
+        """Return a screenshot, as PNG.
 
         Raises:
             EnvironmentFailed: there is no screen.
@@ -113,7 +113,7 @@ class DesktopEnvironment(ActingEnvironment):
         return await self._opened().screenshot(self._seconds)
 
     async def start(self, task: Mapping[str, Any]) -> str:
-        """Start a screen with the task's window, and return what the agent is to do."""
+        """Start a screen with the task's window, and return the agent's instructions."""
         await self.close()
         self._task, self._failure = task, None
         self._display = await start_display({key: task[key] for key in ("fields", "boxes", "buttons")}, SIZE)
@@ -121,7 +121,7 @@ class DesktopEnvironment(ActingEnvironment):
         return str(task["prompt"])
 
     async def observe(self) -> str | Picture:
-        """Return the window's parts, one a line, or what the screen shows."""
+        """Return the window's parts, one a line, or a screenshot."""
         if self._shows == "screenshot":
             return Picture.of(await self.screenshot())
         lines = []
@@ -131,13 +131,13 @@ class DesktopEnvironment(ActingEnvironment):
         return "\n".join(lines)
 
     async def progress(self, answer: str | None) -> Progress:
-        """Return 1 if the button that was pressed is the right one and the window held the right contents."""
+        """Return 1 if the right button was pressed while the window had the right contents."""
         state = await self._ask()
         found = {"pressed": state["pressed"], "values": state["values"]}
         return Progress(reward=float(found == self._task["expected"]), over=state["pressed"] is not None)
 
     def check_alive(self) -> None:
-        """Check that the screen and the window are there.
+        """Check that the screen and the window are running.
 
         Raises:
             EpisodeForfeited: one has ended, or does not answer.
@@ -162,7 +162,7 @@ class DesktopEnvironment(ActingEnvironment):
         return DONE
 
     async def _ask(self, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the answer of the window's program; without a request, what the window says of itself."""
+        """Return the answer of the window's program; without a request, the window's state."""
         self.check_alive()
         try:
             return await self._opened().ask(request or {}, self._seconds + 1)

@@ -14,19 +14,10 @@ _TEXTS = ("Ada", "Oslo", "Elm 4", "5550", "blue", "May 7", "Kim", "Lima", "Main 
 
 
 def desktop_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-    """Draw windows, and what is to be done in them. The splits share no seed.
+    """Draw windows with instructions. The splits share no seed.
 
-    Args:
-        split: the split to draw from.
-        count: number of tasks.
-        seed: other seeds draw other tasks of the same split.
-
-    Returns:
-        `count` distinct tasks with the keys `id`, `prompt`, `fields`, `boxes`, `buttons` (what the window has) and
-        `expected` (the button that is to be pressed, and what the window is to hold then).
-
-    Raises:
-        ConfigError: the split is unknown.
+    Keys: `id`, `prompt`, `fields`, `boxes`, `buttons` (the window's parts) and `expected` (the button to press, and the
+    window's contents then).
     """
     return draw_tasks(split, count, seed, _draw)
 

@@ -1,14 +1,14 @@
 """A program with one window: fields, boxes to tick, and buttons. Runs in a sandbox with its screen.
 
 Its first argument is a description of the window as JSON, its second the descriptor of its answers. It starts the
-screen, Xvfb, which draws in a file of the working folder. For each line of its input, a JSON object, it writes one line
-of JSON:
+screen, Xvfb, which draws into a file of the working folder. For each line of its input, a JSON object, it writes one
+line of JSON:
 
-{}: what is in the window, which button was pressed first, and what the fields held at that moment.
-{"xdotool": [arguments], "seconds": limit}: the exit code of xdotool, or null, and what it said.
-{"picture": true}: the screen in the format of X's window dumps, as base64.
+{}: the window's contents, which button was pressed first, and the fields at that moment. {"xdotool": [arguments],
+"seconds": limit}: the exit code of xdotool, or null, and its output. {"picture": true}: the screen as an X window dump,
+in base64.
 
-It imports nothing of Palestra, which the sandbox does not have.
+It imports nothing of Palestra, which is missing in the sandbox.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _start_screen(width: int, height: int) -> str:
 
 
 def _xdotool(arguments: list[str], seconds: float) -> dict[str, Any]:
-    """Run xdotool, and return its exit code, or None if it took too long, and what it said."""
+    """Run xdotool; return its exit code, or None after a timeout, and its output."""
     try:
         done = subprocess.run(["xdotool", *arguments], capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:

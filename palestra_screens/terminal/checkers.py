@@ -1,4 +1,4 @@
-"""How the tasks for a terminal are scored: by the answer, by the files that are left, or by what these do elsewhere."""
+"""Scores terminal tasks: by the answer, by the remaining files, or by running these in another sandbox."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ async def check(task: Mapping[str, Any], files: Files, answer: str) -> float:
     """Return 1.0 if a task is solved, else 0.0.
 
     Args:
-        task: the task, of `terminal_tasks` or of the same form.
-        files: files of the home folder after the end of all processes.
-        answer: what the agent handed in; "": nothing.
+        files: of the home folder after the end of all processes.
+        answer: the agent's; "": none.
 
     Raises:
-        InvalidEnvironment: the task has a kind that has no checker.
+        InvalidEnvironment: the task's kind has no checker.
         EnvironmentFailed: no sandbox could be started for the check.
     """
     kind = task.get("kind")
@@ -65,9 +64,9 @@ async def _right_values(expected: Mapping[str, Any], files: Files, answer: str) 
 
 
 async def _printed(command: Sequence[str], files: Files) -> bytes:
-    """Return what a program prints in a new sandbox with a copy of the files; nothing where these don't fit into one.
+    """Return a program's output in a new sandbox with a copy of the files; empty if these don't fit into one.
 
-    An agent makes such files, as with holes or with long names, and must not be able to have its episode played again.
+    An agent could create such files, with holes or long names, and must not gain a retry of its episode.
     """
     try:
         return await run_once(command, files, SandboxLimits(), seconds=_SECONDS)

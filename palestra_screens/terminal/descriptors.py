@@ -8,31 +8,34 @@ from typing import Self
 
 
 class Descriptors:
-    """Descriptors of a block. A number that is closed twice may be another file's by then, so each is forgotten."""
+    """Owned file descriptors.
+
+    A number closed twice may belong to another file by then, so each is forgotten when closed.
+    """
 
     def __init__(self) -> None:
         """Begin without any."""
         self._open: set[int] = set()
 
     def add(self, descriptor: int) -> int:
-        """Take over a descriptor and return it."""
+        """Take ownership of a descriptor and return it."""
         self._open.add(descriptor)
         return descriptor
 
     def pipe(self) -> tuple[int, int]:
-        """Return both ends of a new pipe, the reading one first."""
+        """Return both ends of a new pipe, the read end first."""
         reading, writing = os.pipe()
         return self.add(reading), self.add(writing)
 
     def filled_pipe(self, data: bytes) -> int:
-        """Return the reading end of a new pipe that has the data, and then ends; at most 4,096 bytes."""
+        """Return the read end of a new pipe with the data and an end; at most 4,096 bytes."""
         reading, writing = self.pipe()
         os.write(writing, data)
         self.close(writing)
         return reading
 
     def close(self, *descriptors: int) -> None:
-        """Close some of the descriptors now; those that are closed already are left alone."""
+        """Close some of the descriptors now; closed ones are ignored."""
         for descriptor in descriptors:
             if descriptor in self._open:
                 self._open.remove(descriptor)
@@ -53,7 +56,6 @@ async def read_pipe(descriptor: int, most: int = 10_000) -> bytes:
     """Read a pipe to its end, or its first bytes, without a thread that could not be stopped.
 
     Args:
-        descriptor: the reading end.
         most: number of bytes after which reading stops.
     """
     loop, found = asyncio.get_running_loop(), bytearray()

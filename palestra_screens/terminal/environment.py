@@ -1,4 +1,4 @@
-"""Environment `terminal`: small tasks in a shell, in a sandbox that has no network and keeps nothing."""
+"""Environment `terminal`: small tasks in a shell, in a temporary sandbox without network."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MAX_SECONDS = 60.0  # of one command
 class TerminalEnvironment(ActingEnvironment):
     """A task in a shell: the agent runs commands, and finishes with an answer.
 
-    Each episode has a sandbox of its own (`Sandbox`), which ends with it. All processes are killed before the task is
-    scored, from the files that are left and from the answer: 1 if the task is solved, else 0.
+    Each episode has its own sandbox (`Sandbox`). All processes are killed before the task is scored, from the remaining
+    files and the answer: 1 if the task is solved, else 0.
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class TerminalEnvironment(ActingEnvironment):
         disk_mib: int = 64,
         processes: int = 64,
     ) -> None:
-        """Create the environment; a sandbox is made for each episode.
+        """Create the environment; each episode gets a sandbox.
 
         Args:
             actions: `tools`, tool calls; `text`, one line such as `run ls`, which small models write more easily.
-            max_steps: replies that the agent may make in an episode.
-            command_seconds: how long the agent waits for a command, which then goes on in the background.
-            memory_mib: memory of all processes together, in MiB.
+            max_steps: limit of the agent's replies in an episode.
+            command_seconds: how long the agent waits for a command, which then continues in the background.
+            memory_mib: limit of all processes together, in MiB.
             disk_mib: size of the home folder in MiB; it is in memory.
-            processes: number of processes at the same time.
+            processes: limit of concurrent processes.
 
         Raises:
             ConfigError: bubblewrap, or a program that the tasks need, is not installed.
@@ -79,7 +79,7 @@ class TerminalEnvironment(ActingEnvironment):
         return await self._opened().keys(keys, 1.0) or DONE
 
     async def start(self, task: Mapping[str, Any]) -> str:
-        """Start a shell with the task's files, and return what the agent is to do."""
+        """Start a shell with the task's files, and return the agent's instructions."""
         await self.close()
         self._task = task
         files = {path: text.encode() for path, text in task["files"].items()}
@@ -89,7 +89,7 @@ class TerminalEnvironment(ActingEnvironment):
         return str(task["prompt"])
 
     async def observe(self) -> str:
-        """Return nothing: the results of the commands say it all."""
+        """Return "": the results of the commands are enough."""
         return ""
 
     async def progress(self, answer: str | None) -> Progress:
@@ -97,11 +97,11 @@ class TerminalEnvironment(ActingEnvironment):
         return Progress() if answer is None else Progress(reward=await self._score(answer), over=True)
 
     async def cut_off(self) -> float:
-        """Score the task as it was left, without an answer."""
+        """Score the task as it is, without an answer."""
         return await self._score("")
 
     def check_alive(self) -> None:
-        """Check that nothing from outside has ended the sandbox.
+        """Check that the sandbox was not ended from outside.
 
         Raises:
             EnvironmentFailed: bubblewrap was killed.
@@ -109,7 +109,7 @@ class TerminalEnvironment(ActingEnvironment):
         self._opened().check_alive()
 
     async def close(self) -> None:
-        """Kill what still runs, and give up the sandbox."""
+        """Kill running processes, and remove the sandbox."""
         if (shell := self._shell) is not None:
             self._shell = None
             await shell.close()

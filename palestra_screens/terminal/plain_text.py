@@ -1,4 +1,4 @@
-"""What a program wrote to a terminal, as plain text: the beginning and the end of it, without escape sequences."""
+"""Converts a program's terminal output to plain text: its beginning and end, without escape sequences."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)
 
 
 def plain_text(written: str) -> str:
-    """Return what stays of a terminal's output when colours, titles and moves of the cursor are left out.
+    """Return a terminal's output without colours, titles and cursor movements.
 
-    A carriage return begins its line again, as progress bars do, and a backspace takes a character away. Every other
-    control character is replaced by a picture of itself.
+    A carriage return restarts its line, as for progress bars, and a backspace removes a character. Other control
+    characters are replaced by their control pictures.
     """
     text = _ESCAPES.sub("", written).replace("\r\n", "\n")
     text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
@@ -22,7 +22,7 @@ def plain_text(written: str) -> str:
 
 
 def _without_backspaces(text: str) -> str:
-    """Return text in which each backspace has taken the character before it away, unless that ends a line."""
+    """Apply each backspace to the character before it, unless that ends a line."""
     kept: list[str] = []
     for character in text:
         if character == "\b" and kept and kept[-1] not in "\n\b":
@@ -33,19 +33,19 @@ def _without_backspaces(text: str) -> str:
 
 
 class Output:
-    """Bytes of a program of which only the beginning and the end are kept, however many there are."""
+    """The beginning and the end of a program's output, however long it is."""
 
     def __init__(self, most: int) -> None:
-        """Begin without any.
+        """Begin empty.
 
         Args:
-            most: number of bytes that are kept of the beginning, and again of the end.
+            most: number of bytes to keep of the beginning, and of the end.
         """
         self._most = most
         self._head, self._tail, self._count = bytearray(), bytearray(), 0
 
     def add(self, chunk: bytes) -> None:
-        """Add what the program wrote next."""
+        """Add further output."""
         self._count += len(chunk)
         room = self._most - len(self._head)
         self._head += chunk[:room]
@@ -54,7 +54,7 @@ class Output:
             del self._tail[: -self._most]
 
     def take(self) -> str:
-        """Return the output as plain text, which says how much is missing, and begin anew."""
+        """Return the output as plain text, with the number of missing bytes, and begin again."""
         head, tail, count = bytes(self._head), bytes(self._tail[-self._most :]), self._count
         self._head, self._tail, self._count = bytearray(), bytearray(), 0
         missing = count - len(head) - len(tail)

@@ -14,17 +14,14 @@ _NOBODY = 65534  # the limit of processes does not hold for root, so root's sand
 
 
 class Program:
-    """A running process of this one.
+    """A running child process.
 
-    Not a process of asyncio: jobs run on uvloop, which knows no `user`, and passes on every descriptor of the job that
-    is inheritable.
-
-    Attributes:
-        pid: process id.
+    asyncio's processes can't be used: jobs run on uvloop, which does not support `user`, and passes on every
+    inheritable descriptor of the job.
     """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        """Take a process that has been started; `Program.start` starts one."""
+        """Take a started process; `Program.start` starts one."""
         self._process = process
         self.pid = process.pid
         self._loop = asyncio.get_running_loop()
@@ -47,17 +44,13 @@ class Program:
         pass_fds: Iterable[int],
         variables: Mapping[str, str],
     ) -> Self:
-        """Start a program in a session of its own; if this process is root's, as the user `nobody`.
+        """Start a program in its own session; if this process is root's, as the user `nobody`.
 
         Args:
-            command: the program, with its arguments.
-            stdin: descriptor that the program reads from.
-            stdout: descriptor that the program writes to, errors as well.
-            pass_fds: the other descriptors that the program has.
+            stdin: descriptor for input.
+            stdout: descriptor for output and errors.
+            pass_fds: the program's other descriptors.
             variables: all of its environment variables.
-
-        Raises:
-            OSError: it can't be started.
         """
         as_root = os.geteuid() == 0
         return cls(
@@ -81,7 +74,7 @@ class Program:
         return self._process.returncode if self._end.done() else None
 
     def kill(self) -> None:
-        """Kill the process; one that has ended is left alone."""
+        """Kill the process, unless it has ended."""
         self._process.kill()
 
     async def wait(self) -> int:

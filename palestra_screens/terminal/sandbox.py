@@ -39,7 +39,7 @@ _BEGIN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxLimits:
-    """What the processes of a sandbox may use."""
+    """Resource limits of a sandbox's processes."""
 
     memory_mib: int = 512  # resident memory of all processes together
     disk_mib: int = 64  # of the home folder, and again of /tmp; both are in memory
@@ -50,27 +50,26 @@ class SandboxLimits:
 
 
 class UnfitFiles(EnvironmentFailed):
-    """The files have no room in a home folder, or names that no folder can have."""
+    """The files do not fit into a home folder, or have invalid names."""
 
 
 class Sandbox:
-    """A running program that can reach nothing: no network, no files of the machine but programs, read-only.
+    """A running program without access to the network and to the machine's files, except for read-only programs.
 
-    Files go in before the program starts, and are read after all processes have ended, through a descriptor of the home
-    folder and without following links: nothing that ran there can answer for them, or lead out of the folder.
+    Files are copied in before the program starts, and read after all processes have ended, through a descriptor of the
+    home folder and without following links: programs in the sandbox can neither fake them nor lead out of the folder.
 
     Attributes:
         process: bubblewrap's process on the machine.
-        ended_for: why the sandbox was ended by a limit; None: it was not.
+        ended_for: limit that ended the sandbox; None: it was not ended.
     """
 
     def __init__(self, process: Program, init: int, home: int, limits: SandboxLimits) -> None:
-        """Take a program that has been started; `start_sandbox` starts one.
+        """Take a started program; `start_sandbox` starts one.
 
         Args:
-            init: process id, on the machine, of the first process in the sandbox.
-            home: descriptor of the home folder, which the sandbox takes over.
-            limits: what the processes may use.
+            init: pid, on the machine, of the first process in the sandbox.
+            home: descriptor of the home folder, taken over by the sandbox.
         """
         self.process = process
         self.ended_for: str | None = None
@@ -83,7 +82,7 @@ class Sandbox:
         return self.process.returncode is None
 
     async def end(self) -> None:
-        """Kill all processes and wait until they are gone; the files can still be read."""
+        """Kill all processes and wait for their end; the files can still be read."""
         self._watching.cancel()
         if self.running:
             # The first process of a namespace of processes takes all others with it.
@@ -97,17 +96,17 @@ class Sandbox:
                 await self.process.wait()
 
     async def close(self) -> None:
-        """Kill all processes, and give up the files."""
+        """Kill all processes, and remove the files."""
         await self.end()
         if self._home >= 0:
             os.close(self._home)
             self._home = -1
 
     async def read_files(self) -> dict[str, bytes]:
-        """Return the regular files of the home folder by their paths in it; call `end` before.
+        """Return the regular files of the home folder by their relative paths; call `end` before.
 
         Raises:
-            EnvironmentFailed: a process still runs, or the files were given up.
+            EnvironmentFailed: a process still runs, or the files were removed.
         """
         if self.running or self._home < 0:
             raise EnvironmentFailed("the files of a sandbox are read between `end` and `close`")
@@ -129,7 +128,7 @@ class Sandbox:
             await asyncio.sleep(_WATCH_SECONDS)
 
     def _folders(self) -> Iterator[os.statvfs_result]:
-        """Give the file systems at which a process can write; none once there is no process."""
+        """Yield the file systems that a process can write to; empty without a process."""
         for folder in (HOME, "/tmp", "/dev/shm"):
             with contextlib.suppress(OSError):
                 yield os.statvfs(f"/proc/{self._init}/root{folder}")
@@ -150,20 +149,19 @@ async def start_sandbox(
     stdout: int,
     pass_fds: Iterable[int] = (),
 ) -> Sandbox:
-    """Start a program in a sandbox of its own.
+    """Start a program in its own sandbox.
 
     Args:
-        command: the program, with its arguments; its folder is the home folder.
-        files: files of the home folder by their paths in it.
-        limits: what the processes may use.
-        stdin: descriptor that the program reads from.
-        stdout: descriptor that the program writes to, errors as well.
-        pass_fds: more descriptors that the program has.
+        command: with its arguments; its working folder is the home folder.
+        files: of the home folder by relative path.
+        stdin: descriptor for input.
+        stdout: descriptor for output and errors.
+        pass_fds: the program's other descriptors.
 
     Raises:
         ConfigError: bubblewrap is not installed.
-        EnvironmentFailed: bubblewrap can't make namespaces here, or the program was not started; `UnfitFiles` where
-            that is due to the files.
+        EnvironmentFailed: bubblewrap can't create namespaces here, or the program was not started; `UnfitFiles` if the
+            files are the reason.
     """
     check_sandbox()
     with Descriptors() as ours:
@@ -209,17 +207,11 @@ async def run_once(
     seconds: float,
     max_bytes: int = 100_000,
 ) -> bytes:
-    """Run a program in a new sandbox and return the beginning of what it wrote; one that takes too long is killed.
+    """Run a program in a new sandbox with a timeout, and return the beginning of its output.
 
     Args:
-        command: the program, with its arguments.
-        files: files of the home folder by their paths in it.
-        limits: what the processes may use.
-        seconds: limit for the program.
-        max_bytes: of the output that is returned; a program that writes more is killed.
-
-    Raises:
-        ConfigError, EnvironmentFailed: see `start_sandbox`.
+        seconds: timeout, after which it is killed.
+        max_bytes: limit of the output; a program that writes more is killed.
     """
     with Descriptors() as ours:
         output, written = ours.pipe()
@@ -233,11 +225,7 @@ async def run_once(
 
 
 def check_sandbox() -> None:
-    """Check that this machine has bubblewrap, and the programs that tasks need where a sandbox sees them.
-
-    Raises:
-        ConfigError: one is missing.
-    """
+    """Check that this machine has bubblewrap, and that a sandbox has the tasks' programs."""
     missing = [name for name in ("bwrap", "bash", "git", "python3") if shutil.which(name, path="/usr/bin:/bin") is None]
     if not sys.platform.startswith("linux") or missing:
         raise ConfigError(
@@ -293,10 +281,10 @@ def _archive(files: Mapping[str, bytes]) -> int:
 
 
 def _files(home: int, limits: SandboxLimits) -> dict[str, bytes]:
-    """Return the regular files below a folder, by its descriptor, without following any link.
+    """Return the regular files below a folder's descriptor, without following links.
 
-    Left out is what a program can make to harm its reader: files that can't be read, folders deeper than `_MAX_DEPTH`,
-    and what is beyond the limits of files and bytes, as files with holes may be.
+    Files that could harm the reader are left out: unreadable ones, folders deeper than `_MAX_DEPTH`, and those beyond
+    the limits of files and bytes, such as files with holes.
     """
     found: dict[str, bytes] = {}
     room = limits.disk_mib * _MIB
@@ -351,7 +339,7 @@ def _resident(process: int) -> int:
 
 
 def own_memory(processes: Iterable[int]) -> int:
-    """Return the memory of processes together in bytes, without files, which programs have in common."""
+    """Return the memory of processes together in bytes, without mapped files, which programs share."""
     total = 0
     for one in processes:
         with (
@@ -363,7 +351,7 @@ def own_memory(processes: Iterable[int]) -> int:
 
 
 def family_of(process: int) -> Iterator[int]:
-    """Give a process and all below it."""
+    """Yield a process and its descendants."""
     waiting = [process]
     while waiting:
         one = waiting.pop()

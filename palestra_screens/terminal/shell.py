@@ -1,4 +1,4 @@
-"""`Shell`: bash on a pseudo-terminal in a sandbox, which runs one command after another."""
+"""`Shell`: bash on a pseudo-terminal in a sandbox, for one command after another."""
 
 from __future__ import annotations
 
@@ -28,21 +28,17 @@ MAX_COMMAND = 8000  # characters of a command: it has to fit into a pipe
 
 
 class Shell:
-    """A shell in a sandbox. What the agent does to it, such as `exit`, ends it; that is no failure.
-
-    Attributes:
-        sandbox: the sandbox, whose files can be read after its end.
-    """
+    """A shell in a sandbox. An agent's action that ends it, such as `exit`, is not a failure."""
 
     def __init__(
         self, sandbox: Sandbox, owned: Descriptors, *, terminal: int, status: int, commands: int, take: str
     ) -> None:
-        """Take a shell that has been started; `start_shell` starts one.
+        """Take a started shell; `start_shell` starts one.
 
         Args:
             status: pipe with the exit code of each command.
-            commands: pipe from which the shell takes its commands.
-            take: what is typed to make it take one.
+            commands: pipe from which the shell reads commands.
+            take: typed text that makes it read one.
         """
         self.sandbox = sandbox
         self._owned, self._terminal, self._status, self._commands = owned, terminal, status, commands
@@ -55,14 +51,14 @@ class Shell:
             os.set_blocking(descriptor, False)
 
     async def run(self, command: str, seconds: float) -> str:
-        """Run a command and return what it wrote, with its exit code if that is not 0.
+        """Run a command and return its output, with its exit code if that is not 0.
 
         Args:
             command: any number of lines for bash.
-            seconds: how long to wait for its end; it goes on afterwards.
+            seconds: how long to wait for its end; it continues afterwards.
 
         Raises:
-            BadArguments: the command before has not ended, or the shell does not take commands any more.
+            BadArguments: the previous command has not ended, or the shell accepts no commands any more.
         """
         if not self.sandbox.running:
             return self._ending()
@@ -74,7 +70,7 @@ class Shell:
         return await self._wait(seconds)
 
     async def keys(self, keys: str, seconds: float) -> str:
-        """Send keys to the program that runs, and return what it wrote.
+        """Send keys to the running program, and return its output.
 
         Args:
             keys: a name (`Enter`, `C-c`, `Up`), or text.
@@ -88,11 +84,7 @@ class Shell:
         return await self._wait(seconds)
 
     async def started(self) -> None:
-        """Wait until bash takes commands.
-
-        Raises:
-            EnvironmentFailed: it does not.
-        """
+        """Wait until bash accepts commands."""
         said = await self._wait(_START_SECONDS)
         if self._busy or not self.sandbox.running:
             raise EnvironmentFailed(f"bash did not start in its sandbox: {said}")
@@ -106,22 +98,18 @@ class Shell:
         await self.sandbox.end()
 
     async def close(self) -> None:
-        """Kill everything in the sandbox, and give up its files."""
+        """Kill everything in the sandbox, and remove its files."""
         await self.end()
         await self.sandbox.close()
 
     def check_alive(self) -> None:
-        """Check that nothing from outside has ended the sandbox.
-
-        Raises:
-            EnvironmentFailed: bubblewrap itself was killed by a signal.
-        """
+        """Check that the sandbox was not ended from outside."""
         code = self.sandbox.process.returncode
         if code is not None and code < 0 and not self._ended:
             raise EnvironmentFailed(f"the sandbox was killed from outside, by signal {-code}")
 
     async def _wait(self, seconds: float) -> str:
-        """Wait for the end of the command, or of the shell, and return what was written."""
+        """Wait for the end of the command, or of the shell, and return the output."""
         self._unread = _MAX_BYTES
         for descriptor, take in self._sources.items():
             asyncio.get_running_loop().add_reader(descriptor, take, descriptor)
@@ -138,14 +126,14 @@ class Shell:
         return f"{text}\n{state}".strip("\n")
 
     async def _quiet(self) -> None:
-        """Wait until the terminal brings no more: the kernel hands on what was written a little later."""
+        """Wait until the terminal has no more output: the kernel delivers it with a delay."""
         end, unread = time.monotonic() + 1, None
         while unread != self._unread and time.monotonic() < end:
             unread = self._unread
             await asyncio.sleep(_QUIET_SECONDS)
 
     def _state(self) -> str:
-        """Return how the shell stands, in words; "": it has ended its command, whose exit code was 0."""
+        """Describe the shell's state; "": its command has ended with exit code 0."""
         if not self.sandbox.running:
             return self._ending()
         if self._busy:
@@ -158,10 +146,10 @@ class Shell:
         return "(the terminal has ended" + (f": {reason})" if reason else ")")
 
     def _hand_over(self, command: bytes) -> None:
-        """Put a command into the pipe for the shell.
+        """Write a command into the pipe for the shell.
 
-        Any program in the sandbox can say that a command has ended, or make the pipe smaller: a pipe that is still
-        full must not keep this process waiting.
+        Any program in the sandbox can fake a command's end, or shrink the pipe: a full pipe must not block this
+        process.
         """
         try:
             taken = os.write(self._commands, command)
@@ -195,7 +183,7 @@ class Shell:
         self._took(descriptor, chunk)
 
     def _took(self, descriptor: int, chunk: bytes) -> None:
-        """Count what was read, and stop where that is the end or too much."""
+        """Count what was read, and stop at the end or at the limit."""
         self._unread -= len(chunk)
         if self._unread <= 0:
             self._stop_reading()
@@ -210,14 +198,13 @@ class Shell:
 
 
 async def start_shell(files: Mapping[str, bytes], limits: SandboxLimits) -> Shell:
-    """Start bash on a pseudo-terminal in a new sandbox, and wait until it takes commands.
+    """Start bash on a pseudo-terminal in a new sandbox, and wait until it accepts commands.
 
-    A command comes through a pipe and not through the terminal, in which a line can't be longer than 4,096 bytes and an
-    open quote would keep bash waiting. Its exit code comes back through another pipe.
+    Commands come through a pipe instead of the terminal, where a line can't exceed 4,096 bytes and an open quote would
+    block bash. Exit codes come back through another pipe.
 
     Args:
-        files: files of the home folder by their paths in it.
-        limits: what the processes may use.
+        files: of the home folder by relative path.
 
     Raises:
         ConfigError, EnvironmentFailed: see `start_sandbox`.
@@ -248,7 +235,7 @@ async def start_shell(files: Mapping[str, bytes], limits: SandboxLimits) -> Shel
 
 
 def _make_plain(terminal: int) -> None:
-    """Give a terminal 24 lines of 80 columns, and let it repeat nothing that is typed."""
+    """Give a terminal 24 lines of 80 columns, without echo."""
     termios.tcsetwinsize(terminal, (24, 80))
     modes = termios.tcgetattr(terminal)
     modes[3] &= ~termios.ECHO

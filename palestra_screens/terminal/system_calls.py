@@ -1,4 +1,4 @@
-"""The filter of system calls of a sandbox, which refuses those that lead out of its namespaces or past its limits."""
+"""The system call filter of a sandbox, which refuses calls that escape its namespaces or limits."""
 
 from __future__ import annotations
 

@@ -19,17 +19,8 @@ Task = dict[str, Any]
 def terminal_tasks(split: Split, count: int, seed: int) -> list[Task]:
     """Draw tasks of all kinds in `KINDS`, each with the same probability. The splits share no seed.
 
-    Args:
-        split: the split to draw from.
-        count: number of tasks.
-        seed: other seeds draw other tasks of the same split.
-
-    Returns:
-        `count` distinct tasks with the keys `id`, `kind`, `prompt`, `files` (text by path), `begin` (a command that is
-        run first, as the agent) and `expected` (what the kind's checker compares with; the agent doesn't see it).
-
-    Raises:
-        ConfigError: the split is unknown.
+    Keys: `id`, `kind`, `prompt`, `files` (text by path), `begin` (a command run first, as the agent) and `expected`
+    (for the kind's checker; hidden from the agent).
     """
     return draw_tasks(split, count, seed, _draw)
 
@@ -41,7 +32,7 @@ def _draw(source: random.Random) -> Task:
 
 
 def _find(source: random.Random) -> Task:
-    """Make a folder of notes, of which one has a word."""
+    """Create a folder of notes, one of which has a word."""
     word, *others = source.sample(_WORDS, 8)
     names = [(source.choice(others), source.choice(_WORDS), source.randrange(100)) for _ in range(12)]
     paths = sorted({f"notes/{folder}/{name}{number}.txt" for folder, name, number in names})
@@ -53,7 +44,7 @@ def _find(source: random.Random) -> Task:
 
 
 def _count(source: random.Random) -> Task:
-    """Make a log, and ask how many of its lines have a level."""
+    """Create a log, and ask for the number of its lines with a level."""
     level = source.choice(_LEVELS)
     lines = [f"{source.choice(_LEVELS)} {source.choice(_WORDS)}" for _ in range(source.randint(40, 90))]
     count = sum(line.startswith(f"{level} ") for line in lines)
@@ -62,7 +53,7 @@ def _count(source: random.Random) -> Task:
 
 
 def _edit(source: random.Random) -> Task:
-    """Make a file of settings, one of which is to be changed."""
+    """Create a file of settings, one of which is to be changed."""
     names = source.sample(_WORDS, 6)
     values = {name: source.randrange(1000) for name in names}
     name, value = source.choice(names), source.randrange(1000, 2000)
@@ -77,7 +68,7 @@ def _edit(source: random.Random) -> Task:
 
 
 def _git(source: random.Random) -> Task:
-    """Make a repository, in which a file is to be committed on a new branch."""
+    """Create a repository, in which a file is to be committed on a new branch."""
     branch, name, word = source.sample(_WORDS, 3)
     prompt = (
         f"In the git repository of this folder, make a branch {branch} and commit a new file {name}.txt on it, which "

@@ -26,13 +26,13 @@ FIRST_USER = "admin"
 
 
 class Administration:
-    """The operations of the account routes.
+    """Operations of the account routes.
 
-    Every method except `first_start` and `recover` checks whether `by` may do it, and raises Forbidden if not.
+    Every method except `first_start` and `recover` checks the permission of `by`, and raises Forbidden.
     """
 
     def __init__(self, store: ControlStore, identities: Identities) -> None:
-        """Administer the accounts of a store; `identities` forgets the keys that a change concerns."""
+        """Administer the accounts of a store; `identities` drops keys that a change concerns."""
         self._store, self._identities = store, identities
 
     async def first_start(self) -> NewKey | None:
@@ -51,17 +51,14 @@ class Administration:
         return key if await self._store.write(work) else None
 
     async def first_admin_is_unused(self) -> bool:
-        """Return whether no key of the first admin was ever used, perhaps because nobody has seen one."""
+        """Return whether no key of the first admin was ever used, perhaps because it was never seen."""
         keys = await self._store.read(lambda c: accounts.keys_of(c, OPERATOR_TENANT, FIRST_USER))
         return all(key.last_used_at is None for key in keys)
 
     async def recover(self) -> NewKey:
-        """Return a new key of the first admin, for an operator who has lost all keys. Creates the admin if needed.
+        """Return a new key of the first admin, created if necessary, for an operator who has lost all keys.
 
-        Needs access to the control store.
-
-        Raises:
-            NotFound: that user was removed.
+        This needs access to the control store.
         """
         key = self._new_key(OPERATOR_TENANT, FIRST_USER, "recovery")
 
@@ -76,11 +73,7 @@ class Administration:
         return await self._write_key(key, work)
 
     async def admin_key(self, by: Identity, tenant: str) -> NewKey:
-        """Make a key of an admin of a tenant, for the operator. It is the first admin, or else the oldest one.
-
-        Raises:
-            NotFound: there is no such tenant.
-        """
+        """Create a key of a tenant's admin, for the operator: the first admin, or else the oldest one."""
         by.require(Action.TENANT_CHANGE)
         _check_known(tenant, "tenant")
         users = await self._store.read(lambda c: accounts.users_of(c, tenant))
@@ -98,30 +91,23 @@ class Administration:
         return await self._write_key(key, work)
 
     async def tenants(self, by: Identity) -> dict[str, Quota]:
-        """Return all tenants by name, with their quotas."""
+        """Return the quotas of all tenants by name."""
         by.require(Action.TENANT_LIST)
         found = await self._store.read(decisions.quotas_of_all)
         return {name: quota or Quota() for name, quota in found.items()}
 
     async def add_tenant(self, by: Identity, name: str) -> NewKey:
-        """Add a tenant with one admin, and return the admin's key.
-
-        Raises:
-            Conflict: there is a tenant of this name.
-        """
+        """Add a tenant with one admin, and return the admin's key."""
         by.require(Action.TENANT_ADD)
         check_identifier(name, "tenant")
         key = self._new_key(name, FIRST_USER, "first")
         return await self._write_key(key, self._logged(by, Action.TENANT_ADD, name, lambda c: _found(c, key)))
 
     async def change_quota(self, by: Identity, tenant: str, changes: Mapping[str, float | None]) -> Quota:
-        """Change what a tenant may hold, and return the whole quota. Running jobs are not stopped.
+        """Change a tenant's quota, and return it. Running jobs continue.
 
         Args:
-            changes: amounts by the names of `Quota`; None: as much as there is. Amounts that are not named stay.
-
-        Raises:
-            NotFound: there is no such tenant.
+            changes: amounts by the names of `Quota`; None: unlimited. Others are unchanged.
         """
         by.require(Action.TENANT_CHANGE)
         _check_known(tenant, "tenant")
@@ -139,7 +125,7 @@ class Administration:
         return await self._store.read(lambda c: decisions.are_private(c, by.tenant))
 
     async def set_private(self, by: Identity, on: bool) -> None:
-        """Set whether jobs of `by`'s tenant that are submitted from now on are private by default."""
+        """Set whether later jobs of `by`'s tenant are private by default."""
         action = Action.TENANT_SET_PRIVATE
         by.require(action)
         await self._store.write(
@@ -147,14 +133,14 @@ class Administration:
         )
 
     async def drain(self, by: Identity, on: bool) -> None:
-        """Stop starting jobs, also after a restart; with `on` False, start jobs again."""
+        """Stop starting jobs, persistently; with `on` False, resume."""
         action = Action.CLUSTER_DRAIN
         by.require(action)
         work = self._logged(by, action, "on" if on else "off", lambda c: decisions.set_draining(c, on))
         await self._store.write(work, lambda _: self._store.changed.notify())
 
     async def users(self, by: Identity) -> list[UserRecord]:
-        """Return all users of the caller's tenant, also those who were removed."""
+        """Return all users of the caller's tenant, including removed ones."""
         by.require(Action.USER_LIST)
         return await self._store.read(lambda c: accounts.users_of(c, by.tenant))
 
@@ -162,7 +148,7 @@ class Administration:
         """Add a user, and return the user's first key.
 
         Raises:
-            Conflict: there is, or was, a user of this name.
+            Conflict: the name is or was in use.
         """
         by.require(Action.USER_ADD)
         check_identifier(name, "user")
@@ -175,10 +161,9 @@ class Administration:
         return await self._write_key(key, self._logged(by, Action.USER_ADD, f"{name} as {role}", work))
 
     async def change_role(self, by: Identity, name: str, role: Role) -> None:
-        """Give a user another role, which applies immediately.
+        """Change a user's role immediately.
 
         Raises:
-            NotFound: there is no such user.
             Conflict: the tenant would have no admin.
         """
         action = Action.USER_CHANGE
@@ -188,10 +173,9 @@ class Administration:
         await self._store.write(work, lambda _: self._identities.forget(by.tenant, name))
 
     async def remove_user(self, by: Identity, name: str) -> None:
-        """Remove a user; the user's keys are revoked immediately.
+        """Remove a user and revoke the user's keys immediately.
 
         Raises:
-            NotFound: there is no such user.
             Conflict: the tenant would have no admin.
         """
         by.require(Action.USER_REMOVE)
@@ -210,7 +194,7 @@ class Administration:
         await self._store.write(work, lambda _: self._identities.forget(by.tenant, name))
 
     async def keys(self, by: Identity, user: str | None = None) -> list[KeyRecord]:
-        """Return the keys of a user; None: of the caller."""
+        """Return the keys of a user; None: the caller's."""
         name = by.user if user is None else user
         by.require(Action.KEY_LIST, name)
         _check_known(name, "user")
@@ -224,15 +208,12 @@ class Administration:
         lifetime_seconds: float | None = None,
         limits: Mapping[str, Any] | None = None,
     ) -> NewKey:
-        """Make a key of a user.
+        """Create a key of a user.
 
         Args:
-            user: to whom the key will belong; None: the caller.
-            lifetime_seconds: until the key expires; None: it does not.
-            limits: by the names of `KeyLimits`; only an admin may set them. Those that are not named are the caller's.
-
-        Raises:
-            NotFound: there is no such user.
+            user: None: the caller.
+            lifetime_seconds: None: it does not expire.
+            limits: by the names of `KeyLimits`; only an admin may set them. Others are the caller's.
         """
         name = by.user if user is None else user
         by.require(Action.KEY_MAKE, name)
@@ -248,22 +229,14 @@ class Administration:
         return await self._write_key(key, self._logged(by, Action.KEY_MAKE, target, lambda c: _add(c, key)))
 
     async def revoke_key(self, by: Identity, key_id: str) -> None:
-        """Revoke a key immediately, so that it opens nothing any more.
-
-        Raises:
-            NotFound: there is no such key in the tenant.
-        """
+        """Revoke a key immediately."""
         action = Action.KEY_REVOKE
         key, now = await self._key(by, action, key_id), self._store.clock.now()
         work = self._logged(by, action, f"{key_id} of {key.user}", lambda c: accounts.revoke_key(c, key_id, now))
         await self._store.write(work, lambda _: self._identities.forget(key.tenant, key.user))
 
     async def rotate_key(self, by: Identity, key_id: str) -> NewKey:
-        """Make a new key like an old one, with the same lifetime, and revoke the old one.
-
-        Raises:
-            NotFound: there is no such key in the tenant, or it has expired or was revoked.
-        """
+        """Replace a key by a new one with the same lifetime."""
         old, now = await self._key(by, Action.KEY_ROTATE, key_id), self._identities.expiry.now()
         lifetime = None if old.expires_at is None else old.expires_at - old.created_at
         key = self._new_key(old.tenant, old.user, old.label, lifetime, old.limits)
@@ -279,7 +252,7 @@ class Administration:
         return await self._write_key(key, self._logged(by, Action.KEY_ROTATE, target, work))
 
     async def _write_key(self, key: NewKey, work: Callable[[Connection], None]) -> NewKey:
-        """Run an operation that stores a new key, once: a commit whose answer was lost is recognised by the key."""
+        """Execute an operation that stores a new key, once: a commit without an answer is recognised by the key."""
 
         def once(connection: Connection) -> None:
             if not _is_stored(connection, key):
@@ -289,7 +262,7 @@ class Administration:
         return key
 
     async def _key(self, by: Identity, action: Action, key_id: str) -> KeyRecord:
-        """Return a key to which the caller may do `action`. A key that the caller may not see is not found."""
+        """Return a key on which the caller may do `action`. An invisible key is not found."""
         by.require(action)
         if not (key_id.isascii() and key_id.isalnum() and len(key_id) <= 64):
             raise NotFound("there is no such key")
@@ -325,7 +298,7 @@ class Administration:
     def _logged(
         self, by: Identity, action: Action, target: str, work: Callable[[Connection], T]
     ) -> Callable[[Connection], T]:
-        """Return an operation that also appends what it does to the audit log of the caller's tenant."""
+        """Return an operation that also appends to the audit log of the caller's tenant."""
 
         def both(connection: Connection) -> T:
             result = work(connection)

@@ -24,13 +24,10 @@ UNKNOWN = "this key is not known; it may have been revoked"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The sender of a request, with the rights of the key that was used.
+    """The sender of a request, with the rights of its key.
 
     Attributes:
-        tenant: the user's.
-        user: by name.
-        role: of the user.
-        key_id: None: keys are turned off, which is only for a server on this machine alone.
+        key_id: None: keys are disabled, which is only allowed for a server on this machine.
         limits: of the key.
     """
 
@@ -41,10 +38,10 @@ class Identity:
     limits: KeyLimits
 
     def may(self, action: Action, owner: str | None = None) -> bool:
-        """Return whether an action is allowed. A private job also has to be seen: `sees`.
+        """Return whether an action is allowed; a private job must also be visible (`sees`).
 
         Args:
-            owner: to whom the object of the action belongs; None: to no user in particular, or to the sender.
+            owner: of the action's object; None: the sender or no particular user.
         """
         if action in OPERATOR and self.tenant != OPERATOR_TENANT:
             return False
@@ -55,17 +52,13 @@ class Identity:
         return owner == self.user or self.role is Role.ADMIN
 
     def require(self, action: Action, owner: str | None = None) -> None:
-        """Refuse an action that `may` does not allow.
-
-        Raises:
-            Forbidden: the action is not allowed.
-        """
+        """Raise Forbidden unless an action is allowed."""
         if not self.may(action, owner):
             raise Forbidden(f"a {self.role} may not do {action}" + (" to what is another user's" if owner else ""))
 
 
 def local_operator() -> Identity:
-    """Return the identity of every sender where keys are turned off, on a server that no one else can reach."""
+    """Return the identity of all senders of a server without keys, which only this machine can reach."""
     return Identity(
         tenant=OPERATOR_TENANT,
         user="admin",
@@ -76,12 +69,12 @@ def local_operator() -> Identity:
 
 
 class Identities:
-    """Looks keys up, and remembers them until they are changed.
+    """Looks up keys, with a cache.
 
-    The memory is never stale, because all changes go through this process: only it has the control store.
+    The cache is never stale, because only this process has the control store.
 
     Attributes:
-        expiry: the clock by which keys expire.
+        expiry: clock for the expiry of keys.
     """
 
     def __init__(self, store: ControlStore) -> None:
@@ -93,12 +86,7 @@ class Identities:
         self._touching: set[asyncio.Task[None]] = set()
 
     async def authenticate(self, secret: str | None) -> Identity:
-        """Return the identity to which a key belongs.
-
-        Raises:
-            Unauthorized: the key opens nothing. The message is always the same, unless the key is right and has
-                expired, so that it tells an attacker nothing.
-        """
+        """Return the identity of a key."""
         if not secret:
             raise Unauthorized("no key; send the header `Authorization: Bearer <key>`")
         key_id = key_id_of(secret)
@@ -113,10 +101,7 @@ class Identities:
         return _identity_of(stored)
 
     async def renewed(self, identity: Identity) -> Identity | None:
-        """Return an identity with its present rights, for long-running requests.
-
-        None: its key opens nothing any more.
-        """
+        """Return an identity with its present rights, for long-running requests; None: its key is no longer valid."""
         if identity.key_id is None:
             return identity
         stored = await self._look_up(identity.key_id)
@@ -126,7 +111,7 @@ class Identities:
         return None if over else _identity_of(stored)
 
     def forget(self, tenant: str, user: str) -> None:
-        """Forget the keys of a user, because the user or one of the keys was changed."""
+        """Drop a user's cached keys after a change of the user or a key."""
         self._changes += 1
         for key_id, stored in list(self._known.items()):
             if (stored.record.tenant, stored.record.user) == (tenant, user):
@@ -138,7 +123,7 @@ class Identities:
             await asyncio.gather(*self._touching)
 
     async def _look_up(self, key_id: str) -> StoredKey | None:
-        """Return a key from memory or the store; None: there is no such key."""
+        """Return a key from the cache or the store; None: there is no such key."""
         stored = self._known.get(key_id)
         if stored is not None:
             self._known.move_to_end(key_id)

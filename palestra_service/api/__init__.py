@@ -24,7 +24,7 @@ def create_control_app(plane: ControlPlane, public: Collection[str] = PUBLIC) ->
     """Return the application with all routes of the control plane.
 
     Args:
-        public: paths that are answered without a key; those of `PUBLIC`, and of what is added to the application.
+        public: additional paths that need no key, apart from `PUBLIC`.
     """
 
     async def authenticate(request: Request) -> int:

@@ -28,17 +28,13 @@ _IDENTITY = "palestra.identity"  # key in the ASGI scope of a request, whose val
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlPlane:
-    """The objects that the routes of the control plane use.
+    """The objects used by the control plane's routes.
 
     Attributes:
-        scheduler: of the cluster.
-        store: the control store.
-        identities: of the senders of requests.
-        administration: of tenants, users and keys.
-        rates: of requests by key.
+        rates: requests by key.
         rules: the operator's limits on jobs.
-        without_keys: whether every request is the operator's; only on a server that no other user can reach.
-        pool: threads for work that would block the event loop.
+        without_keys: whether every request is the operator's; only for a server that no other user can reach.
+        pool: threads for blocking work.
     """
 
     scheduler: JobScheduler
@@ -51,10 +47,9 @@ class ControlPlane:
     pool: WorkPool = field(default_factory=WorkPool)
 
     async def who(self, request: Request) -> Identity:
-        """Return the sender of a request. The request counts once against the limits of its key.
+        """Return the sender of a request, and count the request against its key's limits.
 
         Raises:
-            Unauthorized, TooManyRequests: see `Identities.authenticate` and the key's limits.
             Forbidden, InvalidRequest: see `check_local`, without keys.
         """
         known: Identity | None = request.scope.get(_IDENTITY)
@@ -71,10 +66,7 @@ class ControlPlane:
         return identity
 
     async def body(self, kind: type[B], request: Request) -> B:
-        """Read and check the body of a request. Routes call it after the permission of their caller was checked.
-
-        Args:
-            request: a request whose body was not read.
+        """Read and validate the body of a request. Routes call it after checking the caller's permission.
 
         Raises:
             InvalidRequest, ClientDisconnect: see `http.bodies`.
@@ -82,14 +74,11 @@ class ControlPlane:
         return await read_request(kind, request, self.pool)
 
     async def job(self, by: Identity, job_id: str, action: Action) -> JobRecord:
-        """Return a job to which the caller may do an action. Routes get jobs only by this method.
-
-        Args:
-            action: what is to be done to it.
+        """Return a job on which the caller may do an action; the only access of routes to jobs.
 
         Raises:
-            NotFound: there is no such job in the caller's tenant, or it is another user's private one; the answer is
-                the same.
+            NotFound: the job does not exist in the caller's tenant, or is another user's private one; the answer is the
+                same.
             Forbidden: the caller may see the job, but not do that.
         """
         job = await self.store.job(by.tenant, job_id)
@@ -99,11 +88,11 @@ class ControlPlane:
         return job
 
     async def log(self, by: Identity, action: Action, target: str) -> None:
-        """Append what a caller has done to the audit log."""
+        """Append a caller's action to the audit log."""
         await self.store.append_audit(by.tenant, by.user, by.key_id, action.value, target)
 
     def may(self, action: Action) -> Callable[[Request], Awaitable[Identity]]:
-        """Return a dependency of a route, which refuses callers that may not do `action` even to their own objects."""
+        """Return a route dependency that refuses callers who may not do `action` even on their own objects."""
 
         async def allowed(request: Request) -> Identity:
             identity = await self.who(request)

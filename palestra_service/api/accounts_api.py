@@ -75,9 +75,9 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def change_tenant(
         name: str, request: Request, by: Annotated[Identity, Depends(plane.may(Action.TENANT_CHANGE))]
     ) -> TenantView:
-        """Change a quota immediately: limits that are left out stay, and null removes a limit.
+        """Change a quota immediately: omitted limits are unchanged, and null removes a limit.
 
-        Running jobs are not stopped.
+        Running jobs continue.
         """
         body = await plane.body(ChangeTenant, request)
         quota = await accounts.change_quota(by, name, body.quota.model_dump(exclude_unset=True))
@@ -87,12 +87,12 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def make_admin_key(
         name: str, by: Annotated[Identity, Depends(plane.may(Action.TENANT_CHANGE))]
     ) -> NewKeyView:
-        """Make one more key of a tenant's admin; its secret is in the answer, and can't be read again."""
+        """Create another key of a tenant's admin; its secret is only in this answer."""
         return _new_key(await accounts.admin_key(by, name))
 
     @app.get("/users", tags=["accounts"])
     async def users(by: Annotated[Identity, Depends(plane.may(Action.USER_LIST))]) -> list[UserView]:
-        """Return all users of the tenant, also those who were removed."""
+        """Return all users of the tenant, including removed ones."""
         return [
             UserView(name=user.name, role=user.role.value, created_at=user.created_at, removed_at=user.removed_at)
             for user in await accounts.users(by)
@@ -108,13 +108,13 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def change_role(
         name: str, request: Request, by: Annotated[Identity, Depends(plane.may(Action.USER_CHANGE))]
     ) -> None:
-        """Give a user another role, which applies immediately, also to the user's keys."""
+        """Change a user's role immediately, including the user's keys."""
         body = await plane.body(ChangeRole, request)
         await accounts.change_role(by, name, Role(body.role))
 
     @app.delete("/users/{name}", tags=["accounts"], status_code=204)
     async def remove_user(name: str, by: Annotated[Identity, Depends(plane.may(Action.USER_REMOVE))]) -> None:
-        """Remove a user: the user's keys open nothing any more."""
+        """Remove a user and revoke the user's keys."""
         await accounts.remove_user(by, name)
 
     @app.get("/audit", tags=["accounts"])
@@ -138,19 +138,19 @@ def add_key_routes(app: FastAPI, plane: ControlPlane) -> None:
 
     @app.post("/keys", tags=["accounts"], status_code=201, openapi_extra=request_schema(MakeKey))
     async def create_key(request: Request, by: Annotated[Identity, Depends(plane.may(Action.KEY_MAKE))]) -> NewKeyView:
-        """Make a key; its secret is in the answer, and can't be read again."""
+        """Create a key; its secret is only in this answer."""
         body = await plane.body(MakeKey, request)
         limits = None if body.limits is None else body.limits.model_dump(exclude_none=True)
         return _new_key(await accounts.create_key(by, body.user, body.label, body.lifetime_seconds, limits))
 
     @app.post("/keys/{key_id}/rotate", tags=["accounts"], status_code=201)
     async def rotate(key_id: str, by: Annotated[Identity, Depends(plane.may(Action.KEY_ROTATE))]) -> NewKeyView:
-        """Make a new key in place of this one, which opens nothing from now on."""
+        """Replace this key by a new one; this one becomes invalid."""
         return _new_key(await accounts.rotate_key(by, key_id))
 
     @app.delete("/keys/{key_id}", tags=["accounts"], status_code=204)
     async def revoke(key_id: str, by: Annotated[Identity, Depends(plane.may(Action.KEY_REVOKE))]) -> None:
-        """Revoke a key, so that it opens nothing from now on."""
+        """Revoke a key."""
         await accounts.revoke_key(by, key_id)
 
 

@@ -14,11 +14,7 @@ HIDDEN = ("secret", "api_key", ".lock")  # run.db is hidden, too: clients read i
 
 
 async def read_key(run: Path) -> str:
-    """Return the key of a run's data plane.
-
-    Raises:
-        NotFound: the run has no key yet.
-    """
+    """Return the key of a run's data plane."""
     try:
         return (await asyncio.to_thread((run / "api_key").read_text)).strip()
     except FileNotFoundError:
@@ -26,7 +22,7 @@ async def read_key(run: Path) -> str:
 
 
 async def listed(run: Path) -> list[ArtifactView]:
-    """Return all files of a run that may be downloaded, by path."""
+    """Return all downloadable files of a run, by path."""
     return await asyncio.to_thread(_listed, run)
 
 
@@ -46,11 +42,7 @@ def _listed(run: Path) -> list[ArtifactView]:
 
 
 async def checked(run: Path, name: str) -> Path:
-    """Return the path of a file that may be downloaded.
-
-    Raises:
-        NotFound: the run has no such file, or it may not be downloaded.
-    """
+    """Return the path of a downloadable file."""
     return await asyncio.to_thread(_checked, run, name)
 
 

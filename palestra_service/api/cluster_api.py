@@ -1,4 +1,4 @@
-"""Routes for the cluster: machines, what is free, and whether jobs may start."""
+"""Routes for the cluster: machines, free resources, and draining."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -32,7 +32,7 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
 
     @app.get("/cluster", tags=["cluster"])
     async def cluster(by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_READ))]) -> ClusterView:
-        """Return the machines and what is free, but not whose jobs run there, and the quota of the caller's tenant."""
+        """Return the machines and free resources, without their jobs, and the quota of the caller's tenant."""
         held = list(scheduler.running.values())
         bases = scheduler.bases.running()
         nodes, gpus = [], await scheduler.gpu_use()
@@ -71,13 +71,13 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
 
     @app.post("/cluster/drain", tags=["cluster"], status_code=204, openapi_extra=request_schema(Drain))
     async def drain(request: Request, by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_DRAIN))]) -> None:
-        """Stop starting jobs, so that the cluster runs empty, also after a restart; or start jobs again."""
+        """Stop starting jobs, persistently, so that the cluster becomes idle; or resume."""
         body = await plane.body(Drain, request)
         await plane.administration.drain(by, body.on)
 
 
 def _bases(plane: ControlPlane, by: Identity) -> list[BaseView]:
-    """Return the base servers that the caller may see: those with jobs of its tenant, or all for the operator."""
+    """Return the base servers visible to the caller: those with jobs of its tenant, or all for the operator."""
     servers, now = plane.scheduler.bases, plane.store.clock.now()
     known = {base.base_id: base for base in servers.running()}
     views = []
@@ -111,7 +111,7 @@ def _bases(plane: ControlPlane, by: Identity) -> list[BaseView]:
 
 
 def _in_use(running: Iterable[RunningJob]) -> InUse:
-    """Return the sum of what jobs count for their tenant: what they hold, and their parts of base servers."""
+    """Return the sum of what jobs count for their tenant: their resources, and their parts of base servers."""
     counts = [job.counts for job in running]
     cpus, gpus, memory = (sum(amounts) for amounts in zip(NOTHING, *counts, strict=True))
     return InUse(jobs=len(counts), cpus=cpus / SHARES, gpus=gpus / SHARES, memory_gib=memory / 1024)

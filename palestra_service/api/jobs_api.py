@@ -93,7 +93,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
 
     @app.delete("/jobs/{job_id}", tags=["jobs"])
     async def cancel(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_CANCEL))]) -> JobView:
-        """Cancel a job, which saves what it has trained first. A job that has ended stays as it is."""
+        """Cancel a job, which first saves its training. No effect on a job that has ended."""
         await plane.job(by, job_id, Action.JOB_CANCEL)
         job = await scheduler.cancel(by.tenant, job_id, f"cancelled by {by.user}")
         await plane.log(by, Action.JOB_CANCEL, job_id)
@@ -131,7 +131,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def rotate_key(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_ROTATE_KEY))]) -> JobKeyView:
         """Replace the key of a job's data plane.
 
-        The old keys, of the job and of its episodes, open nothing any more.
+        The old keys, of the job and of its episodes, become invalid.
         """
         job = await plane.job(by, job_id, Action.JOB_ROTATE_KEY)
         run = scheduler.folder_of(job_id) / RUN
@@ -160,7 +160,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
 
 
 def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
-    """Add the routes that read what a job reports and writes to the application."""
+    """Add the routes that read a job's reports and files."""
     scheduler, opened = plane.scheduler, OpenStreams(MOST_STREAMS, REFUSED)
 
     @app.get("/jobs/{job_id}/server", tags=["jobs"])
@@ -180,10 +180,10 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         last_event_id: Annotated[str | None, Header()] = None,
         follow: bool = True,
     ) -> StreamingResponse:
-        """Stream the changes of state of all jobs of the tenant, those from now on.
+        """Stream later state changes of all jobs of the tenant.
 
         The first event, `begin`, has the number of the newest change. After a lost connection, send the header
-        `Last-Event-ID` to continue after the last event that arrived.
+        `Last-Event-ID` to continue after the last received event.
         """
         after = streams.number_of(last_event_id)
         content = streams.tenant_events(plane, by, after, follow)
@@ -197,10 +197,10 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         last: Annotated[int | None, Query(ge=0, le=2**53)] = None,
         follow: bool = False,
     ) -> StreamingResponse:
-        """Return a job's log as text from the byte `offset` on; with `follow` until the job has ended.
+        """Return a job's log as text from the byte `offset`; with `follow` until the job has ended.
 
-        With `last`, the text begins at most so many bytes before the present end. The header `log-offset` has the
-        number of its first byte.
+        With `last`, the text begins at most that many bytes before the present end. The header `log-offset` has the
+        offset of its first byte.
         """
         await plane.job(by, job_id, Action.JOB_READ)
         path = scheduler.folder_of(job_id) / LOG_FILE
@@ -217,9 +217,9 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         last_event_id: Annotated[str | None, Header()] = None,
         follow: bool = True,
     ) -> StreamingResponse:
-        """Stream a job's changes of state, and what it reports (a `step` has its metrics), from the start.
+        """Stream a job's state changes and reports (a `step` has its metrics), from the start.
 
-        After a lost connection, send the header `Last-Event-ID` to continue after the last event that arrived.
+        After a lost connection, send the header `Last-Event-ID` to continue after the last received event.
         """
         await plane.job(by, job_id, Action.JOB_READ)
         place = streams.StreamPlace.of(last_event_id)
@@ -243,11 +243,11 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
 
 
 def job_view(job: JobRecord, waits: str | None, place: int | None = None) -> JobView:
-    """Return a job as users of its tenant see it.
+    """Return a job as its tenant's users see it.
 
     Args:
-        waits: why a queued job does not start; None: the record's reason is shown.
-        place: of a queued job, among all that wait; None: it does not wait, or its turn is not known yet.
+        waits: why a queued job does not start; None: show the record's reason.
+        place: of a queued job in the queue; None: not waiting, or unknown.
     """
     made_here = ("resources", "reason", "state", "place", "bundle_nodes")
     shown: dict[str, Any] = {name: getattr(job, name) for name in JobView.model_fields if name not in made_here}

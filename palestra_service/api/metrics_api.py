@@ -26,9 +26,9 @@ def add_metrics_routes(app: FastAPI, plane: ControlPlane) -> None:
 
     @app.get("/metrics", tags=["cluster"])
     async def metrics(by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_READ))]) -> Response:
-        """Return queue and start times of all starts of jobs by tenant, in Prometheus' text format.
+        """Return queue and start times of all job starts by tenant, in Prometheus' text format.
 
-        The operator gets those of all tenants, others those of their own.
+        The operator gets all tenants, others their own.
         """
         tenant = None if by.may(Action.CLUSTER_DRAIN) else by.tenant
         registry = CollectorRegistry(auto_describe=False)

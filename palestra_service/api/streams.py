@@ -1,4 +1,4 @@
-"""Streams of a run's log, changes of state and events, which can be read again from any point."""
+"""Resumable streams of a run's log, state changes and events."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ LARGEST = 2**53  # the largest number of an event that is accepted; SQLite could
 
 
 class StreamPlace(NamedTuple):
-    """The position of a client in a stream of events.
+    """A client's position in an event stream.
 
     Attributes:
-        change: number of the last change of state that was read.
-        event: id of the last event of the run that was read.
+        change: last read state change.
+        event: last read event of the run.
     """
 
     change: int = 0
@@ -45,11 +45,7 @@ class StreamPlace(NamedTuple):
 
     @classmethod
     def of(cls, text: str | None) -> Self:
-        """Return the place in the header `Last-Event-ID`; None: the start.
-
-        Raises:
-            InvalidRequest: no stream of the control plane has sent this id.
-        """
+        """Parse the header `Last-Event-ID`; None: the start."""
         if text is None:
             return cls()
         change, _, event = text.partition(".")
@@ -58,7 +54,7 @@ class StreamPlace(NamedTuple):
         return cls(min(int(change), LARGEST), min(int(event), LARGEST))
 
     def after(self, one: JobChange | Event) -> Self:
-        """Return the place after a change or an event."""
+        """Return the position after a change or an event."""
         if isinstance(one, Event):
             return self._replace(event=one.event_id)
         return self._replace(change=one.number)
@@ -67,10 +63,10 @@ class StreamPlace(NamedTuple):
 def events(
     plane: ControlPlane, by: Identity, job_id: str, run: Path, place: StreamPlace, wait: bool
 ) -> AsyncIterator[bytes]:
-    """Yield a job's changes of state and what its run reports, as server-sent events.
+    """Yield a job's state changes and its run's reports, as server-sent events.
 
     Args:
-        by: the reader; the stream ends when the reader's key does not open the job any more.
+        by: the reader; the stream ends when the reader loses access to the job.
         wait: whether to wait for future events.
     """
 
@@ -95,11 +91,7 @@ def events(
 
 
 def number_of(text: str | None) -> int | None:
-    """Return the number of a change in the header `Last-Event-ID`; None: there is none.
-
-    Raises:
-        InvalidRequest: the stream of a tenant has not sent this id.
-    """
+    """Return the number of a change in the header `Last-Event-ID`; None: there is none."""
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 20):
@@ -108,11 +100,11 @@ def number_of(text: str | None) -> int | None:
 
 
 def tenant_events(plane: ControlPlane, by: Identity, after: int | None, wait: bool) -> AsyncIterator[bytes]:
-    """Yield the changes of state of all jobs of a tenant that the reader sees, as server-sent events.
+    """Yield the state changes of all visible jobs of a tenant, as server-sent events.
 
     Args:
-        by: the reader; the stream ends when the reader's key does not list jobs any more.
-        after: number of the last change that was read; None: the stream begins at the newest one, and says which.
+        by: the reader; the stream ends when the reader's key may no longer list jobs.
+        after: last read change; None: begin at the newest one, and report it.
         wait: whether to wait for future changes.
     """
     changed, seen = plane.store.changed, -1  # seen: number of notifications before the last complete look
@@ -162,7 +154,7 @@ def log(plane: ControlPlane, by: Identity, job_id: str, path: Path, offset: int,
 
 
 async def _readable(plane: ControlPlane, by: Identity, job_id: str) -> JobRecord | None:
-    """Return the job; None: the reader's key was revoked, or the reader's role changed, since the stream began."""
+    """Return the job; None: the reader has lost access since the stream began."""
     now = await plane.identities.renewed(by)
     if now is None:
         return None
@@ -175,7 +167,7 @@ async def _readable(plane: ControlPlane, by: Identity, job_id: str) -> JobRecord
 
 
 def _encoded(place: StreamPlace, one: JobChange | Event) -> bytes:
-    """Return a change or an event as a server-sent event, whose id is the place after it."""
+    """Return a change or an event as a server-sent event, with the position after it as id."""
     if isinstance(one, Event):
         return encode_event(orjson.dumps({"at": one.at, **one.data}), one.kind, str(place))
     change = {"at": one.at, "state": one.following.value, "reason": one.reason}
@@ -183,7 +175,7 @@ def _encoded(place: StreamPlace, one: JobChange | Event) -> bytes:
 
 
 def _events_after(run: Path, last: int) -> list[Event]:
-    """Return what the run has reported after event `last`; [] while it has no store."""
+    """Return the run's reports after event `last`; [] without a store."""
     store = run / "run.db"
     if not store.exists():
         return []
@@ -195,7 +187,7 @@ def _events_after(run: Path, last: int) -> list[Event]:
 
 
 def size_of(path: Path) -> int:
-    """Return the present length of a log in bytes; 0 while there is no log."""
+    """Return the present bytes of a log; 0 without a log."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

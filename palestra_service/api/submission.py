@@ -32,11 +32,11 @@ _LONG_KEY = re.compile(
 
 
 async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobRequest:
-    """Return the job that a body requests, checked and complete.
+    """Return the validated and completed job of a request body.
 
     Raises:
-        ConfigError, InvalidRequest: the job can't be run, for the reason in the message.
-        NotFound: `from_job` is no job of this tenant, or has no such checkpoint; `from_run` is none, or has no episode.
+        ConfigError, InvalidRequest: the job can't run, for the reason in the message.
+        NotFound: `from_job` is not a job of this tenant, or has no such checkpoint; or `from_run` has no episode.
         Forbidden: the key does not allow reading that job.
     """
     if body.from_step is not None and body.from_job is None:
@@ -70,7 +70,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
 def _completed(
     body: SubmitJob, source: JobRecord | None, by: Identity, rules: Rules
 ) -> tuple[JobKind, dict[str, Any], int, Resources]:
-    """Return the kind and the whole configuration of a submission, its adapters on a shared base, and what it holds."""
+    """Return a submission's kind and whole configuration, its adapters on a shared base, and its resources."""
     given = _config(body, source)
     config = _checked(given, rules)
     if source is not None:
@@ -80,11 +80,7 @@ def _completed(
 
 
 def allowed(given: dict[str, Any], by: Identity, rules: Rules) -> dict[str, Any]:
-    """Return a configuration that the operator allows, with `max_claimed` lowered to what the caller's key allows.
-
-    Raises:
-        ConfigError: a value is over a cap of the operator's.
-    """
+    """Return a configuration that the operator allows, with `max_claimed` lowered to the key's limit."""
     config = parse_config(given)
     rules.check(config)
     most = min(by.limits.episodes_in_flight, config.rollout.max_claimed or by.limits.episodes_in_flight)
@@ -94,11 +90,10 @@ def allowed(given: dict[str, Any], by: Identity, rules: Rules) -> dict[str, Any]
 
 
 async def recorded_source(plane: ControlPlane, by: Identity, kind: JobKind, given: dict[str, Any]) -> JobRecord | None:
-    """Return the job whose episodes a job learns from; None: it needs none.
+    """Return the job whose episodes a new job learns from; None: not needed.
 
     Args:
-        by: the caller, who has to be allowed to read that job.
-        kind: of the new job; one that serves a model reads no episodes.
+        kind: of the new job; a served model reads no episodes.
 
     Raises:
         NotFound: there is no such job in the caller's tenant, it is another user's private one, or it has no episodes.
@@ -121,7 +116,7 @@ async def _private(plane: ControlPlane, body: SubmitJob, by: Identity, sources: 
 
 
 def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
-    """Return the requested configuration with its kind, or that of `from_job` if none was given."""
+    """Return the requested configuration with its kind, or `from_job`'s if none was given."""
     written = _written(body)
     if written is not None:
         given = dict(written)
@@ -137,7 +132,7 @@ def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
 
 
 def _written(body: SubmitJob) -> dict[str, Any] | None:
-    """Return the configuration in a body; None: there is none."""
+    """Return the configuration in a body, or None."""
     if body.config_toml is None:
         return body.config
     if body.config is not None:
@@ -194,7 +189,7 @@ def _with_environment_key(config: JobConfig, rules: Rules) -> JobConfig:
 
 
 def _check_recorded_sources(given: dict[str, Any]) -> None:
-    """Refuse recorded episodes that are not those of a job."""
+    """Raise an error for recorded episodes that are not a job's."""
     policies = given.get("policies")
     tables = {"algorithm": given.get("algorithm")}
     for name, policy in (policies if isinstance(policies, dict) else {}).items():
@@ -216,7 +211,7 @@ def _check_recorded_sources(given: dict[str, Any]) -> None:
 
 
 def _check_algorithm(key: str, algorithm: AlgorithmConfig, rules: Rules) -> None:
-    """Refuse an algorithm that needs what tenants may not use."""
+    """Raise an error for an algorithm that needs something forbidden to tenants."""
     # It would be asked from inside of the operator's network, with a variable of the server's environment as its key.
     if algorithm.served_teacher is not None:
         raise InvalidRequest(
@@ -233,7 +228,7 @@ def _check_algorithm(key: str, algorithm: AlgorithmConfig, rules: Rules) -> None
 
 
 def _with_model_of(source: JobRecord, given: dict[str, Any], config: JobConfig) -> dict[str, Any]:
-    """Return the configuration with the models from which the checkpoint of `source` was made."""
+    """Return the configuration with the models that the checkpoint of `source` was trained from."""
     before = parse_config(source.config)
     policies = dict(given.get("policies", {}))
     for name, trained in _starting_points(config.trained_policies, before).items():
@@ -248,7 +243,7 @@ def _with_model_of(source: JobRecord, given: dict[str, Any], config: JobConfig) 
 
 
 def _starting_points(names: Sequence[str], before: JobConfig) -> dict[str, str]:
-    """Return for each policy that is not frozen the policy of another job from whose weights it starts."""
+    """Return, for each policy that is not frozen, the other job's policy whose weights it starts from."""
     if before.trains_several:
         if unknown := [name for name in names if name not in before.trained_policies]:
             raise ConfigError(

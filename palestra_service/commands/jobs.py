@@ -1,4 +1,4 @@
-"""`palestra jobs`, `logs` and `cancel`: what a user asks the service about jobs that were submitted."""
+"""`palestra jobs`, `logs` and `cancel`: a user's queries about submitted jobs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print a table of jobs, the newest first."""
+    """Print a table of jobs, newest first."""
     from palestra.cli.fitted_table import fitted_table
     from palestra.client.control import ControlClient
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def logs(arguments: argparse.Namespace) -> None:
-    """Print the log of a job, with `--follow` as it comes."""
+    """Print the log of a job, continuously with `--follow`."""
     from palestra.client.control import ControlClient
 
     with ControlClient(arguments.control) as control:
@@ -67,7 +67,7 @@ def logs(arguments: argparse.Namespace) -> None:
 
 
 def cancel(arguments: argparse.Namespace) -> None:
-    """Ask the service to cancel each job, and print what became of it."""
+    """Ask the service to cancel each job, and print the result."""
     from palestra.client.control import ControlClient
 
     with ControlClient(arguments.control) as control:

@@ -13,7 +13,7 @@ from palestra.terminal import say
 
 
 def add(commands: Any) -> None:
-    """Add the command `serve`, with where it listens, what it keeps, and what jobs may use."""
+    """Add the command `serve`, with options for address, storage, and the resources of jobs."""
     parser = add_command(
         commands,
         "serve",

@@ -1,4 +1,4 @@
-"""`palestra submit`: a job for the service, from a configuration or from what another job has trained."""
+"""`palestra submit`: submits a job to the service, from a configuration or another job's result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROLES = ("engine", "trainer", "runner")
 
 
 def add(commands: Any) -> None:
-    """Add the command `submit`, which takes a configuration and the resources that the job holds."""
+    """Add the command `submit`, which takes a configuration and the job's resources."""
     parser = add_command(
         commands,
         "submit",
@@ -142,7 +142,7 @@ def _bundle(text: str) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Submit the job, print its id, push the tasks of its files, and watch it where that was asked for."""
+    """Submit the job, print its id, push its task files, and watch it if requested."""
     from palestra.cli.event_lines import show_events
     from palestra.client.control import ControlClient
 
@@ -175,7 +175,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[str, Path | None]]:
-    """Return what is submitted as the configuration, and the tasks of its files by split, pushed when the job runs."""
+    """Return the configuration to submit, and its task files by split, which are pushed when the job runs."""
     from palestra.config import load_config
     from palestra.runtime.tasks import check_sizes, read_files
 

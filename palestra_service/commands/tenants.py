@@ -1,4 +1,4 @@
-"""`palestra tenants`: the operator adds tenants and limits what each may hold."""
+"""`palestra tenants`: the operator adds tenants and sets their quotas."""
 
 from __future__ import annotations
 
@@ -56,11 +56,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """List tenants, add one, make a key of its admin, set a quota, or decide whether jobs are private.
-
-    Raises:
-        ConfigError: the arguments do not fit the action.
-    """
+    """List tenants, add one, create a key of its admin, set a quota, or set whether jobs are private."""
     if arguments.action != "list" and arguments.name is None:
         raise ConfigError(f"which one? palestra tenants {arguments.action} NAME")
     if arguments.action == "private" and arguments.name not in ("on", "off"):
@@ -94,5 +90,5 @@ def _line(tenant: dict[str, Any]) -> str:
 
 
 def _amount(text: str) -> float | None:
-    """Return the number that an option gives; None for the word `none`, which takes a limit away."""
+    """Return the number of an option; None for the word `none`, which removes a limit."""
     return None if text == "none" else float(text)

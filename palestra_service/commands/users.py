@@ -1,4 +1,4 @@
-"""`palestra users` and `keys`: who may use the service, and with which keys."""
+"""`palestra users` and `keys`: users of the service, and their keys."""
 
 from __future__ import annotations
 
@@ -67,11 +67,7 @@ def add(commands: Any) -> None:
 
 
 def users(arguments: argparse.Namespace) -> None:
-    """List users, add one, change a role, or remove one.
-
-    Raises:
-        ConfigError: an argument that the action needs is missing.
-    """
+    """List users, add one, change a role, or remove one."""
     if arguments.action != "list" and arguments.name is None:
         raise ConfigError(f"whom? palestra users {arguments.action} NAME")
     if arguments.action == "role" and arguments.new_role is None:
@@ -92,11 +88,7 @@ def users(arguments: argparse.Namespace) -> None:
 
 
 def keys(arguments: argparse.Namespace) -> None:
-    """List keys, or make, rotate or revoke one; a new key is printed once.
-
-    Raises:
-        ConfigError: the action needs the id of a key.
-    """
+    """List keys, or create, rotate or revoke one; a new key is printed once."""
     if arguments.action in ("rotate", "revoke") and arguments.key_id is None:
         raise ConfigError(f"which key? palestra keys {arguments.action} ID; `palestra keys` lists them")
     key_id = quote(arguments.key_id or "", safe="")

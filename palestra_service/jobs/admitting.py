@@ -24,9 +24,7 @@ class AdmittedJob:
     """A job on a base server.
 
     Attributes:
-        job_id: of the job.
-        tenant: the owner's.
-        adapters: that it has there.
+        adapters: number there.
         digest: of its key; None: it has none yet.
     """
 
@@ -37,13 +35,13 @@ class AdmittedJob:
 
 
 class AdmittedJobs:
-    """The jobs that one base server serves, in memory, and in the file that it reads."""
+    """The jobs of one base server, in memory and in the file that the server reads."""
 
     def __init__(self, folder: Path, jobs: Path) -> None:
-        """Begin with none.
+        """Begin without jobs.
 
         Args:
-            jobs: of all jobs, each in a folder of its own.
+            jobs: parent of all jobs' folders.
         """
         self.folder, self._folders = folder, jobs
         self._jobs: dict[str, AdmittedJob] = {}
@@ -59,27 +57,23 @@ class AdmittedJobs:
 
     @property
     def adapters(self) -> int:
-        """Return how many adapters the jobs have together."""
+        """Return the jobs' total number of adapters."""
         return sum(job.adapters for job in self._jobs.values())
 
     def add(self, job: JobRecord) -> None:
-        """Count a job, which has no key yet."""
+        """Add a job without a key."""
         self._gone.discard(job.job_id)
         self._jobs[job.job_id] = AdmittedJob(job.job_id, job.tenant, job.adapters)
 
     def remove(self, job_id: str) -> bool:
-        """Forget a job, whose key is good until `write`; returns whether it was here."""
+        """Remove a job, whose key is valid until `write`; return whether it was here."""
         if self._jobs.pop(job_id, None) is None:
             return False
         self._gone.add(job_id)
         return True
 
     def give_key(self, job_id: str) -> Path:
-        """Write a new key for a job into its folder, and return the file. It is good after `write`.
-
-        Raises:
-            StoreError: the file can't be written.
-        """
+        """Write a new key for a job into its folder, and return the file. It is valid after `write`."""
         key, path = new_key(), self._folders / job_id / KEY_FILE
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, key.encode(), 0o600)
@@ -88,7 +82,7 @@ class AdmittedJobs:
         return path
 
     def find_key(self, job: JobRecord) -> None:
-        """Count a job that runs already, with the key that it was given."""
+        """Add a running job with its existing key."""
         self.add(job)
         path = self._folders / job.job_id / KEY_FILE
         try:
@@ -104,7 +98,7 @@ class AdmittedJobs:
             log.warning("%s is damaged, so its job has no key", path)
 
     def prepare(self) -> None:
-        """Make the folder of the base server, with a file of admissions."""
+        """Create the base server's folder with an admissions file."""
         with self._lock:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
@@ -115,15 +109,12 @@ class AdmittedJobs:
                 write_admissions(self.folder / FILE, ())
 
     def write(self, quotas: Mapping[str, Quota]) -> None:
-        """Tell the base server which jobs it serves, unless it knows, and delete the keys of those that have ended.
+        """Write changed admissions for the base server, and delete the keys of ended jobs.
 
-        A tenant's jobs share its weight, so that more jobs do not give it more.
+        A tenant's jobs share its weight, so that more jobs do not increase its share.
 
         Args:
-            quotas: by tenant; a tenant without one has a weight of 1.
-
-        Raises:
-            StoreError: the file can't be written.
+            quotas: by tenant; the default weight is 1.
         """
         with self._lock:
             jobs = self.jobs
@@ -141,7 +132,7 @@ class AdmittedJobs:
                 (self._folders / self._gone.pop() / KEY_FILE).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Take all keys away, because the base server has ended. Its log stays."""
+        """Revoke all keys, because the base server has ended. Its log stays."""
         with self._lock:
             for job_id in (*self._jobs, *self._gone):
                 (self._folders / job_id / KEY_FILE).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""The base servers of a cluster: starts them, watches them, starts those again that die, and ends those without work.
+"""The base servers of a cluster: starts and watches them, restarts dead ones, and ends idle ones.
 
-Which job goes where is decided by `placement.sharing`. Base servers outlive the scheduler as model servers do.
+`placement.sharing` assigns jobs to them. Like model servers, they outlive the scheduler.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ class _Base:
     """A base server that has not ended.
 
     Attributes:
-        record: as the store has it, or will have it in a moment.
-        devices: GPUs that it holds.
+        record: as stored, or about to be.
         admitted: the jobs that may use it.
-        load: as it said last.
-        idle_since: Unix seconds since it has had no job; None: it has some, or does not serve.
+        load: last report.
+        idle_since: Unix seconds without jobs; None: it has jobs, or does not serve.
     """
 
     record: BaseRecord
@@ -70,12 +69,12 @@ class BaseServers:
         changed: Notifier,
         stop_job: Callable[[str], None],
     ) -> None:
-        """Begin with none; `adopt` finds those of an earlier scheduler.
+        """Begin without base servers; `adopt` finds those of an earlier scheduler.
 
         Args:
-            jobs: folder of all jobs; that of base servers is beside it.
-            changed: is notified when there is something to decide.
-            stop_job: stops a job whose base server does not come back; it is queued again then.
+            jobs: folder of all jobs; the folder of base servers is next to it.
+            changed: notified when a decision is due.
+            stop_job: stops a job whose base server is lost for good; the job is queued again.
         """
         self._store, self._launcher, self._rules, self._changed = store, launcher, rules, changed
         self._jobs, self._folder, self._stop_job = jobs, jobs.with_name("bases"), stop_job
@@ -90,7 +89,7 @@ class BaseServers:
 
     @property
     def records(self) -> list[tuple[BaseRecord, BaseLoad]]:
-        """Return every base server that has not ended, and how busy it is."""
+        """Return every base server that has not ended, and its load."""
         return [(base.record, base.load) for base in self._bases.values()]
 
     def tenants_on(self, base_id: str) -> list[str]:
@@ -98,19 +97,15 @@ class BaseServers:
         return [job.tenant for job in self._bases[base_id].admitted.jobs]
 
     def running(self) -> list[RunningBase]:
-        """Return the base servers as placement sees them."""
+        """Return the base servers for placement."""
         return [_as_running(base) for base in self._bases.values()]
 
     def held(self) -> list[RunningJob]:
-        """Return what the base servers hold on their nodes."""
+        """Return the base servers' resources on their nodes."""
         return [base.held for base in self.running()]
 
     def take_failures(self, shared: Mapping[str, WaitingForBase]) -> dict[str, str]:
-        """Return why queued jobs can't have a base server, because one could not be started; later jobs try again.
-
-        Args:
-            shared: queued jobs that ask for a shared base, by id.
-        """
+        """Return why queued jobs can't have a base server whose start failed; later jobs try again."""
         kinds, self._failed_kinds = self._failed_kinds, {}
         found = {job_id: kinds[one.kind] for job_id, one in shared.items() if one.kind in kinds}
         return found | {job_id: self._failed_jobs.pop(job_id) for job_id in shared if job_id in self._failed_jobs}
@@ -118,21 +113,19 @@ class BaseServers:
     # Jobs
 
     def hold(self, job: JobRecord, base_id: str) -> None:
-        """Count a job that starts on a base server, or was found running on it."""
+        """Count a job that starts or already runs on a base server."""
         base = self._bases[base_id]
         base.admitted.add(job)
         base.idle_since = None
 
     async def admit(self, job_id: str, base_id: str, quotas: Mapping[str, Quota]) -> tuple[str, Path]:
-        """Give a job a key for its base server, and return the server's address and the file of the key.
+        """Give a job a key for its base server; return the server's address and the key file.
 
         Args:
-            job_id: of a job that `hold` has counted.
-            quotas: by tenant, with their weights.
+            job_id: of a job counted by `hold`.
 
         Raises:
             NodeLost: the base server has ended meanwhile; the job is queued and placed again.
-            StoreError: a file can't be written.
         """
         base = self._bases.get(base_id)
         if base is None or base.record.address is None:
@@ -142,18 +135,14 @@ class BaseServers:
         return base.record.address, key
 
     def release(self, job_id: str) -> None:
-        """Forget a job that is no longer live; `refresh` then takes its key away."""
+        """Remove a job that is no longer live; `refresh` then revokes its key."""
         for base in self._bases.values():
             if base.admitted.remove(job_id):
                 self._look_idle(base)
                 self._changed.notify()
 
     async def refresh(self, quotas: Mapping[str, Quota]) -> None:
-        """Take away the keys of jobs that have ended, and tell base servers the shares of the others.
-
-        Args:
-            quotas: by tenant, with their weights.
-        """
+        """Revoke the keys of ended jobs, and update the shares of others."""
         for base in list(self._bases.values()):
             await self._store.confirmed()
             await asyncio.to_thread(base.admitted.write, quotas)
@@ -164,7 +153,7 @@ class BaseServers:
         """Watch the base servers of an earlier scheduler again.
 
         Args:
-            devices: returns GPUs for what holds some on a node; which ones is not known.
+            devices: returns GPUs for something that uses an unknown choice of them on a node.
         """
         for record in await self._store.read(stored.all_bases):
             if record.base_id in self._bases:
@@ -176,14 +165,14 @@ class BaseServers:
             self._run(base, self._find(base))
 
     async def readmit(self, job: JobRecord) -> None:
-        """Count a job that was found running, unless it is counted."""
+        """Count a running job, unless it is counted."""
         base = self._bases.get(job.base_id or "")
         if base is not None and job.job_id not in {known.job_id for known in base.admitted.jobs}:
             await asyncio.to_thread(base.admitted.find_key, job)
             base.idle_since = None
 
     def start(self, kind: BaseKind, start: JobStart) -> None:
-        """Start a base server where placement has found room."""
+        """Start a base server where placement has found space."""
         now = self._store.clock.now()
         record = BaseRecord(
             base_id=f"base-{secrets.token_hex(8)}",
@@ -201,7 +190,7 @@ class BaseServers:
         self._run(base, self._live(base, None))
 
     def end(self, base_id: str, reason: str) -> None:
-        """End a base server that has no job."""
+        """End a base server without jobs."""
         base = self._bases[base_id]
         base.idle_since = None
         base.record = self._moved(base, BaseState.ENDING, reason)
@@ -222,7 +211,7 @@ class BaseServers:
         task.add_done_callback(lambda done: self._lived(base_id, done))
 
     def _lived(self, base_id: str, done: asyncio.Task[None]) -> None:
-        """Log why a coroutine has failed, and forget its base server, which `adopt` then finds again."""
+        """Log a coroutine's failure, and forget its base server, which `adopt` then finds again."""
         if not done.cancelled() and (error := done.exception()) is not None:
             if not isinstance(error, Superseded):
                 log.error("base server %s: %s: %s", base_id, type(error).__name__, error, exc_info=error)
@@ -235,7 +224,7 @@ class BaseServers:
         return base
 
     async def _find(self, base: _Base) -> None:
-        """Watch a base server that an earlier scheduler has started, or start it again for its jobs."""
+        """Watch an earlier scheduler's base server, or restart it for its jobs."""
         found = await self._launcher.find(base.record.base_id)
         if base.record.state is BaseState.ENDING or (found is None and not base.admitted.jobs):
             await self._launcher.stop(base.record.base_id, END_SECONDS)
@@ -246,7 +235,7 @@ class BaseServers:
         await self._live(base, found)
 
     async def _live(self, base: _Base, found: Listening | None) -> None:
-        """Take a base server from its start, or from where it was found, to its end; start it again when it dies."""
+        """Run a base server's life cycle, from its start or discovery to its end, with restarts."""
         base_id, deaths = base.record.base_id, 0
         await self._save(base)
         while True:
@@ -296,7 +285,7 @@ class BaseServers:
         return ended, self._store.clock.now() - since
 
     async def _order(self, base: _Base) -> BaseOrder:
-        """Return what the launcher is to start, after preparing the folder."""
+        """Prepare the folder, and return the launcher's order."""
         record, limits = base.record, self._rules.bases
         await asyncio.to_thread(base.admitted.prepare)
         node = next((node for node in self.nodes if node.node_id == record.node), None)
@@ -328,7 +317,7 @@ class BaseServers:
                 await asyncio.sleep(AGAIN_SECONDS)
 
     def _give_up(self, base: _Base, reason: str) -> None:
-        """Fail the jobs that need a base server which can't be started, or does not stay alive."""
+        """Fail the jobs of a base server that can't be started or kept alive."""
         text = f"the base server of {base.record.kind.model} could not go on: {reason}"
         self._failed_kinds[base.record.kind] = text
         self._failed_jobs |= dict.fromkeys((job.job_id for job in base.admitted.jobs), text)
@@ -342,7 +331,7 @@ class BaseServers:
             self._stop_job(job.job_id)
 
     def _heard(self, base: _Base, load: BaseLoad) -> None:
-        """Keep what a base server says of itself."""
+        """Store a base server's report."""
         before, base.load = base.load.waiting, load
         if (before > self._rules.bases.waiting) != (load.waiting > self._rules.bases.waiting):
             self._changed.notify()

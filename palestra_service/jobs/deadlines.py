@@ -1,7 +1,7 @@
-"""Jobs that the scheduler cancels by itself: their time limit is over, or the client of an attached one is gone.
+"""Jobs that the scheduler cancels by itself: after their time limit, or without a client if attached.
 
-Deadlines are monotonic, so that setting the clock while a scheduler runs ends no job. A new scheduler computes what is
-left of a time limit from the control store, where the times of changes are Unix seconds.
+Deadlines are monotonic, so that setting the clock ends no job. A new scheduler computes remaining times from the
+control store's Unix times.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ class Deadlines:
     """The deadlines of all jobs that have not ended."""
 
     def __init__(self, clock: Clock, absent_seconds: float) -> None:
-        """Start without jobs.
+        """Begin without jobs.
 
         Args:
-            absent_seconds: how long the client of an attached job may be gone.
+            absent_seconds: how long an attached job's client may be absent.
         """
         self._clock, self._absent_seconds = clock, absent_seconds
         self._seen: dict[str, float] = {}  # last request of an attached job's client, monotonic seconds
         self._limits: dict[str, tuple[float, str]] = {}  # end of a running job's time limit (monotonic), and the reason
 
     def watch(self, job: JobRecord) -> None:
-        """Start watching a job: its client if it is attached, and its time limit while it is RUNNING."""
+        """Watch a job: its client if it is attached, and its time limit while it is RUNNING."""
         if job.attached:
             self._seen.setdefault(job.job_id, self._clock.monotonic())
         left = job.time_left(self._clock.now()) if job.state is JobState.RUNNING else None
@@ -34,7 +34,7 @@ class Deadlines:
             self._limits.setdefault(job.job_id, (self._clock.monotonic() + left, limit_is_over(job)))
 
     def seen(self, job_id: str) -> None:
-        """Record that the client of an attached job has sent a request."""
+        """Record a request of an attached job's client."""
         if job_id in self._seen:
             self._seen[job_id] = self._clock.monotonic()
 
@@ -43,12 +43,12 @@ class Deadlines:
         self._limits.pop(job_id, None)
 
     def remove(self, job_id: str) -> None:
-        """Forget a job that has ended."""
+        """Remove an ended job."""
         self._seen.pop(job_id, None)
         self._limits.pop(job_id, None)
 
     def passed(self) -> dict[str, str]:
-        """Return the jobs that have to be cancelled now, each with the reason."""
+        """Return the jobs to cancel now, each with the reason."""
         now = self._clock.monotonic()
         gone = f"its client was gone for {self._absent_seconds:g} s"
         absent = {job_id: gone for job_id, seen in self._seen.items() if now - seen > self._absent_seconds}
@@ -56,7 +56,7 @@ class Deadlines:
 
 
 def limit_is_over(job: JobRecord) -> str:
-    """Return the reason for which a job ends whose time limit is over, with what its user can do next."""
+    """Return the reason for a job that has exceeded its time limit, with the user's next step."""
     assert job.time_limit_seconds is not None
     over = f"its time limit of {exact_duration(job.time_limit_seconds)} is over"
     if job.kind == "inference":

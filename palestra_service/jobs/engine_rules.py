@@ -19,23 +19,19 @@ _OF_SERVER = ("kind", "url", "key_variable", "weights_dir")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineRules:
-    """Which engines jobs may use beside the embedded one.
+    """Which engines jobs may use apart from the embedded one.
 
     Attributes:
-        programs: what jobs start servers with, by the kind of engine, at the same path on all machines; jobs start no
-            servers of other kinds.
-        servers: those that run already and that jobs may name, by URL, with the variable of the key, and the folder for
-            new weights.
+        programs: that jobs start servers with, by kind, at the same path on all machines; other kinds can't be started.
+        servers: running servers that jobs may name, by URL, with the key's variable and the folder for new weights.
     """
 
     programs: Mapping[str, Path] = field(default_factory=dict)
     servers: Mapping[str, PooledEngineConfig] = field(default_factory=dict)
 
     def check(self, config: JobConfig) -> None:
-        """Refuse an engine that is a program of the tenant's choice, or a server inside of the operator's network.
-
-        Raises:
-            InvalidRequest: it is; the message names the key.
+        """Raise InvalidRequest for an engine that is a tenant's program, or a server in the operator's network, naming
+        the key.
         """
         for key, table in config.engine.keyed_tables.items():
             key = f"config.{key}"
@@ -59,10 +55,10 @@ class EngineRules:
     def warnings(self, passed: Collection[str], variables: Mapping[str, str]) -> list[str]:
         """Return what jobs of these engines would lack on this machine, one line for each rule.
 
-        A warning and no error: jobs may run on other machines, and the rest of the service works.
+        These are warnings: jobs may run on other machines, and the rest of the service works.
 
         Args:
-            passed: names of the variables that jobs get from this process.
+            passed: variables that jobs get from this process.
         """
         found = []
         for kind, program in self.programs.items():
@@ -83,13 +79,10 @@ class EngineRules:
         return found
 
     def filled(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the configuration of a job that starts, with the operator's interpreter, variables and folders.
+        """Return a starting job's configuration with the operator's interpreter, variables and folders.
 
         Args:
-            config: a JobConfig as JSON, which was checked when it was submitted.
-
-        Raises:
-            ConfigError: the operator does not allow the engine any more.
+            config: a validated JobConfig as JSON.
         """
         given = config.get("engine")
         if given is None:
@@ -99,7 +92,7 @@ class EngineRules:
         return {**config, "engine": filled[0] if "workers" not in given else {**given, "workers": filled}}
 
     def _place_of(self, table: PooledEngineConfig) -> dict[str, str]:
-        """Return the keys that say where the servers of an engine are, and how they are reached; {}: it has none."""
+        """Return the keys that locate an engine's servers; {}: it has none."""
         if not table.urls:
             if table.program_key is None:
                 return {}
@@ -136,10 +129,7 @@ def load_engine_rules(path: Path, table: Any) -> EngineRules:
     """Return the rules of `[engines]`.
 
     Args:
-        path: of the file, for errors; a relative interpreter is looked for from its folder.
-
-    Raises:
-        ConfigError: it has another key, or a value that can't be.
+        path: of the file, for errors, and as base of a relative interpreter.
     """
     started = {kind: section.program_key for kind, section in sections().items() if section.program_key is not None}
     if not isinstance(table, dict) or not table.keys() <= {*started, "servers"}:
@@ -156,7 +146,7 @@ def load_engine_rules(path: Path, table: Any) -> EngineRules:
 
 
 def _program(path: Path, kind: str, key: str, table: Any) -> Path:
-    """Return the program with which jobs start servers of a kind."""
+    """Return the program that starts servers of a kind."""
     if not isinstance(table, dict) or not table.keys() <= {key}:
         raise ConfigError(f"{path}: [engines.{kind}] has the key {key}, and no other")
     given = table.get(key)
@@ -190,7 +180,7 @@ def _server(where: str, given: Any) -> PooledEngineConfig:
 
 
 def _is_loopback(url: str) -> bool:
-    """Return whether a URL is of the machine itself, whichever that is."""
+    """Return whether a URL is a loopback address."""
     host = urlsplit(url).hostname or ""
     try:
         return ip_address(host).is_loopback

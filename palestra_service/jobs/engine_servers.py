@@ -9,23 +9,23 @@ from palestra.types.jobs import JobRecord
 
 
 class ServersInUse:
-    """Which live job has which servers."""
+    """Which live job uses which servers."""
 
     def __init__(self) -> None:
         """Begin without live jobs."""
         self._held: dict[str, frozenset[str]] = {}
 
     def hold(self, job: JobRecord) -> None:
-        """Give a job that starts, or runs, the servers that it names."""
+        """Assign the servers that a starting or running job names."""
         if named := _named(job.config):
             self._held[job.job_id] = named
 
     def release(self, job_id: str) -> None:
-        """Take the servers of a job back, which does not run any more; a job without any is ignored."""
+        """Release the servers of an ended job, if it had any."""
         self._held.pop(job_id, None)
 
     def waiting(self, jobs: Iterable[JobRecord]) -> dict[str, str]:
-        """Return why jobs can't start now, by the id of each that names a server which another job has."""
+        """Return why jobs can't start now, by the id of each that names a server in use."""
         held = frozenset[str]().union(*self._held.values())
         taken = {job.job_id: min(found) for job in jobs if (found := _named(job.config) & held)}
         return {job_id: f"waits for the engine's server {url}, which another job uses" for job_id, url in taken.items()}

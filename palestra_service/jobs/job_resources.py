@@ -1,4 +1,4 @@
-"""What a job holds: what was asked for, and what its configuration makes of it: workers, ranks and runners."""
+"""A job's resources: requested ones, and those that follow from its configuration: workers, ranks and runners."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _THREADS: dict[Role, str] = {"engine": "engine.threads", "trainer": "trainer.thr
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """Processes of one role that a job's configuration asks for.
+    """Processes of one role in a job's configuration.
 
     Attributes:
-        kinds: those that are alike, kind by kind; (): the role can have no process of its own.
-        in_job: whether the only one runs in the job's own process, unless it has a bundle.
+        kinds: groups of equal ones; (): the role can't have its own process.
+        in_job: whether a single one runs in the job's own process, unless it has a bundle.
     """
 
     kinds: tuple[Alike, ...] = ()
@@ -30,27 +30,27 @@ class Processes:
 
     @property
     def count(self) -> int:
-        """Return how many there may be."""
+        """Return the largest possible number."""
         return sum(kind.count for kind in self.kinds)
 
     @property
     def cores(self) -> int:
-        """Return the cores of the one that has most, where it has no bundle."""
+        """Return the largest number of cores of one of them, without a bundle."""
         return max((kind.cores for kind in self.kinds), default=1)
 
     @property
     def all_cores(self) -> int:
-        """Return the cores of all, where they have no bundle."""
+        """Return the cores of all together, without a bundle."""
         return sum(kind.count * kind.cores for kind in self.kinds)
 
     @property
     def all_cards(self) -> int:
-        """Return the GPUs of all that take them whole."""
+        """Return the GPUs of all that use whole ones."""
         return sum(kind.count * (kind.cards or 0) for kind in self.kinds)
 
 
 def processes_of(config: JobConfig) -> dict[Role, Processes]:
-    """Return the processes of a job beside its own, by role."""
+    """Return a job's processes apart from its own, by role."""
     training = config.kind == "training"
     found: dict[Role, Processes] = {"engine": Processes(), "trainer": Processes(), "runner": Processes()}
     if training and config.environment.runners:
@@ -67,18 +67,13 @@ def processes_of(config: JobConfig) -> dict[Role, Processes]:
 
 
 def resources_of(asked: ResourcesBody, config: JobConfig, adapters: int) -> Resources:
-    """Return what a job holds. One with adapters on a shared base, which computes for it, needs few cores.
+    """Return the resources of a job. With adapters on a shared base, which computes for it, it needs few cores.
 
-    Processes without a bundle are on the job's node, and their cores are added to those that were asked for: so a
-    tenant can't have more ranks or workers than it is counted for.
+    Processes without a bundle are on the job's node, and their cores are added to the requested ones, so that a tenant
+    can't have more ranks or workers than it is counted for.
 
     Args:
-        adapters: of the job on a shared base.
-
-    Raises:
-        InvalidRequest: a bundle is of a role that the job has no process of, stands twice, has another number, or
-            fewer cores than its processes use; servers beside the job's own process would have too few GPUs; or
-            weights would be broadcast to servers in bundles.
+        adapters: on a shared base.
     """
     processes = processes_of(config)
     for number, body in enumerate(asked.bundles):
@@ -110,7 +105,7 @@ def resources_of(asked: ResourcesBody, config: JobConfig, adapters: int) -> Reso
 
 
 def _why_none(role: Role, config: JobConfig) -> str:
-    """Return why a job has no process of a role, and what to do about it."""
+    """Return why a job has no process of a role, and the remedy."""
     if config.base is not None and role != "runner":
         return "the base server of the job samples and trains for it; leave the bundle out"
     if role == "engine":
@@ -122,7 +117,7 @@ def _why_none(role: Role, config: JobConfig) -> str:
 
 
 def _bundle(number: int, body: BundleBody, processes: Processes) -> Bundle:
-    """Return a bundle with its number of processes, which the configuration says."""
+    """Return a bundle with the number of processes from the configuration."""
     key, where = _KEYS[body.role], f"resources.bundles.{number}"
     if body.count not in (None, processes.count):
         raise InvalidRequest(
@@ -163,7 +158,7 @@ def _check_transfer(config: JobConfig) -> None:
 
 
 def _check_cards(gpus: float, engine: Processes) -> None:
-    """Refuse too few GPUs for servers that run beside the job's own process."""
+    """Raise an error for too few GPUs for servers beside the job's own process."""
     needed, product = engine.all_cards, "".join(kind.product for kind in engine.kinds if kind.cards)
     if gpus < needed and (gpus > 0 or any(kind.needs_cards for kind in engine.kinds)):
         raise InvalidRequest(
@@ -175,7 +170,7 @@ def _check_cards(gpus: float, engine: Processes) -> None:
 
 
 def _unfit_gpus(role: Role, gpus: float, kind: Alike) -> str | None:
-    """Return why processes that are alike can't use so many GPUs each, and what to change; None: they can."""
+    """Return why processes can't use so many GPUs each, and what to change; None: they can."""
     device = kind.device
     if device is None:
         return None
@@ -198,11 +193,11 @@ def _unfit_gpus(role: Role, gpus: float, kind: Alike) -> str | None:
 
 
 def body_of(resources: Resources) -> ResourcesBody:
-    """Return what a job holds, as answers say it."""
+    """Return a job's resources in the form of answers."""
     bundles = [BundleBody(role=bundle.role, count=bundle.count, **_fields(bundle)) for bundle in resources.bundles]
     return ResourcesBody(bundles=bundles, placement=resources.placement, **_fields(resources))
 
 
 def _fields(of: Resources | Bundle | BundleBody) -> dict[str, Any]:
-    """Return what one process holds, by the names that records and bodies have in common."""
+    """Return one process's resources, by the common names of records and bodies."""
     return {name: getattr(of, name) for name in ProcessBody.model_fields}

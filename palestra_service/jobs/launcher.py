@@ -1,4 +1,4 @@
-"""What the scheduler asks of a launcher of model servers, and which state follows when a server has ended."""
+"""Interface between the scheduler and launchers of model servers, and the states that follow a server's end."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ TAIL_BYTES = 4000
 
 
 class Ending(StrEnum):
-    """The ways in which a model server can end; they decide whether it is started again.
+    """How a model server can end, which decides about its restart.
 
     Attributes:
         COMPLETED: its steps are finished.
-        STOPPED: it was asked to stop, and what was trained is in a checkpoint.
-        FAILED: it can't continue, and says why; starting it again would not help.
-        LOST: its process or its machine is gone; it can continue from its last checkpoint.
+        STOPPED: on request, with a checkpoint of its training.
+        FAILED: with a reason; a restart would not help.
+        LOST: its process or machine was lost; it can continue from its last checkpoint.
     """
 
     COMPLETED = "completed"
@@ -63,11 +63,11 @@ class Ended:
 
 
 def ending_of(error: BaseException) -> Ending:
-    """Classify an error that ends a job, by the one rule for all errors.
+    """Classify an error that ends a job.
 
-    LOST, so that the job is started again as often as `restarts` allows, for an error that may not happen again: one
-    that is `retryable`, or that the machine's disks or its lack of a resource caused (`MACHINE_ERRORS`). FAILED for all
-    others: the configuration, the model, a damaged store, a defect.
+    LOST, with a restart if `restarts` allows, for errors that may be transient: `retryable` ones, and those caused by
+    the machine's disks or lack of a resource (`MACHINE_ERRORS`). FAILED for all others: the configuration, the model, a
+    damaged store, a defect.
     """
     for cause in causes_of(error):
         if isinstance(cause, PalestraError) and cause.retryable:
@@ -82,7 +82,7 @@ def ending_of(error: BaseException) -> Ending:
 
 
 def write_ended(folder: Path, ended: Ended) -> None:
-    """Write into a job's folder how its server ended, for a scheduler that was not running then."""
+    """Write the server's ending into a job's folder, for a scheduler that was not running."""
     write_whole(folder / ENDED_FILE, ended_text(ended).encode())
 
 
@@ -92,7 +92,7 @@ def ended_text(ended: Ended) -> str:
 
 
 def read_ended(folder: Path, name: str = ENDED_FILE) -> Ended | None:
-    """Return how a server ended, from a file in its folder; None: the server was killed, or the file is damaged."""
+    """Return a server's ending from a file in its folder; None: it was killed, or the file is damaged."""
     path = folder / name
     try:
         found = json.loads(path.read_bytes())
@@ -106,13 +106,11 @@ def read_ended(folder: Path, name: str = ENDED_FILE) -> Ended | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BundleOrder:
-    """A bundle for one process of a job beside its own. The launcher reserves the bundle; the job starts the process.
+    """A bundle for one further process of a job. The launcher reserves the bundle; the job starts the process.
 
     Attributes:
-        role: what runs there: see `Bundle`.
-        node: where it is.
-        resources: what it holds.
-        memory_gib: how much memory its processes may use before they are ended; None: any amount.
+        role: see `Bundle`.
+        memory_gib: limit; None: unlimited.
     """
 
     role: Role
@@ -123,18 +121,16 @@ class BundleOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOrder:
-    """A model server to be started.
+    """A model server to start.
 
     Attributes:
-        job_id: of the job that it runs.
         config: a JobConfig as JSON.
         folder: of the job: its run, and its log.
-        node: where to start it.
-        resources: what its own process holds, and how its bundles are placed.
+        resources: of its own process, and the placement of its bundles.
         weights: by policy an absolute folder, or a name of the hub, instead of the policy's `model`.
-        memory_gib: how much memory its processes may use before the job is ended; None: any amount.
-        base_key: file with the job's key for its base server; None: the job has none.
-        bundles: places for its other processes, in the order of `Resources.parts`.
+        memory_gib: limit of its processes; None: unlimited.
+        base_key: file with the job's key for its base server; None: it has no base server.
+        bundles: for its other processes, in the order of `Resources.parts`.
     """
 
     job_id: str
@@ -149,10 +145,10 @@ class ServerOrder:
 
 
 def runner_count(config: Mapping[str, Any]) -> int:
-    """Return how many processes play a job's environment beside its own.
+    """Return the number of further processes that play a job's environment.
 
     Args:
-        config: a JobConfig as JSON, which was checked.
+        config: a validated JobConfig as JSON.
     """
     if config.get("kind", "training") != "training":
         return 0
@@ -161,20 +157,18 @@ def runner_count(config: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseOrder:
-    """A base server to be started, in a process like that of a job.
+    """A base server to start, in a process like a job's.
 
     Attributes:
-        job_id: of the base server, which a launcher treats as that of a job.
+        job_id: of the base server, used like a job's.
         model: an absolute folder, a built-in model, or a name of the hub.
-        deterministic: whether samples and weights must not depend on what is computed beside them.
-        folder: of the base server: its admissions, and its log.
-        jobs: the folder of all jobs, each of which has its files in a folder of its own there.
-        node: where to start it.
-        resources: what it holds.
-        dtype: precision of the engine's and the trainer's products.
+        deterministic: whether samples and weights must not depend on what else is computed.
+        folder: its admissions, and its log.
+        jobs: parent of all jobs' folders.
+        dtype: precision of engine and trainer.
         slots: adapters in memory with their moments; None: all.
-        address: where jobs look for it because it was there before; None: any that is free.
-        memory_gib: how much memory its process may use before it is ended; None: any amount.
+        address: known to jobs from an earlier start; None: any free one.
+        memory_gib: limit; None: unlimited.
     """
 
     job_id: str
@@ -192,11 +186,11 @@ class BaseOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listening:
-    """A model server or a base server that accepts requests.
+    """A listening model server or base server.
 
     Attributes:
-        url: of its data plane; of a base server the address that jobs name.
-        devices: GPUs that it got, by their index on its machine; (): it does not say.
+        url: of its data plane, or the base server's address for jobs.
+        devices: indices of its GPUs; (): unknown.
     """
 
     url: str
@@ -206,11 +200,11 @@ class Listening:
 class Launcher(Protocol):
     """Starts, watches and stops model servers and base servers, which outlive the scheduler.
 
-    Where a method has `job_id`, that of a base server will do.
+    A `job_id` may be a base server's.
     """
 
     async def nodes(self) -> list[Node]:
-        """Return the machines of the cluster, with everything that they have.
+        """Return the machines of the cluster with all their resources.
 
         Raises:
             ServerFailed: the cluster does not answer.
@@ -218,64 +212,61 @@ class Launcher(Protocol):
         ...
 
     async def gpu_use(self, nodes: Sequence[Node]) -> Mapping[str, GpuReading]:
-        """Return what the graphics cards of machines do, by the machine's id; soon, also where one does not answer.
+        """Return figures of the machines' GPUs, by machine; quickly, even if one does not answer.
 
-        Args:
-            nodes: of the cluster; of those without cards, or that are not alive, nothing is returned.
+        Machines without GPUs, and dead ones, are left out.
         """
         ...
 
     async def start(self, order: ServerOrder | BaseOrder) -> Listening:
-        """Start a base server, or a model server, or continue the run in its folder; return when the server listens.
+        """Start a server, or continue the run in its folder; return when the server listens.
 
         Raises:
-            PalestraError: the server can't be started, for the reason in the message; nothing of it is left.
+            PalestraError: the server can't be started; all its resources are released.
         """
         ...
 
     async def find(self, job_id: str) -> Listening | None:
-        """Return a server that was started before; None: there is none, and nothing is left of one."""
+        """Return a server that was started before; None: there is none, and its resources are released."""
         ...
 
     async def known(self) -> list[str]:
-        """Return the ids of all jobs that have a server or hold resources, also those of other schedulers."""
+        """Return the ids of all jobs with a server or resources, including other schedulers'."""
         ...
 
     async def ended(self, job_id: str, heard: Callable[[Any], None]) -> Ended:
-        """Wait until the server has ended for any reason, and return how; nothing of it is left then.
+        """Wait until the server has ended for any reason and its resources are released; return how it ended.
 
         Args:
-            job_id: of the job that the server runs.
-            heard: called each time the server answers: a job's with its own estimate of the seconds that it has left
-                (`JobProgress.seconds_left`; None: there is no estimate yet), a base server's with its `BaseLoad`.
+            heard: called with each report of the server: a job's estimate of its remaining seconds
+                (`JobProgress.seconds_left`), or a base server's `BaseLoad`.
         """
         ...
 
     async def stop(self, job_id: str, grace_seconds: float) -> None:
-        """Ask a server to save and end, and return when nothing of it is left.
+        """Ask a server to save and end, and wait until its resources are released.
 
         Args:
-            job_id: of the job that the server runs.
-            grace_seconds: how long the server may take until its process is killed.
+            grace_seconds: before its process is killed.
         """
         ...
 
     async def close(self) -> None:
-        """Release everything that this object holds; the servers continue."""
+        """Release this object's resources; the servers continue."""
         ...
 
 
 class FencedLauncher:
-    """A launcher that starts, looks for and ends servers only for a scheduler that still has its store.
+    """A launcher that only acts for a scheduler that still has its store.
 
-    `Launcher.find` is among these because it clears what is left of a server.
+    This includes `Launcher.find`, which cleans up after a server.
     """
 
     def __init__(self, launcher: Launcher, confirmed: Callable[[], Awaitable[None]]) -> None:
         """Wrap a launcher.
 
         Args:
-            confirmed: raises Superseded where another scheduler has taken over; see `ControlStore.confirmed`.
+            confirmed: raises Superseded if another scheduler has taken over; see `ControlStore.confirmed`.
         """
         self._launcher, self._confirmed = launcher, confirmed
 
@@ -316,10 +307,10 @@ class FencedLauncher:
 
 
 def following_state(job: JobRecord, ended: Ended, now: float) -> tuple[JobState, str, int]:
-    """Return the next state of a job whose server has ended, the reason, and how many restarts are left.
+    """Return the next state of a job whose server has ended, the reason, and the remaining restarts.
 
     Args:
-        now: Unix seconds of the ending, at which the job's time limit may be over.
+        now: Unix seconds of the end, at which the job's time limit may be exceeded.
     """
     left = job.restarts_left
     if ended.ending is Ending.COMPLETED:
@@ -340,7 +331,7 @@ def following_state(job: JobRecord, ended: Ended, now: float) -> tuple[JobState,
 
 
 def last_lines(path: Path) -> str | None:
-    """Return the last lines of a log, at most `TAIL_BYTES`; None: the file can't be read."""
+    """Return the last lines of a log, at most `TAIL_BYTES`; None: unreadable."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""What a launcher is told to start for a job: its configuration with everything that the service adds."""
+"""Orders for launchers: a job's configuration with the service's additions."""
 
 from __future__ import annotations
 
@@ -28,12 +28,9 @@ async def order_of(
     """Prepare a job's folder, and return the order for its server.
 
     Args:
-        node_ids: where it starts: its own process, then those of its bundles.
-        nodes: those that there are, by id.
-        base: address of its base server, and the file of its key there; None: the job has none.
-
-    Raises:
-        PalestraError: what the job begins with is gone or damaged, or its model is not allowed any more.
+        node_ids: of its own process, then of its bundles.
+        nodes: existing ones, by id.
+        base: address of its base server, and the key file; None: it has no base server.
     """
     config = job.config
     if job.from_job is not None:
@@ -60,10 +57,9 @@ async def order_of(
 
 
 def _with_operators_settings(config: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
-    """Return a configuration with what only the operator names: interpreters, folders, and variables that hold keys.
+    """Return a configuration with settings that only the operator names: interpreters, folders, and key variables.
 
-    The stored configuration has none of it, so that tenants are not shown it, and a change of the rules counts for jobs
-    that wait.
+    They are not stored, so that tenants can't read them, and changed rules apply to waiting jobs.
     """
     found = rules.engines.filled(config)
     environment = found.get("environment") or {}
@@ -74,12 +70,12 @@ def _with_operators_settings(config: Mapping[str, Any], rules: Rules) -> dict[st
 
 
 def _bundle_orders(resources: Resources, node_ids: Sequence[str], nodes: Mapping[str, Node]) -> Iterator[BundleOrder]:
-    """Yield the places of a job's processes beside its own."""
+    """Yield the bundles of a job's further processes."""
     roles = [(bundle.role, bundle) for bundle in resources.bundles for _ in range(bundle.count)]
     for (role, needs), node_id in zip(roles, node_ids, strict=True):
         yield BundleOrder(role=role, node=node_id, resources=needs, memory_gib=_limit(needs, nodes.get(node_id)))
 
 
 def _limit(needs: ProcessResources, node: Node | None) -> float | None:
-    """Return the memory that a process may use on its node, in GiB; None: the node is gone, or its memory unknown."""
+    """Return the memory limit of a process on its node, in GiB; None: the node is lost, or its memory unknown."""
     return None if node is None else memory_limit_gib(needs, node)

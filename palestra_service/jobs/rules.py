@@ -154,18 +154,16 @@ class Rules:
 
     Attributes:
         caps: largest values, by dotted key.
-        models: absolute folder, or name of the hub, by the name under which tenants use the model.
+        models: absolute folder, or name of the hub, by the tenants' name of the model.
         hub_models: whether tenants may name any model of the hub.
-        environment_hosts: by `host:port` of an environment server to which jobs may connect, the variable of the jobs'
-            processes that holds its key. No job connects to another one: it would do so from inside of the operator's
-            network.
+        environment_hosts: the key's variable in jobs' processes, by `host:port` of an environment server that jobs may
+            connect to. Others are refused, because they could be in the operator's network.
         programs: whether jobs may play environments that start programs (`CatalogEntry.starts_programs`).
-        trackers: those that jobs may name in `tracking`: each is a program of the machine, and some connect to servers.
-        picture_hosts: hosts that jobs may name in `pictures.hosts`.
-        private_picture_hosts: hosts that jobs may name in `pictures.private_hosts`, whose addresses are not looked at.
-            No host of the internet belongs here: who has its name could lead it into the operator's network.
-        bases: of the base servers that the service starts.
-        engines: which engines jobs may use beside the embedded one.
+        trackers: allowed values of `tracking`: each is a program of the machine, and some connect to servers.
+        picture_hosts: allowed values of `pictures.hosts`.
+        private_picture_hosts: allowed values of `pictures.private_hosts`, whose addresses are not checked. Never add a
+            host of the internet: the owner of its name could redirect it into the operator's network.
+        engines: allowed engines apart from the embedded one.
     """
 
     caps: Mapping[str, float] = field(default_factory=lambda: CAPS)
@@ -180,13 +178,7 @@ class Rules:
     engines: EngineRules = field(default_factory=EngineRules)
 
     def check(self, config: JobConfig) -> None:
-        """Refuse a configuration that asks for more than the operator allows.
-
-        Raises:
-            ConfigError: a value is over its cap; the message names key, value and cap. Or there is no such environment;
-                or the environment starts programs, a tracker is started, or pictures are fetched from a
-                host, which the operator has not allowed.
-        """
+        """Raise ConfigError for a configuration beyond the operator's limits."""
         self._check_picture_hosts(config)
         self._check_trackers(config)
         name = config.environment.name
@@ -214,7 +206,7 @@ class Rules:
                 raise ConfigError(f"tracking names {name!r}; the operator of this service allows {known} (trackers)")
 
     def _check_picture_hosts(self, config: JobConfig) -> None:
-        """Refuse hosts from which the server would fetch pictures, from inside of the operator's network."""
+        """Raise an error for hosts from which the server would fetch pictures, inside the operator's network."""
         for key, named, allowed in (
             ("hosts", config.pictures.hosts, self.picture_hosts),
             ("private_hosts", config.pictures.private_hosts, self.private_picture_hosts),
@@ -228,13 +220,10 @@ class Rules:
                     )
 
     def time_limit(self, asked: float | None) -> float | None:
-        """Return the time limit of a job: what was requested, else the operator's cap.
+        """Return the time limit of a job: the requested one, else the cap.
 
         Args:
-            asked: seconds; None: any time.
-
-        Raises:
-            ConfigError: it is over the cap.
+            asked: seconds; None: unlimited.
         """
         most = self.caps.get(TIME_LIMIT, math.inf)
         if asked is None:
@@ -247,11 +236,7 @@ class Rules:
         return asked
 
     def environment_variable(self, url: str) -> str:
-        """Return the variable that holds the key of an environment server to which jobs may connect.
-
-        Raises:
-            ConfigError: the operator does not allow it, or it is no URL.
-        """
+        """Return the key's variable for an environment server that jobs may connect to."""
         host = _host(url)
         if host not in self.environment_hosts:
             known = ", ".join(sorted(self.environment_hosts)) or "none"
@@ -262,13 +247,7 @@ class Rules:
         return self.environment_hosts[host]
 
     def weights(self, model: str) -> str | None:
-        """Return the folder, or the hub's name, of a model in the operator's list.
-
-        None: the name itself says where it is.
-
-        Raises:
-            ConfigError: tenants may not use this model.
-        """
+        """Return the folder, or the hub's name, of a model in the operator's list; None: the name itself locates it."""
         if model in self.models:
             return self.models[model]
         if model in BUILT_IN or (self.hub_models and HUB_NAME.fullmatch(model)):
@@ -281,15 +260,12 @@ class Rules:
         )
 
     def places(self, config: JobConfig, *, started_from_job: bool) -> dict[str, str]:
-        """Return where the models of a job are, by policy, for those that are not where they say; see `weights`.
+        """Return the locations of a job's models, by policy, if they differ from their names; see `weights`.
 
-        The models of references stand beside them, as in `JobConfig.named_models`.
+        References are included, as in `JobConfig.named_models`.
 
         Args:
-            started_from_job: whether the model of the policy that is not frozen is a folder of the job's own.
-
-        Raises:
-            ConfigError: a tenant may not use a model.
+            started_from_job: whether the trained policy's model is a folder of the job's own.
         """
         own = config.trained_policies if started_from_job else ()
         found = {name: self.weights(model) for name, model in config.named_models.items() if name not in own}
@@ -300,10 +276,7 @@ def load_rules(path: Path) -> Rules:
     """Read the operator's TOML file.
 
     Its keys are `hub_models`, `trackers`, `picture_hosts`, `private_picture_hosts`, `[models]`, `[caps]`,
-    `[environment]`, `[bases]` and `[engines]`; those that it leaves out keep their defaults.
-
-    Raises:
-        ConfigError: no such file, not TOML, an unknown key, or a value out of range.
+    `[environment]`, `[bases]` and `[engines]`, all optional.
     """
     data = read_toml(path)
     known = ("hub_models", "trackers", "models", "caps", "environment", "bases", "engines", *_PICTURE_HOSTS)
@@ -355,7 +328,7 @@ def _bases(path: Path, table: Any) -> BaseLimits:
 
 
 def _hosts(path: Path, table: Any) -> dict[str, str]:
-    """Return the environment servers to which jobs may connect, from `[environment.allowed_hosts]`."""
+    """Return the environment servers that jobs may connect to, from `[environment.allowed_hosts]`."""
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: [environment.allowed_hosts] is a table")
     for key in table:

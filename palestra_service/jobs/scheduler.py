@@ -1,7 +1,7 @@
-"""The scheduler: starts jobs where there is room, watches their servers, and records how they end.
+"""The scheduler: starts jobs when resources are free, watches their servers, and records how they end.
 
-No token passes through it. Its decisions are made by `placement.place`, a pure function, and its state is in the
-control store. Model servers outlive the scheduler: a restarted one finds them and continues to watch them.
+Tokens do not pass through it. `placement.place`, a pure function, decides, and the state is in the control store. Model
+servers outlive the scheduler: a restarted one finds them and continues to watch them.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ NOTE_SECONDS = 5.0  # how long a scheduler that is stopped may take to record en
 
 
 class JobScheduler:
-    """Runs the jobs of one cluster. There is one scheduler for a cluster.
+    """Runs the jobs of one cluster, which has exactly one scheduler.
 
     Attributes:
-        policy: as it was read for the last decision.
-        nodes: machines of the cluster, as they were at the last look.
-        running: what live jobs hold, by job id.
-        bases: the base servers for jobs that share one.
-        waiting: reasons of the queued jobs, by job id.
-        places: of the waiting jobs that can start at some time, by job id; 1 has the next turn.
-        ready: set when the machines, and the jobs that run on them, are known.
+        policy: as read for the last decision.
+        nodes: machines at the last check.
+        running: resources of live jobs, by id.
+        bases: base servers for jobs that share one.
+        waiting: reasons of queued jobs, by id.
+        places: queue positions of waiting jobs that can start eventually, by id; 1 is next.
+        ready: set when the machines and their jobs are known.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class JobScheduler:
         stop_seconds: float = 120.0,
         absent_seconds: float = 120.0,
     ) -> None:
-        """Create a scheduler, which starts to work in `run`.
+        """Create a scheduler; `run` starts it.
 
         Args:
-            folder: of all jobs, each in a folder of its own; every machine has to see it.
-            policy: its quotas, and whether it drains, are replaced by the stored ones.
-            rules: the operator's, with a list of models; None: the default ones.
-            stop_seconds: how long a cancelled job may take to save.
-            absent_seconds: how long the client of an attached job may be gone.
+            folder: parent of all jobs' folders; all machines must see it.
+            policy: its quotas and draining are replaced by stored values.
+            rules: the operator's; None: the defaults.
+            stop_seconds: how long a cancelled job may save.
+            absent_seconds: how long an attached job's client may be absent.
         """
         self._store, self._folder = store, folder
         launcher = self._launcher = FencedLauncher(launcher, store.confirmed)
@@ -121,9 +121,9 @@ class JobScheduler:
         self.ready = asyncio.Event()
 
     async def run(self) -> None:
-        """Schedule until cancelled. The jobs continue then.
+        """Schedule until cancelled; jobs then continue.
 
-        Any other failure of a round is logged, and the next round tries again.
+        Other failures of a round are logged, and the next round retries.
 
         Raises:
             Superseded: another scheduler has taken over the control store.
@@ -161,7 +161,7 @@ class JobScheduler:
                 await asyncio.wait(self._notes, timeout=NOTE_SECONDS)
 
     async def _round(self) -> float | None:
-        """Look at everything once, and return when to look again even if nothing changes."""
+        """Check everything once, and return when to check again without changes."""
         await self._store.confirm()
         self.nodes = self.bases.nodes = await self._launcher.nodes()
         await self._adopt()
@@ -180,7 +180,7 @@ class JobScheduler:
 
     @property
     def problem(self) -> str | None:
-        """Return what this control plane can't do at the moment, without details; None: it can do everything."""
+        """Describe what this control plane can't do at the moment, without details; None: everything works."""
         since = self._round_since
         if isinstance(self._failure, StoreError):
             return "the control store can't be used, so no job can be submitted, changed or started"
@@ -193,39 +193,36 @@ class JobScheduler:
         return None
 
     async def gpu_use(self) -> Mapping[str, GpuReading]:
-        """Return what the graphics cards of the machines do, by the machine's id."""
+        """Return figures of the machines' GPUs, by machine."""
         return await self._launcher.gpu_use(self.nodes)
 
     def folder_of(self, job_id: str) -> Path:
-        """Return the folder of a job, which contains its run and its log."""
+        """Return the folder of a job, with its run and log."""
         return self._folder / job_id
 
     async def quota_of(self, tenant: str) -> Quota:
-        """Return what the jobs of a tenant may hold at the same time."""
+        """Return a tenant's quota."""
         return await self._store.read(lambda c: decisions.quota_of(c, tenant)) or Quota()
 
     async def refusal(self, needs: Resources, tenant: str, adapters: int = 0) -> str | None:
         """Return why a job of a tenant could never start; None: it could.
 
         Args:
-            adapters: that it has on a shared base; 0: it has none.
+            adapters: on a shared base; 0: it uses none.
         """
         limits, quota = self._rules.bases, await self.quota_of(tenant)
         found = never_starts(needs, self.nodes, tenant, quota, part_of_base(limits, adapters))
         return no_room(needs, limits, self.nodes) if found is None and adapters else found
 
     def seen(self, job_id: str) -> None:
-        """Record that a job's client has sent a request."""
+        """Record a request of a job's client."""
         self._deadlines.seen(job_id)
 
     async def cancel(self, tenant: str | None, job_id: str, reason: str) -> JobRecord:
-        """End a job, after it has saved what it trained.
+        """End a job, after it has saved its training.
 
         Args:
             tenant: the owner's; None: any.
-
-        Raises:
-            NotFound: there is no such job in this tenant.
         """
         job = await self._store.request_cancel(tenant, job_id, reason)
         if job.is_over:
@@ -237,7 +234,7 @@ class JobScheduler:
         return job
 
     async def _place(self) -> float | None:
-        """Start the queued jobs that `place` chooses, and return when it could start others."""
+        """Start the queued jobs chosen by `place`, and return when others could start."""
         queued = await self._store.queue()
         # Queue and running jobs are read without an await between them: a job that has just ended must be in one of
         # them, or its room could be given away while it is queued again.
@@ -287,7 +284,7 @@ class JobScheduler:
         await race(self._changed.wait(seconds, seen), self._store.changed.wait(seconds, submitted))
 
     def _hold(self, job: JobRecord, start: JobStart, *, starting: bool) -> None:
-        """Record what a job holds from now on."""
+        """Record a job's resources."""
         now = self._store.clock.now()
         self._servers.hold(job)
         self.running[job.job_id] = RunningJob(
@@ -311,7 +308,7 @@ class JobScheduler:
         task.add_done_callback(lambda done: self._lived(job_id, done))
 
     def _lived(self, job_id: str, done: asyncio.Task[None]) -> None:
-        """Forget a job whose coroutine has ended; the next round adopts the job if that failed."""
+        """Forget a job whose coroutine has ended; after a failure the next round adopts the job."""
         self._lives.pop(job_id, None)
         self.running.pop(job_id, None)
         self._servers.release(job_id)
@@ -456,7 +453,7 @@ class JobScheduler:
             self._deadlines.remove(job_id)
 
     def _end(self, job_id: str) -> None:
-        """Stop the server of a live job, or break off its start. A second call changes nothing."""
+        """Stop a live job's server, or cancel its start; idempotent."""
         starting = self._starting.get(job_id)
         if starting is not None and not starting.done():
             if not starting.cancelling():  # a second cancellation would interrupt the clean-up
@@ -472,7 +469,7 @@ class JobScheduler:
             log.error("job %s could not be stopped: %s: %s", job_id, type(error).__name__, error, exc_info=error)
 
     async def _adopt(self) -> None:
-        """Watch live jobs that are not watched: those of an earlier scheduler, and those whose watch failed."""
+        """Watch unwatched live jobs: an earlier scheduler's, and those whose watch failed."""
         live = await self._store.live()
         await self.bases.adopt(live, self._devices)
         for job in live:
@@ -485,7 +482,7 @@ class JobScheduler:
             self._live(job.job_id, self._find(job.job_id))
 
     async def _find(self, job_id: str) -> None:
-        """Watch the server of a live job again; if there is none, record how it ended."""
+        """Watch a live job's server again; if it is gone, record how it ended."""
         job = await self._store.job(None, job_id)
         if job.state not in LIVE_STATES:  # the job ended since it was listed
             return
@@ -501,7 +498,7 @@ class JobScheduler:
             await self._over(job_id, ended or Ended(ending=Ending.LOST, reason="its model server is gone"))
 
     async def _clear_forgotten(self) -> None:
-        """End servers whose jobs do not run, because a scheduler died before it could end them."""
+        """End servers of jobs that are not live, left by a dead scheduler."""
         for job_id in await self._launcher.known():
             try:
                 job = await self._store.job(None, job_id)
@@ -520,7 +517,7 @@ class JobScheduler:
         return JobStart(job_id=job.job_id, node_id=own.node_id, devices=own.devices, bundles=tuple(others))
 
     def _devices(self, node_id: str, needs: ProcessResources, own: Sequence[PlacedBundle] = ()) -> tuple[GpuShare, ...]:
-        """Return devices for what an earlier scheduler started: as many as it holds. Which ones is not known."""
+        """Return devices for an earlier scheduler's job: as many as it uses, but an unknown choice."""
         node = next((node for node in self.nodes if node.node_id == node_id), None)
         return () if node is None else devices_left(node, needs, (*self.running.values(), *self.bases.held()), own)
 

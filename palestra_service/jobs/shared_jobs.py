@@ -1,4 +1,4 @@
-"""Jobs that ask for a shared base: which one, and their configuration once a base server is chosen for them."""
+"""Jobs that ask for a shared base: its kind, and their configuration once a base server is chosen."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LIGHT_CPUS = 0.25  # of a job whose samples and gradients are computed elsewhere
 
 
 class KnownKinds:
-    """The kinds of base servers that queued jobs need. A configuration may be long, and is read once, in a thread."""
+    """The kinds of base servers that queued jobs need. Long configurations are read once, in a thread."""
 
     def __init__(self) -> None:
         self._known: dict[str, BaseKind | None] = {}
 
     async def of(self, queue: Collection[JobRecord]) -> dict[str, BaseKind]:
-        """Return the kind for each job that asks for a shared base, by its id, and forget jobs that are not queued."""
+        """Return the kind for each job that asks for a shared base, by id; drop jobs that are no longer queued."""
         asking = [job for job in queue if job.adapters]
         new = [job for job in asking if job.job_id not in self._known]
         read = await asyncio.to_thread(lambda: {job.job_id: _readable_kind(job) for job in new}) if new else {}
@@ -36,10 +36,10 @@ class KnownKinds:
 def by_base(
     queue: Iterable[JobRecord], kinds: Mapping[str, BaseKind], limits: BaseLimits, now: float
 ) -> tuple[list[WaitingJob], dict[str, WaitingForBase]]:
-    """Return queued jobs as placement sees them: those with a model of their own, and by id those on a shared base.
+    """Return queued jobs for placement: those with their own model, and those on a shared base by id.
 
     Args:
-        kinds: of the base servers that some need, by job.
+        kinds: of the needed base servers, by job.
         now: Unix seconds.
     """
     own, shared = list[WaitingJob](), dict[str, WaitingForBase]()
@@ -62,7 +62,7 @@ def by_base(
 
 
 def _readable_kind(job: JobRecord) -> BaseKind | None:
-    """Return the kind of base server that a job needs; None: its configuration, of an earlier version, is not valid."""
+    """Return the kind of base server that a job needs; None: its configuration, from an earlier version, is invalid."""
     try:
         return base_kind(parse_config(job.config))
     except ConfigError:  # its start fails, and says why
@@ -70,23 +70,19 @@ def _readable_kind(job: JobRecord) -> BaseKind | None:
 
 
 def base_kind(config: JobConfig) -> BaseKind:
-    """Return what a job needs of its base server."""
+    """Return what a job needs from its base server."""
     return BaseKind(next(iter(config.policies.values())).model, config.deterministic)
 
 
 def adapters_of(config: JobConfig) -> int:
-    """Return how many adapters a job has on a shared base: one that trains none counts as one; 0: it has no base."""
+    """Return a job's number of adapters on a shared base, at least 1; 0: it uses none."""
     if config.base is None:
         return 0
     return max(1, len(config.trained_policies) if config.kind == "training" else 0)
 
 
 def check_shared(config: JobConfig, limits: BaseLimits) -> None:
-    """Refuse a job that names a base server, or asks for a shared base that can't be.
-
-    Raises:
-        InvalidRequest: the message names the key.
-    """
+    """Raise InvalidRequest for a job that names a base server, or an impossible shared base, naming the key."""
     for name, policy in config.policies.items():
         key = f"config.policies.{name}"
         if policy.base is None:
@@ -108,10 +104,6 @@ def check_shared(config: JobConfig, limits: BaseLimits) -> None:
 
 
 def at_base(config: Mapping[str, Any], address: str) -> dict[str, Any]:
-    """Return a configuration whose policies name the address of the base server that was chosen.
-
-    Args:
-        config: a JobConfig as JSON, of a job that asks for a shared base.
-    """
+    """Return a configuration whose policies name the chosen base server's address."""
     policies = {name: {**policy, "base": address} for name, policy in config["policies"].items()}
     return {**config, "policies": policies}

@@ -1,4 +1,4 @@
-"""What a job takes of another job of its tenant: weights of a checkpoint, episodes; it gets a copy of its own."""
+"""Data that a job takes from another job of its tenant, checkpoints and episodes; it gets its own copy."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ JOB_ID = re.compile(r"job-[0-9a-f]{16}")
 
 
 def checkpoint_folders(run: Path, policies: Collection[str]) -> dict[str, Path]:
-    """Return where the checkpoints of policies are in a run, by policy: those of several are apart.
+    """Return the checkpoint folders of policies in a run; several policies have separate ones.
 
     Args:
-        policies: names of the policies that start from its checkpoints; of a run with one policy, any name.
+        policies: that start from its checkpoints; any name for a run with one policy.
     """
     together = run / CHECKPOINTS
     apart = any((together / name).is_dir() for name in policies)
@@ -30,15 +30,12 @@ def checkpoint_folders(run: Path, policies: Collection[str]) -> dict[str, Path]:
 
 
 def step_meant(run: Path, job_id: str, wanted: int | None, policies: Collection[str]) -> int:
-    """Return the step of a checkpoint of another job.
+    """Return the step of another job's checkpoint.
 
     Args:
         job_id: of the other job, for the error.
-        wanted: the step; None: the newest that all of the policies have.
-        policies: names of those that start from it.
-
-    Raises:
-        NotFound: there is no checkpoint, or none of that step; the message lists those that there are.
+        wanted: None: the newest that all of the policies have.
+        policies: that start from it.
     """
     folders = set(checkpoint_folders(run, policies).values())
     steps = sorted(set.intersection(*({checkpoint.step_of(path) for path in checkpoint.found(f)} for f in folders)))
@@ -55,14 +52,7 @@ def step_meant(run: Path, job_id: str, wanted: int | None, policies: Collection[
 def with_own_weights(job: JobRecord, folder: Path, source_run: Path) -> dict[str, Any]:
     """Return the configuration of a job with `from_job`, whose models are folders of the job's own.
 
-    At the first start the folders are filled with hard links to the checkpoint, so that the job does not depend on what
-    the other job does with its checkpoints.
-
-    Args:
-        job: has `from_job` and `from_step`.
-
-    Raises:
-        CheckpointError: the checkpoint is gone or damaged.
+    The first start fills them with hard links to the checkpoint, so that the job is independent of the other job.
     """
     assert job.from_step is not None
     policies = dict(job.config["policies"])
@@ -76,17 +66,13 @@ def with_own_weights(job: JobRecord, folder: Path, source_run: Path) -> dict[str
 
 
 def recorded_job(config: Mapping[str, Any]) -> str | None:
-    """Return the job whose episodes are learned from (`algorithm.from_run`); None: there is none.
-
-    Args:
-        config: a JobConfig as JSON, which was checked.
-    """
+    """Return the job whose episodes are learned from (`algorithm.from_run`); None: there is none."""
     found = (config.get("algorithm") or {}).get("from_run")
     return None if found is None else str(found)
 
 
 def check_recorded(run: Path, job_id: str, moment: float) -> None:
-    """Refuse a run without an episode that could be learned from.
+    """Raise an error for a run without usable episodes.
 
     Args:
         job_id: of the other job, for the error.
@@ -105,10 +91,10 @@ def with_own_episodes(
 ) -> dict[str, Any]:
     """Return the configuration of a job with `algorithm.from_run`, which names a folder of the job's own.
 
-    At the first start the folder gets the episodes that were completed when the job was submitted.
+    The first start copies the episodes that were completed when the job was submitted.
 
     Args:
-        models: the operator's, by the name under which tenants use them.
+        models: the operator's, by the tenants' names.
 
     Raises:
         StoreError: the other job's episodes can't be read, or the copy can't be written.

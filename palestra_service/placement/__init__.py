@@ -1,1 +1,1 @@
-"""Which job starts where: pure functions of queue, running jobs, machines, quotas and time."""
+"""Decides which job starts where: pure functions of queue, running jobs, machines, quotas and time."""

@@ -1,11 +1,11 @@
-"""Decide on which base server a job runs that asks for a shared one: a pure function, as `placement.place` is.
+"""Chooses the base server of a job that asks for a shared one: a pure function, like `placement.place`.
 
-A job goes to a serving base server of its kind that has room, the fullest one, so that others become idle. Where none
-has room and none is starting, one more is asked for (`sharing` places it). A base server without jobs ends when it has
-been idle for long enough.
+A job goes to the fullest serving base server of its kind with capacity, so that others become idle. If none has
+capacity and none is starting, one more is requested (`sharing` places it). A base server without jobs ends after a time
+of being idle.
 
-A job never goes to a base server that leaves it no room on any node, however empty that is: it would wait for ever
-where the base server has other jobs.
+A job never goes to a base server that leaves it no space on any node, even an empty one: it could wait forever behind
+the base server's other jobs.
 
 With J waiting jobs, B base servers and N nodes a call takes O(J B N).
 """
@@ -29,11 +29,11 @@ class BaseLimits:
     """The operator's settings of base servers.
 
     Attributes:
-        resources: that each holds.
-        dtype: precision of its engine's and its trainer's products.
-        slots: adapters in memory with their moments, others wait on disk; None: all.
-        adapters: of all jobs on one base server, at most.
-        waiting: a base server with more requests in its queue gets no further job.
+        resources: of each.
+        dtype: precision of engine and trainer.
+        slots: adapters in memory with their moments, others are on disk; None: all.
+        adapters: limit of all jobs on one base server.
+        waiting: with more requests in its queue, a base server gets no further job.
         idle_seconds: how long one without jobs is kept.
     """
 
@@ -50,9 +50,7 @@ class WaitingForBase:
     """A queued job that asks for a shared base.
 
     Attributes:
-        job: as placement sees it.
-        kind: of the base server that it needs.
-        adapters: how many it trains or samples from; at least 1.
+        adapters: number it trains or samples from; at least 1.
     """
 
     job: WaitingJob
@@ -65,14 +63,10 @@ class RunningBase:
     """A base server, as placement sees it.
 
     Attributes:
-        base_id: of the base server.
-        kind: its model, and whether it is deterministic.
-        state: of its lifecycle.
-        jobs: that run on it.
-        adapters: of these jobs.
-        waiting: requests in its queue when it said so last.
-        idle_since: Unix seconds since it has had no job; None: it has some, or does not serve.
-        held: its room on a node.
+        adapters: of its jobs.
+        waiting: requests in its queue at the last report.
+        idle_since: Unix seconds without jobs; None: it has jobs, or does not serve.
+        held: its resources on a node.
     """
 
     base_id: str
@@ -90,12 +84,12 @@ class BaseDecision:
     """The result of `choose_bases`. Every waiting job is in exactly one of the first three attributes.
 
     Attributes:
-        chosen: base server by job, for jobs that may start as soon as there is room for themselves.
+        chosen: base server by job, for jobs that may start when their own resources are free.
         waiting: reason by job.
-        wanted: by kind the jobs for which one more base server is to be started, in their order.
-        why: by kind, why those that there are do not suffice.
+        wanted: by kind, the jobs that need one more base server, in order.
+        why: by kind, why the existing ones do not suffice.
         idle: base servers that have been idle for long enough.
-        again_at: when one more will have been, Unix seconds; None: never.
+        again_at: when one more will be, Unix seconds; None: never.
     """
 
     chosen: Mapping[str, str]
@@ -107,10 +101,9 @@ class BaseDecision:
 
 
 def part_of_base(limits: BaseLimits, adapters: int) -> Amounts:
-    """Return what of a base server is counted for the tenant of a job: as much as its adapters take of all places.
+    """Return the part of a base server counted for a job's tenant: its adapters' fraction of the capacity.
 
-    So it does not depend on the other jobs there, and is known when the job is submitted. Places that no job has are
-    counted for no tenant.
+    It is independent of other jobs, and known at submission. Unused capacity is counted for no tenant.
     """
     return Amounts(*(amount * adapters // limits.adapters for amount in counted(limits.resources)))
 
@@ -123,14 +116,14 @@ def choose_bases(
     now: float,
     stopped: Mapping[str, str],
 ) -> BaseDecision:
-    """Choose a base server for each job of a queue. The order in which base servers are given does not matter.
+    """Choose a base server for each job of a queue, independent of the order of base servers.
 
     Args:
-        queue: jobs that wait and ask for a shared base, in the order of their turns.
-        nodes: all known nodes; without any it is not known what a base server leaves.
+        queue: jobs that ask for a shared base, in the order of their turns.
+        nodes: all known nodes; without any, it is unknown what a base server leaves.
         now: Unix seconds.
-        stopped: reasons by job, of those that their tenants' quotas stop: they get the room that the others leave, and
-            no base server is started or kept for them. Else a tenant could fill the cluster with its queue.
+        stopped: reasons of jobs stopped by quotas: they get remaining capacity, but no base server is started or kept
+            for them. Otherwise a tenant's queue could fill the cluster.
     """
     known = sorted(bases, key=lambda base: base.base_id)
     adapters = {base.base_id: base.adapters for base in known}
@@ -170,12 +163,12 @@ def choose_bases(
 
 
 def too_many_adapters(adapters: int, limits: BaseLimits) -> str:
-    """Return why a job can run on no base server, however empty."""
+    """Return why a job can run on no base server, even an empty one."""
     return f"has {adapters} adapters, and a base server of this service takes {limits.adapters}"
 
 
 def _leaves_room(base: RunningBase, job: WaitingJob, nodes: Sequence[Node]) -> bool:
-    """Return whether some node could hold a job beside a base server, if nothing else were there."""
+    """Return whether an otherwise empty node could hold a base server and a job."""
     needs, held = counted(job.needs), counted(base.held.needs)
     taken = (added(needs, held) if node.node_id == base.held.node_id else needs for node in nodes)
     return not nodes or any(within(amounts, node.capacity) for amounts, node in zip(taken, nodes, strict=True))

@@ -1,8 +1,8 @@
 """Free resources of nodes: whether a job fits, where it fits best, and where it could start soonest.
 
-Sums are exact: CPUs and GPUs are counted in parts of 1/SHARES, memory in MiB. What is placed here is on one node;
-`gangs` places jobs of several processes. A part of a GPU lies on one device, and whole GPUs are whole devices. Within
-one decision free amounts only shrink.
+Sums are exact: CPUs and GPUs are counted in parts of 1/SHARES, memory in MiB. Jobs here are on one node; `gangs` places
+jobs of several processes. A fraction of a GPU is on one device, and whole GPUs are whole devices. Within one decision
+free amounts only shrink.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEAST_MEMORY_GIB = 4.0  # what a job that asked for no memory may use at least
 
 
 class Amounts(NamedTuple):
-    """Resources, counted in whole numbers so that sums are exact.
+    """Resources as whole numbers, so that sums are exact.
 
     Attributes:
         cpus: in parts of 1/SHARES.
@@ -36,7 +36,7 @@ NOTHING = Amounts(0, 0, 0)
 
 
 class GpuShare(NamedTuple):
-    """A part of one GPU, or all of it.
+    """A fraction of one GPU, or all of it.
 
     Attributes:
         device: its index on the node.
@@ -52,14 +52,12 @@ class Node:
     """A machine of the cluster, and whether jobs may start on it.
 
     Attributes:
-        node_id: unique in the cluster.
-        cpus: cores.
         gpus: number of devices, with indices from 0 on.
-        memory_gib: memory; 0: not known.
+        memory_gib: 0: unknown.
         alive: whether the node answers.
-        draining: whether running jobs go on, but none starts.
-        gpu_kind: of its devices, such as `H100`; None: it has none, or it is not known.
-        labels: that the operator has given it.
+        draining: whether running jobs continue, but none starts.
+        gpu_kind: such as `H100`; None: none, or unknown.
+        labels: from the operator.
     """
 
     node_id: str
@@ -78,16 +76,15 @@ class Node:
 
     @property
     def capacity(self) -> Amounts:
-        """Return everything that the node has."""
+        """Return the node's total resources."""
         return Amounts(round(self.cpus * SHARES), self.gpus * SHARES, math.floor(self.memory_gib * 1024 + 1e-6))
 
 
 class PlacedBundle(NamedTuple):
-    """Where one process of a job's bundles is, and the GPUs that it holds there.
+    """The node and GPUs of one process of a job's bundles.
 
     Attributes:
-        node_id: of its node.
-        devices: GPUs that it holds; CPUs and memory are those that it needs.
+        devices: its GPUs; CPUs and memory equal its needs.
     """
 
     node_id: str
@@ -96,20 +93,15 @@ class PlacedBundle(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningJob:
-    """A job that is STARTING or RUNNING, with what it holds. It holds CPUs and memory as it needs.
+    """A STARTING or RUNNING job with its resources; CPUs and memory equal its needs.
 
     Attributes:
-        job_id: of the job.
-        tenant: the owner's.
         submitted_at: Unix seconds.
-        needs: resources that it asked for.
-        node_id: where its own process runs.
-        devices: GPUs that its own process holds.
         since: when its start was decided, Unix seconds.
         expected_end: Unix seconds; None: unknown; infinite: it runs until it is stopped.
-        starting: whether it is STARTING, so that it counts as one of the limited starts.
-        beside: counted for its tenant beside its needs: its part of a base server, which holds it on a node.
-        bundles: where the processes of its bundles are, in the order of `Resources.parts`.
+        starting: whether it counts against the limit of starting jobs.
+        beside: additionally counted for its tenant: its part of a base server, which is held on a node.
+        bundles: of its further processes, in the order of `Resources.parts`.
     """
 
     job_id: str
@@ -126,30 +118,29 @@ class RunningJob:
 
     @property
     def counts(self) -> Amounts:
-        """Return what is counted for its tenant."""
+        """Return what counts for its tenant."""
         return added(total(self.needs), self.beside)
 
     @property
     def places(self) -> Iterator[tuple[Amounts, PlacedBundle]]:
-        """Yield what each of its processes holds, and where, its own process first."""
+        """Yield each process's resources and node, its own process first."""
         held = (PlacedBundle(self.node_id, self.devices), *self.bundles)
         for part, place in zip(self.needs.parts, held, strict=True):
             yield counted(part), place
 
     def held_on(self, node_id: str) -> Amounts:
-        """Return what it holds on a node."""
+        """Return its resources on a node."""
         return added(NOTHING, *(needs for needs, place in self.places if place.node_id == node_id))
 
 
 class Allocation(NamedTuple):
-    """The resources that one job holds on a node. Holdings sort by the start of their jobs.
+    """One job's resources on a node. Sorted by the start of their jobs.
 
     Attributes:
         since: when the job's start was decided.
-        job_id: of the job.
         ends: expected end; None: unknown; infinite: it runs until it is stopped.
-        needs: CPUs and memory that it holds.
-        devices: GPUs that it holds.
+        needs: its CPUs and memory.
+        devices: its GPUs.
     """
 
     since: float
@@ -160,11 +151,10 @@ class Allocation(NamedTuple):
 
 
 def memory_limit_gib(needs: ProcessResources, node: Node) -> float | None:
-    """Return how much memory a job's processes may use on a node, in GiB; None: the node's memory is not known.
+    """Return the memory limit of a job's processes on a node, in GiB; None: the node's memory is unknown.
 
-    A job that asked for memory may use that much. A job that asked for none may use the share of the node's memory that
-    its share of the node's cores or GPUs is, and at least `LEAST_MEMORY_GIB`, so that jobs which all ask for none fit
-    beside one another.
+    It is the requested memory; without a request, the share of the node's memory that corresponds to the job's share of
+    cores or GPUs, and at least `LEAST_MEMORY_GIB`, so that jobs without requests fit together.
     """
     if needs.memory_gib:
         return needs.memory_gib
@@ -175,27 +165,27 @@ def memory_limit_gib(needs: ProcessResources, node: Node) -> float | None:
 
 
 def counted(resources: ProcessResources) -> Amounts:
-    """Return what one process needs, or all of a job without bundles, in whole numbers, memory rounded up."""
+    """Return one process's needs, or a whole job's without bundles, in whole numbers, memory rounded up."""
     memory = math.ceil(resources.memory_gib * 1024 - 1e-6)
     return Amounts(round(resources.cpus * SHARES), round(resources.gpus * SHARES), memory)
 
 
 def total(resources: Resources) -> Amounts:
-    """Return what all processes of a job need together."""
+    """Return the needs of all processes of a job together."""
     return added(*(counted(part) for part in resources.parts))
 
 
 def added(*amounts: Amounts) -> Amounts:
-    """Return the sum of amounts, of which there is at least one."""
+    """Return the sum of at least one amount."""
     return Amounts(*map(sum, zip(*amounts, strict=True)))
 
 
 def devices_for(gpus: int, free: Sequence[int], later: Sequence[int]) -> tuple[GpuShare, ...] | None:
-    """Return the devices for a job, chosen so that the least is left over; None: the job does not fit.
+    """Return a job's devices that leave the least over; None: the job does not fit.
 
     Args:
-        free: what is free of each device now.
-        later: what will be free of each device at the time that matters; the scarcest are taken first.
+        free: amount free of each device now.
+        later: amount free of each device at the time that matters; the scarcest are used first.
     """
     if gpus == 0:
         return ()
@@ -210,10 +200,10 @@ def devices_for(gpus: int, free: Sequence[int], later: Sequence[int]) -> tuple[G
 def devices_left(
     node: Node, needs: ProcessResources, running: Iterable[RunningJob], own: Iterable[PlacedBundle] = ()
 ) -> tuple[GpuShare, ...]:
-    """Return devices of a node for something that holds as many as it needs; which ones is not known.
+    """Return devices of a node for something that uses an unknown choice of them.
 
     Args:
-        own: places of other processes of the same job.
+        own: other processes of the same job.
     """
     free = [SHARES] * node.gpus
     for place in (*own, *(place for other in running for _, place in other.places)):
@@ -223,12 +213,12 @@ def devices_left(
 
 
 class FreeResources:
-    """Free resources: of a node now, or of a node at a later time.
+    """Free resources of a node, now or at a later time.
 
     Attributes:
         cpus, memory, devices: free amounts, of each device separately.
         gpus: sum over the devices.
-        whole: number of devices that are wholly free.
+        whole: number of completely free devices.
         ordered: the devices' free amounts, ascending.
     """
 
@@ -239,7 +229,7 @@ class FreeResources:
         self._count()
 
     def _count(self) -> None:
-        """Compute the sums again, after devices have changed."""
+        """Recompute the sums after devices have changed."""
         self.ordered = sorted(self.devices)
         self.gpus = sum(self.ordered)
         self.whole = self.ordered.count(SHARES)
@@ -249,7 +239,7 @@ class FreeResources:
         return FreeResources(self.cpus, self.memory, self.devices)
 
     def fits(self, needs: Amounts) -> bool:
-        """Return whether there are enough free resources for a job."""
+        """Return whether a job fits."""
         if needs.cpus > self.cpus or needs.memory > self.memory:
             return False
         if needs.gpus < SHARES:
@@ -257,11 +247,7 @@ class FreeResources:
         return self.whole * SHARES >= needs.gpus
 
     def give(self, needs: Amounts, devices: Sequence[GpuShare], sign: int = 1) -> None:
-        """Take resources away that a job will hold; with `sign` -1, give back what it held.
-
-        Args:
-            sign: 1 or -1.
-        """
+        """Allocate resources of a job; with `sign` -1, release them."""
         self.cpus -= sign * needs.cpus
         self.memory -= sign * needs.memory
         for device, share in devices:
@@ -271,7 +257,7 @@ class FreeResources:
             self._count()
 
     def hold_all(self, needs: Iterable[Amounts]) -> list[tuple[GpuShare, ...]] | None:
-        """Take resources away for several processes, and return their devices; None: not all of them fit."""
+        """Allocate resources of several processes, and return their devices; None: not all of them fit."""
         found = []
         for one in needs:
             devices = devices_for(one.gpus, self.devices, self.devices) if self.fits(one) else None
@@ -282,10 +268,10 @@ class FreeResources:
         return found
 
     def leftover(self, needs: Amounts) -> tuple[int, ...]:
-        """Return what would be left over after a job starts, in order of importance; the smallest result fits best.
+        """Return what a job would leave over, in order of importance; the smallest result fits best.
 
-        A part of a GPU goes to the device that it fills most, so that whole devices stay whole. A job without GPUs goes
-        to a node without any, else to one whose GPUs are in use.
+        A fraction of a GPU goes to the fullest possible device, so that whole devices stay whole. A job without GPUs
+        goes to a node without any, else to one whose GPUs are in use.
         """
         cpus, memory, gpus = self.cpus - needs.cpus, self.memory - needs.memory, needs.gpus
         if gpus == 0:
@@ -296,7 +282,7 @@ class FreeResources:
 
 
 class FreeOnNode(FreeResources):
-    """A node on which jobs may start: what is free now, and which jobs hold the rest."""
+    """A node on which jobs may start: its free resources, and the jobs that hold the rest."""
 
     __slots__ = ("capacity", "gpu_kind", "holdings", "labels", "lasting", "node_id")
 
@@ -309,14 +295,14 @@ class FreeOnNode(FreeResources):
         self.lasting = self.copy()  # what is free when all jobs that ever end have ended
 
     def hold(self, holding: Allocation) -> None:
-        """Add a job that holds resources on this node."""
+        """Add a job with resources on this node."""
         self.give(holding.needs, holding.devices)
         self.holdings.append(holding)
         if holding.ends == math.inf:
             self.lasting.give(holding.needs, holding.devices)
 
     def could_hold(self, needs: Amounts) -> bool:
-        """Return whether a job would fit if the node was empty."""
+        """Return whether a job would fit on the empty node."""
         return all(need <= have for need, have in zip(needs, self.capacity, strict=True))
 
     def will_fit(self, needs: Amounts) -> bool:
@@ -324,16 +310,15 @@ class FreeOnNode(FreeResources):
         return self.lasting.fits(needs)
 
     def soonest_by_ends(self, needs: Amounts, now: float) -> tuple[float, FreeResources] | None:
-        """Return when a job fits if all others end as expected, and what is free then.
-
-        None: the expected ends do not tell.
+        """Return when a job fits if all others end as expected, and what is free then; None: unknown from the expected
+        ends.
         """
         ends = sorted((h.ends, h) for h in self.holdings if h.ends is not None and now < h.ends < math.inf)
         found = self._released(needs, [holding for _, holding in ends])
         return found and (found[0].ends or now, found[1])
 
     def soonest_by_age(self, needs: Amounts) -> tuple[float, FreeResources] | None:
-        """Return the start of the youngest job that has to end if the oldest end first, and what is free then.
+        """Return the start of the youngest job that must end if the oldest end first, and what is free then.
 
         None: the job does not fit even when all jobs that ever end have ended.
         """
@@ -341,9 +326,8 @@ class FreeOnNode(FreeResources):
         return found and (found[0].since, found[1])
 
     def _released(self, needs: Amounts, order: Iterable[Allocation]) -> tuple[Allocation, FreeResources] | None:
-        """Return the first holding in `order` whose end makes room for a job, and the free resources then.
-
-        None: none does.
+        """Return the first allocation in `order` whose end lets a job fit, and the free resources then; None: none
+        does.
         """
         if self.will_fit(needs):
             room = self.copy()
@@ -356,13 +340,11 @@ class FreeOnNode(FreeResources):
 
 @dataclass(kw_only=True, slots=True)
 class Reservation:
-    """A node that is kept for the first job that does not fit, so that no later job delays it.
+    """A node reserved for the first job that does not fit, so that no later job delays it.
 
     Attributes:
-        job_id: of the first job.
-        needs: of each of its processes that are to be on this node.
-        node: the kept node.
-        then: what will be free on it when the first job can start, without the job itself.
+        needs: of each of its processes on this node.
+        then: what is free on it when the first job can start, without the job itself.
         starts_at: when that is; None: unknown.
     """
 
@@ -373,9 +355,8 @@ class Reservation:
     starts_at: float | None
 
     def borrow(self, needs: Amounts, ends: float | None) -> tuple[GpuShare, ...] | None:
-        """Return devices of the kept node for a job that fits there now and does not delay the first job.
-
-        None: it would.
+        """Return devices of the reserved node for a job that fits there now without delaying the first job; None: it
+        would.
 
         Args:
             ends: its expected end; None: unknown.
@@ -391,7 +372,7 @@ class Reservation:
         return None
 
     def lend(self, needs: Amounts, devices: tuple[GpuShare, ...], ends: float | None) -> None:
-        """Record that such a job started on the kept node.
+        """Record that such a job has started on the reserved node.
 
         Args:
             ends: its expected end; None: unknown.
@@ -411,19 +392,18 @@ def best_fit(rooms: Iterable[FreeOnNode], needs: Amounts) -> FreeOnNode | None:
 
 
 def reserve(rooms: Iterable[FreeOnNode], job_id: str, needs: Amounts, now: float, trusting: bool) -> Reservation | None:
-    """Keep the node on which a job that fits nowhere can start soonest; None: no end of a job makes room.
+    """Reserve the node on which a job that fits nowhere can start soonest; None: no end of a job helps.
 
-    With `trusting` the node is chosen by the expected ends (EASY backfill; Lifka, The ANL/IBM SP scheduling system,
-    1995). If they say nothing, or are not trusted, it is the node whose jobs have run longest: the jobs that have to
-    end, counted from the oldest on, began before those of any other node. A job that starts on that node later counts
-    as younger, so the choice can only change to an even older set of jobs, which happens a limited number of times. So
-    the job starts at last, as long as jobs end that are not known to be endless. The end of an endless job is never
-    waited for.
+    With `trusting` the expected ends decide (EASY backfill; Lifka, The ANL/IBM SP scheduling system, 1995). If they are
+    unknown or not trusted, it is the node whose jobs have run longest: the jobs that must end, counted from the oldest,
+    began before those of any other node. A job that starts on that node later counts as younger, so the choice can only
+    change to an even older set of jobs, which happens a limited number of times. So the job eventually starts if jobs
+    end that are not known to be endless, which are never waited for.
 
     Args:
         rooms: the nodes on which jobs may start.
         now: Unix seconds.
-        trusting: whether expected ends are used.
+        trusting: whether to use expected ends.
     """
     nodes = list(rooms)
     if trusting:

@@ -1,11 +1,11 @@
-"""Jobs of several processes, which start together or not at all: where each process goes, and where there is no room.
+"""Jobs of several processes, which start together or not at all: their nodes, and missing resources.
 
-`STRICT_PACK` puts all on one node. `PACK` does so where it can, and otherwise fills one node after another, the one
-first that holds most of what is left. `SPREAD` gives each process to the node that has the fewest of the job, and packs
-them where that leaves one without room. Processes with labels are placed first, and larger ones before smaller ones.
-This is a heuristic of bin packing, as Ray's own is: a job may be refused although there is an arrangement of it.
+`STRICT_PACK` puts all on one node. `PACK` does so if possible, and otherwise fills one node after another, first the
+one that holds most of the remaining processes. `SPREAD` gives each process to the node with the fewest of the job, and
+packs them if that leaves one without a node. Processes with labels are placed first, and larger ones before smaller
+ones. This is a bin-packing heuristic, like Ray's: a job may be refused although an arrangement exists.
 
-With P processes and N nodes a placement takes O(P P N) at most, and O(P N) where one node holds all.
+With P processes and N nodes a placement takes O(P P N) at most, and O(P N) if one node holds all.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ class GangPart(NamedTuple):
 
     Attributes:
         name: for people: the role of its bundle, or `OWN`.
-        needs: of the process.
-        gpu_kind: that its node has to have; None: any node.
-        labels: that its node has to have, as pairs.
+        gpu_kind: required of its node; None: any.
+        labels: required of its node, as pairs.
     """
 
     name: str
@@ -52,14 +51,14 @@ class GangPart(NamedTuple):
     labels: tuple[tuple[str, str], ...]
 
     def may_run_on(self, node: Node | FreeOnNode) -> bool:
-        """Return whether a node has the labels and the GPUs that this process asks for."""
+        """Return whether a node has the labels and the kind of GPU that this process needs."""
         return self.gpu_kind in (None, node.gpu_kind) and all(
             node.labels.get(name) == value for name, value in self.labels
         )
 
     @property
     def wants(self) -> str:
-        """Return the labels in words; "": none."""
+        """Describe the labels; "": none."""
         kind = [] if self.gpu_kind is None else [f"GPUs of kind {self.gpu_kind}"]
         return " and ".join([*kind, *(f"label {name} = {value}" for name, value in self.labels)])
 
@@ -68,7 +67,7 @@ class Gang(NamedTuple):
     """The processes of one job.
 
     Attributes:
-        parts: its own process first, then those of its bundles, as in `Resources.parts`.
+        parts: its own process first, then its bundles', as in `Resources.parts`.
         placement: see `Resources`.
     """
 
@@ -77,29 +76,29 @@ class Gang(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether this is one process that may run on any node, for which `fitting` has shorter ways."""
+        """Return whether this is one process for any node, which `fitting` handles faster."""
         return len(self.parts) == 1 and not self.parts[0].wants
 
     @property
     def total(self) -> Amounts:
-        """Return what all processes need together."""
+        """Return the needs of all processes together."""
         return added(*(part.needs for part in self.parts))
 
 
 @dataclass(frozen=True, slots=True)
 class GangPlaces:
-    """Where each process of a job goes, in the order of `Gang.parts`."""
+    """The node of each process of a job, in the order of `Gang.parts`."""
 
     places: tuple[tuple[FreeOnNode, tuple[GpuShare, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
-    """Which process of a job found no node.
+    """The process of a job that found no node.
 
     Attributes:
-        part: that process, by its number in `Gang.parts`.
-        left: what was free when it was looked for.
+        part: index in `Gang.parts`.
+        left: what was free then.
     """
 
     part: int
@@ -118,10 +117,10 @@ def _part(name: str, needs: ProcessResources) -> GangPart:
 
 
 def fit_gang(gang: Gang, free: Free) -> GangPlaces | NoRoom:
-    """Return where the processes of a job go, or which one finds no node. The first of equal nodes is taken.
+    """Return the nodes of a job's processes, or the process that finds none. The first of equal nodes is used.
 
     Args:
-        free: what is free on each node; it is not changed.
+        free: on each node; not changed.
     """
     order = sorted(range(len(gang.parts)), key=lambda number: (_turn(gang.parts[number]), -number), reverse=True)
     if gang.placement == "SPREAD":
@@ -137,7 +136,7 @@ def fit_gang(gang: Gang, free: Free) -> GangPlaces | NoRoom:
 
 
 def _turn(part: GangPart) -> tuple[bool, tuple[int, int, int]]:
-    """Return when a process is placed, the largest result first: those that not every node will do for, by size."""
+    """Return the sort key of a process, largest first: restricted processes, then by size."""
     return bool(part.wants), _size(part.needs)
 
 
@@ -146,7 +145,7 @@ def _size(needs: Amounts) -> tuple[int, int, int]:
 
 
 def _on_one_node(gang: Gang, order: Sequence[int], free: Free) -> GangPlaces | None:
-    """Return places on the node that has the least left over then; None: no node holds all."""
+    """Return places on the node with the least left over; None: no node holds all."""
     found: dict[FreeOnNode, list[tuple[GpuShare, ...]]] = {}
     for node, amounts in free.items():
         if all(part.may_run_on(node) for part in gang.parts):
@@ -187,12 +186,12 @@ def _able(part: GangPart, left: Free) -> list[FreeOnNode]:
 
 
 def _least_used(part: GangPart, later: list[GangPart], left: Free, used: Counter[FreeOnNode]) -> FreeOnNode | None:
-    """Return the node with the fewest processes of the job, of equal ones that which has the least left over."""
+    """Return the node with the fewest processes of the job, then with the least left over."""
     return min(_able(part, left), key=lambda node: (used[node], left[node].leftover(part.needs)), default=None)
 
 
 def _fewest_nodes(part: GangPart, later: list[GangPart], left: Free, used: Counter[FreeOnNode]) -> FreeOnNode | None:
-    """Return a node that has processes of the job; else that which holds most of those that are left."""
+    """Return a node that has processes of the job; else the one that holds most of the remaining ones."""
     able = _able(part, left)
     known = [node for node in able if used[node]]
     if known:
@@ -215,15 +214,15 @@ def _fewest_nodes(part: GangPart, later: list[GangPart], left: Free, used: Count
 def reserve_gang(
     rooms: Iterable[FreeOnNode], job_id: str, gang: Gang, now: float, trusting: bool
 ) -> tuple[Reservation, ...]:
-    """Keep the nodes on which a job that fits nowhere can start soonest; (): no end of a job makes room.
+    """Reserve the nodes on which a job that fits nowhere can start soonest; (): no end of a job helps.
 
-    Jobs are taken to end in the order of their expected ends or, if these say nothing or are not trusted, from the
-    oldest on; see `fitting.reserve`. The smallest number of them is looked for whose ends make room.
+    Jobs are assumed to end in the order of their expected ends or, if these are unknown or not trusted, from the oldest
+    on; see `fitting.reserve`. The smallest sufficient number of them is used.
 
     Args:
         rooms: the nodes on which jobs may start.
         now: Unix seconds.
-        trusting: whether expected ends are used.
+        trusting: whether to use expected ends.
     """
     nodes = list(rooms)
     holdings = [(holding, node) for node in nodes for holding in node.holdings if holding.ends != math.inf]
@@ -248,7 +247,7 @@ def reserve_gang(
 def _soonest(
     nodes: Sequence[FreeOnNode], gang: Gang, order: Sequence[tuple[Allocation, FreeOnNode]]
 ) -> tuple[int, Free, GangPlaces] | None:
-    """Return how many jobs have to end, what is free then, and where the job goes; None: they make no room."""
+    """Return how many jobs must end, what is free then, and where the job goes; None: it never fits."""
     after = partial(_after, nodes, order)
     low, high = 0, len(order)
     if isinstance(fit_gang(gang, after(high)), NoRoom):
@@ -265,7 +264,7 @@ def _soonest(
 
 
 def _after(nodes: Sequence[FreeOnNode], order: Sequence[tuple[Allocation, FreeOnNode]], count: int) -> Free:
-    """Return what is free when the first `count` holdings of an order have ended."""
+    """Return what is free when the first `count` allocations of an order have ended."""
     free = {node: node.copy() for node in nodes}
     for holding, node in order[:count]:
         free[node].give(holding.needs, holding.devices, -1)

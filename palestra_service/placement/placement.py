@@ -1,15 +1,15 @@
-"""Decide which job starts where: a pure function of the queue, the running jobs, the nodes, the policy and the time.
+"""Decides which job starts where: a pure function of the queue, the running jobs, the nodes, the policy and the time.
 
 Jobs have their turns in the order of `turns`. A job that fits starts where the least is left over (`fitting`). For the
-first job that fits nowhere a node is kept, and later jobs start only where they do not delay it (backfill). A job that
-its tenant's quota stops keeps its part of the quota in the same way. Of a job of several processes (`gangs`) all start
-together, and nodes are kept for all of them. No job waits for ever:
+first job that fits nowhere a node is reserved, and later jobs start only where they do not delay it (backfill). A job
+stopped by its tenant's quota reserves its part of the quota in the same manner. The processes of a job (`gangs`) start
+together, with reservations for all of them. No job starves:
 
 - a waiting job ages until it is overdue, once the finite number of jobs that its tenant submitted before it are over;
-- a finite number of jobs is overdue for longer than it is, so it becomes the first;
-- the node kept for an overdue job is chosen without trusting estimates, and the choice settles (`fitting.reserve`).
+- only a finite number of jobs has been overdue for longer, so it becomes the first;
+- the node reserved for an overdue job is chosen without trusting estimates, and the choice settles (`fitting.reserve`).
 
-Only room that opens when a dead node comes back, or when an endless job is stopped, can't be promised.
+Only resources of a dead node that may come back, or of an endless job that may be stopped, can't be promised.
 
 With W waiting jobs, D different needs among them, S starts and N nodes a call takes O(W log W + (S + D) N).
 """
@@ -53,10 +53,10 @@ class PlacementPolicy:
 
     Attributes:
         quotas: by tenant; other tenants have no limits.
-        starts_at_once: how many jobs may be STARTING at the same time.
+        starts_at_once: limit of STARTING jobs.
         draining: whether no job starts.
-        aging_seconds: waiting for so long raises a job by one priority class.
-        backfill: whether later jobs may start while a job waits for room.
+        aging_seconds: waiting time that raises a job by one priority class.
+        backfill: whether later jobs may start while a job waits for resources.
     """
 
     quotas: Mapping[str, Quota] = field(default_factory=dict)
@@ -71,10 +71,9 @@ class JobStart:
     """A job that starts now.
 
     Attributes:
-        job_id: of the job.
-        node_id: where its own process starts.
-        devices: GPUs that this process holds from now on; CPUs and memory are those that it needs.
-        bundles: the same of the processes of its bundles, in the order of `Resources.parts`.
+        node_id: of its own process.
+        devices: GPUs of this process; CPUs and memory equal its needs.
+        bundles: of its further processes, in the order of `Resources.parts`.
     """
 
     job_id: str
@@ -88,10 +87,9 @@ class Placement:
     """The result of `place`. Every waiting job is in exactly one of the first three attributes.
 
     Attributes:
-        starts: the jobs that start now.
         waiting: reason by job, in the order of their turns.
         impossible: reason by job that can never start, even on an empty cluster.
-        again_at: when the same call could start a job if nothing else happens, Unix seconds; None: never.
+        again_at: when the same call could start a job without other changes, Unix seconds; None: never.
     """
 
     starts: tuple[JobStart, ...]
@@ -107,13 +105,13 @@ def place(
     policy: PlacementPolicy,
     now: float,
 ) -> Placement:
-    """Decide which jobs start now. The order in which jobs and nodes are given does not matter.
+    """Decide which jobs start now, independent of the order of jobs and nodes.
 
     Call it when a job is submitted or ends, when a start is finished, when a node or the policy changes, at `again_at`,
-    and again after a decision that starts a job, because that changes whose turn it is.
+    and again after a decision that starts a job, because that changes the turns.
 
     Args:
-        running: all jobs that hold resources, including those that are starting.
+        running: all jobs with resources, including starting ones.
         nodes: all known nodes, including dead and draining ones.
         now: seconds on the clock of all other times here.
     """
@@ -131,7 +129,7 @@ def in_turn(
     policy: PlacementPolicy,
     now: float,
 ) -> list[str]:
-    """Return the ids of all jobs of a queue in the order of their turns, as long as none of them starts.
+    """Return the ids of all jobs of a queue in the order of their turns, if none of them starts.
 
     Args:
         now: seconds on the clock of all other times here.
@@ -143,10 +141,10 @@ def in_turn(
 def over_quota(
     queue: Iterable[WaitingJob], running: Iterable[RunningJob], policy: PlacementPolicy, now: float
 ) -> dict[str, str]:
-    """Return which of some waiting jobs their tenants' quotas stop now, with the reasons, if each other starts.
+    """Return which waiting jobs their tenants' quotas stop now, with the reasons, if all others start.
 
     Args:
-        queue: the jobs, in any order; they have their turns as in `place`.
+        queue: in any order; turns are as in `place`.
         now: seconds on the clock of all other times here.
     """
     found: dict[str, str] = {}
@@ -188,7 +186,7 @@ class _Placement:
         self._held = False  # whether a job waits although there is room for it
 
     def lines(self, queue: Iterable[WaitingJob], running: Iterable[RunningJob]) -> list[TenantQueue]:
-        """Return the queue of each tenant, with what the tenant holds."""
+        """Return the queue of each tenant, with its usage."""
         total = Amounts(*map(sum, zip((0, 0, 0), *(node.capacity for node in self._nodes if node.alive), strict=True)))
         waiting: dict[str, list[WaitingJob]] = {}
         held: dict[str, list[RunningJob]] = {}
@@ -240,14 +238,14 @@ class _Placement:
         )
 
     def _kept_nodes(self) -> str:
-        """Return which nodes are kept for the first job: `node a is`, `nodes a, b are`."""
+        """Return the nodes reserved for the first job: `node a is`, `nodes a, b are`."""
         names = sorted(short(node.node_id) for node in self._kept)
         return f"node {names[0]} is" if len(names) == 1 else f"nodes {', '.join(names)} are"
 
     def _obstacle(self, turn: QueueEntry, needs: Gang) -> str | None:
-        """Return what prevents a job from starting, apart from the reservation; None: nothing does, "": a shortage.
+        """Return what prevents a job from starting, apart from the reservation; None: it can start; "": a shortage.
 
-        Shortages are put into words at the end, when it is known what is left.
+        Shortages are described at the end, when the remaining resources are known.
         """
         account = turn.line.account
         if self._policy.draining:
@@ -305,7 +303,7 @@ class _Placement:
             self._first = turn if kept else None
 
     def _find(self, turn: QueueEntry, needs: Gang) -> GangPlaces | None:
-        """Return where a job that fits may start; None: nowhere without delaying the first job."""
+        """Return where a fitting job may start; None: nowhere without delaying the first job."""
         if not self._kept:
             return self._best_fit(needs)
         if not self._policy.backfill or self._is_kept_back(turn, needs):
@@ -324,9 +322,9 @@ class _Placement:
         return _fitted([other for other in self._rooms if other not in self._kept], needs)
 
     def _is_kept_back(self, turn: QueueEntry, needs: Gang) -> bool:
-        """Return whether an equal job was kept back that ends as soon, or that has the same tenant and priority.
+        """Return whether an equal job was held back that ends as soon, or has the same tenant and priority.
 
-        Then this job is kept back, too, without another search.
+        Then this job is held back too, without another search.
         """
         soonest = self._kept_back.get(needs)
         if soonest is None:
@@ -334,7 +332,7 @@ class _Placement:
         return soonest <= self._latest_end(turn.job) or (turn.job.tenant, turn.job.priority, needs) in self._overtaken
 
     def _behind(self, turn: QueueEntry, needs: Gang) -> str:
-        """Record that a job is kept back for the first one, and return the reason in words."""
+        """Record that a job is held back for the first one, and return the reason."""
         if self._first is None:
             raise AssertionError(f"job {turn.job_id} fits and nothing is in its way, but it does not start")
         self._held = True
@@ -343,7 +341,7 @@ class _Placement:
         return behind(turn, self._first, self._kept_nodes() if self._policy.backfill else None)
 
     def _ends(self, job: WaitingJob) -> float | None:
-        """Return when a job ends if it starts now; None: unknown; infinite: it does not end."""
+        """Return when a job ends if it starts now; None: unknown; infinite: never."""
         return None if job.expected_seconds is None else self._now + job.expected_seconds
 
     def _latest_end(self, job: WaitingJob) -> float:
@@ -351,7 +349,7 @@ class _Placement:
         return math.inf if job.expected_seconds is None else self._now + job.expected_seconds
 
     def _start(self, turn: QueueEntry, needs: Gang, found: GangPlaces) -> None:
-        """Give a job its places, and count what it holds."""
+        """Assign a job its places, and count its resources."""
         job, ends = turn.job, self._ends(turn.job)
         for part, (room, devices) in zip(needs.parts, found.places, strict=True):
             if room in self._kept:
@@ -366,7 +364,7 @@ class _Placement:
         self._starts_left -= 1
 
     def _again_at(self) -> float | None:
-        """Return when a job that is kept back could start, because a job has aged or has exceeded its expected end."""
+        """Return when a held-back job could start, because a job has aged or has exceeded its expected end."""
         if not self._held or self._starts_left <= 0:
             return None
         times = [turn.line.next_rise(turn.job, self._now) for turn in self._turns]
@@ -375,7 +373,7 @@ class _Placement:
 
 
 def _rooms(nodes: Iterable[Node], running: Iterable[RunningJob]) -> list[FreeOnNode]:
-    """Return the nodes on which jobs may start, with what their jobs hold."""
+    """Return the nodes on which jobs may start, with their jobs' resources."""
     rooms = {node.node_id: FreeOnNode(node) for node in nodes if node.is_open}
     for job in running:
         for needs, place in job.places:

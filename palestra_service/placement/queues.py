@@ -1,12 +1,12 @@
-"""The order in which jobs get their turn: priority with aging, the tenant with the smallest share, submission.
+"""The order of turns: priority with aging, the tenant with the smallest share, submission.
 
-**Aging.** With every `aging_seconds` that it waits, a job rises by one priority class. A job that would rise above
-"high" is overdue, and goes before all that are not. Overdue jobs ignore shares: the one that has been overdue for
-longest is first. A job waits from its submission, or from the last start of a running job that its tenant had submitted
-before it: a queue of a thousand jobs ages at its head, and can't push other tenants aside.
+**Aging.** With every `aging_seconds` of waiting, a job rises by one priority class. A job that would rise above "high"
+is overdue, and goes before all that are not. Overdue jobs ignore shares: the longest overdue is first. A job waits from
+its submission, or from the last start of a running job that its tenant had submitted before it: a queue of a thousand
+jobs ages at its head, and can't push other tenants aside.
 
-**Shares.** Within a class it is the turn of the tenant whose dominant share, the largest of its shares of CPUs, GPUs
-and memory, is the smallest (Ghodsi et al., Dominant Resource Fairness, NSDI 2011).
+**Shares.** Within a class it is the turn of the tenant with the smallest dominant share, the largest of its shares of
+CPUs, GPUs and memory (Ghodsi et al., Dominant Resource Fairness, NSDI 2011).
 """
 
 from __future__ import annotations
@@ -28,17 +28,13 @@ CLASSES = {priority: number for number, priority in enumerate(PRIORITIES)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaitingJob:
-    """A job that is QUEUED, as placement sees it.
+    """A QUEUED job, as placement sees it.
 
     Attributes:
-        job_id: of the job.
-        tenant: the owner's.
-        priority: of the job.
-        submitted_at: Unix seconds; stays the same when the job is queued again.
-        needs: resources that it asks for.
-        private: whether other users of its tenant must not see its id.
-        expected_seconds: how long it will run; None: unknown; infinite: until it is stopped.
-        beside: counted for its tenant beside its needs: its part of a base server, which holds it on a node.
+        submitted_at: Unix seconds; unchanged when the job is queued again.
+        private: whether to hide its id from other users of its tenant.
+        expected_seconds: of running; None: unknown; infinite: until it is stopped.
+        beside: additionally counted for its tenant: its part of a base server, which is held on a node.
     """
 
     job_id: str
@@ -52,20 +48,17 @@ class WaitingJob:
 
     @property
     def counts(self) -> Amounts:
-        """Return what is counted for its tenant."""
+        """Return what counts for its tenant."""
         return added(total(self.needs), self.beside)
 
 
 class QueueEntry(NamedTuple):
-    """A job whose turn it is. Turns sort: the smallest is first.
+    """A job's turn. Turns sort: the smallest is first.
 
     Attributes:
         below_overdue: classes between the job's own, with aging, and OVERDUE; 0: it is overdue.
-        standing: its tenant's dominant share; for an overdue job the time since which it is overdue.
-        submitted_at: of the job.
-        job_id: of the job.
-        job: the job.
-        line: its tenant's waiting jobs.
+        standing: its tenant's dominant share; for an overdue job, since when it is overdue.
+        line: its tenant's queue.
     """
 
     below_overdue: int
@@ -77,11 +70,7 @@ class QueueEntry(NamedTuple):
 
 
 class TenantQueue:
-    """The waiting jobs of one tenant, by priority and submission.
-
-    Attributes:
-        account: of the tenant.
-    """
+    """The waiting jobs of one tenant, by priority and submission."""
 
     def __init__(
         self, account: TenantUsage, jobs: Iterable[WaitingJob], running: Iterable[RunningJob], aging: float
@@ -89,7 +78,7 @@ class TenantQueue:
         """Sort the waiting jobs of one tenant.
 
         Args:
-            jobs: that wait, in any order.
+            jobs: in any order.
             running: of the tenant, in any order.
             aging: seconds of waiting that raise a job by one class.
         """
@@ -103,12 +92,12 @@ class TenantQueue:
         self._served_from = float("inf")  # the earliest submission among the jobs that start now
 
     def first(self, now: float) -> QueueEntry | None:
-        """Return the turn of the job that is first among these; None: no job waits."""
+        """Return the turn of the first job; None: no job waits."""
         share = self.account.dominant_share
         return min((self._turn(jobs[-1], share, now) for jobs in self._classes if jobs), default=None)
 
     def take(self, job: WaitingJob) -> None:
-        """Remove a job that has had its turn."""
+        """Remove a job after its turn."""
         self._classes[CLASSES[job.priority]].pop()
 
     def start(self, job: WaitingJob) -> None:
@@ -116,7 +105,7 @@ class TenantQueue:
         self._served_from = min(self._served_from, job.submitted_at)
 
     def next_rise(self, job: WaitingJob, now: float) -> float | None:
-        """Return when a job will be in a higher class; None: it is in the highest."""
+        """Return when a job will rise to a higher class; None: it is in the highest."""
         rise = self._waits_since(job, now)
         for _ in range(CLASSES[job.priority], OVERDUE):
             if (rise := rise + self._aging) > now:
@@ -124,14 +113,14 @@ class TenantQueue:
         return None
 
     def _turn(self, job: WaitingJob, share: float, now: float) -> QueueEntry:
-        """Return the turn of a job, with the class to which it has risen."""
+        """Return the turn of a job, with its class after aging."""
         rise, below = self._waits_since(job, now), OVERDUE - CLASSES[job.priority]
         while below and now >= (rise := rise + self._aging):
             below -= 1
         return QueueEntry(below, share if below else rise, job.submitted_at, job.job_id, job, self)
 
     def _waits_since(self, job: WaitingJob, now: float) -> float:
-        """Return since when a job waits, which decides its class."""
+        """Return since when a job waits, which determines its class."""
         if job.submitted_at >= self._served_from:
             return now
         before = bisect_right(self._submitted, job.submitted_at)
@@ -141,7 +130,7 @@ class TenantQueue:
 def in_order(lines: Sequence[TenantQueue], now: float) -> Iterator[QueueEntry]:
     """Yield the turn of every waiting job once, in order.
 
-    The caller may change shares between two turns, by starting a job: the next turn takes them into account.
+    The caller may change shares between two turns, by starting a job; the next turn uses them.
     """
     heap = [turn for line in lines if (turn := line.first(now))]
     heapq.heapify(heap)

@@ -1,4 +1,4 @@
-"""The reasons for which jobs do not start, in words. Tenants read them, so they name no job of another tenant."""
+"""Descriptions of why jobs do not start. Tenants read them, so they name no other tenant's job."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ SHOWN = 3  # how many nodes a reason names
 def never_starts(
     needs: Resources, nodes: Sequence[Node], tenant: str = "", quota: Quota | None = None, beside: Amounts = NOTHING
 ) -> str | None:
-    """Return why a job can never start, not even on an empty cluster; None: it can. For checking submissions.
+    """Return why a job can never start, even on an empty cluster; None: it can. Used to check submissions.
 
     Dead and draining nodes count, because they may come back. Without any node no job is refused.
 
     Args:
-        quota: of the tenant; None: no limits.
-        beside: counted for the tenant beside the needs.
+        quota: None: no limits.
+        beside: additionally counted for the tenant.
     """
     over = TenantUsage(tenant, quota or Quota(), NOTHING).refusal(added(total(needs), beside))
     return gang_too_large(gang_of(needs), nodes) if over is None else with_part(over, beside)
 
 
 def with_part(reason: str, beside: Amounts) -> str:
-    """Return why a quota stops a job, with what the amounts in the reason contain beside the job's own needs."""
+    """Add to a quota's reason what its amounts contain apart from the job's own needs."""
     return f"{reason} (with its part of a base server: {format_needs(beside)})" if any(beside) else reason
 
 
 def sizes_of(nodes: Iterable[Node]) -> list[Amounts]:
-    """Return the different sizes of nodes, ascending, each once."""
+    """Return the distinct sizes of nodes, ascending."""
     return sorted({node.capacity for node in nodes})
 
 
 def too_large(needs: Amounts, sizes: Sequence[Amounts]) -> str | None:
-    """Return why no node can hold a job, with the largest size that there is; None: a node can."""
+    """Return why no node can hold a job, with the largest size; None: a node can."""
     if not sizes or any(within(needs, size) for size in sizes):
         return None
     for kind in (GPUS, CPUS, MEMORY):
@@ -65,7 +65,7 @@ def too_large(needs: Amounts, sizes: Sequence[Amounts]) -> str | None:
 
 
 def gang_too_large(gang: Gang, nodes: Sequence[Node]) -> str | None:
-    """Return why a job can never start, with the process for which there is no node; None: it can."""
+    """Return why a job can never start, with the process without a node; None: it can."""
     if gang.is_plain:
         return too_large(gang.parts[0].needs, sizes_of(nodes))
     found = fit_gang(gang, {room: room for room in map(FreeOnNode, nodes)})
@@ -90,7 +90,7 @@ def gang_too_large(gang: Gang, nodes: Sequence[Node]) -> str | None:
 
 
 def gang_shortage(gang: Gang, rooms: Iterable[FreeOnNode]) -> str:
-    """Return what a job of several processes, or with labels, waits for, and what is free on which node."""
+    """Describe what a job of several processes, or with labels, waits for, and the free resources of nodes."""
     open_rooms = {room: room for room in rooms}
     found = fit_gang(gang, open_rooms)
     if isinstance(found, GangPlaces):
@@ -104,14 +104,14 @@ def gang_shortage(gang: Gang, rooms: Iterable[FreeOnNode]) -> str:
 
 
 def _for(gang: Gang, part: GangPart) -> str:
-    """Return for which of a job's processes it needs something; "": the job has one only."""
+    """Return the process that needs something; "": the job has only one."""
     if len(gang.parts) == 1:
         return ""
     return " for its own process" if part.name == OWN else f" for each process of its {part.name} bundle"
 
 
 def _of_part(gang: Gang, number: int) -> str:
-    """Return which of a job's processes has no room, in brackets; "": the job has one only."""
+    """Return the process without a node, in brackets; "": the job has only one."""
     if len(gang.parts) == 1:
         return ""
     name = gang.parts[number].name
@@ -121,7 +121,7 @@ def _of_part(gang: Gang, number: int) -> str:
 
 
 def _free_on(part: GangPart, left: Mapping[FreeOnNode, FreeResources]) -> str:
-    """Return what is left on the nodes on which a process could run, those with most first: `node a has 2 CPUs`."""
+    """Return the remaining resources of suitable nodes, most first: `node a has 2 CPUs`."""
     able = [(amounts, node) for node, amounts in left.items() if part.may_run_on(node)]
     if not able:
         return "no such node has anything"
@@ -135,16 +135,16 @@ def _free_on(part: GangPart, left: Mapping[FreeOnNode, FreeResources]) -> str:
 
 
 def name_of(job: WaitingJob) -> str:
-    """Return how a job is named to other users of its tenant."""
+    """Return a job's name for other users of its tenant."""
     return "a private job" if job.private else f"job {job.job_id}"
 
 
 def behind(turn: QueueEntry, first: QueueEntry, kept: str | None) -> str:
-    """Return the reason of a job that would fit, but is kept back for the first one.
+    """Return the reason of a fitting job that is held back for the first one.
 
     Args:
         first: of the job that must not be delayed.
-        kept: the nodes that are kept for the first job, with their verb; None: none is named.
+        kept: the reserved nodes, with their verb; None: unnamed.
     """
     name = name_of(first.job) if turn.line is first.line else "a job of another tenant"
     if first.below_overdue == 0:
@@ -157,10 +157,10 @@ def behind(turn: QueueEntry, first: QueueEntry, kept: str | None) -> str:
 
 
 class Shortage:
-    """Explains what jobs wait for, by the resources that are free at the end of a decision."""
+    """Describes what jobs wait for, from the free resources at the end of a decision."""
 
     def __init__(self, rooms: Sequence[FreeOnNode], nodes: Sequence[Node]) -> None:
-        """Take the nodes as they are at the end of a decision.
+        """Take the nodes at the end of a decision.
 
         Args:
             rooms: the nodes on which jobs may start.
@@ -190,7 +190,7 @@ class Shortage:
         return self._by_cpus if kind == CPUS else self._by_memory
 
     def describe(self, needs: Amounts) -> str:
-        """Return what a job waits for that fits nowhere now: `waits for 2 GPUs: node a has 1 free, node b 0`."""
+        """Describe what a job waits for that fits nowhere now: `waits for 2 GPUs: node a has 1 free, node b 0`."""
         for kind in (GPUS, CPUS, MEMORY):
             able = ((free, room) for free, room in self._by(kind, needs) if room.could_hold(needs))
             seen = list(islice(able, SHOWN + 1))
@@ -210,7 +210,7 @@ class Shortage:
         return f"waits for {format_needs(needs)} on one node: node {short(room.node_id)} has {format_needs(free)} free"
 
     def _closed(self, needs: Amounts) -> str:
-        """Return the reason of a job that only fits on nodes on which no job may start."""
+        """Return the reason of a job that only fits on closed nodes."""
         for node in self._nodes:
             if within(needs, node.capacity):
                 return f"waits for node {short(node.node_id)}, which is {'draining' if node.alive else 'not alive'}"
@@ -228,5 +228,5 @@ def _most_first(rooms: Iterable[tuple[int, FreeOnNode]]) -> list[tuple[int, Free
 
 
 def short(node_id: str) -> str:
-    """Return enough of a node's id to tell nodes apart."""
+    """Return a node's id, shortened but recognisable."""
     return node_id[:12]

@@ -1,4 +1,4 @@
-"""Place all jobs, those on shared bases and others, and the base servers themselves: a pure function."""
+"""Places all jobs, with and without shared bases, and the base servers themselves: a pure function."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ class SharedDecision:
     """The result of `place_all`. Every waiting job starts, or has a reason in `waiting` or in `impossible`.
 
     Attributes:
-        starts: the jobs that start now.
         bases: base server by job, of those that start on one.
         new_bases: where a base server starts now, by its kind.
-        ended: reason by base server that is to end now; none has jobs.
+        ended: reason by base server that ends now; none has jobs.
         waiting: reason by job.
         impossible: reason by job that can never start, even on an empty cluster.
-        again_at: when the same call could decide otherwise if nothing else happens, Unix seconds; None: never.
+        again_at: when the same call could decide differently without other changes, Unix seconds; None: never.
     """
 
     starts: tuple[JobStart, ...]
@@ -53,14 +52,14 @@ def place_all(
 ) -> SharedDecision:
     """Decide which jobs start now, which base servers start for them, and which end.
 
-    A base server that is to start has its turn where the first job that needs it has, and is placed where there is room
-    for that job beside it, if one node can hold both. The quotas of its jobs' tenants count it by parts. One without
-    jobs ends when it has been idle for long enough, or as soon as another job could start with its room; while
-    a job waits for it, only one whose turn is before that job's gets its room.
+    A new base server has the turn of the first job that needs it, and is placed with space for that job beside it, if
+    one node can hold both. The quotas of its jobs' tenants count it in parts. One without jobs ends when it has been
+    idle for long enough, or as soon as another job could start with its resources; while a job waits for it, only a job
+    with an earlier turn gets them.
 
     Args:
-        queue: jobs that wait and have a model of their own.
-        shared: jobs that wait and ask for a shared base.
+        queue: waiting jobs with their own model.
+        shared: waiting jobs that ask for a shared base.
         bases: all base servers that have not ended.
         now: Unix seconds.
     """
@@ -72,7 +71,7 @@ def place_all(
     asking = [by_id[job_id] for job_id in order if job_id in by_id]
 
     def able_of(choice: BaseDecision) -> dict[BaseKind, list[WaitingForBase]]:
-        """Return the jobs for which one more base server is to start, without those that could never start."""
+        """Return the jobs that need one more base server, without those that could never start."""
         found = {kind: [one for one in ones if one.job.job_id not in never] for kind, ones in choice.wanted.items()}
         return {kind: able for kind, able in found.items() if able}
 
@@ -104,7 +103,7 @@ def _assembled(
     ended: Mapping[str, str],
     never: Mapping[str, str],
 ) -> SharedDecision:
-    """Return both decisions as one, in which base servers that are to start are no jobs any more."""
+    """Join both decisions, with new base servers separated from jobs."""
     reasons: dict[str, str] = {}
     for name, kind in starters.items():
         text = f"{choice.why[kind]}; one more " + decision.waiting.get(name, "is started")
@@ -129,9 +128,9 @@ def _ended_for_room(
     idle: Sequence[RunningBase],
     without: Callable[[Collection[str]], Placement],
 ) -> list[str]:
-    """Return idle base servers without which one more job could start.
+    """Return idle base servers whose end lets one more job start.
 
-    Those that no job waits for end first, and of these the ones that were idle longest.
+    Those without waiting jobs end first, longest idle first.
     """
     if not idle or not decision.waiting:
         return []
@@ -162,12 +161,12 @@ def _ended_for_room(
 
 
 def _starter_id(kind: BaseKind) -> str:
-    """Return what a base server that is to start is called among jobs, none of which has such an id."""
+    """Return a new base server's id among jobs, which no job has."""
     return f"base of {kind.model}{', deterministic' if kind.deterministic else ''}"
 
 
 def no_room(needs: Resources, limits: BaseLimits, nodes: Sequence[Node]) -> str | None:
-    """Return why a job can never start for which a base server has to be started; None: it can.
+    """Return why a job that needs a new base server can never start; None: it can.
 
     Dead and draining nodes count, because they may come back. Without any node no job is refused.
     """
@@ -187,15 +186,15 @@ def no_room(needs: Resources, limits: BaseLimits, nodes: Sequence[Node]) -> str 
 
 
 def _hold_both(needs: Resources, limits: BaseLimits, nodes: Iterable[Node]) -> bool:
-    """Return whether a node can hold a base server and a job beside it."""
+    """Return whether a node can hold both a base server and a job."""
     both = added(counted(needs), counted(limits.resources))
     return any(within(both, node.capacity) for node in nodes)
 
 
 def _starter(kind: BaseKind, first: WaitingJob, limits: BaseLimits, nodes: Sequence[Node]) -> WaitingJob:
-    """Return a base server that is to start as a job for `place`, with the turn of the first job that needs it.
+    """Return a new base server as a job for `place`, with the turn of the first job that needs it.
 
-    It asks for the room of that job as well, which the job gets when the base server listens.
+    Its needs include that job's, which starts when the base server listens.
     """
     base, job = limits.resources, first.needs
     with_job = Resources(cpus=base.cpus + job.cpus, gpus=base.gpus, memory_gib=base.memory_gib + job.memory_gib)
@@ -210,6 +209,6 @@ def _starter(kind: BaseKind, first: WaitingJob, limits: BaseLimits, nodes: Seque
 
 
 def _without(reasons: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Return reasons without those of some jobs."""
+    """Return reasons without some jobs."""
     left_out = set(names)
     return {job_id: reason for job_id, reason in reasons.items() if job_id not in left_out}

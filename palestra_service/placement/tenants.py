@@ -1,4 +1,4 @@
-"""Tenants in placement: their quotas, what their jobs hold, and their shares of the cluster."""
+"""Tenants in placement: their quotas, usage, and shares of the cluster."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ UNITS = (SHARES, SHARES, 1024, 1)  # the counted amount that is one CPU, GPU, Gi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quota:
-    """The most that a tenant may hold at the same time; None: as much as there is.
+    """The most that a tenant may use at the same time; None: unlimited.
 
     Attributes:
-        jobs: live jobs; 0 is a pause.
-        cpus: cores.
-        gpus: GPUs.
-        memory_gib: memory that jobs asked for.
-        adapters: on base servers of the service, of jobs that are not over; refused when a job is submitted.
-        weight: no limit, but the share of a base server's tokens beside other tenants; None: 1.
+        jobs: live jobs; 0 pauses the tenant.
+        memory_gib: requested memory.
+        adapters: on base servers of the service, of unfinished jobs; checked at submission.
+        weight: not a limit, but the relative share of a base server's tokens; None: 1.
     """
 
     jobs: int | None = None
@@ -43,7 +41,7 @@ class Quota:
 
     @property
     def in_words(self) -> str:
-        """Return the quota in words: `8 CPUs, 2 GPUs`, or `none`."""
+        """Describe the quota: `8 CPUs, 2 GPUs`, or `none`."""
         parts = [format_amount(limit, kind) for kind, limit in enumerate(self.limits) if limit is not None]
         parts += [] if self.adapters is None else [f"{self.adapters} adapters"]
         parts += [] if self.weight is None else [f"weight {self.weight:g}"]
@@ -51,10 +49,10 @@ class Quota:
 
 
 class QuotaReservation(NamedTuple):
-    """The part of a tenant's quota that is kept for its first job that could not start.
+    """The part of a tenant's quota reserved for its first job that could not start.
 
     Attributes:
-        name: how the job is named to other users of the tenant.
+        name: of the job, for other users of the tenant.
         needs: in the order of KINDS.
     """
 
@@ -66,18 +64,16 @@ class TenantUsage:
     """One tenant's use of the cluster during a decision.
 
     Attributes:
-        tenant: by name.
         limits: of the quota, in the order of KINDS.
         used: in the order of KINDS.
-        claim: set when a job of the tenant could not start; None: there is none.
+        claim: set when a job of the tenant could not start; None: not set.
     """
 
     def __init__(self, tenant: str, quota: Quota, total: Amounts) -> None:
-        """Start with a tenant that holds nothing.
+        """Begin without usage.
 
         Args:
-            tenant: by name.
-            total: what the whole cluster has, for shares.
+            total: resources of the whole cluster, for shares.
         """
         self.tenant, self.limits, self._total = tenant, quota.limits, total
         self.used = [0, 0, 0, 0]
@@ -93,7 +89,7 @@ class TenantUsage:
         return max((used / all_ for used, all_ in zip(self.used, self._total, strict=False) if all_), default=0.0)
 
     def hold(self, needs: Amounts, ends: float | None) -> None:
-        """Add a job of this tenant that holds resources.
+        """Add a job with resources.
 
         Args:
             ends: expected end; infinite: it runs until it is stopped; None: unknown.
@@ -125,7 +121,7 @@ class TenantUsage:
         return None
 
     def disturbs(self, needs: Amounts) -> QuotaReservation | None:
-        """Return the claim whose part of the quota a job would take; None: it takes from none."""
+        """Return the reservation whose part of the quota a job would use; None: it uses none."""
         if self.claim is None:
             return None
         rows = zip(self.limits, self.used, self.claim.needs, (*needs, 1), strict=True)
@@ -135,17 +131,17 @@ class TenantUsage:
 
 
 def in_units(amount: int, unit: int) -> str:
-    """Return a counted amount as people write it, without trailing zeros."""
+    """Format a counted amount without trailing zeros."""
     return f"{amount / unit:.4f}".rstrip("0").rstrip(".")
 
 
 def format_amount(amount: int, kind: int) -> str:
-    """Return an amount with its name: `2 GPUs`, `0.5 GPU`, `16 GiB`."""
+    """Format an amount with its name: `2 GPUs`, `0.5 GPU`, `16 GiB`."""
     name = KINDS[kind] if kind == MEMORY or amount > UNITS[kind] else KINDS[kind][:-1]
     return f"{in_units(amount, UNITS[kind])} {name}"
 
 
 def format_needs(needs: Sequence[int]) -> str:
-    """Return needs in words: `2 GPUs, 8 CPUs and 16 GiB`. Zeros are left out."""
+    """Format needs without zeros: `2 GPUs, 8 CPUs and 16 GiB`."""
     parts = [format_amount(needs[kind], kind) for kind in (GPUS, CPUS, MEMORY) if needs[kind]]
     return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else "".join(parts)

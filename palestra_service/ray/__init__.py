@@ -1,1 +1,1 @@
-"""The only place that knows Ray: a cluster, model servers as actors, and the control plane that is wired to them."""
+"""The only package that depends on Ray: a cluster, model servers as actors, and their control plane."""

@@ -1,4 +1,4 @@
-"""Joins a Ray cluster, or starts a local one on this machine, which keeps running when the scheduler ends."""
+"""Joins a Ray cluster, or starts a local one on this machine, which survives the scheduler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FILE = "ray.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalRay:
-    """Resources that this machine gives to jobs if no cluster is joined. None: all that it has."""
+    """Resources of this machine for jobs, if no cluster is joined. None: all of it."""
 
     cpus: float | None = None
     gpus: int | None = None
@@ -40,16 +40,13 @@ class LocalRay:
 
 
 def connect(address: str | None, state_dir: Path, local: LocalRay, pass_env: Collection[str] = ()) -> str:
-    """Join a Ray cluster and return its address; a local one is started if none is running.
+    """Join a Ray cluster and return its address; start a local one if none is running.
 
     Args:
-        address: address of a cluster; None: the local one, which an earlier scheduler may have started.
+        address: of a cluster; None: the local one, which an earlier scheduler may have started.
         state_dir: folder with the record of the local cluster.
-        local: resources of a local cluster that is started.
-        pass_env: variables of the operator that jobs get beside those of `job_environment`.
-
-    Raises:
-        ConfigError: there is no cluster at the address, or none can be started.
+        local: resources of a new local cluster.
+        pass_env: the operator's variables for jobs, in addition to those of `job_environment`.
     """
     if find_spec("ray") is None:
         raise ConfigError("palestra serve needs Ray; run: pip install 'palestra[cluster]'")
@@ -76,14 +73,14 @@ def connect(address: str | None, state_dir: Path, local: LocalRay, pass_env: Col
 
 
 def disconnect() -> None:
-    """Leave the cluster, which keeps running with its jobs."""
+    """Leave the cluster, which continues with its jobs."""
     import ray
 
     ray.shutdown()
 
 
 def stop_local(state_dir: Path) -> None:
-    """End the cluster that `connect` started on this machine, and every process that runs on it."""
+    """End the cluster that `connect` started on this machine, with all its processes."""
     found = _read(state_dir)
     if found is None:
         return
@@ -167,13 +164,13 @@ def _wait(head: subprocess.Popen[bytes], port: int, said: Path) -> None:
 
 
 def _known(state_dir: Path) -> str | None:
-    """Return the address of the cluster that an earlier scheduler started here, if it is still running."""
+    """Return the address of an earlier scheduler's cluster, if it is still running."""
     found = _read(state_dir)
     return str(found["address"]) if found is not None and _alive(found) else None
 
 
 def _read(state_dir: Path) -> dict[str, Any] | None:
-    """Return what is known of the local cluster; None: nothing, or the file is damaged."""
+    """Return the record of the local cluster; None: missing or damaged."""
     path = state_dir / _FILE
     try:
         found = json.loads(read_own(path))
@@ -190,18 +187,18 @@ def _write(state_dir: Path, data: dict[str, Any]) -> None:
 
 
 def _alive(found: dict[str, Any]) -> bool:
-    """Return whether the cluster's process is still running, and not another process with its number."""
+    """Return whether the cluster's process is still running; its pid may be reused."""
     return found["started"] is not None and bool(_started(int(found["pid"])) == found["started"])
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process was started, in ticks of the kernel, or None if there is no such process."""
+    """Return a process's start time, in kernel ticks, or None without the process."""
     fields = _stat(pid)
     return None if fields is None or fields[0] == "Z" else fields[19]
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of `/proc/PID/stat` from the state on, or None if there is no such process."""
+    """Return the fields of `/proc/PID/stat` from the state on, or None without the process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -211,7 +208,7 @@ def _stat(pid: int) -> list[str] | None:
 def _family(found: dict[str, Any]) -> dict[int, str]:
     """Return the start time of each process of a cluster, youngest first: the head's session and its descendants.
 
-    The session exists until it is empty, even without the head, and until then no other process gets the head's number.
+    The session exists until it is empty, even without the head, and its pid is not reused before.
     """
     head = int(found["pid"])
     if _started(head) not in (None, found["started"]):

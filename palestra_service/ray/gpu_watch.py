@@ -1,4 +1,4 @@
-"""What the graphics cards of the cluster's machines do: an actor on each machine that has some reads its driver."""
+"""Figures of the cluster's GPUs: an actor on each machine with GPUs reads its driver."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ NEW = GpuReading((), "the machine was not asked yet")
 
 
 class GpuWatch:
-    """Asks machines what their cards do when somebody wants to know, and not more often than every two seconds."""
+    """Queries machines for their GPU figures on demand, at most every two seconds."""
 
     def __init__(self) -> None:
-        """Ask nothing yet."""
+        """Begin without figures."""
         self._actors: dict[str, Any] = {}  # by machine
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, GpuReading] = {}
         self._due: dict[str, float] = {}
 
     async def read(self, nodes: Iterable[Node]) -> dict[str, GpuReading]:
-        """Return what is known of each living machine with cards, by its id."""
+        """Return the known figures of each living machine with GPUs, by id."""
         wanted = [node.node_id for node in nodes if node.alive and node.gpus]
         for gone in self._actors.keys() - set(wanted):
             self._forget(gone)
@@ -77,18 +77,18 @@ class GpuWatch:
 
 
 def _start(node_id: str) -> Any:
-    """Return an actor on a machine that holds nothing of it, and ends with this process."""
+    """Return an actor on a machine without reserved resources, which ends with this process."""
     make: Any = ray.remote(_Cards)
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return make.options(num_cpus=0, scheduling_strategy=here).remote()
 
 
 class _Cards:
-    """Reads the cards of the machine on which it runs."""
+    """Reads the GPUs of its machine."""
 
     def __init__(self) -> None:
         self._meter = GpuMeter(GpuReader(None).read)  # all: Ray hides them from those who hold none
 
     def read(self) -> GpuReading:
-        """Return what the cards do."""
+        """Return the GPU figures."""
         return self._meter.now()

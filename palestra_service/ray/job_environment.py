@@ -42,11 +42,11 @@ _FOLDERS = ("PYTHONPATH", "XDG_CACHE_HOME", "PALESTRA_CACHE", "HF_HOME", "HF_HUB
 
 
 def job_environment(environment: Mapping[str, str], more: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables of `environment` that a job's process may have, with relative folders made absolute.
+    """Return the variables of `environment` allowed in a job's process, with absolute folders.
 
     Args:
-        environment: the operator's variables, by name.
-        more: names that the operator passes on in addition to `NAMES` and `PREFIXES`.
+        environment: the operator's.
+        more: further names, in addition to `NAMES` and `PREFIXES`.
     """
     found = {name: value for name, value in environment.items() if _passes(name, more)}
     for name in _FOLDERS:
@@ -61,14 +61,14 @@ def job_environment(environment: Mapping[str, str], more: Collection[str] = ()) 
 
 
 def limit_environment(environment: MutableMapping[str, str], more: Collection[str] = ()) -> None:
-    """Remove from `environment` what `job_environment` does not return.
+    """Remove variables from `environment` that `job_environment` does not return.
 
-    For processes of a cluster that Palestra has not started. The kernel still shows (`/proc/PID/environ`) the variables
-    with which they were started.
+    For processes of a cluster that Palestra has not started. The kernel still shows their initial variables
+    (`/proc/PID/environ`).
 
     Args:
-        environment: the process's own variables, which are changed.
-        more: names that the operator passes on in addition.
+        environment: the process's own, changed in place.
+        more: further allowed names.
     """
     kept = job_environment(environment, more)
     for name in [name for name in environment if name not in kept]:

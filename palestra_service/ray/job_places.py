@@ -1,4 +1,4 @@
-"""Where the processes of a job run on a cluster: in the bundles that the scheduler has placed, else beside the job."""
+"""Where the processes of a job run on a cluster: in placed bundles, or in the job's own."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _BESIDE = "beside"  # numbers of the processes in a job's own bundle whose memor
 
 
 def beside_job(folder: Path) -> Path:
-    """Return where processes in the job's own bundle say that they run; see `memory_watch.join`."""
+    """Return where processes in the job's own bundle register; see `memory_watch.join`."""
     return folder / _BESIDE
 
 
 def places_of(order: ServerOrder, pass_env: Collection[str], here: str) -> JobPlaces:
-    """Return where the processes of the job run whose actor calls this.
+    """Return where the processes of the calling actor's job run.
 
     Args:
-        order: of the job; its folder is seen by all machines.
-        pass_env: variables of the operator that processes get, as the job does.
+        order: its folder is shared by all machines.
+        pass_env: the operator's variables for processes.
         here: address of this machine in the cluster.
     """
     group = get_current_placement_group()

@@ -1,9 +1,9 @@
-"""Ends a job whose processes use more memory than allowed. A process of its own, so that no job can block it.
+"""Kills a job whose processes use more memory than allowed: a separate process, so that no job can block it.
 
-A script that needs the standard library only (`python -I -S memory_watch.py …`): it costs about 10 MiB per job, and
-must not need memory or imports when memory is short. Counted is memory that the kernel can't take back: anonymous and
-shared memory, also if it is swapped out, but neither reserved address space nor pages of files. Memory that a process
-shares with its children is counted once: each has its proportional share.
+It only imports the standard library (`python -I -S memory_watch.py …`): it costs about 10 MiB per job, and must not
+need memory or imports when memory is short. It counts memory that the kernel can't reclaim: anonymous and shared
+memory, even if swapped out, but neither reserved address space nor pages of files. Shared memory of a process and its
+children is counted once, by proportional shares.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SHARE = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
 
 
 def used_bytes(pid: int, children: list[int], limit_bytes: int) -> int:
-    """Return the memory of a process and its children, in bytes; a process that has ended uses none.
+    """Return the memory of a process and its children, in bytes; 0 for an ended process.
 
-    Proportional shares are computed only if more than `limit_bytes` would be used without them, because the kernel
-    walks through all pages for them.
+    Proportional shares are only computed if the sum without them exceeds `limit_bytes`, because the kernel walks
+    through all pages for them.
 
     Args:
         limit_bytes: up to this sum, shared memory may be counted more than once.
@@ -38,7 +38,7 @@ def used_bytes(pid: int, children: list[int], limit_bytes: int) -> int:
 
 
 def descendants(*pids: int) -> list[int]:
-    """Return the children of processes, their children, and so on, without these and without this process."""
+    """Return the descendants of processes, without these and without this process."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         fields = _stat(int(entry)) if entry.isdigit() else None
@@ -51,13 +51,13 @@ def descendants(*pids: int) -> list[int]:
 
 
 def start_time(pid: int) -> str | None:
-    """Return when a process was started, in ticks of the kernel, or None if it has ended."""
+    """Return a process's start time, in kernel ticks, or None if it has ended."""
     fields = _stat(pid)
     return None if fields is None or fields[0] in ("Z", "X") else fields[19]
 
 
 def join(beside: Path) -> None:
-    """Let the memory of this process count as that of a job, see `watch`.
+    """Count this process's memory as a job's, see `watch`.
 
     Args:
         beside: the job's folder for such processes, on this machine.
@@ -67,7 +67,7 @@ def join(beside: Path) -> None:
 
 
 def _joined(beside: Path | None) -> list[int]:
-    """Return the processes that have joined and run; a number that now is another process's is none of them."""
+    """Return the registered running processes, without reused pids."""
     found = list[int]()
     with contextlib.suppress(OSError):
         for path in beside.iterdir() if beside is not None else ():
@@ -77,15 +77,14 @@ def _joined(beside: Path | None) -> list[int]:
 
 
 def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path, beside: Path | None = None) -> bool:
-    """Watch a process until it ends, or end it; returns whether it was ended.
+    """Watch a process until it ends, or kill it; return whether it was killed.
 
     Args:
-        limit_bytes: memory that the process and its children may use.
-        ended: file that says how the job ended; written before the process is ended.
-        text: content of `ended`, with the placeholder `USED` in it.
-        log: the job's log, to which the text is added.
-        beside: folder with the numbers of further processes of the job that count, and whose children do; None: there
-            are none.
+        limit_bytes: of the process and its children.
+        ended: file for the job's ending; written before the process is killed.
+        text: content of `ended`, with the placeholder `USED`.
+        log: the job's log, to which the text is appended.
+        beside: folder with pids of the job's further processes, which count with their children; None: none.
     """
     started, children, looks = start_time(pid), list[int](), 0
     while started is not None and start_time(pid) == started:
@@ -115,7 +114,7 @@ def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path, beside:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of `/proc/PID/stat` from the state on, or None if there is no such process."""
+    """Return the fields of `/proc/PID/stat` from the state on, or None without the process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

@@ -1,10 +1,10 @@
-"""Programs of a job in the bundles of its placement group: each is kept by an actor, and connected with the job by TCP.
+"""Programs of a job in the bundles of its placement group, each run by an actor and connected with the job by TCP.
 
-The actor holds the bundle's cores, GPUs and memory, and starts the program that would run on the job's machine without
-it (`palestra.process`), with the variables that Ray has set for the actor: the GPUs of the bundle, above all. So an
-inference worker or a rank knows nothing of Ray. The actor connects to a port that the job has opened for it alone, and
-shows a secret before anything else is read. Actor and program end with the job: Ray ends the actors of a placement
-group that is removed, and the kernel ends the program with its actor.
+The actor holds the bundle's cores, GPUs and memory, and starts the same program as on the job's own machine
+(`palestra.process`), with the variables that Ray has set for the actor, such as the bundle's GPUs. So an inference
+worker or a rank does not depend on Ray. The actor connects to a port opened only for it, and authenticates with a
+secret first. Actor and program end with the job: Ray ends the actors of a removed placement group, and the kernel ends
+the program with its actor.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """How much memory a process in a bundle may use, with its children.
+    """The memory limit of a process in a bundle, with its children.
 
     Attributes:
-        gib: the limit; a process that uses more is ended.
+        gib: a process that uses more is killed.
         ended: file in which the reason is then written.
     """
 
@@ -58,7 +58,7 @@ class MemoryLimit:
     ended: Path
 
     def watch(self, pid: int) -> None:
-        """Start a watcher that ends a process and its children if they use too much memory; see `memory_watch`."""
+        """Start a watcher that kills a process and its children if they use too much memory; see `memory_watch`."""
         reason = (
             f"it used {memory_watch.USED} GiB of memory, and its bundle has {self.gib:.3g}; give it more memory_gib"
         )
@@ -67,13 +67,13 @@ class MemoryLimit:
         subprocess.Popen([*command, str(self.ended), text, str(self.ended.with_name(LOG_FILE))])
 
     def said(self) -> str | None:
-        """Return why the process was ended; None: it was not ended because of its memory. Blocks for the disk."""
+        """Return why the process was killed; None: not because of its memory. Blocks for the disk."""
         found = read_ended(self.ended.parent, self.ended.name)
         return None if found is None else found.reason
 
 
 class Bundles:
-    """The bundles of one role, each of which has room for one process at a time."""
+    """The bundles of one role, with one process each at a time."""
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class Bundles:
         """Take the bundles over; all are empty.
 
         Args:
-            bundles: those of the role, by their index in the group.
-            pass_env: variables of the operator that processes get, as the job does.
-            folder: of the job, which all machines see.
+            bundles: of the role, by their index in the group.
+            pass_env: the operator's variables for processes.
+            folder: of the job, shared by all machines.
             here: address of this machine in the cluster, at which the others reach the job.
         """
         self._group, self._bundles, self._folder, self._here = group, dict(bundles), folder, here
@@ -96,7 +96,7 @@ class Bundles:
         self._free: asyncio.Queue[int] | None = None
 
     def empty(self) -> asyncio.Queue[int]:
-        """Return the indices of the bundles that have no process, in order at first."""
+        """Return the indices of bundles without a process, initially in order."""
         if self._free is None:  # made on the event loop that uses it
             self._free = asyncio.Queue()
             for index in sorted(self._bundles):
@@ -113,18 +113,14 @@ class Bundles:
             self._give_back(index)
 
     def memory_limit(self, index: int) -> MemoryLimit | None:
-        """Return how much memory the next process of a bundle may use; None: any amount. Blocks for the disk."""
+        """Return the memory limit of a bundle's next process; None: unlimited. Blocks for the disk."""
         order = self._bundles[index]
         ended = self._folder / f"ended-{order.role}-{index}.json"
         ended.unlink(missing_ok=True)  # of the process before
         return None if order.memory_gib is None else MemoryLimit(order.memory_gib, ended)
 
     def actor(self, index: int, make: Any, *arguments: Any, **options: Any) -> Any:
-        """Return an actor that holds all of a bundle.
-
-        Args:
-            options: of the actor, beside what it holds.
-        """
+        """Return an actor that holds a whole bundle."""
         holds = self._bundles[index].resources
         return make.options(
             max_restarts=0,
@@ -136,11 +132,7 @@ class Bundles:
         ).remote(*arguments)
 
     async def start(self, module: str, variables: Mapping[str, str]) -> HostedProcess:
-        """Start a program in an empty bundle, and wait for one if there is none. See `ProcessStarter`.
-
-        Raises:
-            ServerFailed: the program can't be started there, or its machine can't reach this one.
-        """
+        """Start a program in an empty bundle, waiting for one if necessary. See `ProcessStarter`."""
         index = await self.empty().get()
         order, actor, connection, kept = self._bundles[index], None, None, False
         try:
@@ -241,7 +233,7 @@ async def _shows(connection: socket.socket, secret: bytes) -> bool:
 
 
 async def _failed(starting: asyncio.Future[Any]) -> None:
-    """Return never, or raise what the start has raised."""
+    """Wait forever, or raise the error of the start."""
     await asyncio.shield(starting)
     await asyncio.Event().wait()
 
@@ -255,11 +247,11 @@ def _first_line(error: Exception) -> str:
 
 
 class HostedProcess:
-    """Implements `ChildProcess` for a program in a bundle.
+    """A `ChildProcess` for a program in a bundle.
 
     Attributes:
-        connection: the job's end of the connection.
-        pid: of the program, on its machine.
+        connection: the job's end.
+        pid: on its machine.
         address: of its machine in the cluster.
     """
 
@@ -272,22 +264,22 @@ class HostedProcess:
         limit: MemoryLimit | None,
         give_back: Callable[[], None],
     ) -> None:
-        """Stand for a program that runs.
+        """Wrap a running program.
 
         Args:
-            limit: of its memory; None: there is none.
-            give_back: is called when the bundle is empty again.
+            limit: of its memory; None: unlimited.
+            give_back: called when the bundle is empty again.
         """
         self.connection, self.pid, self.address = connection, pid, address
         self._actor, self._limit, self._give_back = actor, limit, give_back
         self._ended = asyncio.create_task(self._end())
 
     def kill(self) -> None:
-        """End the program with its actor, without waiting."""
+        """Kill the program with its actor, without waiting."""
         ray.kill(self._actor)
 
     async def how_ended(self) -> str:
-        """Wait for the end of the program, and return how it ended, in words."""
+        """Wait for the end of the program, and describe how it ended."""
         return await asyncio.shield(self._ended)
 
     async def _end(self) -> str:
@@ -347,7 +339,7 @@ class _ProcessHost:
 
 
 def _interface(address: str) -> dict[str, str]:
-    """Return the variables that have gloo and NCCL use the network interface of an address, which they else guess."""
+    """Return the variables that make gloo and NCCL use the network interface of an address instead of guessing it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address

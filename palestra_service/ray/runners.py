@@ -36,12 +36,12 @@ class _Runner:
 
 
 def runner_actors(pass_env: Collection[str], bundles: Bundles | None, beside: Path) -> RunnerStarter:
-    """Return what starts the runners of the job that runs in this actor.
+    """Return what starts the runners of this actor's job.
 
     Args:
-        pass_env: variables of the operator that they get, as the job does.
-        bundles: of runners; None: the job's own bundle has a core for each runner, and its memory is theirs as well.
-        beside: folder by which the memory of runners in the job's own bundle is counted.
+        pass_env: the operator's variables for runners.
+        bundles: of runners; None: the job's own bundle has a core and the memory for each runner.
+        beside: folder by which runners in the job's own bundle register for its memory limit.
     """
     if bundles is None:
         return partial(_play_beside, get_current_placement_group(), tuple(pass_env), beside)

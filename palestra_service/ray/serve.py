@@ -1,4 +1,4 @@
-"""`palestra serve`: the scheduler, its API, and the Ray cluster on which it starts model servers."""
+"""`palestra serve`: the scheduler, its API, and the Ray cluster for model servers."""
 
 from __future__ import annotations
 
@@ -33,16 +33,14 @@ class ServeOptions:
     """An operator's options of `palestra serve`.
 
     Attributes:
-        state_dir: folder of the control store, of jobs, and of what is known of the local cluster.
-        host: address to listen on.
-        port: port to listen on.
+        state_dir: folder of the control store, of jobs, and of the local cluster's record.
         database: URL of the control store's database; None: SQLite in `state_dir`.
-        ray_address: address of a Ray cluster to join; None: a local one.
-        local: resources of a local cluster that is started.
+        ray_address: of a Ray cluster to join; None: a local one.
+        local: resources of a new local cluster.
         without_keys: whether requests need no key; only allowed on loopback.
-        rules: caps of jobs' configurations, and the models that they may use.
-        pass_env: names of variables that jobs get beside those of `job_environment`.
-        new_admin_key: whether to make a new key for the first admin, because all earlier ones were lost.
+        rules: caps of jobs' configurations, and their models.
+        pass_env: variables for jobs, in addition to those of `job_environment`.
+        new_admin_key: whether to create a new key for the first admin, because all earlier ones were lost.
     """
 
     state_dir: Path
@@ -72,12 +70,12 @@ async def control_plane(
     """Serve the control plane while the block is open.
 
     Args:
-        show_key: is called before anything else can fail: with the first admin's key, if this start has made one, and
-            with whether no key of the first admin was ever used.
+        show_key: called before anything else can fail: with the first admin's key, if this start created one, and with
+            whether no key of the first admin was ever used.
 
     Raises:
-        ConfigError: the port or the store is in use, no Ray cluster can be joined or started, or keys are turned off
-            where others could reach the server.
+        ConfigError: the port or the store is in use, no Ray cluster can be joined or started, or keys are disabled
+            although others could reach the server.
         StoreError: the control store can't be opened.
     """
     if options.without_keys and options.host not in LOOPBACK:
@@ -139,14 +137,12 @@ async def _is_idle(store: ControlStore) -> bool:
 async def serve_control(
     options: ServeOptions, ready: Callable[[str], None], show_key: Callable[[NewKey | None, bool], None]
 ) -> None:
-    """Serve the control plane until SIGINT or SIGTERM; running jobs continue without it.
+    """Serve the control plane until SIGINT or SIGTERM; running jobs continue.
 
     Args:
-        ready: is called with the URL when the server listens.
-        show_key: see `control_plane`.
+        ready: called with the URL when the server listens.
 
     Raises:
-        PalestraError: see `control_plane`.
         Superseded: another control plane has taken over the control store.
     """
     stop = asyncio.Event()

@@ -71,7 +71,7 @@ async def always() -> None:
 
 
 class RayServers:
-    """Implements `Launcher`: starts, finds, watches and stops model servers on a Ray cluster."""
+    """A `Launcher` on a Ray cluster."""
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class RayServers:
         """Use the cluster that this process has joined.
 
         Args:
-            host: address for data planes to listen on; None: their node's address in the cluster.
-            pass_env: variables of the operator that jobs get beside those of `job_environment`.
-            confirmed: awaited right before something of the cluster is made or ended. It raises Superseded where
-                another scheduler has taken over, which may have started a server under the same name.
+            host: address for data planes; None: their node's address in the cluster.
+            pass_env: the operator's variables for jobs, in addition to those of `job_environment`.
+            confirmed: awaited immediately before changing the cluster. It raises Superseded if another scheduler has
+                taken over, which may have started a server under the same name.
         """
         self._host, self._pass_env, self._confirmed = host, tuple(pass_env), confirmed
         self._gpus = GpuWatch()
@@ -114,7 +114,7 @@ class RayServers:
         return found
 
     async def gpu_use(self, nodes: Sequence[Node]) -> Mapping[str, GpuReading]:
-        """Return what the cards of the nodes do. See `Launcher.gpu_use`."""
+        """Return the nodes' GPU figures. See `Launcher.gpu_use`."""
         return await self._gpus.read(nodes)
 
     async def start(self, order: ServerOrder | BaseOrder) -> Listening:
@@ -167,10 +167,7 @@ class RayServers:
         return listening
 
     async def find(self, job_id: str) -> Listening | None:
-        """Return the running model server of a job, or clear what is left of it and return None.
-
-        See `Launcher.find`.
-        """
+        """Return the running model server of a job, or clean up and return None. See `Launcher.find`."""
         actor, listening = await _actor(job_id), None
         if actor is not None:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
@@ -181,17 +178,13 @@ class RayServers:
         return listening
 
     async def known(self) -> list[str]:
-        """Return the ids of all jobs that have an actor or hold resources in the cluster. See `Launcher.known`."""
+        """Return the ids of all jobs with an actor or resources in the cluster. See `Launcher.known`."""
         actors, groups = await asyncio.to_thread(lambda: (ray.util.list_named_actors(), placement_group_table()))
         names = {*actors, *(group["name"] for group in groups.values() if group["state"] != "REMOVED")}
         return sorted(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
 
     async def ended(self, job_id: str, heard: Callable[[Any], None]) -> Ended:
-        """Wait until a server has ended or fallen silent, clear what is left, and return how it ended.
-
-        Args:
-            heard: is called with every answer; see `Launcher.ended`.
-        """
+        """Wait until a server has ended or fallen silent, clean up, and return how it ended. See `Launcher.ended`."""
         actor = await _actor(job_id)
         if actor is None:
             return Ended(ending=Ending.LOST, reason="the model server is gone")
@@ -209,10 +202,7 @@ class RayServers:
                 await self._clear(job_id)
 
     async def stop(self, job_id: str, grace_seconds: float) -> None:
-        """Ask a model server to save and end, wait at most `grace_seconds`, then kill what is left.
-
-        See `Launcher.stop`.
-        """
+        """Ask a model server to save and end, wait at most `grace_seconds`, then kill it. See `Launcher.stop`."""
         actor = await _actor(job_id)
         await self._confirmed()
         if actor is not None and grace_seconds > 0 and (problem := await _stopped(actor, grace_seconds)):
@@ -220,15 +210,15 @@ class RayServers:
         await self._clear(job_id)
 
     async def close(self) -> None:
-        """Leave the cluster; model servers keep running. See `Launcher.close`."""
+        """Leave the cluster; model servers continue. See `Launcher.close`."""
         await self._gpus.close()
         await asyncio.to_thread(disconnect)
 
     async def _clear(self, job_id: str) -> None:
         """Kill the actor of a job, and free its resources.
 
-        Both are found before the confirmation and ended by their ids, so that a scheduler that is superseded afterwards
-        does not end what its successor starts under the same name.
+        Both are found before the confirmation and ended by id, so that a scheduler superseded afterwards does not end
+        its successor's server of the same name.
         """
         actor, group = await _actor(job_id), await _group(job_id)
         if actor is None and group is None:
@@ -289,7 +279,7 @@ class _Actor:
 
 
 def _bundle(needs: ProcessResources) -> dict[str, float]:
-    """Return what a process holds, as Ray names it."""
+    """Return a process's resources in Ray's names."""
     bundle: dict[str, float] = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": int(needs.memory_gib * GIB)}
     return {name: amount for name, amount in bundle.items() if amount}
 
@@ -310,7 +300,9 @@ def _set_base_key(order: ServerOrder) -> None:
 
 
 def _limit_memory(order: ServerOrder | BaseOrder) -> None:
-    """Start a watcher that ends the job if its processes use too much memory: this one, runners beside it, children."""
+    """Start a watcher that kills the job if its processes use too much memory: this one, runners beside it, and
+    children.
+    """
     limit, asked = order.memory_gib, order.resources.memory_gib
     if limit is None:
         return
@@ -341,7 +333,7 @@ def _at(url: str) -> Listening:
 
 
 def _labels(of_node: Mapping[str, str]) -> dict[str, str]:
-    """Return the labels that an operator has given a node, without those that Ray makes itself."""
+    """Return a node's labels from the operator, without Ray's own."""
     return {name: value for name, value in of_node.items() if not name.startswith("ray.io/")}
 
 
@@ -367,7 +359,7 @@ async def _group(job_id: str) -> PlacementGroup | None:
 async def _made(make: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
     """Call `make` in a thread.
 
-    If this is cancelled, wait for the thread first, so that its result can be cleared up.
+    If cancelled, wait for the thread first, so that its result can be cleaned up.
     """
     making = asyncio.ensure_future(asyncio.to_thread(make, *arguments, **more))
     try:
@@ -390,17 +382,16 @@ async def _until_ready(group: PlacementGroup, node_ids: Collection[str]) -> None
 
 
 async def _gone(node_ids: Collection[str]) -> str | None:
-    """Return one of these nodes that is not alive; None: all are."""
+    """Return one of these nodes that is dead; None: all are alive."""
     nodes = await asyncio.to_thread(ray.nodes)
     alive = {node["NodeID"] for node in nodes if node["Alive"]}
     return min(set(node_ids) - alive, default=None)
 
 
 async def _node_lost(group: PlacementGroup | None) -> Ended:
-    """Return when a node of a job is dead, which may be another one than that of its own process.
+    """Wait until a node of a job is dead, which may differ from its own process's.
 
-    The job is started again on other nodes, from its newest checkpoint: Ray would move the bundle, but not the process
-    that ran in it.
+    The job is restarted on other nodes, from its newest checkpoint: Ray would move the bundle, but not its process.
     """
     found = {} if group is None else await asyncio.to_thread(placement_group_table, group)
     at = {node for node in found.get("bundles_to_node_id", {}).values() if node}
@@ -442,7 +433,7 @@ async def _listening(actor: Any, order: ServerOrder | BaseOrder, host: str | Non
 
 
 async def _stopped(actor: Any, grace_seconds: float) -> str | None:
-    """Ask a job to save and end, and wait. Returns None if it has ended, or why it is not waited for any longer."""
+    """Ask a job to save and end, and wait. Return None if it has ended, or why the wait was given up."""
     silence = _until_silent(actor.answer.remote, STUCK_SECONDS / 5, STUCK_SECONDS)
     first = (await race(_end(actor), silence, asyncio.sleep(grace_seconds))).index
     return (None, f"it did not answer for {STUCK_SECONDS:g} s", f"it took over {grace_seconds:g} s to end")[first]
@@ -460,11 +451,10 @@ async def _until_silent(
     limit_seconds: float,
     heard: Callable[[Any], None] = lambda _: None,
 ) -> None:
-    """Return when a server has not answered `ping` for `limit_seconds`. The server's death is noticed elsewhere.
+    """Wait until a server has not answered `ping` for `limit_seconds`. Its death is detected elsewhere.
 
-    Silence is counted in waits, not by the clock: a process that stands still itself hears no answer.
-
-    `every_seconds` is the time between two pings, and `heard` is called with every answer.
+    Silence is counted in waits, not by the clock: a process that is stopped itself hears no answer. `every_seconds` is
+    the time between pings, and `heard` is called with every answer.
     """
     silent_seconds, asked = 0.0, None
     try:

@@ -1,4 +1,4 @@
-"""The limits of one key, and the token bucket that enforces its request rate on a clock that never goes back."""
+"""The limits of one key, and the token bucket that enforces its request rate on a monotonic clock."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class KeyLimits:
     Attributes:
         requests_per_minute: sustained rate.
         burst: requests that may arrive at the same moment.
-        open_jobs: jobs of its user that have not ended.
-        body_bytes: longest body of one request.
-        episodes_in_flight: episodes claimed at the same time, for each job that is submitted with the key.
+        open_jobs: unfinished jobs of its user.
+        body_bytes: of one request.
+        episodes_in_flight: claimed episodes of each job submitted with the key.
     """
 
     requests_per_minute: float = 1200.0
@@ -31,11 +31,7 @@ class KeyLimits:
     episodes_in_flight: int = 10_000
 
     def __post_init__(self) -> None:
-        """Refuse limits that would lock a key out.
-
-        Raises:
-            InvalidRequest: a limit is not a number of at least 1.
-        """
+        """Raise InvalidRequest for limits below 1, which would lock a key out."""
         for name in self.__slots__:
             amount = getattr(self, name)
             if not (math.isfinite(amount) and 1 <= amount < 2**53):
@@ -43,7 +39,7 @@ class KeyLimits:
 
 
 class TokenBucket:
-    """A token bucket: allows `burst` requests immediately, and then `per_second` of them."""
+    """A token bucket: allows `burst` requests immediately, then `per_second`."""
 
     def __init__(self, per_second: float, burst: int, clock: Clock) -> None:
         self._per_second, self._burst, self._clock = per_second, float(burst), clock
@@ -64,7 +60,7 @@ class TokenBucket:
 
 
 class RequestRates:
-    """A token bucket for each key that was used recently. Forgetting a bucket is the same as filling it."""
+    """A token bucket for each recently used key. Dropping a bucket equals filling it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -74,10 +70,10 @@ class RequestRates:
         """Count one request of a key.
 
         Args:
-            limits: of the key; a change starts a new bucket.
+            limits: a change starts a new bucket.
 
         Raises:
-            TooManyRequests: the key has sent too many requests; the error says how long to wait.
+            TooManyRequests: the error says how long to wait.
         """
         known, bucket = self._buckets.pop(key_id, (None, None))
         if bucket is None or known != limits:

@@ -1,4 +1,4 @@
-"""Who may do what: an admin everything in its tenant, a member all but what is an admin's or another user's."""
+"""Permissions: an admin may do everything in its tenant; a member all except admins' actions, and others' objects."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Role(StrEnum):
 
 
 class Action(StrEnum):
-    """Every action that a route can do.
+    """Every action of a route.
 
     Attributes:
         JOB_READ: read a job's state, logs, events, metrics and artifacts.
-        JOB_ROTATE_KEY: replace the key of a job's data plane; the old one then opens nothing.
+        JOB_ROTATE_KEY: replace the key of a job's data plane.
         EPISODE_PLAY: get the address and the key of a job's data plane.
         TENANT_SET_PRIVATE: set whether jobs of one's own tenant are private by default.
     """

@@ -1,6 +1,6 @@
 """Tenants, users and their keys, as operations on a connection; times are Unix seconds.
 
-Nothing is deleted, because the audit log refers to it.
+Rows are never deleted, because the audit log refers to them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ class UserRecord:
     """One user of one tenant.
 
     Attributes:
-        tenant: the user's tenant.
-        name: unique in the tenant, also among removed users.
-        role: decides what the user may do.
+        name: unique in the tenant, including removed users.
         created_at: Unix seconds.
-        removed_at: Unix seconds; None: the user was not removed.
+        removed_at: Unix seconds; None: not removed.
     """
 
     tenant: str
@@ -40,12 +38,11 @@ class UserRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredKey:
-    """Everything that is needed to authenticate a request by its key.
+    """The data that authenticates a request by its key.
 
     Attributes:
-        record: of the key.
         digest: of its secret; see `keys.digest_of`.
-        role: that its user has now.
+        role: present role of its user.
     """
 
     record: KeyRecord
@@ -59,22 +56,14 @@ def tenant_names(connection: Connection) -> list[str]:
 
 
 def add_tenant(connection: Connection, name: str, now: float) -> None:
-    """Add a tenant, which has no users yet.
-
-    Raises:
-        Conflict: there is a tenant of this name.
-    """
+    """Add a tenant without users."""
     if connection.execute(select(tenants.c.name).where(tenants.c.name == name)).first():
         raise Conflict(f"there is a tenant {name} already")
     connection.execute(tenants.insert(), {"name": name, "created_at": now})
 
 
 def user(connection: Connection, tenant: str, name: str) -> UserRecord:
-    """Return a user who was not removed.
-
-    Raises:
-        NotFound: there is no such user.
-    """
+    """Return a user who was not removed."""
     row = connection.execute(
         select(users).where(users.c.tenant == tenant, users.c.name == name, users.c.removed_at.is_(None))
     ).first()
@@ -84,19 +73,16 @@ def user(connection: Connection, tenant: str, name: str) -> UserRecord:
 
 
 def users_of(connection: Connection, tenant: str) -> list[UserRecord]:
-    """Return all users of a tenant by name, also those who were removed."""
+    """Return all users of a tenant by name, including removed ones."""
     rows = connection.execute(select(users).where(users.c.tenant == tenant))
     return sorted((_user_of(row) for row in rows), key=lambda known: known.name)
 
 
 def add_user(connection: Connection, tenant: str, name: str, role: Role, now: float) -> None:
-    """Add a user, who has no keys yet.
+    """Add a user without keys.
 
     Args:
-        name: of the user; the name of a removed user is not used again, so that the audit log stays clear.
-
-    Raises:
-        Conflict: there is, or was, a user of this name.
+        name: names of removed users are not reused, so that the audit log is unambiguous.
     """
     known = connection.execute(select(users.c.removed_at).where(users.c.tenant == tenant, users.c.name == name)).first()
     if known is not None:
@@ -105,10 +91,9 @@ def add_user(connection: Connection, tenant: str, name: str, role: Role, now: fl
 
 
 def change_role(connection: Connection, tenant: str, name: str, role: Role) -> None:
-    """Give a user another role.
+    """Change a user's role.
 
     Raises:
-        NotFound: there is no such user.
         Conflict: the tenant would have no admin.
     """
     known = user(connection, tenant, name)
@@ -118,10 +103,9 @@ def change_role(connection: Connection, tenant: str, name: str, role: Role) -> N
 
 
 def remove_user(connection: Connection, tenant: str, name: str, now: float) -> None:
-    """Remove a user, and revoke all of the user's keys.
+    """Remove a user, and revoke the user's keys.
 
     Raises:
-        NotFound: there is no such user.
         Conflict: the tenant would have no admin.
     """
     known = user(connection, tenant, name)
@@ -136,11 +120,7 @@ def remove_user(connection: Connection, tenant: str, name: str, now: float) -> N
 
 
 def add_key(connection: Connection, record: KeyRecord, digest: str) -> None:
-    """Add a key of a user who was not removed.
-
-    Raises:
-        NotFound: there is no such user.
-    """
+    """Add a key of a user who was not removed."""
     user(connection, record.tenant, record.user)
     connection.execute(
         keys.insert(),
@@ -158,7 +138,7 @@ def add_key(connection: Connection, record: KeyRecord, digest: str) -> None:
 
 
 def stored_key(connection: Connection, key_id: str) -> StoredKey | None:
-    """Return a key with the present role of its user; None: there is no such key, or its user was removed."""
+    """Return a key with its user's present role; None: there is no such key, or its user was removed."""
     row = connection.execute(
         select(keys, users.c.role)
         .join(users, (users.c.tenant == keys.c.tenant) & (users.c.name == keys.c.user_name))
@@ -168,11 +148,7 @@ def stored_key(connection: Connection, key_id: str) -> StoredKey | None:
 
 
 def key(connection: Connection, tenant: str, key_id: str) -> KeyRecord:
-    """Return the record of one key of a tenant.
-
-    Raises:
-        NotFound: there is no such key, or it is another tenant's.
-    """
+    """Return the record of one key of a tenant."""
     row = connection.execute(select(keys).where(keys.c.tenant == tenant, keys.c.key_id == key_id)).first()
     if row is None:
         raise NotFound(f"there is no key {key_id}")
@@ -183,7 +159,7 @@ def keys_of(connection: Connection, tenant: str, name: str | None) -> list[KeyRe
     """Return the keys of a user, newest first.
 
     Args:
-        name: of the user; None: all users of the tenant.
+        name: None: all users of the tenant.
     """
     wanted = select(keys).where(keys.c.tenant == tenant).order_by(keys.c.created_at.desc(), keys.c.key_id)
     if name is not None:
@@ -192,17 +168,17 @@ def keys_of(connection: Connection, tenant: str, name: str | None) -> list[KeyRe
 
 
 def revoke_key(connection: Connection, key_id: str, now: float) -> None:
-    """Revoke a key; a second time changes nothing."""
+    """Revoke a key; idempotent."""
     connection.execute(keys.update().where(keys.c.key_id == key_id, keys.c.revoked_at.is_(None)).values(revoked_at=now))
 
 
 def touch_key(connection: Connection, key_id: str, now: float) -> None:
-    """Record the time at which a key was used last."""
+    """Record a key's last use."""
     connection.execute(keys.update().where(keys.c.key_id == key_id).values(last_used_at=now))
 
 
 def _require_another_admin(connection: Connection, last: UserRecord) -> None:
-    """Refuse a change after which the tenant would have no admin."""
+    """Raise an error for a change that would leave the tenant without an admin."""
     others = select(func.count()).where(
         users.c.tenant == last.tenant,
         users.c.name != last.name,

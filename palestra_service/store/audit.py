@@ -1,4 +1,4 @@
-"""The audit log: who changed what, when; never with a secret. Operations on a connection."""
+"""The audit log: who changed what, and when; without secrets. Operations on a connection."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ MAX_TEXT = 1024  # characters of a target
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditEntry:
-    """One line of the audit log of a tenant: a change that was made.
+    """One line of a tenant's audit log.
 
     Attributes:
         number: 1, 2, … in the tenant; 0: not written yet.
         at: Unix seconds.
-        who: name of a user, or of the part of Palestra that did it.
-        key_id: of the key that was used; None: it was not done with a key.
+        who: a user's name, or a part of Palestra.
+        key_id: None: not done with a key.
         what: an Action.
-        target: what it was done to.
     """
 
     number: int = 0
@@ -34,9 +33,9 @@ class AuditEntry:
 
 
 def append(connection: Connection, tenant: str, entry_id: str, entry: AuditEntry) -> None:
-    """Add a line to the log of a tenant, with the next number.
+    """Append a line to a tenant's log, with the next number.
 
-    The same `entry_id` a second time adds nothing, so that a commit whose answer was lost can be repeated.
+    Repeating an `entry_id` has no effect, so that a commit without an answer can be repeated.
     """
     if connection.execute(select(audit.c.number).where(audit.c.entry_id == entry_id)).first():
         return

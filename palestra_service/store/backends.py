@@ -1,12 +1,12 @@
-"""The control store's database, chosen by URL, and the lock that only one process at a time can hold to write it.
+"""The control store's database, chosen by URL, and the lock that lets only one process write it.
 
-SQLite: a lock on a file beside the database, which the operating system frees when the process dies. PostgreSQL: an
-advisory lock of the session that writes. When that session ends for any reason, the lock and the transaction end with
-it, and a new session has to get the lock before it can write.
+SQLite: a lock on a file next to the database, which the operating system frees when the process dies. PostgreSQL: an
+advisory lock of the writing session. When that session ends for any reason, the lock and the transaction end with it,
+and a new session must get the lock before it can write.
 
-A process that got the lock increments the epoch, a row of the store, and each of its transactions begins with a check
-that the epoch is still its own. So a process that has lost the lock, and was followed by another one, never writes
-again, however clocks and networks behave.
+A process that gets the lock increments the epoch, a row of the store, and each of its transactions first checks that
+the epoch is still its own. So a process that has lost the lock to another one never writes again, however clocks and
+networks behave.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ POSTGRES_OPTIONS = {
 def open_backend(url: str) -> Backend:
     """Open the database of a URL, and take the lock of a SQLite file.
 
-    The lock of a PostgreSQL database is taken when the writing connection is made.
+    A PostgreSQL database's lock is taken by the writing connection.
 
     Args:
         url: `sqlite:///relative`, `sqlite:////absolute` or `postgresql://user:password@host/database`.
 
     Raises:
-        ConfigError: the URL can't be used.
+        ConfigError: the URL is invalid.
         StoreError: another scheduler has this store.
         StoreUnreachable: the database does not answer.
     """
@@ -193,7 +193,7 @@ def _lock_session(connection: Any, own: set[int]) -> None:
 
 
 def _this_process() -> str:
-    """Return process id and host in words, by which an operator finds the holder of the lock."""
+    """Describe process id and host, so that an operator finds the lock's holder."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 

@@ -16,17 +16,14 @@ MAX_REASON = 4096  # characters
 
 
 def all_bases(connection: Connection) -> list[BaseRecord]:
-    """Return every base server that has not ended, the oldest first."""
+    """Return every base server that has not ended, oldest first."""
     rows = connection.execute(select(bases).order_by(bases.c.created_at, bases.c.base_id))
     return [_record_of(row) for row in rows]
 
 
 def put(connection: Connection, base: BaseRecord) -> None:
-    """Write a base server, in the place of what was known of it.
-
-    Args:
-        connection: in a transaction of the writing thread.
-        base: as it is now; the caller has checked its change of state.
+    """Insert or update a base server, whose state change the caller has checked, in a transaction of the writing
+    thread.
     """
     remove(connection, base.base_id)
     held = base.resources
@@ -51,7 +48,7 @@ def put(connection: Connection, base: BaseRecord) -> None:
 
 
 def remove(connection: Connection, base_id: str) -> None:
-    """Forget a base server, which has ended."""
+    """Remove an ended base server."""
     connection.execute(bases.delete().where(bases.c.base_id == base_id))
 
 

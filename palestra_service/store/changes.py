@@ -25,12 +25,11 @@ def add(
     reason: str,
     now: float,
 ) -> None:
-    """Record a change of state under the next number of its tenant.
+    """Record a state change with the next number of its tenant, in a transaction of the writing thread.
 
     Args:
-        connection: in a transaction of the writing thread.
-        change_id: unique, so that a commit whose answer was lost can be repeated.
-        previous: state before; None: the job was submitted.
+        change_id: unique, so that a commit without an answer can be repeated.
+        previous: None: the job was submitted.
         now: Unix seconds.
     """
     last = select(func.coalesce(func.max(changes.c.number), 0)).where(changes.c.tenant == tenant)
@@ -55,11 +54,7 @@ def is_known(connection: Connection, change_id: str) -> bool:
 
 
 def of_job(connection: Connection, job_id: str, number: int) -> list[JobChange]:
-    """Return the changes of a job in order.
-
-    Args:
-        number: only changes with a larger number are returned.
-    """
+    """Return the changes of a job with a number larger than `number`, in order."""
     rows = connection.execute(
         select(changes).where(changes.c.job_id == job_id, changes.c.number > number).order_by(changes.c.number)
     )
@@ -67,11 +62,10 @@ def of_job(connection: Connection, job_id: str, number: int) -> list[JobChange]:
 
 
 def of_tenant(connection: Connection, tenant: str, number: int, viewer: str | None, limit: int) -> list[JobChange]:
-    """Return changes of the jobs of a tenant in order.
+    """Return changes of a tenant's jobs with a number larger than `number`, in order.
 
     Args:
-        number: only changes with a larger number are returned.
-        viewer: user who does not see private jobs of others; None: the changes of all jobs are returned.
+        viewer: user who can't see others' private jobs; None: all jobs.
     """
     wanted = select(changes).where(changes.c.tenant == tenant, changes.c.number > number)
     if viewer is not None:
@@ -81,17 +75,17 @@ def of_tenant(connection: Connection, tenant: str, number: int, viewer: str | No
 
 
 def newest(connection: Connection, tenant: str) -> int:
-    """Return the number of the newest change in a tenant; 0: there is none."""
+    """Return the newest change number of a tenant; 0: there is none."""
     wanted = select(func.coalesce(func.max(changes.c.number), 0)).where(changes.c.tenant == tenant)
     return int(connection.execute(wanted).scalar_one())
 
 
 def state_times(connection: Connection, tenant: str | None, limits: Sequence[float]) -> StateTimes:
-    """Return how long jobs were queued until they started, and starting until they were running.
+    """Return histograms of jobs' times from queued to started, and from started to running.
 
     Args:
-        tenant: whose jobs are counted; None: those of all.
-        limits: seconds, in rising order; there is one more number, of what took longer.
+        tenant: None: all tenants.
+        limits: bucket limits in ascending seconds; there is one more count for longer times.
     """
     began = func.lag(changes.c.at).over(partition_by=changes.c.job_id, order_by=changes.c.number)
     columns = (changes.c.tenant, changes.c.previous, changes.c.following)

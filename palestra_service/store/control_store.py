@@ -1,8 +1,8 @@
 """The control store, asynchronous: a method that changes something returns when the change is on disk.
 
-One process has the store at a time (see `backends`), and in that process one thread writes, with group commit. A
-database that goes away for a moment is waited for. SQLite runs with `synchronous=FULL` and PostgreSQL with
-`synchronous_commit=on`, so that acknowledged changes survive the loss of power.
+One process has the store at a time (see `backends`), and one thread of it writes, with group commit. A transiently
+unavailable database is waited for. SQLite runs with `synchronous=FULL` and PostgreSQL with `synchronous_commit=on`, so
+that acknowledged changes survive a loss of power.
 """
 
 from __future__ import annotations
@@ -44,31 +44,26 @@ class ControlStore:
     """Jobs, their changes, and the audit log, in SQLite or PostgreSQL.
 
     Every method may raise StoreError or StoreUnreachable. One that writes may raise Superseded: another process has
-    taken over the store, and this one must change nothing more, also outside of the store.
+    taken over the store, and this one must change nothing more, in or outside the store.
 
     Attributes:
-        clock: of all times that are recorded.
-        changed: notified when a job was submitted or changed, when the policy was changed, or when the store was lost
-            to another process.
+        clock: of all recorded times.
+        changed: notified when a job or the policy changes, or when another process takes over.
     """
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         """Open the store.
 
         Args:
-            url: of the database; see `backends.open_backend`.
-            clock: of recorded times; None: the system's.
-
-        Raises:
-            ConfigError: the URL can't be used.
-            StoreError, StoreUnreachable: see `backends.open_backend`.
+            url: see `backends.open_backend`.
+            clock: None: the system's.
         """
         self.clock: Clock = clock or SystemClock()
         self.changed = Notifier()
         self._db = Database(open_backend(url), tables.SCHEMA)
 
     def close(self) -> None:
-        """Finish the submitted operations, and let another process open the store."""
+        """Finish submitted operations, and let another process open the store."""
         self._db.close()
 
     def __enter__(self) -> Self:
@@ -86,11 +81,11 @@ class ControlStore:
     ) -> T:
         """Run an operation on the writing thread, and a follow-up on the event loop after its commit.
 
-        Both are done even if the caller is cancelled.
+        Both are executed even if the caller is cancelled.
 
         Args:
-            operation: may be run a second time if the database did not say whether it had committed.
-            then: called with the operation's result when it is on disk; None: nothing follows.
+            operation: may run a second time if it is unknown whether it had committed.
+            then: called with the result when it is on disk.
             tag: names the fault points before and after the commit.
         """
         try:
@@ -103,22 +98,22 @@ class ControlStore:
         return result
 
     async def read(self, operation: Callable[[sa.Connection], T]) -> T:
-        """Run a query on a connection of its own; it sees every change that was awaited before."""
+        """Run a query on its own connection; it sees every change awaited before."""
         return await self._db.read(operation)
 
     async def confirm(self) -> None:
-        """Return if this process still has the store.
+        """Check that this process still has the store.
 
         Raises:
             Superseded: another process has taken it over.
-            StoreUnreachable: the database does not answer, so that this is not known.
+            StoreUnreachable: the database does not answer, so this is unknown.
         """
         await self.write(lambda _: None)
 
     async def confirmed(self) -> None:
-        """Wait until the database answers, and return if this process still has the store.
+        """Wait until the database answers, and check that this process still has the store.
 
-        To be called right before anything outside of the store is changed.
+        Call it immediately before any change outside the store.
 
         Raises:
             Superseded: another process has taken it over.
@@ -138,14 +133,13 @@ class ControlStore:
         request_key: str | None = None,
         most_open: int | None = None,
     ) -> JobRecord:
-        """Add a job in QUEUED. The same `request_key` with the same request returns the same job.
+        """Add a QUEUED job. The same `request_key` with the same request returns the same job.
 
         Args:
-            request_key: the client's idempotency key, which counts within the tenant; None: there is none.
-            most_open: how many jobs of the user may be open, including this one; None: any number.
+            request_key: the client's idempotency key within the tenant; None: none.
+            most_open: limit of the user's open jobs, including this one; None: unlimited.
 
         Raises:
-            InvalidRequest, PayloadTooLarge: the request can't be stored.
             Conflict: the key was used for another request, or by another user.
             TooManyRequests: the user has `most_open` open jobs.
         """
@@ -165,10 +159,7 @@ class ControlStore:
         """Return one job.
 
         Args:
-            tenant: the owner's; None: any tenant, which only the scheduler may ask for.
-
-        Raises:
-            NotFound: there is no such job, or it is another tenant's.
+            tenant: the owner's; None: any, only for the scheduler.
         """
         _check_job_id(job_id)
         return await self.read(lambda c: jobs.read(c, tenant, job_id))
@@ -185,18 +176,15 @@ class ControlStore:
         limit: int = 50,
         viewer: str | None = None,
     ) -> JobPage:
-        """Return a page of a tenant's jobs, newest first. Pages do not shift while jobs are added.
+        """Return a page of a tenant's jobs, newest first. Pages are stable while jobs are added.
 
         Args:
-            states: only jobs in one of these; (): in any.
-            user: only jobs of this user; None: of all.
-            name: only jobs of this name; None: of any.
-            kind: only jobs of this kind; None: of any.
-            cursor: from the page before; None: the first page.
-            viewer: user who does not see private jobs of others; None: all jobs are returned.
-
-        Raises:
-            InvalidRequest: the limit is out of range, or the cursor is not of this list.
+            states: (): any.
+            user: None: any.
+            name: None: any.
+            kind: None: any.
+            cursor: from the previous page; None: the first page.
+            viewer: user who can't see others' private jobs; None: all jobs.
         """
         _check_limit(limit)
         equal = {"user_name": user, "name": name, "kind": kind}
@@ -220,12 +208,10 @@ class ControlStore:
         STARTING counts a start; a job that is no longer live has no URL.
 
         Args:
-            expected: the state, or states, in which the caller believes the job to be.
+            expected: one or several states.
 
         Raises:
-            NotFound: there is no such job.
             Conflict: the job is in another state, or it would be queued although its cancellation was requested.
-            IllegalTransition: the lifecycle does not have this move.
         """
         _check_job_id(job_id)
         states, now = _states(expected), self.clock.now()
@@ -237,13 +223,10 @@ class ControlStore:
         )
 
     async def request_cancel(self, tenant: str | None, job_id: str, reason: str) -> JobRecord:
-        """Cancel a queued job; mark a live one for the scheduler; leave one that has ended unchanged.
+        """Cancel a queued job, or mark a live one for the scheduler; no effect on an ended one.
 
         Args:
             tenant: the owner's; None: any.
-
-        Raises:
-            NotFound: there is no such job in this tenant.
         """
         _check_job_id(job_id)
         change_id, now = secrets.token_hex(16), self.clock.now()
@@ -256,40 +239,35 @@ class ControlStore:
         return await self.read(lambda c: jobs.in_states(c, {JobState.QUEUED}))
 
     async def live(self) -> list[JobRecord]:
-        """Return all jobs that hold resources, of all tenants, in order of submission."""
+        """Return all jobs with resources, of all tenants, in order of submission."""
         return await self.read(lambda c: jobs.in_states(c, LIVE_STATES))
 
     async def changes(self, tenant: str | None, job_id: str, after: int = 0) -> list[JobChange]:
-        """Return the changes of one job, oldest first.
+        """Return the changes of one job after a number, oldest first.
 
         Args:
             tenant: the owner's; None: any.
-            after: only changes with a larger number are returned.
-
-        Raises:
-            NotFound: there is no such job in this tenant.
         """
         _check_job_id(job_id)
         return await self.read(lambda c: jobs.changes_of(c, tenant, job_id, _number(after)))
 
     async def tenant_changes(self, tenant: str, after: int, viewer: str | None, limit: int) -> list[JobChange]:
-        """Return changes of all jobs of a tenant, oldest first.
+        """Return changes of all jobs of a tenant after a number, oldest first.
 
         Args:
-            after: only changes with a larger number are returned.
-            viewer: user who does not see private jobs of others; None: the changes of all jobs are returned.
+            viewer: user who can't see others' private jobs; None: all jobs.
         """
         return await self.read(lambda c: changes.of_tenant(c, tenant, _number(after), viewer, limit))
 
     async def newest_change(self, tenant: str) -> int:
-        """Return the number of the newest change of a job of a tenant; 0: there is none."""
+        """Return the newest change number of a tenant's jobs; 0: there is none."""
         return await self.read(lambda c: changes.newest(c, tenant))
 
     async def append_audit(self, tenant: str, who: str, key_id: str | None, what: str, target: str) -> None:
-        """Append a line to the audit log. Secrets of keys in any of the texts are hidden first.
+        """Append a line to the audit log, with secrets of keys removed from all texts.
 
         Args:
-            key_id: of the key that was used; None: none.
+            key_id: None: not done with a key.
         """
         entry_id = secrets.token_hex(16)
         entry = AuditEntry(at=self.clock.now(), who=who, key_id=key_id, what=what, target=target)

@@ -1,4 +1,4 @@
-"""What follows from each error of the control store's database: one table for PostgreSQL, and one for SQLite."""
+"""Handling of the control store's database errors: one table for PostgreSQL, and one for SQLite."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from palestra.errors import StoreError, StoreUnreachable
 
 
 class Follows(Enum):
-    """What follows from an error of the database.
+    """How to handle a database error.
 
     Attributes:
-        AGAIN: StoreUnreachable; the operation is tried again on the same connection.
-        RECONNECT: StoreUnreachable; the operation is tried again on a new connection.
-        REFUSED: StoreError; an operator has to do something.
-        DEFECT: the error itself, because it is a defect of Palestra.
+        AGAIN: StoreUnreachable; retry on the same connection.
+        RECONNECT: StoreUnreachable; retry on a new connection.
+        REFUSED: StoreError; an operator must act.
+        DEFECT: raise the error itself, a defect of Palestra.
     """
 
     AGAIN = "again"
@@ -104,7 +104,7 @@ SQLITE = {
 
 
 def what_follows(error: BaseException | None) -> Follows:
-    """Return what follows from an error of psycopg or of `sqlite3`."""
+    """Return how to handle an error of psycopg or `sqlite3`."""
     if isinstance(error, sqlite3.Error):
         code = getattr(error, "sqlite_errorcode", None)
         if code is None:  # raised by Python's module, which has not asked SQLite
@@ -117,7 +117,7 @@ def what_follows(error: BaseException | None) -> Follows:
 
 
 def in_words(error: Exception) -> Exception:
-    """Return the error that callers get for a database's error: its message without the statement and its values.
+    """Return the callers' error for a database error: its message without the statement and its values.
 
     Defects of Palestra, such as a violated constraint, are returned unchanged.
     """
@@ -132,7 +132,7 @@ def in_words(error: Exception) -> Exception:
 
 
 def drop_connections(engine: sa.Engine) -> None:
-    """Have an engine of PostgreSQL close a connection after an error of which RECONNECT follows."""
+    """Make a PostgreSQL engine close a connection after an error with RECONNECT."""
 
     @sa.event.listens_for(engine, "handle_error")
     def _handle(context: sa.engine.ExceptionContext) -> None:

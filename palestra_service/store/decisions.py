@@ -18,32 +18,27 @@ _DRAINING = "draining"
 
 
 def with_stored_quotas(connection: Connection, policy: PlacementPolicy) -> PlacementPolicy:
-    """Return a policy with the stored quotas, and with the stored decision whether the cluster drains."""
+    """Return a policy with the stored quotas and draining state."""
     quotas = {name: quota for name, quota in quotas_of_all(connection).items() if quota is not None}
     return replace(policy, quotas=quotas, draining=is_draining(connection))
 
 
 def quotas_of_all(connection: Connection) -> dict[str, Quota | None]:
-    """Return the quotas of all tenants by name; None: the tenant has none."""
+    """Return the quotas of all tenants by name; None: no quota."""
     rows = connection.execute(select(tenants.c.name, tenants.c.quota).order_by(tenants.c.name))
     return {name: _quota(text) for name, text in rows}
 
 
 def quota_of(connection: Connection, tenant: str) -> Quota | None:
-    """Return the quota of one tenant; None: the tenant has none."""
+    """Return the quota of one tenant; None: no quota."""
     return _quota(connection.execute(select(tenants.c.quota).where(tenants.c.name == tenant)).scalar())
 
 
 def change_quota(connection: Connection, tenant: str, changes: Mapping[str, float | None]) -> Quota:
-    """Set parts of a tenant's quota, and return the whole quota.
+    """Set parts of a tenant's quota, in a transaction of the writing thread, and return the whole quota.
 
     Args:
-        connection: in a transaction of the writing thread.
-        tenant: by name.
-        changes: amounts by the names of `Quota`; None: no limit. Amounts that are not named stay.
-
-    Raises:
-        NotFound: there is no such tenant.
+        changes: amounts by the names of `Quota`; None: unlimited. Others are unchanged.
     """
     row = connection.execute(select(tenants.c.quota).where(tenants.c.name == tenant)).first()
     if row is None:
@@ -61,13 +56,7 @@ def are_private(connection: Connection, tenant: str) -> bool:
 
 
 def set_private(connection: Connection, tenant: str, on: bool) -> None:
-    """Set whether jobs of a tenant that are submitted from now on are private by default.
-
-    Args:
-        connection: in a transaction of the writing thread.
-        tenant: by name.
-        on: whether they are.
-    """
+    """Set whether a tenant's later jobs are private by default, in a transaction of the writing thread."""
     connection.execute(tenants.update().where(tenants.c.name == tenant).values(private_jobs=on))
 
 

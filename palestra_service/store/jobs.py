@@ -1,7 +1,7 @@
 """Jobs, as operations on a connection. The writing thread runs one at a time, so each sees the newest state.
 
-An operation may be run a second time if the database did not say whether it had been committed. So each row that it
-adds has an id that was made before, and finding that id means that the operation was done.
+An operation may run a second time if it is unknown whether it was committed. So each added row has an id that was
+generated before, and finding that id means that the operation was done.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_LOG_TAIL = 65536  # characters
 
 
 def record_of(row: Any) -> JobRecord:
-    """Return the job that a row of `jobs` holds."""
+    """Return the job of a row of `jobs`."""
     return JobRecord(
         job_id=row.job_id,
         tenant=row.tenant,
@@ -79,17 +79,16 @@ def submit(
     most_open: int | None,
     now: float,
 ) -> JobRecord:
-    """Add a job in QUEUED, or return the one that was submitted with the same key.
+    """Add a QUEUED job, or return the one submitted with the same key; in a transaction of the writing thread.
 
     Args:
-        connection: in a transaction of the writing thread.
-        request_key: the client's idempotency key; None: there is none.
-        most_open: how many jobs of the user may be open; None: any number.
+        request_key: the client's idempotency key; None: none.
+        most_open: limit of the user's open jobs; None: unlimited.
         now: Unix seconds.
 
     Raises:
         Conflict: the key was used for another request.
-        TooManyRequests: the user has `most_open` open jobs, or the tenant as many adapters as its quota allows.
+        TooManyRequests: the user has `most_open` open jobs, or the tenant's adapters reach its quota.
     """
     config = to_json(request.config)
     asked = request.resources
@@ -157,9 +156,6 @@ def read(connection: Connection, tenant: str | None, job_id: str) -> JobRecord:
 
     Args:
         tenant: the owner's; None: any.
-
-    Raises:
-        NotFound: there is no such job, or it is another tenant's; the answer is the same.
     """
     wanted = select(jobs).where(jobs.c.job_id == job_id)
     row = connection.execute(wanted if tenant is None else wanted.where(jobs.c.tenant == tenant)).first()
@@ -180,12 +176,9 @@ def page(
     """Return a page of a tenant's jobs, newest first.
 
     Args:
-        states: only jobs in one of these; empty: in any.
-        before: id of the last job of the page before; None: the first page.
-        viewer: user who does not see private jobs of others; None: all jobs are returned.
-
-    Raises:
-        InvalidRequest: `before` is not a job of this tenant.
+        states: empty: any.
+        before: last job of the previous page; None: the first page.
+        viewer: user who can't see others' private jobs; None: all jobs.
     """
     wanted = select(jobs).where(jobs.c.tenant == tenant)
     for column, value in equal.items():
@@ -222,18 +215,14 @@ def change_state(
     fields: JobFields,
     now: float,
 ) -> JobRecord:
-    """Change the state of a job, if its present state is an expected one.
+    """Change a job's state if its present state is an expected one, in a transaction of the writing thread.
 
     Args:
-        connection: in a transaction of the writing thread.
-        change_id: of this change; if it is known, the change was made before.
-        expected: states in which the job may be.
+        change_id: if it is known, the change was made before.
         now: Unix seconds.
 
     Raises:
-        NotFound: there is no such job.
         Conflict: the job is in another state, or it would be queued although its cancellation was requested.
-        IllegalTransition: the lifecycle does not have this move.
     """
     job = read(connection, None, job_id)
     if changes.is_known(connection, change_id):
@@ -264,16 +253,13 @@ def change_state(
 def request_cancel(
     connection: Connection, tenant: str | None, job_id: str, change_id: str, reason: str, now: float
 ) -> JobRecord:
-    """Cancel a queued job; mark a live one for the scheduler; leave one that has ended unchanged.
+    """Cancel a queued job, or mark a live one for the scheduler, in a transaction of the writing thread; no effect on
+    an ended one.
 
     Args:
-        connection: in a transaction of the writing thread.
         tenant: the owner's; None: any.
-        change_id: of the change of state, if there is one.
+        change_id: of the state change, if there is one.
         now: Unix seconds.
-
-    Raises:
-        NotFound: there is no such job in this tenant.
     """
     job = read(connection, tenant, job_id)
     if job.is_over or job.cancel_requested:
@@ -286,14 +272,10 @@ def request_cancel(
 
 
 def changes_of(connection: Connection, tenant: str | None, job_id: str, after: int) -> list[JobChange]:
-    """Return the changes of one job, oldest first.
+    """Return the changes of one job after a number, oldest first.
 
     Args:
         tenant: the owner's; None: any.
-        after: only changes with a larger number are returned.
-
-    Raises:
-        NotFound: there is no such job in this tenant.
     """
     read(connection, tenant, job_id)
     return changes.of_job(connection, job_id, after)

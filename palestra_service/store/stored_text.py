@@ -1,4 +1,4 @@
-"""What the control store takes: text that both databases can hold and people can read, without keys in it."""
+"""Text for the control store: storable in both databases, readable, and without keys."""
 
 from __future__ import annotations
 
@@ -23,31 +23,27 @@ MOST_SECONDS = 1e10
 
 
 def redact(text: str) -> str:
-    """Return the text with the secret part of every key in it replaced."""
+    """Return the text with the secret part of every key replaced."""
     return _SECRETS.sub(lambda found: (found[1] or found[2]) + "[hidden]", text)
 
 
 def has_secret(text: str) -> bool:
-    """Return whether the text contains a key that opens something."""
+    """Return whether the text contains a valid key."""
     return _SECRETS.search(text) is not None
 
 
 def clean(text: str, most: int) -> str:
-    """Return the last `most` characters of a text of Palestra's, such as log lines, storable and without keys."""
+    """Return the last `most` characters of Palestra's own text, such as log lines, storable and without keys."""
     return _NOT_STORED.sub("\ufffd", redact(text))[-most:]
 
 
 def can_match(text: str) -> bool:
-    """Return whether any stored text could equal this one. A text that could not is never sent to a database."""
+    """Return whether any stored text could equal this one; otherwise it is never sent to a database."""
     return len(text) <= MAX_NAME and _NOT_STORED.search(text) is None
 
 
 def check_identifier(text: str, field: str) -> str:
-    """Return the name of a tenant or user, if it is allowed.
-
-    Raises:
-        InvalidRequest: it is not an identifier, or it contains a key.
-    """
+    """Return a valid name of a tenant or user."""
     if IDENTIFIER.fullmatch(text) is None:
         raise InvalidRequest(
             f"a {field} has 1 to 64 letters, digits and . _ @ + -, and begins with a letter or digit", field
@@ -57,13 +53,10 @@ def check_identifier(text: str, field: str) -> str:
 
 
 def check_name(text: str, field: str, may_be_empty: bool = False) -> str:
-    """Return a name that a person chose for something, if it is allowed: any script, on one line.
+    """Return a valid name that a person chose: any script, on one line.
 
     Args:
         may_be_empty: whether "" is allowed.
-
-    Raises:
-        InvalidRequest: it is empty, too long, has control characters, or contains a key.
     """
     if not (len(text) <= MAX_NAME and text.isprintable() and (may_be_empty or text.strip())):
         raise InvalidRequest(f"{field} has to have 1 to {MAX_NAME} characters that can be printed", field)
@@ -78,7 +71,7 @@ def _refuse_secret(text: str, field: str) -> None:
 
 
 def check_request(request: JobRequest) -> None:
-    """Refuse a job that can't be stored unchanged.
+    """Raise an error for a job that can't be stored unchanged.
 
     Raises:
         InvalidRequest: a value is out of range, or a text contains a key.

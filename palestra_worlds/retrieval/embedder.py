@@ -26,11 +26,7 @@ _EPSILON = 1e-12
 
 
 def embedder_folder() -> Path:
-    """Return the folder with the model's weights.
-
-    Raises:
-        ConfigError: the model, or what reads it, is not installed.
-    """
+    """Return the folder with the model's weights."""
     if missing := [name for name in ("numpy", "safetensors", "tokenizers") if find_spec(name) is None]:
         raise ConfigError(f"this environment needs {', '.join(missing)}; run: pip install 'palestra[train]'")
     try:
@@ -43,23 +39,15 @@ def embedder_folder() -> Path:
 
 @lru_cache(maxsize=1)
 def shared_embedder() -> Embedder:
-    """Return the embedder of this process, which is loaded once.
-
-    Raises:
-        ConfigError: the model is not installed.
-    """
+    """Return the embedder of this process, which is loaded once."""
     return Embedder(embedder_folder())
 
 
 class Embedder:
-    """BERT with six layers, whose outputs are averaged over a sentence and brought to length 1."""
+    """BERT with six layers, whose outputs are averaged over a sentence and normalised to length 1."""
 
     def __init__(self, folder: Path) -> None:
-        """Load the weights, 90 MB.
-
-        Args:
-            folder: with `model.safetensors` and `tokenizer.json`.
-        """
+        """Load the weights, 90 MB, from a folder with `model.safetensors` and `tokenizer.json`."""
         from safetensors.numpy import load_file
         from tokenizers import Tokenizer
 
@@ -69,20 +57,16 @@ class Embedder:
         self._tokenizer.enable_truncation(_MAX_TOKENS)
 
     def embed(self, texts: Sequence[str]) -> Floats:
-        """Return a vector of length 1 for each text, so that a product of two is the cosine of their angle.
+        """Return a unit vector for each of N texts, [N, 384] float32; their products are cosines.
 
-        Args:
-            texts: N sentences or short passages; of a longer one the first 256 tokens count.
-
-        Returns:
-            [N, 384] float32.
+        Only the first 256 tokens of a text count.
         """
         import numpy as np
 
         return np.stack([self._vector(text) for text in texts])
 
     def _vector(self, text: str) -> Floats:
-        """Return the vector of one text: [384]. One at a time, so that no text depends on those beside it."""
+        """Return the vector of one text: [384]. One at a time, so that no text depends on others."""
         import numpy as np
 
         ids = self._tokenizer.encode(text).ids

@@ -33,8 +33,8 @@ _QUESTIONS = {
 class RetrievalEnvironment(ToolEnvironment):
     """A question about one of 120 people; the tool `search` finds passages, by an embedding model.
 
-    The reward is 1 if the answer holds the fact that was asked for, else 0. No model can know the facts: they are made
-    up, the same in every task.
+    The reward is 1 if the answer contains the requested fact, else 0. The facts are invented, so that no model can know
+    them, and the same in every task.
     """
 
     reusable = True
@@ -47,8 +47,8 @@ class RetrievalEnvironment(ToolEnvironment):
         Args:
             system: the system message.
             results: number of passages that a search returns.
-            max_steps: replies that the agent may make in an episode.
-            clock: source of the times of observations; None: the system's clock.
+            max_steps: limit of the agent's replies in an episode.
+            clock: source of observation times; None: the system's clock.
 
         Raises:
             ConfigError: the embedding model is not installed.
@@ -60,7 +60,7 @@ class RetrievalEnvironment(ToolEnvironment):
 
 
 def right_fact(task: Mapping[str, Any], answer: str) -> float:
-    """Return 1.0 if the end of an answer holds the task's fact as whole words, and no other of its kind, else 0.0."""
+    """Return 1.0 if the end of an answer has the task's fact as whole words, and no other of its kind, else 0.0."""
     said = f" {' '.join(re.findall(r'[a-z]+', final_answers(answer, 1)[0].lower()))} "
     kinds = {"town": _TOWNS, "job": _JOBS, "pet": _PETS}
     named = [fact for fact in kinds[task["asked"]] if f" {fact.lower()} " in said]
@@ -68,19 +68,7 @@ def right_fact(task: Mapping[str, Any], answer: str) -> float:
 
 
 def retrieval_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-    """Draw questions, of which there are 360. The splits share none.
-
-    Args:
-        split: the split to draw from.
-        count: number of tasks.
-        seed: other seeds draw other tasks of the same split.
-
-    Returns:
-        `count` distinct tasks with the keys `id`, `prompt`, `asked` and `answer`.
-
-    Raises:
-        ConfigError: the split is unknown, or has fewer than `count` tasks.
-    """
+    """Draw questions, of which there are 360; keys `id`, `prompt`, `asked` and `answer`. The splits share none."""
     return draw_tasks(split, count, seed, _draw)
 
 

@@ -13,7 +13,7 @@ _MAX_QUERY = 500  # characters
 
 
 class PassageSearch(Tool):
-    """Tool `search(query)` over passages of one's own; their vectors are computed at the first search."""
+    """Tool `search(query)` over your own passages; their vectors are computed at the first search."""
 
     def __init__(self, passages: Sequence[str], count: int = 3) -> None:
         """Create the tool.
@@ -43,7 +43,7 @@ class PassageSearch(Tool):
         }
 
     async def apply_async(self, **arguments: Any) -> str:
-        """Return the nearest passages, the best first.
+        """Return the nearest passages, best first.
 
         Raises:
             BadArguments: the query is empty, or longer than 500 characters.
@@ -54,7 +54,7 @@ class PassageSearch(Tool):
         return "\n\n".join(await in_thread(lambda: self.nearest(query), "palestra-search"))
 
     def nearest(self, query: str) -> list[str]:
-        """Return the passages nearest to a query, the best first; among equals, the earlier one first."""
+        """Return the passages nearest to a query, best first; ties in their original order."""
         embedder = shared_embedder()
         if self._vectors is None:
             self._vectors = embedder.embed(self._passages)

@@ -1,4 +1,4 @@
-"""The dialects that a server speaks. To add one, add a file to this folder and a line to `DIALECTS`."""
+"""The dialects of a server. To add one, add a file to this folder and a line to `DIALECTS`."""
 
 from __future__ import annotations
 

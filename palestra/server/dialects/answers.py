@@ -1,4 +1,4 @@
-"""What the answers of several dialects have in common: ids, usage, and logprobs of sampled tokens."""
+"""Parts of answers that dialects share: ids, usage, and logprobs of sampled tokens."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ TokenBytes = Callable[[int], bytes]  # the bytes of a token, which may be part o
 
 
 def answer_id(kind: str, call: Chat | CallStart) -> str:
-    """Return the id of an answer, made from its first call, so that a retry that gets the same call gets the same id.
+    """Return the id of an answer, derived from its first call, so that a retry gets the same id.
 
     Args:
-        kind: prefix of such ids in the format, such as `chatcmpl`.
+        kind: prefix of ids in the format, such as `chatcmpl`.
     """
     return f"{kind}-{call.episode_id}-{call.fence}-{call.index}"
 
 
 def fingerprint(chats: Sequence[Chat]) -> str:
-    """Return OpenAI's `system_fingerprint`: here the version of the policy that sampled the last token."""
+    """Return OpenAI's `system_fingerprint`: the version of the policy that sampled the last token."""
     return f"version-{chats[-1].versions[-1].version}"
 
 
@@ -31,7 +31,7 @@ def usage_of(chats: Sequence[Chat], choices: int) -> dict[str, Any]:
     """Return OpenAI's `usage` of an answer.
 
     Args:
-        choices: number of choices of each prompt; a prompt's tokens count once.
+        choices: of each prompt, whose tokens count once.
     """
     prompts = chats[::choices]
     prompt = sum(chat.prompt_tokens for chat in prompts)
@@ -51,9 +51,9 @@ def chat_logprobs(
 
     Args:
         ids: [N], the sampled tokens.
-        logprobs: [N], their log-probabilities.
-        top: empty, or [N], at each place the most probable tokens with their logprobs. Tokens that `top_k` or `top_p`
-            have excluded are left out of the answer.
+        logprobs: [N].
+        top: empty, or [N], the most probable tokens with their logprobs. Tokens excluded by `top_k` or `top_p` are left
+            out of the answer.
         bytes_of: returns the bytes of a token.
     """
     content = []
@@ -75,7 +75,7 @@ def _entry(token: int, logprob: float, bytes_of: TokenBytes) -> dict[str, Any]:
 
 
 class TokenTexts:
-    """The tokens of a text completion as texts, and the place in the text at which each begins."""
+    """The texts of a text completion's tokens, and their offsets."""
 
     def __init__(self, bytes_of: TokenBytes) -> None:
         self._bytes_of = bytes_of
@@ -85,12 +85,12 @@ class TokenTexts:
     def logprobs(
         self, ids: Sequence[int], logprobs: Sequence[float | None], top: Sequence[Sequence[tuple[int, float]]]
     ) -> dict[str, Any]:
-        """Return `choice.logprobs` of the tokens that follow those of earlier calls.
+        """Return `choice.logprobs` of the tokens after those of earlier calls.
 
         Args:
-            ids: [N], the sampled tokens, perhaps after those of the prompt.
-            logprobs: [N], their log-probabilities; None: of a prompt's first token, which follows nothing.
-            top: empty, or [N], at each place the most probable tokens with their logprobs.
+            ids: [N], the sampled tokens, possibly after those of the prompt.
+            logprobs: [N]; None for a prompt's first token.
+            top: empty, or [N], the most probable tokens with their logprobs.
         """
         offsets = []
         for token in ids:

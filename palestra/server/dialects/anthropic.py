@@ -42,7 +42,7 @@ _ERRORS = {
 
 
 class ToolParam(BaseModel):
-    """A tool that the model may call, in Anthropic's form."""
+    """A tool that the model may call, in Anthropic's format."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -53,7 +53,7 @@ class ToolParam(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """Which tools must or may be called, in Anthropic's form."""
+    """Which tools must or may be called, in Anthropic's format."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -63,7 +63,7 @@ class ToolChoice(BaseModel):
 
 
 class ThinkingDisabled(BaseModel):
-    """The client has no wish about reasoning: the model reasons or not, as it was trained."""
+    """No request about reasoning: the model reasons or not, as it was trained."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -71,7 +71,7 @@ class ThinkingDisabled(BaseModel):
 
 
 class ThinkingAdaptive(BaseModel):
-    """The model decides how much it reasons; the model must be one that reasons."""
+    """The model decides how much it reasons; requires a model that reasons."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -80,7 +80,7 @@ class ThinkingAdaptive(BaseModel):
 
 
 class ThinkingEnabled(ThinkingAdaptive):
-    """Reasoning with a budget in tokens, which is checked and then bounds nothing of its own."""
+    """Reasoning with a budget in tokens, which is validated but has no other effect."""
 
     type: Literal["enabled"]  # type: ignore[assignment]  # narrows the inherited field to another literal
     budget_tokens: Count
@@ -90,7 +90,7 @@ Thinking = Annotated[ThinkingDisabled | ThinkingAdaptive | ThinkingEnabled, Fiel
 
 
 class CountRequest(BaseModel):
-    """The fields of Anthropic's request that make the prompt."""
+    """The fields of Anthropic's request that make up the prompt."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -114,7 +114,7 @@ class CountRequest(BaseModel):
 
 
 class MessagesRequest(CountRequest):
-    """The fields of Anthropic's request that this server acts on."""
+    """The fields of Anthropic's request that this server supports."""
 
     max_tokens: Count = Field(description="Most tokens to sample; the job's own limit applies as well.")
     temperature: Temperature | None = Field(
@@ -131,26 +131,26 @@ class MessagesRequest(CountRequest):
 
 
 class CountTokens(TokenCounter[CountRequest]):
-    """Anthropic's route that counts the tokens of a prompt."""
+    """Anthropic's route for counting the tokens of a prompt."""
 
     path = "/v1/messages/count_tokens"
     body = CountRequest
     description = "Count the tokens of the prompt that these messages would have now. Nothing is sampled or recorded."
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[CountRequest]:
-        """Parse the request whose prompt is to be counted. See `Dialect.parse`."""
+        """Parse a request for counting. See `Dialect.parse`."""
         wanted = parse_body(CountRequest, body)
         refuse_others(wanted, _IGNORED, {})
         call = GenerationRequest(**_prompt_fields(wanted), **call_fields(body, headers, self.path))
         return DialectRequest(body=wanted, calls=(call,))
 
     def render(self, tokens: int) -> dict[str, int]:
-        """Return the number of tokens in Anthropic's form."""
+        """Return the number of tokens in Anthropic's format."""
         return {"input_tokens": tokens}
 
 
 class Messages(Dialect[MessagesRequest]):
-    """The dialect of Anthropic's messages, in which the content of a message is a list of blocks."""
+    """The dialect of Anthropic's messages, whose content is a list of blocks."""
 
     path = "/v1/messages"
     body = MessagesRequest
@@ -160,11 +160,7 @@ class Messages(Dialect[MessagesRequest]):
 Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, when the reply is complete."""
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[MessagesRequest]:
-        """Parse a request into one call. See `Dialect.parse`.
-
-        Raises:
-            InvalidRequest: also if the budget for reasoning leaves no tokens for the answer, as with Anthropic.
-        """
+        """Parse a request into one call. See `Dialect.parse`."""
         wanted = parse_body(MessagesRequest, body)
         refuse_others(wanted, _IGNORED, {})
         budget = wanted.thinking.budget_tokens if isinstance(wanted.thinking, ThinkingEnabled) else None
@@ -192,11 +188,7 @@ Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, wh
         return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream))
 
     def check(self, request: DialectRequest[Any], runtime: PolicyRuntime) -> None:
-        """Refuse a wish for reasoning if the model does not reason.
-
-        Raises:
-            UnsupportedField: the model does not reason.
-        """
+        """Raise UnsupportedField for a reasoning request if the model does not reason."""
         thinking = request.body.thinking
         if thinking is None or thinking.type == "disabled":
             return
@@ -208,10 +200,7 @@ Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, wh
     def render(
         self, request: DialectRequest[MessagesRequest], result: GenerationResult, runtime: PolicyRuntime
     ) -> dict[str, Any]:
-        """Return the whole message in Anthropic's form, from the one choice in `result` that `request` asked for.
-
-        The policy's `runtime` is not needed.
-        """
+        """Return the message in Anthropic's format for the one choice in `result`."""
         (chat,) = result.chats
         return _frame(answer_id("msg", chat), chat.policy) | {
             "content": blocks_of(chat.reply),
@@ -220,11 +209,11 @@ Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, wh
         }
 
     def sse(self, request: DialectRequest[MessagesRequest], runtime: PolicyRuntime, created: float) -> EventWriter:
-        """Return the writer of Anthropic's events for `request`; `runtime` and `created` do not appear in them."""
+        """Return the writer of Anthropic's events for `request`."""
         return _MessageEvents(request.policy)
 
     def error_body(self, failure: Failure) -> dict[str, Any]:
-        """Return the body of an error in Anthropic's form, with Palestra's stable name of it as `code`."""
+        """Return an error in Anthropic's format, with Palestra's stable error name as `code`."""
         kind = _ERRORS.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": failure.message, "code": failure.code}}
 
@@ -258,7 +247,7 @@ def _end(chat: Chat) -> dict[str, Any]:
 
 
 def _usage(prompt: int, shared: int, sampled: int) -> dict[str, Any]:
-    """Return Anthropic's usage, which counts input that was read from a cache apart from the other input."""
+    """Return Anthropic's usage, in which cached input counts separately."""
     return {
         "input_tokens": prompt - shared,
         "cache_read_input_tokens": shared,

@@ -23,7 +23,7 @@ class _Block(BaseModel):
 
 
 class TextBlock(_Block):
-    """A block of text, in Anthropic's form; messages and results of tools consist of such blocks."""
+    """A block of text in Anthropic's format, for messages and tool results."""
 
     type: Literal["text"]
     text: Text
@@ -45,20 +45,20 @@ class UrlSource(_Block):
 
 
 class FileSource(_Block):
-    """A picture that was uploaded; its digest stands in the place of the file's id."""
+    """An uploaded picture; its digest is the file's id."""
 
     type: Literal["file"]
     file_id: str
 
 
 class ImageBlock(_Block):
-    """A block that shows a picture, in messages of the user and in results of tools."""
+    """A picture in a user's message or a tool result."""
 
     type: Literal["image"]
     source: Annotated[Base64Source | UrlSource | FileSource, Field(discriminator="type")]
 
     def sent(self, place: str) -> SentPicture:
-        """Return the picture of the block, whose place in the body is `place`."""
+        """Return the picture of the block at path `place` of the body."""
         if isinstance(self.source, Base64Source):
             return SentPicture(place=place, base64=self.source.data, media_type=self.source.media_type)
         if isinstance(self.source, FileSource):
@@ -67,7 +67,7 @@ class ImageBlock(_Block):
 
 
 class ToolUseBlock(_Block):
-    """A block that holds a tool call of the model; its `id` is what the result refers to."""
+    """A tool call of the model; the result refers to its `id`."""
 
     type: Literal["tool_use"]
     id: Text
@@ -76,7 +76,7 @@ class ToolUseBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """A block of the model's reasoning, which precedes its answer."""
+    """A block of the model's reasoning before its answer."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -105,7 +105,7 @@ ResultBlocks = Annotated[
 
 
 class ToolResultBlock(_Block):
-    """A block that holds the result of a tool call."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: Text
@@ -116,7 +116,7 @@ Block = Annotated[TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | Thin
 
 
 class MessageParam(BaseModel):
-    """One message as a list of blocks. Results of tools are blocks of the user's message."""
+    """One message as a list of blocks. Tool results are blocks of the user's message."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -125,10 +125,10 @@ class MessageParam(BaseModel):
 
 
 def messages_of_blocks(system: Sequence[TextBlock], turns: Sequence[MessageParam]) -> tuple[ChatMessage, ...]:
-    """Return the messages that blocks stand for.
+    """Return the messages of blocks.
 
     Args:
-        system: blocks of the system message, which comes first; empty: there is none.
+        system: blocks of the system message, which comes first; empty: no system message.
     """
     out = Transcript()
     if system:
@@ -151,7 +151,7 @@ def messages_of_blocks(system: Sequence[TextBlock], turns: Sequence[MessageParam
 
 
 def _parts(blocks: Sequence[Any], place: str) -> list[Part]:
-    """Return the texts and pictures among blocks, whose place in the body is `place`."""
+    """Return texts and pictures of blocks at path `place` of the body."""
     parts: list[Part] = []
     for k, block in enumerate(blocks):
         if isinstance(block, TextBlock):

@@ -1,4 +1,4 @@
-"""The interface of a dialect: one wire format in front of a session, from a request's bytes to its answer's.
+"""The interface of a dialect: one wire format of model calls, from the request's bytes to the answer's.
 
 A dialect is one file with a `Dialect`, and one line in `dialects/__init__.py`. It knows neither HTTP nor sessions:
 `server/generate.py` handles the requests of all dialects.
@@ -27,14 +27,14 @@ TopLogprobs = Sequence[Sequence[tuple[int, float]]]  # for each place: (token, l
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DialectRequest(Generic[B]):
-    """A request body as its dialect has parsed it.
+    """A parsed request body.
 
     Attributes:
-        body: the fields of the body.
-        calls: the calls to sample: one for each prompt, all of one policy.
-        stream: whether the answer is sent as events while it is sampled.
-        scored: whether the answer has the log-probabilities of the prompts' tokens.
-        pictures: of the first call's messages, in order; `parse` leaves them out.
+        body: its fields.
+        calls: to sample, one for each prompt, all of one policy.
+        stream: whether the answer is sent as events during sampling.
+        scored: whether the answer has logprobs of the prompts' tokens.
+        pictures: of the first call's messages, in order; not set by `parse`.
     """
 
     body: B
@@ -45,22 +45,22 @@ class DialectRequest(Generic[B]):
 
     @property
     def policy(self) -> str:
-        """Return the name of the policy that the request calls."""
+        """Return the name of the requested policy."""
         return self.calls[0].policy
 
     @property
     def agent(self) -> str:
-        """The name of the agent that calls."""
+        """Return the name of the calling agent."""
         return self.calls[0].agent
 
     def of_agent(self, name: str) -> DialectRequest[B]:
-        """Return the request as another agent's."""
+        """Return the request with another agent."""
         return replace(self, calls=tuple(replace(call, agent=name) for call in self.calls))
 
     def of_policy(self, name: str) -> DialectRequest[B]:
-        """Return the request as it is asked of another policy, which the role of its agent has.
+        """Return the request with another policy, that of the agent's role.
 
-        A retry of it is known by that policy, too: two agents may send the same body.
+        The policy is part of a retry's identity too: two agents may send the same body.
         """
         calls = tuple(replace(call, policy=name, digest=f"{call.digest}@{name}") for call in self.calls)
         return replace(self, calls=calls)
@@ -68,14 +68,13 @@ class DialectRequest(Generic[B]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationResult:
-    """The choices of a request as they are recorded.
+    """The recorded choices of a request.
 
     Attributes:
-        chats: the choices, in the order of the calls, then of each call's choices.
-        top: for each choice the most probable tokens at each place. Empty if no call asked for them, or if the choice
-            was recorded by an earlier request: they are not stored.
-        prompt_logprobs: for each choice the log-probability of each token of its prompt but the first. Empty if the
-            request does not ask for them.
+        chats: in the order of the calls, then of each call's choices.
+        top: for each choice the most probable tokens at each position. Empty if no call asked for them, or an earlier
+            request recorded the choice: they are not stored.
+        prompt_logprobs: for each choice, of its prompt's tokens except the first; empty if not requested.
     """
 
     chats: tuple[Chat, ...]
@@ -84,26 +83,26 @@ class GenerationResult:
 
 
 class EventWriter(ABC):
-    """Writes one answer as server-sent events while its choices are sampled.
+    """Writes one answer as server-sent events during sampling.
 
-    A writer is a `Listener` of all calls of the request: the choices of the second call are numbered after those of the
-    first. Its events are sent in pieces, as fast as the client reads them.
+    A writer is a `Listener` of all calls of the request, whose choices are numbered consecutively. Events are sent as
+    fast as the client reads.
     """
 
     def __init__(self) -> None:
         self._written: list[bytes] = []
 
     def write(self, data: Mapping[str, Any] | bytes, event: str | None = None) -> None:
-        """Add an event to the pieces to send.
+        """Add an event.
 
         Args:
-            data: an object to send as JSON, or bytes to send as they are.
-            event: the event's type; None: events of the dialect have no type.
+            data: an object to send as JSON, or bytes to send unchanged.
+            event: type of the event; None: the dialect has no event types.
         """
         self._written.append(encode_event(data if isinstance(data, bytes) else orjson.dumps(data), event))
 
     def take(self) -> bytes:
-        """Return the events written since the last call, encoded."""
+        """Return the encoded events since the last call."""
         written = b"".join(self._written)
         self._written.clear()
         return written
@@ -121,20 +120,20 @@ class EventWriter(ABC):
         """Write the events for the end of a choice. See `Listener`."""
 
     def ended(self, chats: Sequence[Chat]) -> None:  # noqa: B027 - many formats have no such event
-        """Write the events after the last choice. By default there are none."""
+        """Write the events after the last choice; none by default."""
 
     def failed(self, body: Mapping[str, Any]) -> None:
-        """Write that the answer can't be finished; `body` is the error in the dialect's form."""
+        """Write an error that ends the answer; `body` has the dialect's format."""
         self.write(body)
 
 
 class TokenCounter(ABC, Generic[B]):
-    """The route of a dialect that counts the tokens of a prompt.
+    """A dialect's route for counting the tokens of a prompt.
 
     Attributes:
-        path: path of the route.
-        body: model of its request bodies.
-        description: text about the route in the API's reference.
+        path: of the route.
+        body: model of request bodies.
+        description: for the API reference.
     """
 
     path: ClassVar[str]
@@ -143,20 +142,20 @@ class TokenCounter(ABC, Generic[B]):
 
     @abstractmethod
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[B]:
-        """Return the request whose prompt is to be counted. See `Dialect.parse`."""
+        """Parse a request for counting. See `Dialect.parse`."""
 
     @abstractmethod
     def render(self, tokens: int) -> Mapping[str, Any]:
-        """Return the answer for a prompt of so many tokens."""
+        """Return the answer for a number of tokens."""
 
 
 class Dialect(ABC, Generic[B]):
-    """One wire format. A dialect has no state; the wishes of a request travel in its `DialectRequest`.
+    """One wire format, without state.
 
     Attributes:
-        path: path of its route. Errors of all paths that begin with it have the dialect's form.
-        body: model of its request bodies.
-        description: text about the route in the API's reference.
+        path: of its route; errors of all paths with this prefix have the dialect's format.
+        body: model of request bodies.
+        description: for the API reference.
         counter: counts tokens, if the format has a route for that.
     """
 
@@ -167,18 +166,19 @@ class Dialect(ABC, Generic[B]):
 
     @abstractmethod
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[B]:
-        """Parse a request. May run in any thread.
+        """Parse a request. Thread-safe.
 
         Args:
-            headers: the request's headers, with names in lower case.
+            headers: with names in lower case.
 
         Raises:
-            InvalidRequest: the body is not JSON, or a value can't be used.
-            UnsupportedField: the body has a field that this server does not act on.
+            InvalidRequest: the body is not JSON, or a value is invalid.
+            UnsupportedField: the body has a field that this server does not support.
         """
 
     def check(self, request: DialectRequest[B], runtime: PolicyRuntime) -> None:
-        """Refuse wishes that the request's policy can't fulfil. By default there are none.
+        """Raise UnsupportedField, naming the field, for requests that the policy cannot fulfil; by default there are
+        none.
 
         Raises:
             UnsupportedField: names the field.
@@ -186,21 +186,16 @@ class Dialect(ABC, Generic[B]):
 
     @abstractmethod
     def render(self, request: DialectRequest[B], result: GenerationResult, runtime: PolicyRuntime) -> Mapping[str, Any]:
-        """Return the whole answer, as an object to send as JSON.
-
-        Args:
-            request: the request, as `parse` returned it.
-        """
+        """Return the whole answer, as an object to send as JSON."""
 
     @abstractmethod
     def sse(self, request: DialectRequest[B], runtime: PolicyRuntime, created: float) -> EventWriter:
-        """Return a writer that writes the answer as events.
+        """Return a writer of the answer's events.
 
         Args:
-            request: the request, as `parse` returned it.
             created: arrival of the request, in Unix seconds.
         """
 
     def error_body(self, failure: Failure) -> dict[str, Any]:
-        """Return the body of an error; OpenAI's form, unless the dialect overrides it."""
+        """Return the body of an error; OpenAI's format, unless overridden."""
         return openai_error(failure)

@@ -40,7 +40,7 @@ _IGNORED = (
 
 
 class NamedFunction(BaseModel):
-    """A tool by its name, in OpenAI's form."""
+    """A tool's name, in OpenAI's format."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,7 +57,7 @@ class NamedTool(BaseModel):
 
 
 class NamedSchema(BaseModel):
-    """A JSON schema with an optional name, in OpenAI's form."""
+    """A JSON schema with an optional name, in OpenAI's format."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -66,7 +66,7 @@ class NamedSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """The form that the reply's content must have: any text, any JSON object, or JSON of a schema."""
+    """The required format of the reply's content: any text, any JSON object, or JSON of a schema."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -74,11 +74,7 @@ class ResponseFormat(BaseModel):
     json_schema: NamedSchema | None = None
 
     def schema_wanted(self) -> dict[str, Any] | None:
-        """Return the JSON schema that the content must match, or None for any text.
-
-        Raises:
-            InvalidRequest: the schema is missing.
-        """
+        """Return the JSON schema that the content must match, or None for any text."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -89,7 +85,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """What vLLM's field of this name holds a reply to, beyond OpenAI's `response_format`: one of some texts."""
+    """vLLM's constraints beyond OpenAI's `response_format`: one of several texts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -99,7 +95,7 @@ class StructuredOutputs(BaseModel):
 
 
 class ChatRequest(SamplingFields):
-    """The fields of OpenAI's chat request that this server acts on."""
+    """The fields of OpenAI's chat request that this server supports."""
 
     messages: Annotated[tuple[Message, ...], Field(min_length=1, max_length=10_000)] = Field(
         description="The conversation so far; content is text, or a list of parts: text, `image_url`, or `image` with "
@@ -130,7 +126,7 @@ class ChatRequest(SamplingFields):
 
 
 class ChatCompletions(Dialect[ChatRequest]):
-    """The dialect of OpenAI's chat completions, the one that most clients and agent frameworks speak."""
+    """The dialect of OpenAI's chat completions, used by most clients and agent frameworks."""
 
     path = "/v1/chat/completions"
     body = ChatRequest
@@ -169,10 +165,7 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
     def render(
         self, request: DialectRequest[ChatRequest], result: GenerationResult, runtime: PolicyRuntime
     ) -> dict[str, Any]:
-        """Return the whole `chat.completion` object of `request`.
-
-        `result` has the recorded choices; `runtime` gives the bytes of tokens where logprobs were asked for.
-        """
+        """Return the `chat.completion` object of the recorded choices."""
         return_ids = bool(request.body.return_token_ids)
         bytes_of = runtime.token_bytes if request.body.logprobs else None
         first, choices = result.chats[0], []
@@ -201,10 +194,10 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
         }
 
     def sse(self, request: DialectRequest[ChatRequest], runtime: PolicyRuntime, created: float) -> EventWriter:
-        """Return the writer of `chat.completion.chunk` events for `request`.
+        """Return the writer of `chat.completion.chunk` events.
 
-        `runtime` gives the bytes of tokens where logprobs were asked for; `created` is the time of the request in Unix
-        seconds.
+        Args:
+            created: of the request, in Unix seconds.
         """
         return _ChatChunks(request.body, runtime, created)
 
@@ -261,7 +254,7 @@ class _ChatChunks(EventWriter):
             more = {"logprobs": None}
 
     def finished(self, choice: int, chat: Chat) -> None:
-        """Write the choice's last chunk, which has the finish reason."""
+        """Write the choice's last chunk, with the finish reason."""
         delta: dict[str, Any] = {}
         if not self._said[choice]:
             delta["role"] = "assistant"
@@ -277,9 +270,9 @@ class _ChatChunks(EventWriter):
         self.write(b"[DONE]")
 
     def _deltas(self, choice: int, added: MessageDelta) -> list[dict[str, Any]]:
-        """Return the deltas of a part of the message, each with one kind of content, as OpenAI sends them.
+        """Return the deltas of a message part, each with one kind of content, like OpenAI.
 
-        A call is two deltas: all but its arguments, then its arguments. Clients lose calls that share a delta.
+        A call has two deltas: everything but its arguments, then its arguments. Clients lose calls that share a delta.
         """
         deltas: list[dict[str, Any]] = []
         if added.reasoning:

@@ -43,7 +43,7 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 
 class CompletionRequest(SamplingFields):
-    """The fields of OpenAI's text completion request that this server acts on."""
+    """The fields of OpenAI's text completion request that this server supports."""
 
     prompt: Annotated[Any, BeforeValidator(_prompts), WithJsonSchema(_PROMPT)] = Field(
         description="Text (control tokens in it count as such), token ids, or a list of these."
@@ -59,7 +59,7 @@ class CompletionRequest(SamplingFields):
 
 
 class Completions(Dialect[CompletionRequest]):
-    """The dialect of OpenAI's text completions: prompts without a chat template, as older clients send them."""
+    """The dialect of OpenAI's text completions: prompts without a chat template, for older clients."""
 
     path = "/v1/completions"
     body = CompletionRequest
@@ -69,7 +69,7 @@ with.
 `max_tokens` is 16 if it is not given, as with OpenAI. Reasoning and tool calls are text here."""
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[CompletionRequest]:
-        """Parse a request; a list of prompts becomes one call for each prompt. See `Dialect.parse`."""
+        """Parse a request; each prompt of a list becomes a call. See `Dialect.parse`."""
         wanted = parse_body(CompletionRequest, body)
         refuse_others(wanted, _IGNORED, _HARMLESS)
         if wanted.echo and wanted.stream:
@@ -93,10 +93,7 @@ with.
     def render(
         self, request: DialectRequest[CompletionRequest], result: GenerationResult, runtime: PolicyRuntime
     ) -> dict[str, Any]:
-        """Return the whole `text_completion` object of `request`.
-
-        `result` has the recorded choices; `runtime` gives the bytes of tokens where logprobs were asked for.
-        """
+        """Return the `text_completion` object of the recorded choices."""
         bytes_of = _bytes_shown(request.body, runtime)
         first, choices, scores = result.chats[0], [], result.prompt_logprobs
         for number, (chat, top) in enumerate(zip(result.chats, result.top, strict=True)):
@@ -128,16 +125,16 @@ with.
         }
 
     def sse(self, request: DialectRequest[CompletionRequest], runtime: PolicyRuntime, created: float) -> EventWriter:
-        """Return the writer of `text_completion` chunks for `request`.
+        """Return the writer of `text_completion` chunks.
 
-        `runtime` gives the bytes of tokens where logprobs were asked for; `created` is the time of the request in Unix
-        seconds.
+        Args:
+            created: of the request, in Unix seconds.
         """
         return _CompletionChunks(request.body, runtime, created)
 
 
 def _text(ids: Sequence[int], runtime: PolicyRuntime) -> str:
-    """Return the text of a prompt, with what is no text replaced."""
+    """Return the text of a prompt, replacing invalid characters."""
     return b"".join(map(runtime.token_bytes, ids)).decode(errors="replace")
 
 
@@ -177,7 +174,7 @@ class _CompletionChunks(EventWriter):
             self._chunk(choice, entry, None)
 
     def finished(self, choice: int, chat: Chat) -> None:
-        """Write the choice's last chunk, which has the finish reason."""
+        """Write the choice's last chunk, with the finish reason."""
         self._chunk(choice, {"text": "", "logprobs": None}, chat.finish_reason)
 
     def ended(self, chats: Sequence[Chat]) -> None:

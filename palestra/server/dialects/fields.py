@@ -37,13 +37,10 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 def call_fields(body: bytes, headers: Mapping[str, str], path: str) -> dict[str, Any]:
-    """Return the fields of a `GenerationRequest` that do not depend on the dialect.
+    """Return the dialect-independent fields of a `GenerationRequest`.
 
     Args:
-        body: body of the request. Together with the path it identifies a retry.
-
-    Raises:
-        InvalidRequest: one of Palestra's headers has a value that can't be used.
+        body: of the request; with the path it identifies a retry.
     """
     key = headers.get("idempotency-key", "")
     digest = hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:], key=_digest(key)).hexdigest()
@@ -60,11 +57,7 @@ def _digest(key: str) -> bytes:
 
 
 def agent_of(headers: Mapping[str, str]) -> str:
-    """Return the name of the calling agent; a subagent's starts with its parent's: `planner/search`.
-
-    Raises:
-        InvalidRequest: the header is not a valid name.
-    """
+    """Return the name of the calling agent; a subagent's starts with its parent's: `planner/search`."""
     name = headers.get(AGENT_HEADER, SOLE_AGENT)
     with contextlib.suppress(UnicodeError):  # headers arrive as Latin-1, and clients write UTF-8
         name = name.encode("latin-1").decode()
@@ -74,11 +67,7 @@ def agent_of(headers: Mapping[str, str]) -> str:
 
 
 def time_step_of(headers: Mapping[str, str]) -> int | None:
-    """Return the TimeStep that the call belongs to, or None: the call is a TimeStep of its own.
-
-    Raises:
-        InvalidRequest: the header is not a number, or too large.
-    """
+    """Return the TimeStep of the call; None: the call is its own TimeStep."""
     step = headers.get("x-palestra-step")
     if step is None:
         return None
@@ -120,7 +109,7 @@ StopStrings = Annotated[
 
 
 class StreamOptions(BaseModel):
-    """Options of a streamed answer, in OpenAI's form."""
+    """Options of a streamed answer, in OpenAI's format."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -177,11 +166,11 @@ class SamplingFields(BaseModel):
 
     @property
     def usage_wanted(self) -> bool:
-        """Return whether a stream ends with a chunk that has the usage."""
+        """Return whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self) -> dict[str, Any]:
-        """Return the fields of a `GenerationRequest` that say how to sample."""
+        """Return the sampling fields of a `GenerationRequest`."""
         return {
             "choices": self.n or 1,
             "min_tokens": self.min_tokens or 0,
@@ -198,15 +187,12 @@ class SamplingFields(BaseModel):
 
 
 def refuse_others(wanted: BaseModel, ignored: Sequence[str], harmless: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse fields that this server does not act on, unless their values ask for nothing.
+    """Raise UnsupportedField for the first unknown field, unless its value requests nothing.
 
     Args:
         wanted: a request body, with its unknown fields in `model_extra`.
-        ignored: names of fields that change no reply.
-        harmless: by field name, the values that ask for the server's own behaviour.
-
-    Raises:
-        UnsupportedField: names the first such field.
+        ignored: names of fields that never change the reply.
+        harmless: by field name, the values that request this server's behaviour.
     """
     for name, value in (wanted.model_extra or {}).items():
         if value is None or name in ignored or value in harmless.get(name, ()):

@@ -1,4 +1,6 @@
-"""OpenAI's responses, `/v1/responses`, whole and as events. Nothing is stored by id: a request has all of its input."""
+"""OpenAI's responses, `/v1/responses`, whole or as events. The server stores nothing by id: requests
+contain all input.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ _IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "p
 
 
 class FunctionToolParam(BaseModel):
-    """A tool that the model may call, in the form of OpenAI's responses (without a nested `function`)."""
+    """A tool that the model may call, in the format of OpenAI's responses (without a nested `function`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -60,7 +62,7 @@ class FunctionToolParam(BaseModel):
 
 
 class NamedFunctionTool(BaseModel):
-    """The one tool that must be called, by its name."""
+    """The name of the one tool that must be called."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -69,7 +71,7 @@ class NamedFunctionTool(BaseModel):
 
 
 class TextFormat(BaseModel):
-    """The form that the reply's text must have: any text, any JSON object, or JSON of a schema."""
+    """The required format of the reply's text: any text, any JSON object, or JSON of a schema."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -78,7 +80,7 @@ class TextFormat(BaseModel):
 
 
 class TextOptions(BaseModel):
-    """The field `text` of a request, which holds the format."""
+    """The field `text` of a request, which has the format."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -86,7 +88,7 @@ class TextOptions(BaseModel):
 
 
 class InputRequest(BaseModel):
-    """The fields of OpenAI's request for a response that make the prompt."""
+    """The fields of OpenAI's response request that make up the prompt."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -106,7 +108,7 @@ class InputRequest(BaseModel):
 
 
 class ResponsesRequest(InputRequest):
-    """The fields of OpenAI's request for a response that this server acts on."""
+    """The fields of OpenAI's response request that this server supports."""
 
     max_output_tokens: Count | None = Field(None, description="Most tokens to sample; the job's own limit applies.")
     temperature: Temperature | None = Field(
@@ -119,31 +121,31 @@ class ResponsesRequest(InputRequest):
 
     @cached_property
     def echo(self) -> dict[str, Any]:
-        """Return the fields of the request that its answer repeats: all but the input."""
+        """Return the request's fields that its answer repeats: all but the input."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"input"})
 
 
 class InputTokens(TokenCounter[InputRequest]):
-    """OpenAI's route that counts the tokens of an input."""
+    """OpenAI's route for counting the tokens of an input."""
 
     path = "/v1/responses/input_tokens"
     body = InputRequest
     description = "Count the tokens of the prompt that this input would have now. Nothing is sampled or recorded."
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[InputRequest]:
-        """Parse the request whose prompt is to be counted. See `Dialect.parse`."""
+        """Parse a request for counting. See `Dialect.parse`."""
         wanted = parse_body(InputRequest, body)
         refuse_others(wanted, _IGNORED, _HARMLESS)
         call = GenerationRequest(**_prompt_fields(wanted), **call_fields(body, headers, self.path))
         return DialectRequest(body=wanted, calls=(call,))
 
     def render(self, tokens: int) -> dict[str, Any]:
-        """Return the number of tokens in OpenAI's form."""
+        """Return the number of tokens in OpenAI's format."""
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
 class Responses(Dialect[ResponsesRequest]):
-    """The dialect of OpenAI's responses, without storage: each request carries the whole conversation."""
+    """The dialect of OpenAI's responses, without storage: each request has the whole conversation."""
 
     path = "/v1/responses"
     body = ResponsesRequest
@@ -174,14 +176,15 @@ Streamed, function calls come after the text, when the reply is complete."""
     def render(
         self, request: DialectRequest[ResponsesRequest], result: GenerationResult, runtime: PolicyRuntime
     ) -> dict[str, Any]:
-        """Return the whole response object from `request` and the one choice in `result`; `runtime` is not needed."""
+        """Return the response object for `request` and the one choice in `result`."""
         (chat,) = result.chats
         return _response(request, chat)
 
     def sse(self, request: DialectRequest[ResponsesRequest], runtime: PolicyRuntime, created: float) -> EventWriter:
         """Return the writer of the response's events.
 
-        `request` is repeated in the events, `created` is its time in Unix seconds, and `runtime` is not needed.
+        Args:
+            created: of the request, in Unix seconds.
         """
         return _ResponseEvents(request, created)
 

@@ -24,14 +24,14 @@ class _Item(BaseModel):
 
 
 class TextContent(_Item):
-    """A part of an item that holds text of the input or of an output."""
+    """A text in an input or output item."""
 
     type: Literal["input_text", "output_text", "text"]
     text: Text
 
 
 class ImageContent(_Item):
-    """A part of an item that shows a picture: by its URL, or by the digest of an uploaded one as `file_id`."""
+    """A picture in an item: its URL, or an uploaded picture's digest as `file_id`."""
 
     type: Literal["input_image"]
     image_url: str | None = None
@@ -45,7 +45,7 @@ class ImageContent(_Item):
         return self
 
     def sent(self, place: str) -> SentPicture:
-        """Return the picture of the part, whose place in the body is `place`."""
+        """Return the picture of the part at path `place` of the body."""
         if self.image_url is not None:
             return from_url(self.image_url, self.detail, place)
         return SentPicture(place=place, named=self.file_id, low=self.detail == "low")
@@ -70,7 +70,7 @@ Contents = Annotated[tuple[_Content, ...], BeforeValidator(_content, json_schema
 
 
 class MessageItem(_Item):
-    """An item that holds a message of the user, the model, the system or a developer."""
+    """A message of the user, the model, the system or a developer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -78,7 +78,7 @@ class MessageItem(_Item):
 
 
 class FunctionCallItem(_Item):
-    """An item that holds a tool call of the model."""
+    """A tool call of the model."""
 
     type: Literal["function_call"]
     call_id: Text
@@ -87,7 +87,7 @@ class FunctionCallItem(_Item):
 
 
 class FunctionOutputItem(_Item):
-    """An item that holds the result of a tool call."""
+    """The result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: Text
@@ -95,13 +95,13 @@ class FunctionOutputItem(_Item):
 
 
 class ReasoningText(_Item):
-    """A part of an item of reasoning."""
+    """A text in a reasoning item."""
 
     text: Text
 
 
 class ReasoningItem(_Item):
-    """An item of the model's reasoning, which precedes its answer."""
+    """The model's reasoning before its answer."""
 
     type: Literal["reasoning"]
     content: tuple[ReasoningText, ...] | None = None
@@ -130,13 +130,10 @@ Items = Annotated[
 
 
 def messages_of_items(instructions: str | None, items: Sequence[Item]) -> tuple[ChatMessage, ...]:
-    """Return the messages that items stand for; the items of one reply become one message again.
+    """Return the messages of items; the items of one reply become one message again.
 
     Args:
         instructions: text of a system message that comes first, if any.
-
-    Raises:
-        InvalidRequest: the items contain no message.
     """
     out = Transcript()
     if instructions:
@@ -156,7 +153,7 @@ def messages_of_items(instructions: str | None, items: Sequence[Item]) -> tuple[
 
 
 def _parts(contents: Sequence[TextContent | ImageContent], place: str) -> list[Part]:
-    """Return the texts and pictures of an item, whose place in the body is `place`."""
+    """Return texts and pictures of an item at path `place` of the body."""
     return [
         TextPart(text=part.text) if isinstance(part, TextContent) else part.sent(f"{place}.{k}")
         for k, part in enumerate(contents)
@@ -188,11 +185,11 @@ def items_of(chat: Chat) -> list[dict[str, Any]]:
 
 
 def reasoning_item(name: str, text: str, status: str) -> dict[str, Any]:
-    """Return an item of reasoning.
+    """Return a reasoning item.
 
     Args:
-        name: id of the answer, with which the item's id ends.
-        text: the reasoning; empty: the item has no content yet.
+        name: id of the answer, the end of the item's id.
+        text: empty: the item has no content yet.
         status: `in_progress`, `completed` or `incomplete`.
     """
     content = [{"type": "reasoning_text", "text": text}] if text else []
@@ -200,11 +197,11 @@ def reasoning_item(name: str, text: str, status: str) -> dict[str, Any]:
 
 
 def message_item(name: str, text: str | None, status: str) -> dict[str, Any]:
-    """Return an item of text.
+    """Return a text item.
 
     Args:
-        name: id of the answer, with which the item's id ends.
-        text: the text; None: the item has no content yet.
+        name: id of the answer, the end of the item's id.
+        text: None: the item has no content yet.
         status: `in_progress`, `completed` or `incomplete`.
     """
     content = [] if text is None else [text_part(text)]
@@ -212,5 +209,5 @@ def message_item(name: str, text: str | None, status: str) -> dict[str, Any]:
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """Return the content part of an item of text."""
+    """Return the content part of a text item."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

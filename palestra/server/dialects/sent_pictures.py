@@ -1,6 +1,6 @@
-"""Pictures as requests show them: in the forms of all dialects, not yet decoded, and each with its place in the body.
+"""Undecoded pictures of requests in the formats of all dialects, with their paths in the body.
 
-`PictureIntake` (`server/picture_intake.py`) puts image parts with digests in their place, before a call is sampled.
+`PictureIntake` (`server/picture_intake.py`) replaces them by image parts with digests before sampling.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ROLES = ("user", "tool")  # whose messages may have pictures
 
 
 class SentPicture(ImagePart):
-    """A picture that a request shows. Exactly one of `base64`, `url` and `named` is set.
+    """A picture in a request. Exactly one of `base64`, `url` and `named` is set.
 
     Attributes:
-        place: in the body, such as `messages.2.content.1`; for errors.
+        place: path in the body, such as `messages.2.content.1`, for errors.
         base64: the encoded file.
-        media_type: the type that the client gives with `base64`.
-        url: where the file is.
-        named: the digest of a file that was sent before.
+        media_type: given by the client with `base64`.
+        url: of the file.
+        named: the digest of a file sent earlier.
         low: whether a smaller copy is wanted.
     """
 
@@ -42,7 +42,7 @@ class SentPicture(ImagePart):
 
 
 class ImageUrl(BaseModel):
-    """A picture in OpenAI's form for chats: its URL, and how much of it the model is to see."""
+    """A picture's URL and the wanted detail, in OpenAI's chat format."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -51,7 +51,7 @@ class ImageUrl(BaseModel):
 
 
 class ImageUrlPart(BaseModel):
-    """A part of a chat message that shows a picture, in OpenAI's form."""
+    """A picture in a chat message, in OpenAI's format."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -60,13 +60,10 @@ class ImageUrlPart(BaseModel):
 
 
 def from_url(url: str, detail: Detail | None, place: str = "") -> SentPicture:
-    """Return the picture of a URL: a data URL, `sha256:` and a digest, or an address of the web.
+    """Return the picture of a URL: a data URL, `sha256:` and a digest, or a web address.
 
     Args:
         place: see `SentPicture`.
-
-    Raises:
-        InvalidRequest: it is no such URL.
     """
     low = detail == "low"
     if url.startswith(_SHA256):
@@ -85,12 +82,9 @@ def from_url(url: str, detail: Detail | None, place: str = "") -> SentPicture:
 
 
 def chat_content(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of OpenAI's chats, as JSON, whose parts of the type `image_url` or `image` are pictures.
+    """Return an OpenAI chat message, as JSON, with its parts of type `image_url` or `image` as pictures.
 
-    Their URLs are read by `with_places`, which knows their places.
-
-    Raises:
-        ValueError: such a part lacks something, or has the wrong type.
+    `with_places` reads their URLs, because it knows their paths.
     """
     content = message.get("content")
     parts = content if isinstance(content, list) else []
@@ -113,11 +107,7 @@ def _chat_part(number: int, part: Any) -> Any:
 
 
 def with_places(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
-    """Return the messages of a chat, in which each picture knows its place. Without pictures: the same object.
-
-    Raises:
-        InvalidRequest: see `from_url`.
-    """
+    """Return the messages of a chat with the paths of their pictures; the same object without pictures."""
     if not any(map(pictures_of, messages)):
         return messages
 
@@ -146,7 +136,7 @@ def pictures_in(messages: Sequence[ChatMessage]) -> tuple[SentPicture, ...]:
     """Return the pictures of a conversation, in order.
 
     Raises:
-        UnsupportedField: a message that is not a user's or a tool's has one.
+        UnsupportedField: a message other than a user's or a tool's has one.
     """
     found: list[SentPicture] = []
     for message in messages:
@@ -158,7 +148,7 @@ def pictures_in(messages: Sequence[ChatMessage]) -> tuple[SentPicture, ...]:
 
 
 def with_digests(call: GenerationRequest, digest_of: Callable[[SentPicture], str]) -> GenerationRequest:
-    """Return a call whose pictures are image parts with the digests that `digest_of` returns."""
+    """Return a call with its pictures replaced by image parts with the digests from `digest_of`."""
 
     def settled(part: Part) -> Part:
         return ImagePart(digest=digest_of(part)) if type(part) is SentPicture else part

@@ -1,6 +1,6 @@
-"""Assembles messages from the parts of a conversation, for dialects that split a reply into items or blocks.
+"""Assembles messages for dialects that split a reply into items or blocks.
 
-Only a whole reply equals the recorded one, and only then can the next call extend its exact tokens.
+The next call can only extend the exact tokens of a reply if the assembled reply equals the recorded one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Transcript:
         """Add a tool call of the assistant.
 
         Args:
-            call_id: id by which the call's result refers to it.
+            call_id: the result refers to it.
         """
         made = ToolCall(id=call_id, function=FunctionCall(name=name, arguments=arguments))
         if not self._open:
@@ -56,13 +56,13 @@ class Transcript:
         self._calls.append(made)
 
     def result(self, call_id: str, content: str | Sequence[Part]) -> None:
-        """Add the result `content`, text or parts with pictures, of the tool call `call_id`."""
+        """Add the result of a tool call: text or parts with pictures."""
         self._add(_message("tool", content).model_copy(update={"tool_call_id": call_id}))
         self._open = False
 
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
-        """Return the conversation so far, as messages."""
+        """Return the messages of the conversation so far."""
         self._give_calls()
         return tuple(self._messages)
 
@@ -79,7 +79,7 @@ class Transcript:
 
 
 def recorded_content(parts: Sequence[Part]) -> str | Sequence[Part]:
-    """Return parts as one text if all of them are text, as a reply of the model has been recorded; else as they are."""
+    """Return parts as one text if all are text, which is how replies are recorded; otherwise unchanged."""
     texts = [part.text for part in parts if isinstance(part, TextPart)]
     return "".join(texts) if len(texts) == len(parts) else parts
 

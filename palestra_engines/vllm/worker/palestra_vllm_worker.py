@@ -1,9 +1,9 @@
-"""Let vLLM's workers get new weights from a trainer: the only module of Palestra that knows vLLM from inside.
+"""Weight transfer from a trainer to vLLM's workers: the only module that depends on vLLM's internals.
 
-vLLM's interpreter imports this file by itself, from a folder with nothing else in it than what it shares with the
-trainer (`palestra_weight_group`), so it imports no other module of Palestra. There are two ways: a file in the format
-of safetensors, whose path alone the HTTP request carries, and broadcasts of a process group in which the trainer is
-rank 0. vLLM's own ways of updating weights need CUDA.
+vLLM's interpreter imports this file from a folder that otherwise only has the module shared with the trainer
+(`palestra_weight_group`), so it imports no other module of Palestra. There are two transfers: a safetensors file, whose
+path is in the HTTP request, and broadcasts in a process group with the trainer as rank 0. vLLM's own transfers need
+CUDA.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ log = logging.getLogger("vllm.palestra")
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing: a file needs no connection."""
+    """Empty: a file needs no connection."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where the new weights are.
+    """The new weights.
 
     Attributes:
         path: of a safetensors file with all weights, under the names of the model's own files.
@@ -55,23 +55,23 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class FileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Replaces the weights of a paused engine by those of a file, or by others between the start and the end."""
+    """Replaces the weights of a paused engine by a file's, or by others between start and end."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Do nothing: there is no connection."""
+        """No effect: there is no connection."""
 
     def start_weight_update(self) -> None:
-        """Make the layers ready to be loaded again; until `finish_weight_update` no forward pass may run."""
+        """Prepare the layers for loading; until `finish_weight_update` no forward pass may run."""
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load all weights of a file, mapped into memory."""
+        """Load all weights of a mapped file."""
         self.load(_tensors(update_info.path))
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load all weights; where they do not all come, leave a model that can compute and be loaded again.
+        """Load all weights; if some are missing, leave a model that can compute and be loaded again.
 
         Args:
             weights: [n, d] or [d], with the names of the model's own files.
@@ -83,7 +83,7 @@ class FileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
             raise
 
     def abandon(self) -> None:
-        """End an update of which not all weights have come: each layer has its new weights, or its old ones."""
+        """End an incomplete update: each layer has its new weights, or its old ones."""
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():  # it has a part of its weights, which the next update would take for its own
@@ -91,16 +91,16 @@ class FileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         finalize_layerwise_reload(self.model, self.model_config)
 
     def finish_weight_update(self) -> None:
-        """Process the new weights as those of a model that is loaded for the first time."""
+        """Process the new weights as after the first loading."""
         finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu():
             self._repack_tied_head()
 
     def _repack_tied_head(self) -> None:
-        """Give a head that is tied to the embedding the new weights, too.
+        """Update a head that is tied to the embedding.
 
         On a CPU each linear layer keeps a packed copy of its weight. A tied head is in no file, so a reload leaves its
-        old copy, and logits would be those of new layers under an old head.
+        old copy, and logits would combine new layers with an old head.
         """
         config = getattr(self.model.config, "text_config", self.model.config)  # of a model that sees
         if not config.tie_word_embeddings:
@@ -112,7 +112,7 @@ class FileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
             dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
     def shutdown(self) -> None:
-        """Do nothing: there is no connection."""
+        """No effect: there is no connection."""
 
 
 def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -126,21 +126,21 @@ WeightTransferEngineFactory.register_engine(BACKEND, FileTransfer)
 
 
 class WorkerExtension:
-    """Methods that `--worker-extension-cls` adds to each of vLLM's workers, by which it takes part in broadcasts.
+    """Methods that `--worker-extension-cls` adds to vLLM's workers, for broadcasts.
 
-    Each takes JSON, because vLLM's route passes on strings alone, and returns what went wrong, in words; "": nothing.
-    None raises: vLLM reads the answers of several workers up to the first error, and would take the others for answers
-    to its next call.
+    Each takes JSON, because vLLM's route only passes strings, and returns an error text; "": success. They never raise:
+    vLLM reads the answers of several workers up to the first error, and would mistake the others for answers to its
+    next call.
     """
 
     palestra_group: WeightGroup | None = None
 
     def palestra_join(self: Any, place: str) -> str:
-        """Join a group in the place of the one before, or only try to reach the trainer.
+        """Join a group, replacing the previous one, or only try to reach the trainer.
 
         Args:
-            place: `host` and `port` of the trainer's store, `seconds` that the meeting, or one broadcast, may take; and
-                of the group, if there is one, `name`, `backend`, `first_rank` of this server's workers, and `size`.
+            place: `host` and `port` of the trainer's store, `seconds` as timeout of the rendezvous and of one
+                broadcast; and for a group `name`, `backend`, `first_rank` of this server's workers, and `size`.
         """
 
         def join(host: str, port: int, seconds: float, name: str = "", **group: Any) -> None:
@@ -159,10 +159,10 @@ class WorkerExtension:
         return _problem(lambda: join(**json.loads(place)))
 
     def palestra_receive(self: Any, layout: str) -> str:
-        """Load all weights that the trainer broadcasts, while further ones come; vLLM has to finish the update then.
+        """Load all weights that the trainer broadcasts, as they arrive; vLLM must finish the update then.
 
         Args:
-            layout: which weights are going to come, see `WeightLayout`.
+            layout: the weights to expect, see `WeightLayout`.
         """
 
         def receive() -> None:
@@ -188,7 +188,7 @@ class WorkerExtension:
 
 
 def _problem(work: Callable[[], None]) -> str:
-    """Return what goes wrong in a function, in one line, after all of it was written into vLLM's log; "": nothing."""
+    """Run a function; return its error in one line, after logging it in vLLM's log; "": success."""
     try:
         work()
     except Exception as error:

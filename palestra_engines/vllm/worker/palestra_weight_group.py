@@ -1,8 +1,8 @@
-"""A process group over which weights are broadcast from a trainer to the workers of vLLM servers.
+"""A process group for broadcasting weights from a trainer to the workers of vLLM servers.
 
-Both sides import this module: the trainer's process as a part of Palestra, and vLLM's interpreter by itself, so it
-imports torch and nothing else. The group is neither torch's default one, which vLLM's workers have for themselves, nor
-known to it. The trainer is rank 0. Gloo and NCCL are used alike; a backend's name and its device are all that differs.
+Both sides import this module: the trainer's process as a part of Palestra, and vLLM's interpreter by itself, so it only
+imports torch. The group is independent of torch's default one, which vLLM's workers use for themselves. The trainer is
+rank 0. Gloo and NCCL are used alike, apart from the backend's name and device.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ _dist: Any = dist  # its type stubs leave out the stores and the backends
 
 @dataclass(frozen=True, kw_only=True)
 class WeightLayout:
-    """The weights of an update, in the order in which they are sent, and how they are divided into buckets.
+    """The weights of an update in sending order, and their division into buckets.
 
     Attributes:
-        names: of the weights.
-        shapes: of each weight.
-        dtype: name of the precision of all of them, such as `bfloat16`.
-        bucket_bytes: most bytes of a bucket that has more than one weight.
+        dtype: name of the common precision, such as `bfloat16`.
+        bucket_bytes: limit of a bucket with more than one weight.
     """
 
     names: Sequence[str]
@@ -53,7 +51,7 @@ class WeightLayout:
         return found
 
     def buckets(self) -> list[list[tuple[str, Sequence[int]]]]:
-        """Return the names and shapes of each bucket's weights; both sides come to the same ones."""
+        """Return the names and shapes of each bucket's weights, equal on both sides."""
         found: list[list[tuple[str, Sequence[int]]]] = []
         room = 0
         for name, shape in zip(self.names, self.shapes, strict=True):
@@ -67,14 +65,11 @@ class WeightLayout:
 
 
 def own_address(host: str, port: int, seconds: float) -> str:
-    """Return the address of this machine by which it reaches another one, after having reached it.
+    """Return the address with which this machine reaches another one, by connecting to it.
 
     Args:
-        port: where a program of the other machine listens.
-        seconds: how long the connection may take.
-
-    Raises:
-        ConnectionError: it can't be reached.
+        port: of a listening program on the other machine.
+        seconds: timeout.
     """
     try:
         with socket.create_connection((host, port), seconds) as connection:
@@ -86,49 +81,49 @@ def own_address(host: str, port: int, seconds: float) -> str:
 
 
 def open_store(host: str, port: int, seconds: float, listening: int) -> Any:
-    """Return a store of this process, by which the ranks of groups find one another.
+    """Return a store of this process, through which the ranks of groups find each other.
 
     Args:
-        seconds: how long an answer may take.
-        listening: descriptor of the socket, which the store takes over.
+        seconds: timeout of an answer.
+        listening: socket descriptor, which the store takes over.
     """
     limit = timedelta(seconds=seconds)
     return _dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listening)
 
 
 def reach_store(host: str, port: int, seconds: float) -> Any:
-    """Return the store by which the ranks of a group find one another, which listens in the trainer's process.
+    """Return the store in the trainer's process, through which the ranks of a group find each other.
 
     Args:
-        seconds: how long an answer may take.
+        seconds: timeout of an answer.
     """
     return _dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 
 
 class SealedStore(_dist.Store):  # type: ignore[misc]
-    """What ranks of one group leave for one another in a store that asks for no key.
+    """Encrypted entries of one group's ranks in a store without a key.
 
-    Who reaches the store finds neither the group's entries by their names nor what is in them, so that no other program
-    can take a rank's place. Entries that others have changed are refused. Each is encrypted and signed under keys that
-    follow from the group's name, which the ranks get elsewhere.
+    Other programs that reach the store can neither find the group's entries by name nor read them, so they can't take a
+    rank's place. Modified entries are refused. Each entry is encrypted and signed with keys derived from the group's
+    name, which the ranks get elsewhere.
     """
 
     def __init__(self, store: Any, name: str) -> None:
-        """Seal entries of a store under the name of a group, which can't be guessed."""
+        """Encrypt entries of a store under a group's name, which can't be guessed."""
         super().__init__()
         self._store, self._keys = store, {use: _keyed(name.encode(), use) for use in ("name", "value", "seal")}
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Leave an entry."""
+        """Set an entry."""
         plain, salt = value.encode() if isinstance(value, str) else bytes(value), secrets.token_bytes(_SALT)
         hidden = self._veiled(plain, salt)
         self._store.set(self._hidden(key), salt + self._seal(key, salt + hidden) + hidden)
 
     def get(self, key: str) -> bytes:
-        """Return an entry, and wait for it.
+        """Return an entry, waiting for it.
 
         Raises:
-            RuntimeError: a stranger has changed it, or it does not come in time.
+            RuntimeError: another program has changed it, or a timeout.
         """
         found = bytes(self._store.get(self._hidden(key)))
         salt, seal, hidden = found[:_SALT], found[_SALT : _SALT + _SEAL], found[_SALT + _SEAL :]
@@ -137,15 +132,15 @@ class SealedStore(_dist.Store):  # type: ignore[misc]
         return self._veiled(hidden, salt)
 
     def wait(self, keys: Sequence[str], *limit: timedelta) -> None:
-        """Return when there are entries."""
+        """Wait until the entries exist."""
         self._store.wait([self._hidden(key) for key in keys], *limit)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether there are entries."""
+        """Return whether the entries exist."""
         return bool(self._store.check([self._hidden(key) for key in keys]))
 
     def delete_key(self, key: str) -> bool:
-        """Remove an entry; returns whether there was one."""
+        """Remove an entry; return whether it existed."""
         return bool(self._store.delete_key(self._hidden(key)))
 
     def _hidden(self, key: str) -> str:
@@ -168,18 +163,18 @@ class WeightGroup:
     """One rank of the group."""
 
     def __init__(self, store: Any, name: str, backend: str, rank: int, size: int, address: str, seconds: float) -> None:
-        """Meet the other ranks; with gloo it blocks until all are there, and NCCL's meet at the first broadcast.
+        """Meet the other ranks; with gloo this blocks until all have joined, with NCCL until the first broadcast.
 
         Args:
-            store: by which the ranks find one another; see `reach_store`.
-            name: of the group, which no other one of the store has, and only its ranks know.
+            store: see `reach_store`.
+            name: unique in the store, and only known to the group's ranks.
             backend: `gloo` or `nccl`.
             rank: of this process; 0: it sends the weights.
-            address: of this machine, by which the other ranks reach it; NCCL finds its own way.
-            seconds: how long the meeting, or one broadcast, may take.
+            address: of this machine, for the other ranks; not used by NCCL.
+            seconds: timeout of the rendezvous, or of one broadcast.
 
         Raises:
-            RuntimeError: the other ranks do not come in time, or can't be reached.
+            RuntimeError: the other ranks time out, or can't be reached.
         """
         self._device, limit = torch.device(DEVICES[backend]), timedelta(seconds=seconds)
         store.set_timeout(limit)
@@ -203,14 +198,14 @@ class WeightGroup:
                     os.environ[_BLOCKING] = before
 
     def send(self, weights: Iterable[tuple[str, Tensor]], layout: WeightLayout, sent: Callable[[int], None]) -> None:
-        """Send weights to all other ranks. While a bucket is on its way, the next one is filled.
+        """Send weights to all other ranks, filling the next bucket while one is being sent.
 
         Args:
-            weights: [n, d] or [d], with their names, in the layout's order; each is rounded to its precision.
-            sent: called with the bytes of each bucket that has been sent.
+            weights: [n, d] or [d], with their names, in the layout's order; rounded to its precision.
+            sent: called with the bytes of each sent bucket.
 
         Raises:
-            RuntimeError: a rank is gone, or did not receive a bucket in time.
+            RuntimeError: a rank is lost, or a timeout.
         """
         left, before = iter(weights), None
         for bucket in layout.buckets():
@@ -224,12 +219,12 @@ class WeightGroup:
             sent(self._wait(before))
 
     def receive(self, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, [n, d] or [d], that rank 0 sends. While a bucket is used, the next one is received.
+        """Yield the weights, [n, d] or [d], that rank 0 sends, receiving the next bucket while one is used.
 
-        A tensor stays as it is: no later bucket is written into its memory.
+        Tensors stay valid: later buckets do not reuse their memory.
 
         Raises:
-            RuntimeError: rank 0 is gone, or a bucket did not come in time.
+            RuntimeError: rank 0 is lost, or a timeout.
         """
         buckets = layout.buckets()
         coming = self._begin(self._buffer(buckets[0], layout))
@@ -241,7 +236,7 @@ class WeightGroup:
             yield from _places(buffer, bucket)
 
     def close(self) -> None:
-        """Leave the group; the others' broadcasts fail. Blocks until a broadcast that runs has ended."""
+        """Leave the group, so that the others' broadcasts fail. Blocks until a running broadcast has ended."""
         self._group.abort()
         del self._group
 
@@ -251,7 +246,7 @@ class WeightGroup:
         return torch.empty(size, dtype=layout.precision, device=self._device)
 
     def _begin(self, buffer: Tensor) -> tuple[Tensor, Any]:
-        """Begin to broadcast a bucket, [numbers], and return it with what says when it is there."""
+        """Begin to broadcast a bucket, [numbers]; return it with a handle to wait for."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         return buffer, self._group.broadcast([buffer.view(torch.uint8)], options)
@@ -264,7 +259,7 @@ class WeightGroup:
 
 
 def _places(buffer: Tensor, bucket: Sequence[tuple[str, Sequence[int]]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight's name and its place, of the weight's shape, in the memory of a bucket, [numbers]."""
+    """Yield each weight's name and its view in the memory of a bucket, [numbers]."""
     start = 0
     for name, shape in bucket:
         size = prod(shape)
