@@ -20,8 +20,8 @@ import numpy as np
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import JobConfig, parse_config
 from palestra.learner import policy_spec
-from palestra.learner.budget import TrainingBudget
 from palestra.learner.open_run import OpenRun
+from palestra.learner.schedule import TrainingBudget
 from palestra.learner.update import PolicyUpdate
 from palestra.models.device import tune_malloc
 from palestra.trainer.torch_trainer import TorchTrainer

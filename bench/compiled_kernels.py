@@ -25,7 +25,8 @@ from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import CausalLM, load_causal_lm
 from palestra.models.device import tune_malloc
 from palestra.trainer.token_forward import flat_inputs
-from palestra_cpu import extension, layer_functions, packed_matrix
+from palestra_cpu import extension, layer_functions
+from palestra_cpu import packed as packed_matrix
 from palestra_cpu.cpu_kernels import cpu_kernels
 from palestra_cpu.packed import pack_model
 

@@ -20,7 +20,7 @@ import torch
 from step_palestra import Bench, job_config
 
 from palestra.config import RolloutConfig, StoreConfig
-from palestra.learner.trained_calls import trained_calls
+from palestra.learner.reporting import trained_calls
 from palestra.models.device import tune_malloc
 from palestra.store import RunStore, open_run_store
 from palestra.trainer.base import PolicySpec

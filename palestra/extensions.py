@@ -4,7 +4,7 @@ An entry point's name is what users write, and it leads to one object:
 
 | group | object |
 |---|---|
-| `palestra.adapters` | see `palestra.envs.adapters`: what makes environments of another library's class or instance |
+| `palestra.adapters` | see `palestra.envs.catalog`: what makes environments of another library's class or instance |
 | `palestra.algorithms` | a class derived from `palestra.Algorithm` |
 | `palestra.base_servers` | what connects a job to a shared base; see `palestra.runtime.parts.BaseConnection` |
 | `palestra.commands` | a module with `add(commands)`, for `palestra NAME` |
@@ -15,7 +15,7 @@ An entry point's name is what users write, and it leads to one object:
 | `palestra.kernels` | a function that returns a `palestra.models.kernels.Kernels` |
 | `palestra.rewards` | a function, as `reward=` of `palestra.train` takes it |
 | `palestra.tools` | tools of an agent; see `palestra.tools.installed` |
-| `palestra.trackers` | a `palestra.tracking.base.Tracker` |
+| `palestra.trackers` | a `palestra.tracking.registry.Tracker` |
 """
 
 from __future__ import annotations

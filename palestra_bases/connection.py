@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.config import DEFAULT_CONTEXT, JobConfig, PolicyConfig
-from palestra.config.shared_base import PLACED
+from palestra.config.checks import PLACED
 from palestra.engine.base import Engine
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars

@@ -7,8 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from palestra.engine.base import Engine, EngineLoad, EngineRequest
-from palestra.engine.replay import TokenReplay
+from palestra.engine.base import Engine, EngineLoad, EngineRequest, TokenReplay
 from palestra.errors import BaseServerLost, EngineFailure
 from palestra.models.weights import WeightSource
 from palestra.process.stub import proxy, remote_method

@@ -31,8 +31,7 @@ from palestra_cpu.kernel_arguments import (
     start,
     written,
 )
-from palestra_cpu.kernel_library import kernel_library
-from palestra_cpu.kernel_trial import wrong_functions
+from palestra_cpu.kernel_library import kernel_library, wrong_functions
 
 log = logging.getLogger("palestra.models")
 _BLOCKS = 32  # as in the source

@@ -15,7 +15,7 @@ from palestra_cpu.cpu_kernels import attention_kernels, compiled_kernels, cpu_ke
 from palestra_cpu.kernel_arguments import CachedRows
 from palestra_cpu.llama_layers import shorten_layers
 from palestra_cpu.packed import pack_base, pack_model
-from palestra_cpu.run_attention import RunAttention, runs_of_trees
+from palestra_cpu.torch_operators import RunAttention, runs_of_trees
 
 TORCH_VERSION = "2.13.0"  # whose private functions and layouts of oneDNN these kernels use
 

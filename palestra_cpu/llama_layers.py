@@ -21,7 +21,7 @@ from palestra.models.rounded_head import is_called_as_it_is
 from palestra_cpu.cpu_kernels import CpuKernels
 from palestra_cpu.kernel_arguments import CachedRows, DecodingLayer
 from palestra_cpu.layer_functions import AttentionInput, BehindAttention, between_products
-from palestra_cpu.packed_matrix import PackedLinear, packed_part
+from palestra_cpu.packed import PackedLinear, packed_part
 
 # How far a token sees in layers of each class. Apart from that, these classes differ only in their biases.
 _WINDOWS: dict[str, Callable[[Any], int | None]] = {

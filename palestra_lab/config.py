@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from palestra.config.loading import read_toml
 from palestra.config.section import Identifier, Positive, Section, explain
-from palestra.config.toml_file import read_toml
 from palestra.errors import ConfigError
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]

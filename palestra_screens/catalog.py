@@ -9,8 +9,7 @@ from palestra.envs.catalog import CatalogEntry, settings_checked
 from palestra_screens.browser.chromium import chromium_path
 from palestra_screens.browser.miniwob import MiniWoB, miniwob_tasks, pages_folder
 from palestra_screens.desktop.display import check_desktop
-from palestra_screens.desktop.environment import DesktopEnvironment
-from palestra_screens.desktop.tasks import desktop_tasks
+from palestra_screens.desktop.environment import DesktopEnvironment, desktop_tasks
 from palestra_screens.terminal.environment import TerminalEnvironment
 from palestra_screens.terminal.sandbox import check_sandbox
 from palestra_screens.terminal.tasks import terminal_tasks

@@ -15,7 +15,7 @@ from palestra.errors import StoreError
 from palestra.models.catalog import exact_model
 from palestra.runtime.run_dir import starting_in
 from palestra.threads import in_thread
-from palestra.types.bases import BaseLoad
+from palestra.types.jobs import BaseLoad
 from palestra.waiting import race
 from palestra_bases.admissions import FILE, Admissions
 from palestra_bases.models import shared_models

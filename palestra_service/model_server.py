@@ -16,8 +16,7 @@ from palestra.errors import PalestraError, ServerFailed
 from palestra.models.catalog import exact_model
 from palestra.runtime.console import console_of
 from palestra.runtime.job_thread import JobThread
-from palestra.runtime.places import HERE, JobPlaces
-from palestra.runtime.terms import JobTerms
+from palestra.runtime.terms import HERE, JobPlaces, JobTerms
 from palestra.threads import in_thread
 from palestra_service.jobs.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, ending_of, write_ended
 

@@ -1,11 +1,9 @@
 """Games, adapters to the environments of other projects, and other worlds, as environments of Palestra."""
 
-from palestra_worlds.gomoku import Gomoku
-from palestra_worlds.gomoku_duel import GomokuDuel
+from palestra_worlds.gomoku import Gomoku, GomokuDuel
 from palestra_worlds.gymnasium import FrozenLake, GymnasiumEnvironment
 from palestra_worlds.gymnasium_vector import GymnasiumVector
-from palestra_worlds.kuhn_poker import KuhnPoker
-from palestra_worlds.kuhn_truth import KuhnPolicy
+from palestra_worlds.kuhn_poker import KuhnPoker, KuhnPolicy
 from palestra_worlds.leduc_poker import LeducPoker
 from palestra_worlds.negotiation import Negotiation
 from palestra_worlds.nemo_gym import NemoGymEnvironment

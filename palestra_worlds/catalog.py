@@ -6,9 +6,8 @@ from functools import partial
 
 from palestra.envs.catalog import CatalogEntry, needs, settings_checked
 from palestra.envs.environment import Environment
-from palestra.envs.task_splits import seed_tasks
-from palestra_worlds.gomoku import Gomoku, gomoku_tasks
-from palestra_worlds.gomoku_duel import GomokuDuel
+from palestra.envs.tasks import seed_tasks
+from palestra_worlds.gomoku import Gomoku, GomokuDuel, gomoku_tasks
 from palestra_worlds.gymnasium import FrozenLake, frozen_lake_tasks
 from palestra_worlds.kuhn_poker import KuhnPoker
 from palestra_worlds.leduc_poker import LeducPoker
@@ -17,8 +16,8 @@ from palestra_worlds.open_spiel import OpenSpielEnvironment
 from palestra_worlds.pettingzoo import PettingZooEnvironment
 from palestra_worlds.prisoners_dilemma import PrisonersDilemma
 from palestra_worlds.reasoning_gym import ReasoningEnvironment, reasoning_tasks
-from palestra_worlds.retrieval.embedder import embedder_folder
 from palestra_worlds.retrieval.environment import RetrievalEnvironment, retrieval_tasks
+from palestra_worlds.retrieval.search import embedder_folder
 from palestra_worlds.split_sum import SplitSum, split_sum_tasks
 from palestra_worlds.textarena import TextArenaEnvironment
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from palestra.envs.environment import Environment, Reset, Step
-from palestra.envs.task_splits import Split, draw_tasks
+from palestra.envs.tasks import Split, draw_tasks
 from palestra.errors import ConfigError, InvalidEnvironment
 from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, is_picture_space, shown
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from palestra.client.arguments import checked_count
+from palestra.client.plain_values import checked_count
 from palestra.envs.multi_agent import MultiAgentEnvironment, Outcome
 from palestra.envs.protocols import AgentProtocol, decided
 from palestra.errors import ConfigError, InvalidEnvironment

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, Literal
 
-from palestra.envs import arithmetic, calculator
+from palestra.envs import arithmetic
 from palestra.envs.arithmetic import last_number, right_number
 from palestra.envs.subagents import Subagent, SubagentEnvironment
-from palestra.envs.task_splits import Split, draw_tasks
+from palestra.envs.tasks import Split, draw_tasks
 from palestra.tools import Calculator
 from palestra.types.clock import Clock
 
@@ -56,7 +56,7 @@ class SplitSum(SubagentEnvironment):
         """
         solver = Subagent(
             name="solver",
-            system=calculator.SYSTEM if solver_calculator else arithmetic.SYSTEM,
+            system=arithmetic.CALCULATOR_SYSTEM if solver_calculator else arithmetic.SYSTEM,
             tools=(Calculator(),) if solver_calculator else (),
             max_steps=max_steps,
         )

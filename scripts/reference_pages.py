@@ -16,8 +16,8 @@ from python_reference import python_page
 
 from palestra.config import JobConfig
 from palestra.config.section import Section, chosen_kind, sections_of
+from palestra.doctor.examination import RULES
 from palestra.doctor.rule import KEPT, RECENT
-from palestra.doctor.rules import RULES
 from palestra.learner.metrics import metric_tables
 from palestra.terminal import say
 from palestra.types.metrics import METRICS, OF_THE_JOB

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from palestra.client.arguments import checked_count
+from palestra.client.plain_values import checked_count
+from palestra.errors import InvalidEnvironment
 from palestra.tools import Tool, ToolManager
 from palestra.types.calls import Chat
-from palestra.types.messages import ChatMessage, Observation, TextPart, ToolCall, ToolChoice
+from palestra.types.messages import ChatMessage, Observation, TextPart, ToolCall, ToolChoice, text_message
 
 
 class PolicyHandle(Protocol):
@@ -189,3 +191,32 @@ class ToolAgent(Agent):
 def _alone(call: ToolCall) -> ChatMessage:
     refusal = f"Error: not done; call {call.function.name} without other tools."
     return ChatMessage(role="tool", content=(TextPart(text=refusal),), tool_call_id=call.id, name=call.function.name)
+
+
+Moves = Callable[[Observation], Sequence[str]]
+
+
+class RandomAgent(Agent):
+    """Plays a random legal move, determined by the job's seed, the episode, the agent and the TimeStep."""
+
+    may_choose = False
+    asks_policy = False
+
+    def __init__(self, moves: Moves | None = None) -> None:
+        """Create the agent.
+
+        Args:
+            moves: returns the legal moves of an observation, at least one; None: its `choices`.
+        """
+        self._moves = moves
+
+    async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
+        """Return a legal move, without calling the policy.
+
+        Raises:
+            InvalidEnvironment: no move is legal.
+        """
+        moves = list(observation.choices if self._moves is None else self._moves(observation))
+        if not moves:
+            raise InvalidEnvironment(f"{observation.agent} has no legal move to draw one of")
+        return [], text_message("assistant", random.Random(policy.seed).choice(moves))

@@ -1,6 +1,10 @@
 """Base of algorithms with a critic: advantages by GAE from the critic's values, and the critic's targets.
 
 The critic has its own optimizer, and learns the returns that GAE estimates (lambda-returns).
+
+Schulman et al. 2017, "Proximal Policy Optimization Algorithms", algorithm 1 and equation 7.
+
+Mnih et al. 2016, "Asynchronous Methods for Deep Reinforcement Learning", section 4; without asynchronous workers.
 """
 
 from __future__ import annotations
@@ -9,12 +13,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from palestra.algorithms.base import Algorithm, CriticUpdate, ForwardOutputs, Group, StepOrder, TokenAdvantages
-from palestra.algorithms.critic_losses import ClippedValueLoss
+from palestra.algorithms.base import About, Algorithm, CriticUpdate, ForwardOutputs, Group, StepOrder, TokenAdvantages
 from palestra.algorithms.gae import Chain, chains_of, explained_variance, generalized_advantages
 from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.losses import ClippedValueLoss, ImportanceSamplingLoss
 from palestra.algorithms.named_rewards import scored_episodes
-from palestra.config import ActorCriticConfig
+from palestra.algorithms.policy_gradient import clipped_loss
+from palestra.config import A2CConfig, ActorCriticConfig, PPOConfig
 from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
 from palestra.types.records import TrainSample
@@ -94,3 +99,41 @@ class ActorCritic(Algorithm):
 def _trained(rows: Sequence[TrainSample], columns: Sequence[Floats]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Return the numbers of all trained tokens, float64 [T]."""
     return np.concatenate([column[row.loss_mask].astype(np.float64) for row, column in zip(rows, columns, strict=True)])
+
+
+class PPO(ActorCritic):
+    """PPO with a critic; an action is a token, or a turn."""
+
+    config: PPOConfig
+    about = About(
+        summary="a critic's values are the baseline, by token or by turn",
+        formula="A = sum over l of (gamma lambda)^l delta_(t+l), delta_t = r_t + gamma V_(t+1) - V_t, "
+        "which with advantage_scale = std (the default) becomes (A - mean(A)) / (std(A) + 1e-8) over the batch's "
+        "tokens; loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi(token) / pi_old(token); "
+        "critic: max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) / 2, R = A + V_old with A "
+        "as estimated",
+        paper="Schulman et al. 2017, Proximal Policy Optimization Algorithms, arXiv:1707.06347",
+        needs=("memory for a second model with its optimizer: the critic",),
+    )
+
+    def loss(self) -> LossSpec:
+        """Return the clipped surrogate loss of PPO, with the configured bounds."""
+        return clipped_loss(self.config)
+
+
+class A2C(ActorCritic):
+    """A2C: one update per batch, because its loss does not keep a second one near the sampling policy."""
+
+    config: A2CConfig
+    about = About(
+        summary="a critic's values are the baseline of the plain policy gradient",
+        formula="A as in ppo, centred and scaled as there, with lambda 1 by default; loss = -r A, "
+        "r = pi(token) / pi_old(token), whose gradient is that of -A log pi(token) where pi is pi_old; "
+        "critic: as in ppo",
+        paper="Mnih et al. 2016, Asynchronous Methods for Deep Reinforcement Learning, arXiv:1602.01783",
+        needs=("memory for a second model with its optimizer: the critic",),
+    )
+
+    def loss(self) -> LossSpec:
+        """Return the policy gradient's loss, weighted for tokens that another version of the policy sampled."""
+        return LossSpec.of(ImportanceSamplingLoss())

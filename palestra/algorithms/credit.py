@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from palestra.algorithms.base import StepOrder
 from palestra.config import Credit
+from palestra.types.calls import StepTimes
 from palestra.types.records import SOLE_AGENT, EpisodeRecord, Trajectory
-from palestra.types.steps import StepTimes
 
 
 class BaselineKey(NamedTuple):

@@ -9,8 +9,8 @@ from dataclasses import replace
 from palestra.algorithms.base import Group
 from palestra.algorithms.baselines import centred_returns
 from palestra.config import AlgorithmConfig
+from palestra.types.calls import AgentStepReward
 from palestra.types.records import TrainSample, Trajectory
-from palestra.types.steps import AgentStepReward
 
 _SAME = 1e-9  # sums of normalised rewards that differ by less, as a share of what was added up, are equal
 NamedRewards = Mapping[str, float | None]

@@ -5,20 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Final
 
-from palestra.algorithms.a2c import A2C
+from palestra.algorithms.actor_critic import A2C, PPO
 from palestra.algorithms.base import Algorithm, StepOrder
-from palestra.algorithms.cispo import CISPO
-from palestra.algorithms.dapo import DAPO
-from palestra.algorithms.distill import Distill
-from palestra.algorithms.dr_grpo import DrGRPO
-from palestra.algorithms.grpo import GRPO
-from palestra.algorithms.gspo import GSPO
-from palestra.algorithms.ppo import PPO
-from palestra.algorithms.rae import RAE
-from palestra.algorithms.reinforce_pp import ReinforcePP
-from palestra.algorithms.rloo import RLOO
+from palestra.algorithms.batch_baselines import RAE, ReinforcePP
+from palestra.algorithms.group_relative import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO
+from palestra.algorithms.imitation import SFT, Distill
 from palestra.algorithms.sac import SAC
-from palestra.algorithms.sft import SFT
 from palestra.config import AlgorithmConfig
 from palestra.config.algorithm import GROUP
 from palestra.errors import ConfigError

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
-from palestra.algorithms.kl import KLCoefficient, row_terms
-from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.loss import KLCoefficient, LossSpec, row_terms
 from palestra.config import AlgorithmConfig
 from palestra.types.calls import Floats
 from palestra.types.metrics import Metric

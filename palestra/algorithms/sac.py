@@ -23,10 +23,9 @@ from palestra.algorithms.base import (
     StepOrder,
     TokenAdvantages,
 )
-from palestra.algorithms.critic_losses import TwinValueLoss
 from palestra.algorithms.decisions import Decision, decisions_of
 from palestra.algorithms.loss import LossSpec
-from palestra.algorithms.losses import ImportanceSamplingLoss
+from palestra.algorithms.losses import ImportanceSamplingLoss, TwinValueLoss
 from palestra.algorithms.named_rewards import scored_episodes
 from palestra.config import SACConfig
 from palestra.types.calls import Floats

@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the job, run two steps unless that is impossible, print both results, and return the exit code."""
-    from palestra.client.arguments import checked_amount
+    from palestra.client.plain_values import checked_amount
     from palestra.config import find_mistakes
     from palestra.runtime.checking import CheckFinding, check_job
     from palestra.runtime.starting_points import with_checkpoints

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.ending import end_soon
 from palestra.cli.options import ENVIRONMENT, add_command, environment_settings, load_environment
+from palestra.cli.own_process import end_soon
 from palestra.disk import read_own
 from palestra.errors import ConfigError
 from palestra.terminal import say
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     import uvloop
 
-    from palestra.client.arguments import checked_amount, checked_count
+    from palestra.client.plain_values import checked_amount, checked_count
     from palestra.env_server import SessionLimits
 
     checked_count("--sessions", arguments.sessions)
@@ -119,7 +119,7 @@ def _maker(reference: str, settings: str) -> Callable[[], Environment | Concurre
 
 def _key(file: Path | None) -> tuple[str, bool]:
     """Return the server's key, and whether it is new and has to be shown."""
-    from palestra.envs.remote.address import KEY_VARIABLE
+    from palestra.envs.remote.link import KEY_VARIABLE
 
     if file is None:
         found = os.environ.get(KEY_VARIABLE, "").strip()

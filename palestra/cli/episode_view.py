@@ -7,23 +7,24 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from itertools import groupby
 from pathlib import Path
 
 from pydantic import BaseModel
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 from sqlalchemy import Connection
 
-from palestra.cli.episode_list import episode_lines
-from palestra.cli.episode_text import conversation
-from palestra.cli.episode_tree import call_tree
+from palestra.cli.episode_list import episode_lines, shortened
 from palestra.cli.terminal_pictures import TerminalPicture, protocol_of
 from palestra.config import JobConfig
+from palestra.dashboard.fate import continued_calls
 from palestra.dashboard.token_text import token_text
 from palestra.pictures.blobs import FOLDER, Blobs
-from palestra.renderers.seen_pictures import layout_fact, read_layout
+from palestra.renderers.picture_layout import layout_fact, read_layout
 from palestra.store.browsing import (
     EpisodeView,
     browse,
@@ -37,8 +38,123 @@ from palestra.store.run_log import read_fact
 from palestra.store.search import readable_summaries
 from palestra.terminal import TerminalConsole, say
 from palestra.tokens import TokenTrie, rows_of
-from palestra.types.records import TrainSample
+from palestra.types.calls import MEANINGS, Chat, Fork
+from palestra.types.messages import ChatMessage, ImagePart
+from palestra.types.records import TrainSample, Trajectory
 from palestra.types.states import EpisodeState
+
+Show = Callable[[str, str], RenderableType]  # of a picture's digest, and the policy whose model got it
+
+
+def conversation(trajectory: Trajectory, show: Show) -> Group:
+    """Return every call with its new messages and its reply.
+
+    Args:
+        show: renders a picture.
+    """
+    return Group(*_blocks(trajectory, show))
+
+
+def _blocks(trajectory: Trajectory, show: Show) -> Iterator[RenderableType]:
+    """Yield the conversation as blocks, each on its own lines."""
+    before: Chat | None = None
+    for chat in trajectory.chats:
+        title = f"── call {chat.index}, {chat.agent}, step {chat.time_step}"
+        if before is not None and chat.parent is not before:
+            title += " (from the beginning)" if chat.parent is None else f" (goes on from call {chat.parent.index})"
+        yield Text(f"{title} ──", style="dim")
+        for message in chat.new_messages:
+            yield from _message(message, chat.policy, show)
+        if chat.is_raw:
+            yield Text("(a prompt of token ids or raw text)", style="dim")
+        elif not chat.new_messages and chat.parent is not None:
+            yield Text(f"(no new message: call {chat.parent.index} begins with this prompt, too)", style="dim")
+        yield from _message(chat.reply, chat.policy, show, "cut at its limit" if chat.finish_reason == "length" else "")
+        before = chat
+    if not trajectory.chats:
+        yield Text("no calls", style="dim")
+    rewards = trajectory.episode.rewards
+    yield Text("no reward" if rewards is None else f"reward {trajectory.episode.reward:g}", style="bold")
+    for name, value in sorted((trajectory.episode.named_rewards or {}).items()):
+        yield Text(f"{name}: {'not scored' if value is None else f'{value:g}'}", style="bold")
+
+
+def _message(message: ChatMessage, policy: str, show: Show, note: str = "") -> Iterator[RenderableType]:
+    """Yield the role of a message, then its texts and pictures in order."""
+    name = f" {message.name}" if message.name else ""
+    yield Text(f"[{message.role}{name}]{f' ({note})' if note else ''}", style="bold cyan")
+    if message.reasoning_content:
+        yield Text(f"(thought) {message.reasoning_content}", style="dim")
+    text = ""
+    for part in message.content:
+        if not isinstance(part, ImagePart):
+            text += part.text
+            continue
+        if text:
+            yield Text(text)
+        yield show(part.digest, policy)
+        text = ""
+    if text:
+        yield Text(text)
+    for call in message.tool_calls:
+        yield Text(f"→ {call.function.name}({call.function.arguments})", style="yellow")
+
+
+_REPLY = 60  # characters of a reply that are shown
+
+
+def call_tree(trajectory: Trajectory, trie: TokenTrie, left_out: Collection[int] = ()) -> Tree:
+    """Draw each call below the call whose prompt and completion its prompt starts with.
+
+    Args:
+        left_out: indices of abandoned calls, which are not trained on.
+    """
+    chats = trajectory.chats
+    root = Tree(Text(_totals(chats, trie)), guide_style="dim")
+    branches: dict[int, Tree] = {}
+    several = len({chat.policy for chat in chats}) > 1
+    continued = continued_calls(chats, trie)
+    for chat in chats:
+        before = continued[chat.index]
+        place = root if before is None else branches[before.index]
+        branches[chat.index] = place.add(_label(chat, before, chat.index in left_out, chat.policy if several else ""))
+    return root
+
+
+def _totals(chats: Collection[Chat], trie: TokenTrie) -> str:
+    sampled = sum(len(chat.completion_ids) for chat in chats)
+    seen = sum(chat.tokens for chat in chats)
+    drift = sum(chat.fork is not None and chat.fork.reason.is_drift for chat in chats)
+    return (
+        f"{len(chats)} call{'s' * (len(chats) != 1)}, {len(trie):,} distinct tokens of {seen:,} that the model saw, "
+        f"{sampled:,} sampled, {drift} forked from their history"
+    )
+
+
+def _label(chat: Chat, before: Chat | None, abandoned: bool, policy: str) -> Text:
+    text = Text(f"call {chat.index}", style="bold")
+    text.append(f"  {chat.agent}, step {chat.time_step}{policy and f', {policy}'}", style="cyan")
+    text.append(_sizes(chat, before), style="not bold")
+    if abandoned:
+        text.append("  abandoned, not trained", style="not bold red")
+    if chat.fork is not None:
+        text.append("\n" + _fork(chat.fork), style="not bold yellow")
+    said = " ".join([repr(chat.reply.text)[1:-1], *(f"{c.function.name}(…)" for c in chat.reply.tool_calls)]).strip()
+    text.append("\n" + shortened(said, _REPLY), style="not bold dim")
+    return text
+
+
+def _sizes(chat: Chat, before: Chat | None) -> str:
+    kept = 0 if before is None else before.tokens
+    reused = f"{kept} reused + " if kept else ""
+    cut = ", cut at its limit" if chat.finish_reason == "length" else ""
+    return f"  {reused}{chat.prompt_tokens - kept} read + {len(chat.completion_ids)} sampled{cut}"
+
+
+def _fork(fork: Fork) -> str:
+    where = "" if fork.call is None else f" (call {fork.call}, message {fork.message}, token {fork.position})"
+    return f"⑂ {fork.reason.value.replace('_', ' ')}{where}: {MEANINGS[fork.reason]}"
+
 
 LISTED = 40  # episodes, unless the command says how many
 FOLDED = 26  # characters that stand for the tokens of a prompt

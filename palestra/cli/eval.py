@@ -104,7 +104,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Score the model, print the outcome of each task, and return the exit code documented in the help."""
-    from palestra.client.arguments import checked_count
+    from palestra.client.plain_values import checked_count
     from palestra.runtime.arguments import Play
     from palestra.runtime.evaluating import evaluate_until_stopped
 

@@ -34,8 +34,8 @@ from palestra.cli import (
     train,
     worker,
 )
-from palestra.cli.ending import own_process
 from palestra.cli.options import CommandParser, HelpFormatter, commands_of
+from palestra.cli.own_process import own_process
 from palestra.errors import ConfigError, PalestraError
 from palestra.extensions import extensions, load_extension, nearest
 from palestra.extras import missing_extra
@@ -97,7 +97,7 @@ def command() -> int:
 
     def begin(trains: bool) -> None:
         if trains:
-            from palestra.cli.small_blocks import start_without_caches  # loads asyncio, which others do without
+            from palestra.cli.own_process import start_without_caches  # loads asyncio, which others do without
 
             start_without_caches()
         if any(name.lower().endswith("_proxy") for name in os.environ):

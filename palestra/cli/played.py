@@ -11,7 +11,7 @@ from palestra.cli.options import environment_settings, load_environment, load_fu
 from palestra.errors import ConfigError
 
 if TYPE_CHECKING:
-    from palestra.client.player import Rollout
+    from palestra.client.worker import Rollout
     from palestra.rollout import RolloutSpec
     from palestra.types.wire import RolloutFacts
 

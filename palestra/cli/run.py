@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.ending import end_soon
 from palestra.cli.options import add_command, add_set, overrides
+from palestra.cli.own_process import end_soon
 from palestra.terminal import say
 
 if TYPE_CHECKING:
@@ -38,11 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve the job, and train, until its steps are done or Ctrl-C; return 130 after a signal."""
     from palestra.config import load_config
     from palestra.models.device import tune_malloc
-    from palestra.runtime.checkpoints import newest_checkpoints
     from palestra.runtime.console import console_of
     from palestra.runtime.event_loop import run_on_uvloop
     from palestra.runtime.run_dir import resolve_run_dir
-    from palestra.runtime.starting_points import with_checkpoints
+    from palestra.runtime.starting_points import newest_checkpoints, with_checkpoints
 
     config = with_checkpoints(load_config(arguments.config, overrides(arguments.set)))
     config = resolve_run_dir(config, arguments.resume, lambda text: say(f"palestra: {text}", file=sys.stderr))

@@ -18,8 +18,7 @@ from palestra.pictures.blobs import Blobs
 from palestra.pictures.decoding import decode_picture
 from palestra.pictures.encoding import encode_picture
 from palestra.pictures.limits import OF_A_RUN
-from palestra.renderers.picture_layout import PictureLayout
-from palestra.renderers.seen_pictures import apart
+from palestra.renderers.picture_layout import PictureLayout, apart
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -65,7 +65,7 @@ def _runs(folders: Sequence[Path], console: Console) -> Callable[[], RenderableT
 
 def _service(url: str | None, console: Console, stack: contextlib.ExitStack) -> Callable[[], RenderableType]:
     """Return a function that reads a service."""
-    from palestra.cli.top_service import service_view
+    from palestra.cli.top_view import service_view
     from palestra.client.control import ControlClient
 
     control = stack.enter_context(ControlClient(url))

@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.ending import end_soon
 from palestra.cli.options import ENVIRONMENT, add_command, add_control, read_tasks
+from palestra.cli.own_process import end_soon
 from palestra.cli.played import PLAYED, Played, load_played
 from palestra.errors import ConfigError, JobOver
 from palestra.terminal import say
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from palestra.client import AsyncClient
     from palestra.client.async_client import Find
-    from palestra.client.player import EpisodePlayer, Rollout
+    from palestra.client.worker import EpisodePlayer, Rollout
     from palestra.rollout import RolloutSpec
     from palestra.types.wire import RolloutFacts
 
@@ -84,8 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     import asyncio
 
     from palestra.client import Client
-    from palestra.client.arguments import checked_amount, checked_count
     from palestra.client.fleet import Fleet
+    from palestra.client.plain_values import checked_amount, checked_count
 
     checked_count("--concurrency", arguments.concurrency)
     checked_count("--processes", arguments.processes)

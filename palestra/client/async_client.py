@@ -16,8 +16,18 @@ import httpx2
 
 from palestra.client.client import LIMITS
 from palestra.client.episode import Episode, Reward, RolloutResult, renewed
-from palestra.client.exchange import Action, Exchange, Reply, Settings, send_call
-from palestra.client.leases import GIVE_BACK_SECONDS, claim, give_back, hand_in, push
+from palestra.client.exchange import (
+    GIVE_BACK_SECONDS,
+    Action,
+    Exchange,
+    Reply,
+    Settings,
+    claim,
+    give_back,
+    hand_in,
+    push,
+    send_call,
+)
 from palestra.client.model_call import ModelCall, ModelReply, model_call
 from palestra.client.protocol import (
     A,

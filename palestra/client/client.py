@@ -12,8 +12,7 @@ from typing import Any, Self, TypeVar
 import httpx2
 
 from palestra.client.episode import Episode, Reward, RolloutResult, renewed_in_thread
-from palestra.client.exchange import Action, Exchange, Reply, Settings, send_call
-from palestra.client.leases import claim, give_back, hand_in, push
+from palestra.client.exchange import Action, Exchange, Reply, Settings, claim, give_back, hand_in, push, send_call
 from palestra.client.protocol import A, ApiCall, abort_call, claim_call, finish_call, heartbeat_call, upload_call
 from palestra.client.seat import Seat, seat_of
 from palestra.http_clients import http_client

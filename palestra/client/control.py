@@ -10,10 +10,10 @@ from typing import Any, Self
 import httpx2
 from pydantic import TypeAdapter
 
-from palestra.client.arguments import checked_amount, checked_count
 from palestra.client.client import drive
 from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange, trouble_of
 from palestra.client.job import Job
+from palestra.client.plain_values import checked_amount, checked_count
 from palestra.errors import ConfigError, ConnectionLost
 from palestra.http_clients import http_client
 from palestra.types.control_wire import JobList, JobView

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from palestra.errors import NotFound, PalestraError
-from palestra.types.steps import AgentStepReward, StepTimes
+from palestra.types.calls import AgentStepReward, StepTimes
 from palestra.waiting import cancelled
 
 log = logging.getLogger("palestra.client")

@@ -15,15 +15,18 @@ import random
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx2
 
-from palestra.client.arguments import checked_amount
-from palestra.client.protocol import LONGEST_PAUSE_SECONDS, A, ApiCall
+from palestra.client.episode import Episode
+from palestra.client.plain_values import checked_amount
+from palestra.client.protocol import LONGEST_PAUSE_SECONDS, A, ApiCall, abort_call, finish_call, push_calls, read_claim
+from palestra.client.task_files import task_source
 from palestra.errors import (
     ClaimOver,
     ConfigError,
@@ -34,6 +37,7 @@ from palestra.errors import (
     EpisodeLeaseExpired,
     Forbidden,
     InvalidRequest,
+    JobOver,
     NotFound,
     PalestraError,
     PayloadTooLarge,
@@ -42,6 +46,7 @@ from palestra.errors import (
     causes_of,
 )
 from palestra.proxies import through_proxy
+from palestra.types.wire import ClaimAnswer
 
 log = logging.getLogger("palestra.client")
 T = TypeVar("T")
@@ -299,3 +304,51 @@ def problem_of(url: str, reply: httpx2.Response) -> PalestraError:
     passing = reply.status_code >= 500 or reply.status_code in (408, 425)
     kind = ConnectionLost if passing else _BY_STATUS.get(reply.status_code, PalestraError)
     return kind(message)
+
+
+GIVE_BACK_SECONDS = 5.0  # limit for giving an episode back after an error; later, its lease runs out
+TaskSource = Iterable[Mapping[str, Any]] | str | Path
+
+
+def claim(
+    settings: Settings,
+    call: ApiCall[ClaimAnswer],
+    read: Callable[[ClaimAnswer], tuple[Episode | None, bool]] = read_claim,
+) -> Exchange[tuple[Episode | None, bool]]:
+    """Send a claim; return the episode, or None, and whether the job is over."""
+    try:
+        return read((yield from send_call(settings, call)))
+    except ClaimOver:
+        return None, False
+    except JobOver:
+        return None, True
+
+
+def hand_in(settings: Settings, episode: Episode) -> Exchange[None]:
+    """End an episode with the results set in its block."""
+    if episode.reward is None and episode.named_rewards is None:
+        raise InvalidRequest(f"episode {episode.episode_id}: set episode.reward before the block ends", "reward")
+    metadata, named = episode.metadata or None, episode.named_rewards
+    call = finish_call(episode, episode.reward, metadata=metadata, named_rewards=named, truncated=episode.truncated)
+    yield from send_call(settings, call)
+
+
+def give_back(settings: Settings, episode: Episode, error: BaseException) -> Exchange[bool]:
+    """Release an episode because of an error in its block, and return False: the error is not settled.
+
+    A failure is only logged: the user must see the block's own error, and the lease expires by itself.
+    """
+    try:
+        call = abort_call(episode, f"{type(error).__name__}: {error}", discard=False)
+        yield from send_call(settings, call, GIVE_BACK_SECONDS)
+    except Conflict as problem:
+        log.info("episode %s is not this client's any more: %s", episode.episode_id, problem)
+    except PalestraError as problem:
+        log.warning("episode %s was not given back, its lease runs out instead: %s", episode.episode_id, problem)
+    return False
+
+
+def push(settings: Settings, train: TaskSource, validation: TaskSource) -> Exchange[None]:
+    """Push all tasks of a job; see `Client.push_tasks`."""
+    for call in push_calls({"validation": task_source(validation), "train": task_source(train)}):
+        yield from send_call(settings, call)

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from palestra.client.episode import Episode
 from palestra.client.protocol import ApiCall
+from palestra.types.calls import FinishReason
 from palestra.types.messages import ChatMessage, TextPart, ToolChoice
-from palestra.types.steps import FinishReason
 
 MODEL_SECONDS = 600.0  # limit for one reply; the call is then sent again, and answered from the record if there is one
 

@@ -12,13 +12,12 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from palestra.client.arguments import checked_amount
 from palestra.client.episode import Episode, ModelEndpoint, Reward, RolloutResult
-from palestra.client.plain_values import plain_object, plain_task
+from palestra.client.plain_values import checked_amount, plain_object, plain_task
 from palestra.errors import InvalidRequest
+from palestra.types.calls import AgentStepReward
 from palestra.types.messages import ChatMessage
 from palestra.types.seat_wire import ActionAccepted, ActSeat, ObserveSeat, SeatAnswer
-from palestra.types.steps import AgentStepReward
 from palestra.types.wire import (
     AbortEpisode,
     ClaimAnswer,

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any
 
 from palestra.client.episode import Episode, ModelEndpoint
-from palestra.client.exchange import Exchange, Settings, send_call
-from palestra.client.leases import give_back
+from palestra.client.exchange import Exchange, Settings, give_back, send_call
 from palestra.client.protocol import abort_call, act_call, heartbeat_call, observe_call, read_claim
 from palestra.errors import Conflict, EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, PalestraError
 from palestra.types.messages import ChatMessage

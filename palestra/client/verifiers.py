@@ -17,8 +17,8 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from palestra.client.arguments import checked_count
 from palestra.client.episode import ModelEndpoint, RolloutResult
+from palestra.client.plain_values import checked_count
 from palestra.errors import ConfigError, EnvironmentFailed
 
 EPISODES_SERVED = 500  # after which an environment is replaced: it keeps a client for each key until it stops serving

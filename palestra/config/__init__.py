@@ -3,7 +3,6 @@
 from palestra.config.actor_critic import A2CConfig, ActorCriticConfig, PPOConfig, SACConfig, TokenCredit
 from palestra.config.algorithm import ALGORITHM_NAMES, OwnAlgorithmConfig
 from palestra.config.algorithm_base import REWARD_NAME, AlgorithmConfig, LossAggMode
-from palestra.config.differences import name_differences, name_settings
 from palestra.config.engine import Alike, EngineConfig, MixedEngineConfig, PooledEngineConfig
 from palestra.config.imitation import DistillConfig, SFTConfig
 from palestra.config.job import BUILT_IN, SMOLLM2, TINY, TINY_QWEN_VL, TINY_VISION, JobConfig, JobKind
@@ -16,13 +15,21 @@ from palestra.config.loading import (
     find_mistakes,
     load_config,
     load_saved_config,
+    name_differences,
+    name_settings,
     parse_config,
     resolve_paths,
 )
-from palestra.config.networks import CriticConfig, KLConfig, TeacherServerConfig, reference_of
-from palestra.config.optimizer import OptimizerConfig
-from palestra.config.parts import CheckpointConfig, ServerConfig, StoreConfig, TrainerConfig
-from palestra.config.pictures import PicturesConfig
+from palestra.config.networks import CriticConfig, KLConfig, OptimizerConfig, TeacherServerConfig, reference_of
+from palestra.config.parts import (
+    CheckpointConfig,
+    PicturesConfig,
+    SeatsConfig,
+    ServerConfig,
+    StoreConfig,
+    TrainerConfig,
+    WatchdogConfig,
+)
 from palestra.config.policy import (
     ALL_LINEAR,
     DEFAULT_CONTEXT,
@@ -50,11 +57,8 @@ from palestra.config.policy_gradient import (
     RLOOConfig,
     ScaledGroupConfig,
 )
-from palestra.config.pools import PoolConfig, RoleConfig, past_name, past_of
-from palestra.config.roles import MAX_AGENT, Roles, is_agent_name
+from palestra.config.roles import MAX_AGENT, PoolConfig, RoleConfig, Roles, is_agent_name, past_name, past_of
 from palestra.config.rollout import EnvironmentConfig, EvaluationConfig, RolloutConfig, TasksConfig
-from palestra.config.seats import SeatsConfig
-from palestra.config.watchdog import WatchdogConfig
 
 __all__ = [
     "ALGORITHM_NAMES",

@@ -1,5 +1,7 @@
 """The `[engine]` table: each kind of engine has its own keys, and refuses those of others.
 
+Drivers are loaded when a configuration is first checked: their modules import this package.
+
 The kinds' sections are in `palestra.engine.<kind>.config`, or in other packages; see `engine_kinds`.
 """
 
@@ -7,17 +9,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Union
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
 from pydantic_core import CoreSchema
 
-from palestra.config.engine_kinds import DEFAULT_KIND, sections
 from palestra.config.section import Section
 from palestra.errors import ConfigError
+from palestra.extensions import extensions, load_extension
 
 if TYPE_CHECKING:
     from palestra.config.job import JobConfig
+
+GROUP = "palestra.engines"
+DEFAULT_KIND = "embedded"  # of a table that names none
+
+
+class KnownEngine(Protocol):
+    """The part of a driver that a configuration uses; see `palestra.engine.driver.EngineDriver`."""
+
+    section: type[PooledEngineConfig]
+
+
+@cache
+def drivers() -> Mapping[str, Any]:
+    """Return a driver of each installed kind of engine, sorted by kind."""
+    found: dict[str, KnownEngine] = {}
+    for name, point in extensions(GROUP).items():
+        driver: KnownEngine = load_extension(point)()
+        if (kind := driver.section.model_fields["kind"].default) != name:
+            raise ConfigError(f"the engine {name!r} of {point.value} has a section of kind {kind!r}; make them equal")
+        found[name] = driver
+    return found
+
+
+def sections() -> dict[str, type[PooledEngineConfig]]:
+    """Return the configuration section of each kind."""
+    return {kind: driver.section for kind, driver in drivers().items()}
+
 
 Dtype = Literal["bfloat16", "float32"]
 MIXED = "mixed"

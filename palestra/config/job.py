@@ -12,22 +12,24 @@ from pydantic_core import to_json
 
 from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.algorithm_base import AlgorithmConfig
-from palestra.config.devices import check_devices
+from palestra.config.checks import check_bases, check_devices, check_trained
 from palestra.config.engine import EngineConfig, default_engine
 from palestra.config.judge import JudgeConfig
 from palestra.config.networks import TeacherServerConfig, reference_of
-from palestra.config.parts import CheckpointConfig, ServerConfig, StoreConfig, TrainerConfig
-from palestra.config.pictures import PicturesConfig
+from palestra.config.parts import (
+    CheckpointConfig,
+    PicturesConfig,
+    SeatsConfig,
+    ServerConfig,
+    StoreConfig,
+    TrainerConfig,
+    WatchdogConfig,
+)
 from palestra.config.policy import PolicyConfig, not_frozen, with_model
 from palestra.config.policy_gradient import GRPOConfig
-from palestra.config.pools import Role, RoleConfig
-from palestra.config.roles import AgentName, Roles, check_pools
+from palestra.config.roles import AgentName, Role, RoleConfig, Roles, check_pools
 from palestra.config.rollout import EnvironmentConfig, EvaluationConfig, RolloutConfig, TasksConfig
-from palestra.config.seats import SeatsConfig
 from palestra.config.section import Identifier, Positive, Section
-from palestra.config.shared_base import check_bases
-from palestra.config.trained import check_trained
-from palestra.config.watchdog import WatchdogConfig
 from palestra.errors import ConfigError
 
 JobKind = Literal["training", "inference"]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, get_args, get_origin
@@ -18,9 +19,71 @@ from pydantic import ValidationError
 from palestra.config.engine import EngineConfig
 from palestra.config.job import JobConfig
 from palestra.config.judge import JudgeConfig
+from palestra.config.policy import PolicyConfig
 from palestra.config.section import Mistake, explain, explain_all, key_parts, sections_of
-from palestra.config.toml_file import read_toml
 from palestra.errors import ConfigError
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the tables of a TOML file in UTF-8; a byte order mark is skipped."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+
+
+MOST_NAMED = 4  # differences that a message names
+_LONGEST = 60  # characters of a value in a message
+_OF_PLAYING = {
+    "environment": {"system", "settings", "timeout_seconds"},
+    "rollout": {"max_episode_seconds", "strict_history", "dropped_reasoning", "stripped_whitespace"},
+    "engine": {"kind"},
+}
+
+
+def name_differences(before: JobConfig, now: JobConfig) -> str:
+    """Describe the keys that affect training and differ, with both values; empty: there are none.
+
+    Args:
+        before: of the run's start.
+        now: of its resumption.
+    """
+    found = list(_differences(before.what_is_trained(), now.what_is_trained(), ""))
+    named = [f"{key} was {_shown(old)} and is {_shown(new)}" for key, old, new in found[:MOST_NAMED]]
+    more = len(found) - len(named)
+    return "; ".join(named) + (f"; and {more} more" if more else "")
+
+
+def name_settings(config: JobConfig) -> str:
+    """Describe the settings for playing episodes that are not defaults; empty: all are."""
+
+    def of_playing(job: JobConfig) -> dict[str, Any]:
+        policies = {name: one.model_dump(include={"max_context", "sampling"}) for name, one in job.policies.items()}
+        return job.model_dump(include=_OF_PLAYING) | {"policies": policies}
+
+    default = JobConfig().model_copy(update={"policies": dict.fromkeys(config.policies, PolicyConfig())})
+    found = _differences(of_playing(default), of_playing(config), "")
+    return ", ".join(f"{key} = {_shown(value)}" for key, _, value in found)
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted key and both values of each difference; None for a missing key."""
+    for key in dict.fromkeys((*before, *now)):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differences(old, new, f"{above}{key}.")
+        elif old != new:
+            yield f"{above}{key}", old, new
+
+
+def _shown(value: Any) -> str:
+    text = "none" if value is None else "a table" if isinstance(value, Mapping) else repr(value)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
 
 SAVED_CONFIG = "config.toml"  # in a run's folder, next to run.db
 _NAME_OR_PATH_KEYS = frozenset({"model", "from_run", "reference"})

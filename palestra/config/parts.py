@@ -2,11 +2,115 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
+from palestra.config.roles import AgentName
 from palestra.config.section import Positive, Seconds, Section
+
+
+class WatchdogConfig(Section):
+    """Ends a training job without progress, and names the stuck part."""
+
+    seconds: float = Field(
+        3600.0,
+        ge=0,
+        description="Time without an accepted token and without a finished step after which the job fails; 0: never. A "
+        "step has to be shorter.",
+    )
+    idle: Literal["wait", "fail"] = Field(
+        "wait",
+        description="Whether time in which no worker plays counts, while the job itself is in order. `wait`: it does "
+        "not, so that workers may come and go; `fail`: as any other time.",
+    )
+
+
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(:[0-9]{1,5})?", re.ASCII)
+
+
+class PicturesConfig(Section):
+    """Pictures in messages: their limits, and the hosts from which URLs are fetched."""
+
+    max_bytes: Positive = Field(4 * 2**20, description="Longest file of a picture. Longer ones are refused.")
+    max_pixels: Positive = Field(
+        4096 * 2304, description="Width times height of a picture; it is read from the file before it is decoded."
+    )
+    max_in_call: Positive = Field(100, description="Most pictures in the messages of one call.")
+    max_bytes_in_episode: Positive = Field(
+        2**30,
+        description="Most bytes of pictures that one attempt at an episode may add to those of the run by its key; "
+        "pictures that the run has already cost nothing. More are refused.",
+    )
+    store_gib: float = Field(
+        20.0, gt=0, description="Most that the pictures of the run take on disk, each counted once. More are refused."
+    )
+    hosts: list[str] = Field(
+        [],
+        description="Hosts, or `host:port`, whose http and https URLs may stand in messages; the server fetches them. "
+        "[]: a URL is refused. A name that leads to a private address is refused, too.",
+    )
+    private_hosts: list[str] = Field(
+        [], description="As `hosts`, of this machine or a private network: their addresses are not looked at."
+    )
+    fetch_seconds: Seconds = Field(10.0, description="Longest time in which a URL has to be fetched.")
+
+    @field_validator("hosts", "private_hosts")
+    @classmethod
+    def _are_hosts(cls, hosts: list[str]) -> list[str]:
+        lowered = [host.lower() for host in hosts]
+        for host in lowered:
+            if _HOST.fullmatch(host) is None:
+                raise ValueError(f"{host!r} is no host, as images.example.com, or 10.0.0.7:8080")
+        return lowered
+
+
+MAX_SEATS = 64  # of an episode
+
+
+class SeatsConfig(Section):
+    """The agents that external workers play. The server runs the environment and all other agents."""
+
+    roles: list[AgentName] = Field(
+        [],
+        max_length=MAX_SEATS,
+        description="Names of the agents that are seats: a worker claims one with `role` and plays it for an episode. "
+        "Empty: the job has no seats.",
+    )
+    takeover: Literal["worker", "policy", "replay"] = Field(
+        "worker",
+        description="What happens to a seat whose worker has died or has left. `worker`: another worker claims it and "
+        "continues; `policy`: the policy of its role plays the rest of the episode; `replay`: the episode is given "
+        "back, and played again from the start.",
+    )
+    wait_seconds: Seconds = Field(
+        600.0,
+        description="Longest time that an episode waits for a worker to claim a seat that has to act. Then the policy "
+        "of its role plays it (`takeover = policy`), or the episode is given back.",
+    )
+
+    act_seconds: Seconds = Field(
+        600.0,
+        description="Longest time that a worker may take for an action. Then the seat is taken from it, as when its "
+        "lease has run out. A shorter limit of the environment itself (`time_limits`) comes first.",
+    )
+
+    @model_validator(mode="after")
+    def _are_whole_agents(self) -> SeatsConfig:
+        if len(set(self.roles)) != len(self.roles):
+            raise ValueError(f"a role of seats is named twice: {', '.join(map(repr, self.roles))}")
+        for role in self.roles:
+            if "/" in role:
+                raise ValueError(f"{role!r} is a subagent, which is played by the worker of its parent's seat")
+        return self
+
+    def seat_of(self, agent: str) -> str | None:
+        """Return the external player of an agent: itself, or the one that its name begins with; None: the server plays
+        it.
+        """
+        seat = agent.partition("/")[0]
+        return seat if seat in self.roles else None
 
 
 class CheckpointConfig(Section):

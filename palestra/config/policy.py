@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from palestra.config.algorithm import AnyAlgorithmConfig
-from palestra.config.optimizer import OptimizerConfig
+from palestra.config.checks import check_address
+from palestra.config.networks import OptimizerConfig
 from palestra.config.section import UNLIMITED, Positive, Section
-from palestra.config.shared_base import check_address
 
 DEFAULT_CONTEXT = 4096
 ALL_LINEAR = "all-linear"  # as a target of an adapter: all linear layers but the head

@@ -38,8 +38,7 @@ from palestra.store.browsing import EpisodeView, calls_of, episode_events, read_
 from palestra.store.run_log import is_finished
 from palestra.store.trained_tokens import TrainedCall, read_trained
 from palestra.tokens import TokenTrie, rows_of
-from palestra.types.calls import Chat, SamplingParams
-from palestra.types.forks import MEANINGS
+from palestra.types.calls import MEANINGS, Chat, SamplingParams
 from palestra.types.messages import ChatMessage, ImagePart, TextPart
 from palestra.types.records import TrainSample
 

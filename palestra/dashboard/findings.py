@@ -6,8 +6,7 @@ from dataclasses import asdict
 
 from palestra.dashboard.answers import FindingAnswer, FindingsAnswer
 from palestra.dashboard.runs import Run
-from palestra.doctor.examination import examine_store
-from palestra.doctor.rules import RULES
+from palestra.doctor.examination import RULES, examine_store
 
 
 def read_findings(run: Run, kept: dict[int, dict[str, float]]) -> FindingsAnswer:

@@ -14,7 +14,7 @@ from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.pictures.decoding import decode_picture
 from palestra.pictures.encoding import encode_picture
 from palestra.pictures.limits import OF_A_RUN, InvalidPicture
-from palestra.renderers.seen_pictures import layout_fact, read_layout
+from palestra.renderers.picture_layout import layout_fact, read_layout
 from palestra.store.run_log import read_fact
 
 TILES = "x-palestra-tiles"  # rows and columns of its parts: tiles, or the squares of embeddings

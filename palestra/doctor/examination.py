@@ -11,16 +11,43 @@ import orjson
 from sqlalchemy import Connection, func, select
 
 from palestra.config import JobConfig, load_saved_config
+from palestra.doctor.off_policy_rules import OFF_POLICY_RULES
+from palestra.doctor.opponent_rules import OPPONENT_RULES
 from palestra.doctor.rule import JobSize, Row, Rule, RunHistory
-from palestra.doctor.rules import OF_A_JOB, OF_A_POLICY, RULES
+from palestra.doctor.step_rules import REPLY_RULES, STEP_RULES
 from palestra.doctor.store_facts import disk_facts, store_facts
+from palestra.doctor.store_rules import STORE_RULES
+from palestra.doctor.trend_rules import TREND_RULES
 from palestra.errors import NotFound
 from palestra.store.browsing import EpisodeSummary, browse, last_state
 from palestra.store.run_log import NUMERICS, read_fact, readable_metrics
 from palestra.store.search import readable_summaries
 from palestra.store.tables import episodes, groups
 from palestra.types.metrics import row_of_policy
+from palestra.types.progress import HealthWarning
 from palestra.types.records import ON_PURPOSE
+
+RULES: tuple[Rule, ...] = (*STEP_RULES, *REPLY_RULES, *OFF_POLICY_RULES, *TREND_RULES, *OPPONENT_RULES, *STORE_RULES)
+
+OF_A_POLICY = tuple(rule for rule in RULES if not rule.of_job)
+OF_A_JOB = tuple(rule for rule in RULES if rule.of_job)
+
+
+def health_of(history: RunHistory, policy: str = "", rules: Sequence[Rule] = RULES) -> list[HealthWarning]:
+    """Return the signs in the newest step; empty for a run that learns.
+
+    Args:
+        policy: of the rows, for people; empty if the job has only one.
+    """
+    if not history.rows:
+        return []
+    step, whose = int(history.newest["step"]), policy and f"policy {policy}: "
+    return [
+        HealthWarning(code=rule.code, step=step, text=f"{whose}{seen}; {rule.remedy}", policy=policy)
+        for rule in rules
+        if (seen := rule.seen(history)) is not None
+    ]
+
 
 MOST_EPISODES = 5  # of a finding
 EXAMINE_SECONDS = 60.0  # that the queries of an examination may take: a table may be a view without an end

@@ -2,12 +2,118 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from palestra.errors import InvalidRequest, ReplyLost
 from palestra.models.weights import WeightSource
-from palestra.types.calls import PolicyVersion, SampledTokens, SamplingParams, TokenSequence
+from palestra.types.calls import (
+    LARGEST_BIAS,
+    MOST_LISTED,
+    SAMPLING_RANGES,
+    PolicyVersion,
+    SampledTokens,
+    SamplingParams,
+    TokenSequence,
+)
+
+# Words, names, numbers, code, other scripts: places at which tokenizers differ.
+SAMPLE_TEXT = "Tokenizers differ: 1,234.5 km, naïve Zürich, def f(x):\n    return x**2  # 東京, Москва 🙂\n"
+
+
+def check_prompt(prompt: TokenSequence, vocab_size: int, most_tokens: int, sees: bool) -> None:
+    """Raise InvalidRequest for a prompt that the model can't read.
+
+    Args:
+        prompt: [P] ids and their pictures.
+        sees: whether the model is a vision-language model.
+    """
+    ids = prompt.ids
+    if prompt.media and not sees:
+        raise InvalidRequest("this model reads text only, and the prompt has a picture", "prompt")
+    one_list = ids.ndim == 1 and 0 < len(ids) <= most_tokens
+    if not one_list or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise InvalidRequest(
+            f"a prompt has 1 to {most_tokens} tokens, and all are from 0 to {vocab_size - 1}", "prompt"
+        )
+
+
+def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raise InvalidRequest for sampling parameters out of range, naming the field, and for unknown tokens."""
+    for name, (least, most) in SAMPLING_RANGES.items():
+        if not least <= getattr(sampling, name) <= most:  # NaN is in no range
+            raise InvalidRequest(f"{name} has to be from {least} to {most}", name)
+    if not all(abs(bias) <= LARGEST_BIAS for _, bias in sampling.logit_bias):
+        raise InvalidRequest(f"biases are from -{LARGEST_BIAS:g} to {LARGEST_BIAS:g}", "logit_bias")
+    for name, named in (
+        ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("stop_token_ids", sampling.stop_ids),
+    ):
+        if len(named) > MOST_LISTED or not all(0 <= token < vocab_size for token in named):
+            raise InvalidRequest(f"{name} names at most {MOST_LISTED} tokens, from 0 to {vocab_size - 1}", name)
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return a number in [0, 1) with 53 random bits, from a call's seed and a token's position in its reply."""
+    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+class TokenReplay:
+    """Delivers each token of a reply once, even if the reply is sampled several times.
+
+    A request has a seed, so a retry repeats the same tokens unless other weights or another batch changed the
+    arithmetic. Delivered tokens can't be taken back, so tokens of a retry are compared with them, and skipped while
+    they are equal.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[int] = []  # tokens that the caller has
+        self._seen = 0  # tokens of the present attempt
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return the tokens that the caller has."""
+        return self._given
+
+    def begin_again(self) -> None:
+        """Begin another attempt."""
+        self._seen = 0
+
+    def take(self, piece: SampledTokens) -> SampledTokens | None:
+        """Return the part of a piece that the caller does not have yet; None: it has all of it.
+
+        Args:
+            piece: next tokens of the present attempt.
+
+        Raises:
+            ReplyLost: the piece differs from what the caller has.
+        """
+        if self._seen == len(self._given):  # the usual case: nothing is repeated
+            self._given += piece.ids
+            self._seen += len(piece.ids)
+            return piece
+        known = min(len(piece.ids), len(self._given) - self._seen)
+        if list(piece.ids[:known]) != self._given[self._seen : self._seen + known]:
+            raise ReplyLost("a reply was lost before its end, and sampling it again has given other tokens")
+        self._seen += known
+        if known == len(piece.ids):
+            return None
+        rest = piece.ids[known:]
+        self._given += rest
+        self._seen += len(rest)
+        return SampledTokens(ids=rest, logprobs=piece.logprobs[known:], version=piece.version, top=piece.top[known:])
+
+    def end(self) -> None:
+        """Check that the ended attempt is as long as what the caller has.
+
+        Raises:
+            ReplyLost: it is shorter.
+        """
+        if self._seen < len(self._given):
+            raise ReplyLost("a reply was lost before its end, and sampling it again has given fewer tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

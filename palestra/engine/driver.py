@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from palestra.config import JobConfig, PooledEngineConfig
-from palestra.config.engine_kinds import drivers
+from palestra.config.engine import drivers
 from palestra.errors import EngineFailure
 from palestra.threads import in_thread
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from palestra.models.device import DeviceName
     from palestra.models.loading import LoadedModels
     from palestra.models.weights import WeightSource
-    from palestra.pictures.stored import StoredPictures
+    from palestra.pictures.kept import StoredPictures
     from palestra.renderers import Renderer
 
     Keep = Callable[[str, WeightSource], Awaitable[KeptWeights]]

@@ -13,9 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from palestra.env_server.page import PAGE, PAGE_HEADERS
+from palestra.env_server.page import PAGE, PAGE_HEADERS, carry
 from palestra.env_server.sessions import SessionTable
-from palestra.env_server.sockets import carry
 from palestra.errors import PalestraError, Unauthorized
 from palestra.http.app import PUBLIC, build_app
 from palestra.http.errors import Failure, openai_error

@@ -23,7 +23,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from palestra.env_server.session import Made, SessionLimits
 from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
-from palestra.envs.closing import close_or_log
+from palestra.envs.concurrent import close_or_log
 from palestra.errors import Conflict, EpisodeOver, InvalidEnvironment, PalestraError, Unauthorized, place_of
 from palestra.http.app import PUBLIC, build_app
 from palestra.http.guard import bearer

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
-from palestra.envs.closing import close_or_log
+from palestra.envs.concurrent import close_or_log
 from palestra.envs.remote.observations import encoded, message_of
 from palestra.errors import (
     ConfigError,

@@ -4,21 +4,19 @@ Importing this package loads neither torch nor ray, so that a rollout worker sta
 """
 
 from palestra.envs.acting import ActingEnvironment, Progress
-from palestra.envs.arithmetic import Arithmetic
-from palestra.envs.calculator import CalculatorEnvironment
+from palestra.envs.arithmetic import Arithmetic, CalculatorEnvironment
 from palestra.envs.catalog import CATALOG, CatalogEntry, catalog_entry
 from palestra.envs.check import check_environment
 from palestra.envs.concurrent import ConcurrentEnvironment, SerialEnvironment
 from palestra.envs.continuous import ContinuousEnvironment, run_virtual
-from palestra.envs.coordinator import Coordinator
+from palestra.envs.coordinator import Coordinator, TimeLimit
 from palestra.envs.environment import Environment, TaskEnvironment
 from palestra.envs.multi_agent import Fault, MultiAgentEnvironment, Outcome
 from palestra.envs.protocols import AgentProtocol, Stage, decided, free, phases, simultaneous, turns
 from palestra.envs.rewards import reward_function
 from palestra.envs.subagents import DELEGATE, Subagent, SubagentEnvironment
-from palestra.envs.task_splits import Split
+from palestra.envs.tasks import Split
 from palestra.envs.tool_environment import ToolEnvironment
-from palestra.envs.turn_clock import TimeLimit
 
 __all__ = [
     "CATALOG",

@@ -15,11 +15,10 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, create_model
 
-from palestra.envs.arithmetic import Arithmetic, arithmetic_tasks
-from palestra.envs.calculator import CalculatorEnvironment, calculator_tasks
+from palestra.envs.arithmetic import Arithmetic, CalculatorEnvironment, arithmetic_tasks, calculator_tasks
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.environment import Environment
-from palestra.envs.task_splits import Split
+from palestra.envs.tasks import Split
 from palestra.errors import ConfigError
 from palestra.extensions import extensions, load_extension, nearest
 
@@ -172,3 +171,19 @@ class _Catalog(Mapping[str, CatalogEntry]):
 
 
 CATALOG: Mapping[str, CatalogEntry] = _Catalog()
+
+
+ADAPTERS = "palestra.adapters"
+
+
+def adapted(environment: Any) -> Any:
+    """Return a factory of environments for another library's class, instance or name.
+
+    An object that no adapter knows, and a name of Palestra's own, is returned unchanged.
+    """
+    if environment is None or (isinstance(environment, str) and environment.partition("/")[0] in CATALOG):
+        return environment
+    for point in extensions(ADAPTERS).values():
+        if (found := load_extension(point)(environment)) is not None:
+            return found
+    return environment

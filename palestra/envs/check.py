@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
 
-from palestra.envs.adapters import adapted
-from palestra.envs.check_concurrent import Script, Task, check_concurrent, check_nothing_left, scripts
-from palestra.envs.check_continuous import episodes_of
+from palestra.envs.catalog import adapted
+from palestra.envs.check_concurrent import Script, Task, check_concurrent, check_nothing_left, episodes_of, scripts
 from palestra.envs.concurrent import ConcurrentEnvironment, checked_reset, checked_step, step_call
 from palestra.envs.continuous import ContinuousEnvironment, run_virtual
 from palestra.envs.environment import Environment

@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any
 
 from palestra.envs.concurrent import ConcurrentEnvironment
-from palestra.envs.coordinator import Coordinator
+from palestra.envs.coordinator import Coordinator, TimeLimit, TurnClock
 from palestra.envs.protocols import AgentProtocol, turns
-from palestra.envs.turn_clock import TimeLimit, TurnClock
 from palestra.errors import Conflict, EpisodeForfeited, EpisodeOver, InvalidEnvironment, PalestraError, RolloutFailed
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage, Observation, text_message

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from palestra.engine.base import WorkerPool
-from palestra.engine.checks import SAMPLE_TEXT
+from palestra.engine.base import SAMPLE_TEXT, WorkerPool
 from palestra.errors import ConfigError
 from palestra.session import PolicyRuntime
 from palestra.trainer.base import Trainer

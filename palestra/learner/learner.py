@@ -17,18 +17,15 @@ from typing import Any
 from palestra.algorithms.base import Algorithm
 from palestra.errors import ConfigError
 from palestra.faults import fault_point
-from palestra.learner.budget import TrainingBudget
 from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.engine_check import check_engine
 from palestra.learner.evaluation import validate
 from palestra.learner.groups import DynamicSampling, gather_groups
 from palestra.learner.open_run import OpenRun
-from palestra.learner.playing_time import PlayingTime
 from palestra.learner.pools import Pools
 from palestra.learner.recordings import Recordings, gather_recorded
-from palestra.learner.reporting import StepLog, checkpoints_of
-from palestra.learner.roles import role_metrics
-from palestra.learner.schedule import TaskOrder
+from palestra.learner.reporting import PlayingTime, StepLog, checkpoints_of, role_metrics
+from palestra.learner.schedule import TaskOrder, TrainingBudget
 from palestra.learner.update import PolicyUpdate
 from palestra.models.weights import WeightSource
 from palestra.threads import in_thread

@@ -8,7 +8,7 @@ from dataclasses import replace
 from palestra.algorithms.loss import LOSSES, LossMetric
 from palestra.algorithms.registry import ALGORITHMS
 from palestra.algorithms.regularization import REGULARIZATION_METRICS
-from palestra.learner.roles import ROLE_METRICS
+from palestra.learner.reporting import ROLE_METRICS
 from palestra.trainer.base import CRITIC_METRICS, REFERENCE_METRICS, TRAINER_METRICS, StepReport
 from palestra.types.metrics import METRICS, Metric
 

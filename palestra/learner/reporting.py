@@ -11,20 +11,153 @@ import io
 import itertools
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from palestra.config import SAVED_CONFIG, JobConfig, dump_saved_config, load_config, name_differences
+import numpy as np
+
+from palestra.config import SAVED_CONFIG, JobConfig, Roles, dump_saved_config, load_config, name_differences
 from palestra.disk import write_whole, writing
-from palestra.doctor.opponent_facts import opponent_facts
+from palestra.doctor.examination import OF_A_JOB, OF_A_POLICY, health_of
 from palestra.doctor.rule import KEPT, START, VALIDATION, JobSize, RunHistory
-from palestra.doctor.rules import OF_A_JOB, OF_A_POLICY, health_of
+from palestra.doctor.store_facts import opponent_facts
 from palestra.errors import ConfigError
 from palestra.learner.open_run import OpenRun
-from palestra.types.metrics import of_policies, of_policy, row_of_policy
+from palestra.store.casting import results
+from palestra.store.trained_tokens import TrainedCall
+from palestra.types.calls import Floats
+from palestra.types.metrics import Metric, of_policies, of_policy, row_of_policy
 from palestra.types.progress import HealthWarning
+from palestra.types.records import TrainSample, Trajectory
+
+
+class PlayingTime:
+    """Measures the time in which each step's episodes were played, as far as this process has seen it.
+
+    If episodes are played ahead of training, a step hardly waits for its own: they were played since the previous
+    step's were complete.
+    """
+
+    def __init__(self, ahead: bool, now: Callable[[], float] = time.monotonic) -> None:
+        """Begin before the first step.
+
+        Args:
+            ahead: whether episodes are played while earlier steps are trained.
+            now: returns monotonic seconds.
+        """
+        self._ahead, self._now = ahead, now
+        self._gathered_at: float | None = None  # when this process had the episodes of a step together; None: not yet
+        self._seconds: float | None = None  # in which those of the newest step were played; None: not known
+        self.resumed = False  # episodes of the first step that is gathered may have been played before the restart
+
+    def gathered(self, started: float) -> None:
+        """Record that a step's episodes are complete.
+
+        Args:
+            started: when the step began to wait for them.
+        """
+        before, self._gathered_at = self._gathered_at, self._now()
+        if before is None and self.resumed:
+            self._seconds = None
+        else:
+            self._seconds = self._gathered_at - (before if before is not None and self._ahead else started)
+
+    def not_played(self) -> None:
+        """Record that a step needed no playing: its batch was fixed before a restart, or its episodes are recorded."""
+        self._seconds = None
+
+    def rate(self, row: Mapping[str, float]) -> dict[str, float]:
+        """Return the newest step's tokens per second as a metric, by full name; empty if unknown."""
+        if not self._seconds:
+            return {}
+        return {
+            "rollout/tokens_per_second": (row["rollout/prompt_tokens"] + row["rollout/completion_tokens"])
+            / self._seconds
+        }
+
+
+ROLE_METRICS = (
+    Metric(
+        "rollout/reward/AGENT",
+        "reward",
+        "Mean reward of the agent AGENT over the batch's episodes in which several agents are rewarded, with any "
+        "policy; of each such agent without a parent, at most 16.",
+    ),
+    Metric(
+        "rollout/pool/VERSION/win_rate",
+        "ratio",
+        "Mean over the batch's episodes in which the past version VERSION (`white@5`) plays: 1 where the agents that "
+        "learn have a higher mean reward than those of the version, 0.5 where both have the same, 0 otherwise.",
+    ),
+    Metric("rollout/pool/VERSION/episodes", "episodes", "The batch's episodes in which VERSION plays and is rewarded."),
+)
+MOST_AGENTS = 16  # agents of which a row has the mean reward; their names come from environments and workers
+
+
+def role_metrics(trajectories: Sequence[Trajectory], roles: Roles) -> dict[str, float]:
+    """Return the mean reward of each agent, and how often each past version was beaten, by full name.
+
+    Subagents are left out, and episodes in which only one agent is rewarded.
+    """
+    by_agent: defaultdict[str, list[float]] = defaultdict(list)
+    points: defaultdict[str, list[float]] = defaultdict(list)
+    for episode in (trajectory.episode for trajectory in trajectories):
+        rewards: Mapping[str, float] = episode.rewards or {}
+        named = {agent: reward for agent, reward in rewards.items() if "/" not in agent}
+        if len(named) > 1:
+            for agent, reward in named.items():
+                by_agent[agent].append(reward)
+        for version, won in results(roles, episode.players, rewards).items():
+            points[version].append(won)
+    found = {f"rollout/reward/{agent}": _mean(by_agent[agent]) for agent in sorted(by_agent)[:MOST_AGENTS]}
+    for version, won_by in sorted(points.items()):
+        found[f"rollout/pool/{version}/win_rate"] = _mean(won_by)
+        found[f"rollout/pool/{version}/episodes"] = float(len(won_by))
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+TrainedRow = tuple[TrainSample, Floats]  # a row, and the logprobs [N] of its trained tokens when it was trained
+
+
+def trained_calls(rows: Iterable[TrainedRow]) -> list[TrainedCall]:
+    """Return the trained tokens of rows by call.
+
+    Rows trained on unsampled tokens are left out: their logprobs are not of sampled tokens.
+    """
+    found: dict[tuple[str, int], list[tuple[int, Floats]]] = {}
+    for row, logprobs in rows:
+        if row.targets is not None:
+            continue
+        places = np.flatnonzero(row.loss_mask)
+        calls = row.calls[places]
+        for index in np.unique(calls).tolist():
+            # A row is a path from the root, so a place in the row is the same place in the call's prompt and reply.
+            own = places[calls == index]
+            start, stop = int(own[0]), int(own[-1]) + 1
+            values = np.where(
+                row.loss_mask[start:stop] & (row.calls[start:stop] == index), logprobs[start:stop], np.nan
+            )
+            found.setdefault((row.episode_id, index), []).append((start, values.astype(np.float32)))
+    return [_joined(name, index, parts) for (name, index), parts in found.items()]
+
+
+def _joined(episode_id: str, index: int, parts: Sequence[tuple[int, Floats]]) -> TrainedCall:
+    """Return a call of several parts: two rows train a reply where a later prompt has only its beginning."""
+    start = min(place for place, _ in parts)
+    values = np.full(max(place + len(part) for place, part in parts) - start, np.nan, np.float32)
+    for place, part in parts:
+        here = values[place - start : place - start + len(part)]
+        here[:] = np.where(np.isnan(part), here, part)
+    return TrainedCall(episode_id=episode_id, index=index, start=start, logprobs=values)
+
 
 Row = Mapping[str, float]
 REWARD = "train/reward_mean"

@@ -7,8 +7,9 @@ import random
 from array import array
 from collections.abc import Sequence
 
-from palestra.config import OptimizerConfig
+from palestra.config import JobConfig, OptimizerConfig
 from palestra.database import to_json
+from palestra.store import Groups
 from palestra.store.tasks import StoredTasks
 from palestra.types.records import Task
 
@@ -92,3 +93,74 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int, sampled_share:
         done = min(sampled_share, 1.0)
     share = 1.0 - done if config.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
     return config.learning_rate * share
+
+
+class TrainingBudget:
+    """Counts the sampled tokens of a job, step by step.
+
+    Counts come from the store, so that a resumed job ends with the same step as an uninterrupted one.
+
+    Attributes:
+        sampled: tokens sampled by the trained policies in the completed training episodes of all counted steps,
+            including replaced groups.
+    """
+
+    def __init__(self, config: JobConfig, groups: Groups) -> None:
+        """Begin without counted steps."""
+        self._config, self._groups = config, groups
+        self.sampled = 0
+        self._before = 0  # tokens of the steps before the newest that was counted
+
+    async def restore(self, step: int) -> None:
+        """Count all steps of a resumed job.
+
+        Args:
+            step: newest trained step; 0: none.
+        """
+        trained = self._config.trained_policies
+        self._before = await self._groups.sampled_tokens(range(1, step), trained)
+        self.sampled = self._before + await self._groups.sampled_tokens(range(step, step + 1), trained)
+
+    async def count(self, step: int) -> None:
+        """Add the tokens of a gathered step."""
+        trained = self._config.trained_policies
+        self._before = self.sampled
+        self.sampled += await self._groups.sampled_tokens(range(step, step + 1), trained)
+
+    def is_over(self, step: int) -> bool:
+        """Return whether training ends with this step, the newest counted one."""
+        budget = self._config.token_budget
+        return step >= self._config.steps or (budget is not None and self.sampled >= budget)
+
+    def learning_rate(self, optimizer: OptimizerConfig, step: int) -> float:
+        """Return the learning rate of the newest counted step, which decays by tokens if there is a budget.
+
+        Args:
+            step: from 1.
+        """
+        budget = self._config.token_budget
+        return learning_rate(optimizer, step, self._config.steps, None if budget is None else self._before / budget)
+
+    def evaluations_after(self, step: int) -> int:
+        """Estimate the number of evaluations after this step, the newest finished one."""
+        config, budget, steps = self._config.evaluation, self._config.token_budget, self._config.steps
+        if self.is_over(step) or not (config.every_steps or config.every_tokens):
+            return 0
+        if config.every_tokens is not None:
+            rate = self.sampled / step if step else 0.0
+            rest = rate * (steps - step) if budget is None else budget - self.sampled
+            return int(rest // config.every_tokens) + 1
+        if budget is not None and self.sampled:
+            steps = min(steps, round(step * budget / self.sampled))
+        return max(steps // config.every_steps - step // config.every_steps, 0) + bool(steps % config.every_steps)
+
+    def evaluation_is_due(self, step: int) -> bool:
+        """Return whether to evaluate the policies after this step, the newest counted one."""
+        config = self._config.evaluation
+        if not config.every_steps and config.every_tokens is None:
+            return False
+        if step == 0 or self.is_over(step):
+            return True
+        if config.every_tokens is not None:
+            return self.sampled // config.every_tokens > self._before // config.every_tokens
+        return step % config.every_steps == 0

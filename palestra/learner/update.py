@@ -21,6 +21,7 @@ from palestra.config import JobConfig, reference_of
 from palestra.errors import ConfigError
 from palestra.learner.batch import (
     Batch,
+    CallChoices,
     Choices,
     make_batch,
     rollout_metrics,
@@ -28,15 +29,14 @@ from palestra.learner.batch import (
     staleness_of,
     token_metrics,
 )
-from palestra.learner.budget import TrainingBudget
 from palestra.learner.checkpoints import Stateful
-from palestra.learner.choices import CallChoices
 from palestra.learner.metrics import loss_metrics
 from palestra.learner.open_run import OpenRun
 from palestra.learner.replay import ReplayBuffer
+from palestra.learner.reporting import TrainedRow, trained_calls
+from palestra.learner.schedule import TrainingBudget
 from palestra.learner.shares import shares_of
 from palestra.learner.teacher import ServedTeacher
-from palestra.learner.trained_calls import Row, trained_calls
 from palestra.trainer.base import (
     TRAINER_METRICS,
     CriticKind,
@@ -107,7 +107,7 @@ class _Passes:
     last: Sequence[StepReport]
     update: OptimReport
     skipped: int
-    trained: Sequence[Row]
+    trained: Sequence[TrainedRow]
 
     @property
     def counts(self) -> dict[str, float]:
@@ -340,7 +340,7 @@ class PolicyUpdate:
         """Compute gradients and update one network, once per epoch and minibatch."""
         algorithm = self._settings
         whose = "" if network == "policy" else f" {network}"
-        reports, last, skipped, trained = list[StepReport](), list[StepReport](), 0, list[Row]()
+        reports, last, skipped, trained = list[StepReport](), list[StepReport](), 0, list[TrainedRow]()
         # What is drawn from a replay buffer is of earlier steps, and has been recorded in its own.
         recorded = network == "policy" and self._replay is None and self._config.store.trained_logprobs_steps > 0
         for epoch in range(epochs):

@@ -16,8 +16,7 @@ from palestra.config import BUILT_IN, SMOLLM2, TINY, TINY_QWEN_VL, TINY_VISION
 from palestra.errors import ModelError, ServerFailed
 from palestra.models.byte_model import make_tiny
 from palestra.models.quiet import NO_CODE, one_line, quiet_transformers
-from palestra.models.vision.tiny import make_tiny_vision
-from palestra.models.vision.tiny_qwen import make_tiny_qwen
+from palestra.models.vision.tiny import make_tiny_qwen, make_tiny_vision
 
 # How long the hub may take to answer. Its own client would try five times for each of several files, so one request
 # finds out first whether the hub answers at all.

@@ -30,8 +30,8 @@ from palestra.models.adapter_files import read_adapter, saved_adapter, tokenizer
 from palestra.models.adapters import Adapter, merge
 from palestra.models.attention_backend import AttentionBackend, AttentionSlot, TrialAttention, recomputed
 from palestra.models.catalog import model_folder
-from palestra.models.exact_logits import Correction, is_adapted, sharpened
 from palestra.models.kernels import kernels
+from palestra.models.logits import Correction, is_adapted, sharpened
 from palestra.models.quiet import NO_CODE, NO_PICKLE, one_line, quiet_transformers
 from palestra.models.rounded_head import HeadWeights, RoundedHead, is_called_as_it_is
 from palestra.models.vision.loading import load_seeing
@@ -42,7 +42,7 @@ from palestra.types.calls import TokenSequence
 
 if TYPE_CHECKING:
     from palestra.models.kernels import PackedWeights
-    from palestra.models.parted_loading import PartedFiles
+    from palestra.models.loading import PartedFiles
 
 FLAT_ATTENTION = "palestra_flat"  # name under which transformers knows `_flat_attention`
 _TRIAL_TOKENS = 12

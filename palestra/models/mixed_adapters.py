@@ -13,13 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from palestra.models.adapter_stacks import ALIGNED, Stacks, stacked
-from palestra.models.adapters import Adapter, LoraLinear, embedding_layer, head_layer, linear_layers
+from palestra.models.adapter_stacks import ALIGNED, RowGroups, Runs, Stacks, separately, stacked
+from palestra.models.adapters import Adapter, LoraEmbedding, LoraLinear, embedding_layer, head_layer, linear_layers
 from palestra.models.attention_backend import AttentionBackend
 from palestra.models.causal_lm import CausalLM
 from palestra.models.kernels import PackedLayer, kernels
-from palestra.models.lora_embedding import LoraEmbedding
-from palestra.models.row_groups import RowGroups, Runs, separately
 
 MIN_ROWS = 4  # products of fewer rows take another way through the processor, and round differently
 

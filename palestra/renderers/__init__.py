@@ -13,8 +13,7 @@ from palestra.renderers.base import (
 from palestra.renderers.chatml import ChatMLConfig, ChatMLRenderer
 from palestra.renderers.dialog import DialogRenderer
 from palestra.renderers.package import PackageRenderer
-from palestra.renderers.picture_layout import QWEN, PictureLayout, layout_of
-from palestra.renderers.picture_tokens import PictureTokens
+from palestra.renderers.picture_layout import QWEN, PictureLayout, PictureTokens, layout_of
 from palestra.renderers.selection import select_renderer
 from palestra.renderers.vocabulary import ByteTokenizer, Vocabulary
 

@@ -13,7 +13,7 @@ from palestra.renderers.base import Renderer, Reply, Tools, reply_of
 from palestra.renderers.chatml_reply import ChatMLStream, read_reply, write_thought
 from palestra.renderers.control_text import plain_encoder
 from palestra.renderers.long_text import LongText
-from palestra.renderers.picture_tokens import PictureTokens
+from palestra.renderers.picture_layout import PictureTokens
 from palestra.renderers.probes import NAMES
 from palestra.renderers.prompt_writer import Pieces, PromptWriter, joined, parts_of, refuse_pictures
 from palestra.renderers.reply_grammar import CallFormat

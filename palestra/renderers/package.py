@@ -21,12 +21,10 @@ from palestra.renderers.base import (
     WholeReplyStream,
     reply_of,
 )
-from palestra.renderers.call_format import PROBE_TOOLS, find_call_format, probe_reply
 from palestra.renderers.control_text import ControlText, control_tokens
 from palestra.renderers.long_text import PIECE, TooManyTokens
-from palestra.renderers.probes import PLAIN, Probe, Unseen, shows_reasoning, unseen_of
-from palestra.renderers.reply_grammar import CallFormat
-from palestra.renderers.template_text import template_text
+from palestra.renderers.probes import PLAIN, Probe, Unseen, shows_reasoning, template_text, unseen_of
+from palestra.renderers.reply_grammar import PROBE_TOOLS, CallFormat, find_call_format, probe_reply
 from palestra.renderers.tool_calls import object_text, read_object
 from palestra.renderers.vocabulary import Vocabulary
 from palestra.types.calls import Ids, TokenSequence

@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+import orjson
+
 from palestra.errors import ModelError
-from palestra.renderers.fixed_layout import fixed_layout
-from palestra.renderers.patch_layout import PatchLayout
+from palestra.renderers.model_layouts import FixedLayout, PatchLayout, fixed_layout
+from palestra.types.messages import Pictures
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -254,3 +257,88 @@ def _bounded(width: int, height: int, most: int) -> tuple[int, int]:
     if height > width and height > most:
         return max(int(most * ratio), 1), most
     return width, height
+
+
+class PictureTokens:
+    """Writes the placeholders of pictures.
+
+    Attributes:
+        layout: control tokens of a picture of a given size.
+        image_token: id of a placeholder.
+    """
+
+    def __init__(self, tokenizer: Any, layout: PictureLayout, pictures: Pictures) -> None:
+        """Create the writer."""
+        self.layout, self._tokenizer, self._pictures = layout, tokenizer, pictures
+        # Not `tokenizer.encode`, which sets truncation first, and fails if another thread encodes at that moment.
+        self._backend = tokenizer.backend_tokenizer
+        self.image_token: int = tokenizer.convert_tokens_to_ids(layout.image_token)
+        if self.image_token is None or self.image_token == tokenizer.unk_token_id:
+            raise ValueError(f"the tokenizer has no {layout.image_token}")
+        self._encoded = lru_cache(maxsize=256)(self._encode)
+
+    def ids(self, digest: str) -> tuple[int, ...]:
+        """Return the ids of a picture's placeholders, [N]."""
+        return self._encoded(self.layout.text(*self._pictures.size(digest)))
+
+    def as_marked(self) -> PictureTokens:
+        """Return a writer that writes the chat template's marker for every picture."""
+        return _Marked(self._tokenizer, self.layout, self._pictures)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+
+
+class _Marked(PictureTokens):
+    """Writes pictures of unknown size, to compare a renderer with a template."""
+
+    def ids(self, digest: str) -> tuple[int, ...]:
+        return self._encoded(self.layout.marker)
+
+
+_TILED = "tiled"
+_KINDS: Mapping[str, Any] = {_TILED: TiledLayout, "fixed": FixedLayout, "patches": PatchLayout}
+_GAP = 2  # pixels between two tiles
+_COLOUR = (255, 0, 255)  # of the gaps: seldom the colour of a picture
+
+
+def layout_fact(policy: str) -> str:
+    """Return the key of the run fact with the layout of a policy's pictures."""
+    return f"picture_layout {policy}"
+
+
+def write_layout(layout: PictureLayout | None) -> str | None:
+    """Return a layout as the value of a fact; None: there is no layout, or its kind can't be restored."""
+    for kind, made in _KINDS.items():
+        if isinstance(layout, made):
+            return orjson.dumps({"kind": kind, **asdict(layout)}).decode()
+    return None
+
+
+def read_layout(value: str) -> PictureLayout:
+    """Return the layout of a fact's value."""
+    fields = orjson.loads(value)
+    made = _KINDS[fields.pop("kind", _TILED)]  # runs of before noted tiles alone, without their kind
+    if isinstance(fields.get("stretched"), list):
+        fields["stretched"] = tuple(fields["stretched"])
+    return made(**fields)  # type: ignore[no-any-return]
+
+
+def apart(seen: Image, cells: tuple[int, int]) -> Image:
+    """Return a picture with gaps between its equal parts.
+
+    Args:
+        seen: from `PictureLayout.seen`.
+        cells: rows and columns, from `PictureLayout.cells`.
+    """
+    from PIL import Image
+
+    rows, columns = cells
+    wide, high = seen.width // columns, seen.height // rows
+    found = Image.new("RGB", (seen.width + (columns - 1) * _GAP, seen.height + (rows - 1) * _GAP), _COLOUR)
+    for row in range(rows):
+        for column in range(columns):
+            left, top = column * wide, row * high
+            part = seen.crop((left, top, left + wide, top + high))
+            found.paste(part, (column * (wide + _GAP), row * (high + _GAP)))
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from palestra.renderers.long_text import PIECE, Encode, LongText, TooManyTokens
-from palestra.renderers.picture_tokens import PictureTokens
+from palestra.renderers.picture_layout import PictureTokens
 from palestra.threads import check_wanted
 from palestra.types.calls import MediaSpan, TokenSequence
 from palestra.types.messages import ChatMessage, ImagePart, TextPart

@@ -12,7 +12,7 @@ from palestra.renderers.base import Renderer
 from palestra.renderers.chatml import ChatMLConfig, ChatMLRenderer
 from palestra.renderers.dialog import IDEFICS, LLAVA, DialogRenderer
 from palestra.renderers.package import PackageRenderer
-from palestra.renderers.picture_tokens import PictureTokens
+from palestra.renderers.picture_layout import PictureTokens
 from palestra.renderers.probes import (
     PICTURED,
     PLAIN,
@@ -22,8 +22,8 @@ from palestra.renderers.probes import (
     Probe,
     as_agents_send,
     shows_reasoning,
+    template_text,
 )
-from palestra.renderers.template_text import template_text
 
 
 class _Candidate(NamedTuple):

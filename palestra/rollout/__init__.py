@@ -2,10 +2,9 @@
 
 from palestra.rollout.collect import TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool
-from palestra.rollout.orchestrator import RolloutOrchestrator, WorkOutcome
+from palestra.rollout.orchestrator import RolloutOrchestrator, RolloutSpec, WorkOutcome
 from palestra.rollout.remote import EnvironmentPlayer
 from palestra.rollout.result import EpisodeResult, Step, Termination
-from palestra.rollout.spec import RolloutSpec
 
 __all__ = [
     "EnvironmentPlayer",

@@ -19,15 +19,11 @@ from palestra.errors import (
     NotScored,
     RolloutFailed,
 )
-from palestra.rollout.episode_pictures import EpisodePictures
-from palestra.rollout.failures import classify_errors, said
-from palestra.rollout.played import PlayedEpisode, ShownSeats
-from palestra.rollout.result import EpisodeResult, Step, Termination
-from palestra.types.calls import Chat
-from palestra.types.generation import GenerationRequest
-from palestra.types.messages import MAX_NAMED, ChatMessage, Observation, StepReward, ToolChoice
+from palestra.rollout.played import EpisodePictures, PlayedEpisode, ShownSeats
+from palestra.rollout.result import EpisodeResult, Step, Termination, classify_errors, said
+from palestra.types.calls import AgentStepReward, Chat
+from palestra.types.messages import MAX_NAMED, ChatMessage, GenerationRequest, Observation, StepReward, ToolChoice
 from palestra.types.records import FORFEIT
-from palestra.types.steps import AgentStepReward
 
 
 class TrajectoryCollectEngine:

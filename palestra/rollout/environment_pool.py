@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
-from palestra.envs.closing import close_or_log
-from palestra.rollout.failures import classify_errors
-from palestra.rollout.result import Termination
+from palestra.envs.concurrent import close_or_log
+from palestra.rollout.result import Termination, classify_errors
 from palestra.types.clock import Clock
 
 log = logging.getLogger("palestra.rollout")

@@ -10,7 +10,7 @@ from palestra.agents import ModelAgent
 from palestra.client import AsyncClient
 from palestra.client.episode import Episode, RolloutResult, StepRecords
 from palestra.client.model_call import ModelCall, ModelReply
-from palestra.client.player import EpisodePlayer
+from palestra.client.worker import EpisodePlayer
 from palestra.config import Roles
 from palestra.config.algorithm_base import weighted_sum
 from palestra.errors import RolloutFailed
@@ -18,11 +18,11 @@ from palestra.pictures.limits import too_many_bytes
 from palestra.pictures.parts import Picture
 from palestra.rollout.collect import TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool
+from palestra.rollout.orchestrator import RolloutSpec
 from palestra.rollout.result import EpisodeResult, Termination
-from palestra.rollout.spec import RolloutSpec
 from palestra.types.calls import Chat, SamplingParams, floats_of, ids_of
 from palestra.types.clock import Clock, SystemClock
-from palestra.types.generation import GenerationRequest
+from palestra.types.messages import GenerationRequest
 from palestra.types.wire import RolloutFacts
 
 

@@ -10,9 +10,8 @@ from collections.abc import AsyncIterator
 
 from palestra.database import WAKE_SECONDS
 from palestra.errors import EpisodeForfeited, RolloutFailed, place_of
-from palestra.rollout.failures import Lost
 from palestra.rollout.orchestrator import RolloutOrchestrator, WorkOutcome
-from palestra.rollout.result import EpisodeResult, Termination
+from palestra.rollout.result import EpisodeResult, Lost, Termination
 from palestra.runners.runner import Runner
 from palestra.session import Sessions
 from palestra.types.progress import RolloutProgress

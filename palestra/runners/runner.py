@@ -15,11 +15,9 @@ from palestra.envs import ConcurrentEnvironment, MultiAgentEnvironment
 from palestra.errors import NotScored, RolloutFailed
 from palestra.rollout.collect import TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool
-from palestra.rollout.failures import Lost
-from palestra.rollout.result import EpisodeResult, Termination
-from palestra.rollout.spec import RolloutSpec
-from palestra.runners.seats import with_seats
-from palestra.runners.session_episode import AlgorithmOf, SessionEpisode
+from palestra.rollout.orchestrator import RolloutSpec
+from palestra.rollout.result import EpisodeResult, Lost, Termination
+from palestra.runners.session_episode import AlgorithmOf, SessionEpisode, with_seats
 from palestra.session import Sessions
 from palestra.session.seat_table import SeatTable
 from palestra.store.lifecycle import EpisodeEnd

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from palestra.client.plain_values import plain_tasks, rows_of_frame
-from palestra.client.player import Rollout
 from palestra.client.task_files import task_rows
+from palestra.client.worker import Rollout
 from palestra.config import JobConfig, JudgeConfig
 from palestra.envs import ConcurrentEnvironment, Environment, TaskEnvironment
-from palestra.envs.adapters import adapted
+from palestra.envs.catalog import adapted
 from palestra.envs.environment import task_prompt
-from palestra.envs.reward_facts import FACTS
-from palestra.envs.rewards import needed_columns, reward_function
+from palestra.envs.rewards import FACTS, needed_columns, reward_function
 from palestra.errors import ConfigError, InvalidEnvironment
 from palestra.rollout import RolloutSpec
 from palestra.runtime.starting_points import with_checkpoints, with_models

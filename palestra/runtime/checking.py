@@ -19,14 +19,13 @@ from palestra.config import DEFAULT_CONTEXT, JobConfig
 from palestra.engine.driver import driver_of
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.check import check_environment
-from palestra.envs.task_splits import Split
+from palestra.envs.tasks import Split
 from palestra.errors import ConfigError, InvalidEnvironment, ModelError, PalestraError, StoreError
 from palestra.extras import missing_extra
 from palestra.http.server import listen
-from palestra.learner.recorded_run import chosen_episodes, learned_policies
+from palestra.learner.recordings import chosen_episodes, learned_policies
 from palestra.models.device import available_bytes
 from palestra.runtime.early_checks import check_trainer, devices, not_reproducible
-from palestra.runtime.environments import environment_of
 from palestra.runtime.model_memory import (
     ModelMemory,
     amount,
@@ -37,9 +36,9 @@ from palestra.runtime.model_memory import (
     references_of,
     shortage,
 )
-from palestra.runtime.places import HERE
 from palestra.runtime.role_check import agents_of, impossible_roles, odd_roles
-from palestra.runtime.tasks import read_files, task_of
+from palestra.runtime.tasks import environment_of, read_files, task_of
+from palestra.runtime.terms import HERE
 from palestra.types.conversations import read_conversation
 
 GIB = 2**30

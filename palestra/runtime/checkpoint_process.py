@@ -20,7 +20,7 @@ from palestra.errors import NotFound, PalestraError
 from palestra.extras import missing_extra
 from palestra.process.channel import BlockingChannel, Event, raw
 from palestra.process.child import with_owner
-from palestra.runtime.checkpoints import all_checkpoints
+from palestra.runtime.starting_points import all_checkpoints
 from palestra.trainer.checkpoint import good
 
 END_SECONDS = 10.0  # what the serving may take to end

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from palestra.config import JobConfig
 from palestra.engine.driver import driver_of
-from palestra.runtime.situation import STALLED_SECONDS, PlainLines, describe_situation, situation_of
+from palestra.runtime.watchdog import STALLED_SECONDS, PlainLines, describe_situation, situation_of
 from palestra.terminal import TerminalConsole, one_line
 from palestra.trainer.checkpoint import best_weights
 from palestra.types.metrics import of_policies

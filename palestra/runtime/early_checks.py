@@ -6,7 +6,7 @@ from palestra.config import JobConfig
 from palestra.engine.driver import driver_of
 from palestra.errors import ConfigError
 from palestra.models.device import DeviceName, device_of
-from palestra.runtime.places import JobPlaces
+from palestra.runtime.terms import JobPlaces
 
 
 def check_trainer(config: JobConfig, places: JobPlaces) -> None:

@@ -25,7 +25,7 @@ from palestra.engine.pool.worker import StartedWorker
 from palestra.errors import EngineFailure, PalestraError, ServerFailed
 from palestra.models.gpus import VISIBLE
 from palestra.pictures.blobs import Blobs
-from palestra.pictures.stored import StoredPictures
+from palestra.pictures.kept import StoredPictures
 from palestra.process.channel import Channel
 from palestra.process.child import ProcessStarter, die_with_parent, start_process
 from palestra.runtime.numerics import numerics_of

@@ -13,11 +13,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from palestra.agents import ModelAgent, RandomAgent
-from palestra.client.arguments import checked_count
-from palestra.client.player import Rollout
+from palestra.client.plain_values import checked_count
+from palestra.client.worker import Rollout
 from palestra.config import JobConfig, Roles, TasksConfig
-from palestra.envs.adapters import adapted
-from palestra.envs.catalog import catalog_entry
+from palestra.envs.catalog import adapted, catalog_entry
 from palestra.errors import ConfigError, RolloutFailed
 from palestra.rollout import RolloutSpec
 from palestra.runtime.arguments import (
@@ -32,11 +31,10 @@ from palestra.runtime.arguments import (
     with_judge,
 )
 from palestra.runtime.console import Console, models_of
-from palestra.runtime.environments import environment_of
 from palestra.runtime.job_thread import Interrupts, JobThread, run
 from palestra.runtime.scores import Evaluation, TaskOutcome
 from palestra.runtime.starting_points import config_of_run
-from palestra.runtime.tasks import task_of
+from palestra.runtime.tasks import environment_of, task_of
 from palestra.runtime.terms import JobTerms
 from palestra.runtime.training import Rollouts, play_until_over
 from palestra.store.browsing import EpisodeSummary, browse, list_episodes, read_episode

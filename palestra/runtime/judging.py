@@ -16,8 +16,8 @@ from palestra.errors import ConfigError, JudgeFailed, PalestraError, place_of
 from palestra.learner import OpenRun
 from palestra.store.lifecycle import JudgedRewards
 from palestra.store.verdicts import WaitingGroup
+from palestra.types.calls import AgentStepReward
 from palestra.types.records import SOLE_AGENT, EpisodeRecord, Trajectory
-from palestra.types.steps import AgentStepReward
 from palestra.waiting import cancelled
 
 ENVIRONMENT = "environment"  # name of what the environment has given without a name

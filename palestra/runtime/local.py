@@ -19,16 +19,14 @@ from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
 from palestra.learner import Learner, OpenRun, Report, RunFolder, policy_spec
 from palestra.pictures.blobs import FOLDER, Blobs
-from palestra.pictures.stored import StoredPictures
+from palestra.pictures.kept import StoredPictures
 from palestra.proxies import spare_own_addresses
-from palestra.renderers.seen_pictures import layout_fact, write_layout
+from palestra.renderers.picture_layout import layout_fact, write_layout
 from palestra.rollout import RolloutSpec
 from palestra.runtime.early_checks import check_models, check_reproducible, check_trainer
-from palestra.runtime.environments import environment_of
 from palestra.runtime.event_loop import tune_gc
-from palestra.runtime.housekeeping import looked_after
 from palestra.runtime.judging import Judging
-from palestra.runtime.local_job import CLOSE_SECONDS, LocalJob
+from palestra.runtime.local_job import CLOSE_SECONDS, LocalJob, looked_after
 from palestra.runtime.model_memory import check_memory
 from palestra.runtime.numerics import note_numerics, numerics_of, threads_of
 from palestra.runtime.page import create_job_app
@@ -37,7 +35,7 @@ from palestra.runtime.playing import algorithms_of, check_played_roles, fleet_of
 from palestra.runtime.renewal import Renewal
 from palestra.runtime.run_dir import starting_in
 from palestra.runtime.serving import Scoring, Serving
-from palestra.runtime.tasks import load_tasks, read_files
+from palestra.runtime.tasks import environment_of, load_tasks, read_files
 from palestra.runtime.terms import USUAL, JobTerms
 from palestra.runtime.watchdog import Watchdog
 from palestra.server import DataPlane, KeyRing

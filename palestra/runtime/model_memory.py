@@ -1,4 +1,4 @@
-"""Minimum memory of a job's models, to refuse a job that can't fit before anything is loaded.
+"""What the models of a job are by their files, and the least memory they take, so that a job that can't fit is refused.
 
 Weights, gradients and optimizer moments are counted. Activations, keys and values come on top: `palestra check` runs
 two steps and prints what they took.
@@ -7,18 +7,76 @@ two steps and prints what they took.
 from __future__ import annotations
 
 import gc
+import json
+import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from palestra.config import JobConfig
 from palestra.engine.cards import visible_cards
 from palestra.engine.driver import driver_of
 from palestra.errors import ConfigError, Conflict, ModelError, OutOfMemory
 from palestra.models.device import BYTES, TRAINED_BYTES, available_bytes, memory_bytes
-from palestra.runtime.model_facts import ModelFacts, model_facts
-from palestra.runtime.places import JobPlaces
 from palestra.runtime.role_check import past_copies
+from palestra.runtime.terms import JobPlaces
+
+_OF_TOWERS = (
+    ".visual.",
+    ".vision_tower.",
+    ".vision_model.",
+    ".multi_modal_projector.",
+    ".connector.",
+)  # in names of weights, behind a dot
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """Facts from a model's files.
+
+    Attributes:
+        parameters: number of weights; None: the folder has no safetensors.
+        context: in tokens; None: unknown.
+        sees: whether it is a vision-language model.
+        tower: number of the vision tower's weights.
+    """
+
+    parameters: int | None
+    context: int | None
+    sees: bool = False
+    tower: int = 0
+
+
+def model_facts(folder: Path) -> ModelFacts:
+    """Return the facts about a model in Hugging Face's layout."""
+    try:
+        found: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+        context = (found.get("text_config") or found).get("max_position_embeddings")
+        sizes: dict[str, int] = {}
+        files = sorted(folder.glob("model*.safetensors"))  # others, which some models bring as well, are not loaded
+        for file in files:
+            sizes |= _sizes(file)
+        return ModelFacts(
+            parameters=sum(sizes.values()) if files else None,
+            context=None if context is None else int(context),
+            sees="vision_config" in found,
+            tower=sum(size for name, size in sizes.items() if any(part in f".{name}" for part in _OF_TOWERS)),
+        )
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, struct.error) as error:
+        raise ModelError(f"the model in {folder} can't be read: {type(error).__name__}: {error}") from error
+
+
+def _sizes(file: Path) -> dict[str, int]:
+    """Return how many numbers each tensor of a safetensors file has, from its header."""
+    with file.open("rb") as opened:
+        (size,) = struct.unpack("<Q", opened.read(8))
+        if size > file.stat().st_size:
+            raise ValueError(f"{file.name} is no safetensors file")  # a pointer of Git LFS, say
+        header = json.loads(opened.read(size))
+    return {name: math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+
 
 GIB = 2**30
 SAVED_BYTES = 12  # a parameter in a checkpoint: weight and two moments in float32

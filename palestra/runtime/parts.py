@@ -15,12 +15,12 @@ from palestra.engine.pool.worker import StartedWorker
 from palestra.errors import ConfigError
 from palestra.extensions import extensions, load_extension
 from palestra.models.device import make_deterministic
-from palestra.pictures.stored import StoredPictures
+from palestra.pictures.kept import StoredPictures
 from palestra.process.child import start_process
 from palestra.runtime.engine_process import ProcessHost
 from palestra.runtime.model_memory import check_more
-from palestra.runtime.places import HERE, JobPlaces
 from palestra.runtime.renewal import Renewable
+from palestra.runtime.terms import HERE, JobPlaces
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.threads import in_thread
 from palestra.trainer.base import Trainer

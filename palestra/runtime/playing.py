@@ -11,9 +11,9 @@ from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
 from palestra.runners import Runner, RunnerPool
-from palestra.runtime.environments import environment_of
 from palestra.runtime.role_check import agents_of, check_roles
 from palestra.runtime.runner_fleet import RunnerFleet, RunnerOrder, RunnerStarter
+from palestra.runtime.tasks import environment_of
 from palestra.server import DataPlane
 from palestra.session import Sessions
 from palestra.types.progress import JobProgress

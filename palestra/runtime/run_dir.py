@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from palestra.config import SAVED_CONFIG, JobConfig, load_config
-from palestra.config.toml_file import read_toml
+from palestra.config.loading import read_toml
 from palestra.disk import RUN_LOCK, is_locked, open_own, private_folder
 from palestra.errors import ConfigError, NotFound, RunInUse
 from palestra.learner.reporting import CHECKPOINTS, checkpoints_of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 from palestra.client.fleet import Crashes
 from palestra.errors import PalestraError
-from palestra.rollout.failures import Lost
+from palestra.rollout.result import Lost
 from palestra.waiting import cancelled
 
 if TYPE_CHECKING:  # runners import this module, and have no server

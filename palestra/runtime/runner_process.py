@@ -10,9 +10,32 @@ import os
 import signal
 import sys
 
-from palestra.errors import PalestraError
+from palestra.client import AsyncClient, Worker
+from palestra.envs.catalog import catalog_maker
+from palestra.errors import ConfigError, PalestraError
 from palestra.process.child import start_process, with_owner
+from palestra.rollout import EnvironmentPlayer, RolloutSpec
 from palestra.runtime.runner_fleet import RunnerDied, RunnerOrder
+
+
+async def play_environment(url: str, key: str, worker_id: str, concurrency: int) -> None:
+    """Play episodes until the job is over.
+
+    Args:
+        worker_id: recorded with each episode.
+        concurrency: number of concurrent episodes.
+
+    Raises:
+        ConfigError: the job names no environment.
+        PalestraError: the server refuses the runner, or can't be reached for long.
+    """
+    async with AsyncClient(url, key, worker_id=worker_id) as client:
+        facts = await client.facts()
+        if facts.environment is None:
+            raise ConfigError("the job names no environment (environment.name)")
+        spec = RolloutSpec(environment=catalog_maker(facts.environment, facts.settings, facts.system))
+        await Worker(client, EnvironmentPlayer(client, spec, facts), concurrency).run()
+
 
 KEY_VARIABLE = "PALESTRA_API_KEY"
 
@@ -32,7 +55,6 @@ async def start_runner(order: RunnerOrder, worker_id: str) -> None:
 
 def main() -> int:
     """Play until the job is over; return the exit code."""
-    from palestra.runtime.runner import play_environment
     from palestra.terminal import say
 
     url, worker_id, concurrency = sys.argv[2:]

@@ -1,15 +1,48 @@
-"""The initial models of a job's policies: models by name, checkpoints, and results of runs."""
+"""Which models the policies of a job begin with: models by name, and the checkpoints of runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from palestra.config import SAVED_CONFIG, UNSET, JobConfig, load_config, load_saved_config
 from palestra.errors import ConfigError
-from palestra.learner.reporting import CHECKPOINTS
+from palestra.learner.reporting import CHECKPOINTS, checkpoints_of
 from palestra.runtime.run_dir import weights_of_policy, weights_of_run
+from palestra.trainer.checkpoint import found, newest_path, step_of
+
+
+class RunCheckpoint(NamedTuple):
+    """A checkpoint of a run.
+
+    Attributes:
+        folder: may be damaged, or removed meanwhile.
+    """
+
+    policy: str
+    step: int
+    folder: Path
+
+
+def all_checkpoints(config: JobConfig, run_dir: Path) -> dict[str, RunCheckpoint]:
+    """Return the checkpoints of a run by names such as `policy@step-20`, each policy's newest first."""
+    return {
+        f"{policy}@step-{step_of(path)}": RunCheckpoint(policy, step_of(path), path)
+        for policy in config.trained_policies
+        for path in reversed(found(checkpoints_of(run_dir, policy, config)))
+    }
+
+
+def newest_checkpoints(config: JobConfig, run_dir: Path | None = None) -> dict[str, Path]:
+    """Return the newest undamaged checkpoint of each trained policy, by name; policies without one are left out.
+
+    Args:
+        run_dir: None: the job's.
+    """
+    folder = config.folder if run_dir is None else run_dir
+    found = {name: newest_path(checkpoints_of(folder, name, config)) for name in config.trained_policies}
+    return {name: path for name, path in found.items() if path is not None}
 
 
 def with_models(config: JobConfig, models: str | Mapping[str, str]) -> JobConfig:

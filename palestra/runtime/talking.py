@@ -12,7 +12,7 @@ from starlette.requests import Request
 from palestra.config import JobConfig
 from palestra.errors import Forbidden, NotFound
 from palestra.models.saved_weights import SavedWeights
-from palestra.runtime.checkpoints import all_checkpoints
+from palestra.runtime.starting_points import all_checkpoints
 from palestra.server import DataPlane
 from palestra.session.policies import PolicySet
 from palestra.threads import in_thread

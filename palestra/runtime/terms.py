@@ -1,13 +1,39 @@
-"""`JobTerms`: how a job is started, apart from its configuration."""
+"""How a job is started, beside its configuration: its terms, and where its processes run."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from palestra.envs.task_splits import Split
-from palestra.runtime.places import HERE, JobPlaces
+from palestra.envs.tasks import Split
+from palestra.process.child import ProcessStarter
+from palestra.runtime.runner_fleet import RunnerStarter
+from palestra.runtime.runner_process import start_runner
 from palestra.types.records import Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPlaces:
+    """Starts the processes of a job.
+
+    Attributes:
+        runner: starts a runner of `environment.runners`.
+        engine: starts an inference worker in its own bundle; None: workers share this machine with the job.
+        trainer: starts a rank in its own bundle; None: ranks share this machine with the job.
+        rank_memory_gib: memory of a rank's bundle; None: unknown or no bundle.
+        folder: shared folder for weights that travel between machines; None: there is only this machine.
+    """
+
+    runner: RunnerStarter = start_runner
+    engine: ProcessStarter | None = None
+    trainer: ProcessStarter | None = None
+    rank_memory_gib: float | None = None
+    folder: Path | None = None
+
+
+HERE = JobPlaces()
+"""All processes are on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

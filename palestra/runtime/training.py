@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from palestra.client import AsyncClient, Worker
-from palestra.client.arguments import checked_count
-from palestra.client.player import Rollout
+from palestra.client.plain_values import checked_count
 from palestra.client.protocol import push_calls
+from palestra.client.worker import Rollout
 from palestra.config import JobConfig, ServerConfig
-from palestra.envs.adapters import adapted
-from palestra.envs.task_splits import Split
+from palestra.envs.catalog import adapted
+from palestra.envs.tasks import Split
 from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
 from palestra.runtime.arguments import (

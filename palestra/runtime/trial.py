@@ -23,19 +23,18 @@ from sqlalchemy import select
 
 from palestra.algorithms.registry import create_algorithm
 from palestra.client.async_client import AsyncClient
-from palestra.client.player import Rollout
-from palestra.client.worker import Worker
+from palestra.client.worker import Rollout, Worker
 from palestra.config import JobConfig, SeatsConfig, UpdatesConfig
 from palestra.disk import in_new_folder
 from palestra.envs import Environment
 from palestra.errors import EngineFailure, ModelError, WorkerCrashLoop
 from palestra.rollout import RolloutSpec
 from palestra.runtime.checking import existing_parent
-from palestra.runtime.checkpoints import newest_checkpoints
 from palestra.runtime.event_loop import run_on_uvloop
 from palestra.runtime.local import local_job
 from palestra.runtime.local_job import LocalJob
 from palestra.runtime.memory import MemoryPeak
+from palestra.runtime.starting_points import newest_checkpoints
 from palestra.runtime.tasks import task_of
 from palestra.store.browsing import browse, list_episodes
 from palestra.store.tables import chats

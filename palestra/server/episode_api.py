@@ -18,9 +18,9 @@ from palestra.server.seat_api import claim_seat
 from palestra.server.state import DataPlane
 from palestra.session import SeatKey
 from palestra.store.lifecycle import EpisodeEnd
+from palestra.types.calls import AgentStepReward, StepTimes
 from palestra.types.conversations import read_conversation
 from palestra.types.records import MAX_STEPS, SOLE_AGENT, EpisodeRecord, Task
-from palestra.types.steps import AgentStepReward, StepTimes
 from palestra.types.wire import (
     MAX_REWARD,
     AbortEpisode,

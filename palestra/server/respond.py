@@ -20,7 +20,7 @@ from palestra.server.dialects.base import EventWriter, GenerationResult
 from palestra.session import CallMaker, CallStart, Listener, ReplyPiece, Sessions
 from palestra.session.sampling import overruled
 from palestra.types.calls import Chat
-from palestra.types.generation import GenerationRequest
+from palestra.types.messages import GenerationRequest
 from palestra.waiting import cancelled
 
 log = logging.getLogger("palestra.server")

@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 import orjson
 
 from palestra.renderers.probes import Unseen
-from palestra.types.calls import Chat
-from palestra.types.forks import ForkReason
+from palestra.types.calls import Chat, ForkReason
 from palestra.types.messages import ChatMessage, FunctionCall, TextPart, ToolCall
 
 _EXACT = range(-(2**63), 2**64)  # integers that orjson reads exactly; it turns all others into floats

@@ -17,10 +17,8 @@ from palestra.renderers.probes import Unseen
 from palestra.session.history import History, Match, Sameness
 from palestra.threads import WorkPool
 from palestra.tokens import TokenTrie, common_tokens
-from palestra.types.calls import Chat, Ids, MediaSpan, TokenSequence
-from palestra.types.forks import Fork, ForkReason
-from palestra.types.generation import GenerationRequest
-from palestra.types.messages import ChatMessage, TextPart
+from palestra.types.calls import Chat, Fork, ForkReason, Ids, MediaSpan, TokenSequence
+from palestra.types.messages import ChatMessage, GenerationRequest, TextPart
 
 LONG_TEXT = 8_000  # characters (or as much other work) above which rendering is done in a thread
 _VALUE = 40  # a message, tool call or value of a tool costs as much as this many characters, besides its text

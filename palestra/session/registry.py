@@ -13,7 +13,7 @@ from typing import Protocol
 from palestra.session.context import SessionContext
 from palestra.session.prompting import PromptBuilder
 from palestra.types.calls import Chat, Ids
-from palestra.types.generation import GenerationRequest
+from palestra.types.messages import GenerationRequest
 
 # `hashlib` lets another thread run while it digests more bytes than these, and a busy server waits longer for its turn
 # than for the digest of a prompt.

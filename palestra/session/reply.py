@@ -17,9 +17,8 @@ from palestra.renderers.base import NOTHING
 from palestra.renderers.text_stream import StopStrings, TextStream
 from palestra.session.policies import PolicyRuntime
 from palestra.session.request import ReplyPiece
-from palestra.types.calls import Ids, SampledTokens, SamplingParams, TokenSequence, VersionSpan
-from palestra.types.generation import GenerationRequest
-from palestra.types.steps import FinishReason
+from palestra.types.calls import FinishReason, Ids, SampledTokens, SamplingParams, TokenSequence, VersionSpan
+from palestra.types.messages import GenerationRequest
 
 CALL_END = "</tool_call>"  # value of `Chat.stop` for a reply that ended with its only tool call
 MOST_ATTEMPTS = 3  # to sample a reply whose beginning is lost with its worker

@@ -9,7 +9,7 @@ from palestra.errors import GrammarRefused, InvalidRequest, UnsupportedField
 from palestra.renderers import MessageDelta, NotInThisFormat, Renderer, ReplyForm
 from palestra.renderers.base import Tools
 from palestra.types.calls import Chat, Ids, SamplingParams
-from palestra.types.generation import GenerationRequest
+from palestra.types.messages import GenerationRequest
 
 _MAX_CALLS = 8  # of one reply if calls are required: a small model would write calls until its token limit
 

@@ -8,7 +8,7 @@ from typing import Any
 from palestra.config import PolicyConfig
 from palestra.errors import UnsupportedField
 from palestra.types.calls import SamplingParams
-from palestra.types.generation import GenerationRequest
+from palestra.types.messages import GenerationRequest
 from palestra.types.records import EpisodeKind
 
 _SEEDS = 2**63

@@ -9,7 +9,7 @@ from palestra.session.request import CallStart, Listener, ReplyPiece
 from palestra.session.seat_table import SeatTable
 from palestra.session.session import EpisodeSession
 from palestra.types.calls import Chat
-from palestra.types.generation import GenerationRequest
+from palestra.types.messages import GenerationRequest
 
 
 class SeatSession:

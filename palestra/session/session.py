@@ -20,7 +20,7 @@ from palestra.session.request import CallStart, Constraint, Listener, ReplyPiece
 from palestra.session.sampling import overruled, sampling_of, trainable
 from palestra.session.turns import Turn, Turns
 from palestra.types.calls import Chat, SamplingParams
-from palestra.types.generation import GenerationRequest
+from palestra.types.messages import GenerationRequest
 from palestra.types.records import EpisodeKind, EpisodeRecord
 from palestra.types.states import TurnState
 from palestra.waiting import together

@@ -24,7 +24,7 @@ from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
 from palestra.store.run_store import store_error
 from palestra.store.tables import SCHEMA, chats, episodes, events, groups, manifests
-from palestra.types.forks import ForkReason
+from palestra.types.calls import ForkReason
 from palestra.types.records import Event, Trajectory
 from palestra.types.states import GroupState
 

@@ -15,10 +15,9 @@ from palestra.database.sqlite import pieces
 from palestra.store.codec import chat_of, chat_row
 from palestra.store.lifecycle import held, read_episode
 from palestra.store.tables import Prepared, chats, episodes
-from palestra.types.calls import Chat
+from palestra.types.calls import Chat, StepTimes
 from palestra.types.records import EpisodeRecord, TimeStep, Trajectory
 from palestra.types.states import EpisodeState
-from palestra.types.steps import StepTimes
 
 READ_AT_ONCE = 32  # trajectories
 

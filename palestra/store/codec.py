@@ -15,12 +15,20 @@ from numpy.typing import NDArray
 
 from palestra.database import to_json
 from palestra.errors import InvalidRequest
-from palestra.types.calls import Chat, MediaSpan, PolicyVersion, SamplingParams, VersionSpan
-from palestra.types.forks import Fork, ForkReason
+from palestra.types.calls import (
+    AgentStepReward,
+    Chat,
+    Fork,
+    ForkReason,
+    MediaSpan,
+    PolicyVersion,
+    SamplingParams,
+    StepTimes,
+    VersionSpan,
+)
 from palestra.types.messages import ChatMessage
 from palestra.types.records import EpisodeRecord, Task
 from palestra.types.states import EpisodeState
-from palestra.types.steps import AgentStepReward, StepTimes
 
 SHORT = 512  # bytes: 128 tokens
 _BLOCK = struct.Struct("<3sHH")

@@ -19,9 +19,9 @@ from palestra.errors import ClaimOver, Conflict, EpisodeEnded, EpisodeLeaseExpir
 from palestra.store.casting import Casting
 from palestra.store.codec import episode_of, rewards_to_json
 from palestra.store.tables import Prepared, chats, episodes
+from palestra.types.calls import AgentStepReward, StepTimes
 from palestra.types.records import ON_PURPOSE, EpisodeKind, EpisodeRecord
 from palestra.types.states import EpisodeState, check_transition
-from palestra.types.steps import AgentStepReward, StepTimes
 
 _BY_ID = Prepared(select(episodes).where(episodes.c.episode_id == bindparam("episode_id")))
 _BY_REQUEST = Prepared(select(episodes).where(episodes.c.claim_request_id == bindparam("request_id")))

@@ -8,8 +8,7 @@ from palestra.tools.function import FunctionTool, tool
 from palestra.tools.installed import installed_tools, load_tool
 from palestra.tools.manager import ToolFailure, ToolManager, ToolResult
 from palestra.tools.mcp import McpServer
-from palestra.tools.source import OpenTools, ToolSource
-from palestra.tools.tool import FINISH, BadArguments, Finish, Tool
+from palestra.tools.tool import FINISH, BadArguments, Finish, OpenTools, Tool, ToolSource
 
 __all__ = [
     "FINISH",

@@ -7,8 +7,7 @@ import inspect
 from palestra.errors import ConfigError
 from palestra.extensions import extensions, load_extension, nearest
 from palestra.tools.calculator import Calculator
-from palestra.tools.source import ToolSource
-from palestra.tools.tool import Tool
+from palestra.tools.tool import Tool, ToolSource
 
 GROUP = "palestra.tools"  # entry points of packages; each names a tool, a source of tools, or what makes one
 _SHIPPED = {"calculator": Calculator}

@@ -15,8 +15,7 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from palestra.errors import EnvironmentFailed, EpisodeForfeited
 from palestra.pictures.parts import is_picture, parts_of
-from palestra.tools.source import OpenTools, ToolSource
-from palestra.tools.tool import BadArguments, Tool
+from palestra.tools.tool import BadArguments, OpenTools, Tool, ToolSource
 from palestra.types.messages import ChatMessage, ImagePart, Part, TextPart, ToolCall
 from palestra.waiting import together
 

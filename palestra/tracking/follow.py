@@ -16,7 +16,7 @@ from palestra.config import JobConfig, load_saved_config
 from palestra.errors import StoreError
 from palestra.store.browsing import browse
 from palestra.store.tables import events, metric_rows
-from palestra.tracking.base import TrackedRun, Tracker, key_of
+from palestra.tracking.registry import TrackedRun, Tracker, key_of
 
 FOLDER = "tracking"
 RESERVE = 256 * 2**20  # bytes that a tracker leaves free for the run, which needs them more

@@ -3,13 +3,145 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import orjson
+from sqlalchemy import Connection, func, select
 
 from palestra.errors import ConnectionLost
 from palestra.store.browsing import browse
-from palestra.tracking.base import TrackedRun
-from palestra.tracking.run_spans import RunSpan, episodes_of_step, spans_of_row
+from palestra.store.codec import unpack
+from palestra.store.tables import chats, episodes, groups
+from palestra.tracking.registry import TrackedRun
+from palestra.types.calls import PolicyVersion
+from palestra.types.records import ON_PURPOSE
+
+PROVIDER = "palestra"
+CALLS = 64  # that are read together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpan:
+    """A span without library-specific ids.
+
+    Attributes:
+        key: identifies the span in its run; the same after a restart.
+        kind: `internal` or `client`.
+        start: Unix seconds.
+        end: Unix seconds.
+        failed: reason of its failure, if any.
+        children: nested spans, created during iteration, once: a long episode has many.
+    """
+
+    key: str
+    name: str
+    kind: str
+    start: float
+    end: float
+    attributes: Mapping[str, Any]
+    failed: str | None = None
+    children: Iterable[RunSpan] = field(default=())
+
+
+def spans_of_row(step: int, values: Mapping[str, float], at: float) -> dict[str, RunSpan]:
+    """Return the spans of a step and of the evaluation after it, by kind of their episodes.
+
+    A row is written after the evaluation, so the step itself ended earlier. Step 0 is only an evaluation.
+
+    Args:
+        at: Unix seconds when the row was written.
+    """
+    attributes: dict[str, Any] = {"palestra.step": step}
+    attributes |= {f"palestra.{name.replace('/', '.')}": value for name, value in values.items()}
+    found, end = dict[str, RunSpan](), at
+    if (evaluating := values.get("time/validation_seconds")) is not None:
+        end = at - evaluating
+        own = {name: value for name, value in attributes.items() if "validation" in name or name == "palestra.step"}
+        found["validation"] = RunSpan(
+            key=f"evaluation {step}", name="evaluation", kind="internal", start=end, end=at, attributes=own
+        )
+    if step:
+        start = end - values.get("time/step_seconds", 0.0)
+        found["train"] = RunSpan(
+            key=f"step {step}", name="train_step", kind="internal", start=start, end=end, attributes=attributes
+        )
+    return found
+
+
+def episodes_of_step(connection: Connection, step: int) -> Iterator[RunSpan]:
+    """Yield a span with nested calls for each ended episode of a step.
+
+    Args:
+        connection: from `browse`.
+        step: the step that trains the episodes or, for validation, before which they are scored.
+    """
+    of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
+    wanted = select(episodes).join(groups, of_group).where(groups.c.step == step, episodes.c.ended_at.is_not(None))
+    for row in connection.execute(wanted.order_by(episodes.c.episode_id)).all():
+        mine = (chats.c.episode_id == row.episode_id) & (chats.c.fence == row.fence)
+        began, ended = connection.execute(
+            select(func.min(chats.c.started_at), func.max(chats.c.finished_at)).where(mine)
+        ).one()
+        first = connection.execute(select(chats.c.agent).where(mine).order_by(chats.c.idx).limit(1)).scalar()
+        begins = [at for at in (row.claimed_at, began) if at is not None]
+        left_out = row.reason is not None and row.reason.startswith(ON_PURPOSE)
+        agent = "agent" if first is None else first
+        rewards = {} if row.rewards is None else orjson.loads(row.rewards)
+        attributes: dict[str, Any] = {
+            "gen_ai.operation.name": "invoke_agent",
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.agent.name": agent,
+            "gen_ai.conversation.id": row.episode_id,
+            "palestra.step": step,
+            "palestra.episode.kind": row.kind,
+            "palestra.episode.state": row.state,
+            "palestra.episode.attempts": row.attempts,
+            "palestra.task.id": row.task_id,
+        }
+        if rewards:
+            attributes["palestra.reward"] = float(sum(rewards.values()))
+        yield RunSpan(
+            key=f"{row.episode_id}.{row.fence}",
+            name=f"invoke_agent {agent}",
+            kind="internal",
+            start=min(begins, default=row.ended_at),
+            end=row.ended_at if ended is None else max(row.ended_at, ended),
+            attributes=attributes,
+            failed=row.reason if row.state == "discarded" and not left_out else None,
+            children=_calls(connection, row),
+        )
+
+
+def _calls(connection: Connection, episode: Any) -> Iterator[RunSpan]:
+    """Yield the calls of an episode's last lease."""
+    mine = select(chats).where(chats.c.episode_id == episode.episode_id, chats.c.fence == episode.fence)
+    for row in connection.execute(mine.order_by(chats.c.idx)).yield_per(CALLS):
+        versions = orjson.loads(row.versions)
+        newest = str(PolicyVersion(*versions[-1][:2])) if versions else ""
+        yield RunSpan(
+            key=f"{row.episode_id}.{row.fence}.{row.idx}",
+            name=f"chat {row.policy}",
+            kind="client",
+            start=row.started_at,
+            end=row.finished_at,
+            attributes={
+                "gen_ai.operation.name": "chat",
+                "gen_ai.provider.name": PROVIDER,
+                "gen_ai.agent.name": row.agent,
+                "gen_ai.conversation.id": row.episode_id,
+                "gen_ai.request.model": row.policy,
+                "gen_ai.response.model": f"{row.policy}@{newest}",
+                "gen_ai.request.temperature": row.temperature,
+                "gen_ai.request.max_tokens": row.max_tokens,
+                "gen_ai.usage.input_tokens": row.shared + len(unpack(row.prompt_tail, "i4")),
+                "gen_ai.usage.output_tokens": sum(count for _, _, count in versions),
+                "gen_ai.response.finish_reasons": [row.finish_reason],
+                "palestra.call": row.idx,
+            },
+        )
+
 
 PIECE = 512  # spans of one request
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from palestra.tracking.base import TrackedRun
+from palestra.tracking.registry import TrackedRun
 
 
 class TensorBoardTracker:

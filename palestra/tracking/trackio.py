@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from palestra.tracking.base import TrackedRun
+from palestra.tracking.registry import TrackedRun
 
 PROJECT = "palestra"
 

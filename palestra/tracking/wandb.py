@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from palestra.tracking.base import TrackedRun
+from palestra.tracking.registry import TrackedRun
 
 
 class WandbTracker:

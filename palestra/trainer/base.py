@@ -11,12 +11,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossMetric, LossSpec
 from palestra.config import AdapterConfig, OptimizerConfig, VisionTraining
 from palestra.models.weights import WeightSource
 from palestra.types.calls import Floats, PolicyVersion
 from palestra.types.records import TrainSample
+
+
+def record_problems(batch: Sequence[TrainSample]) -> dict[str, str]:
+    """Return episodes with a number recorded at sampling that is not finite: ids and reasons.
+
+    Args:
+        batch: S rows of sampled tokens.
+    """
+    return not_finite(
+        batch, [{"log-probability": sample.logprobs, "temperature": sample.temperatures} for sample in batch]
+    )
+
+
+def not_finite(batch: Sequence[TrainSample], columns: Sequence[Mapping[str, Floats]]) -> dict[str, str]:
+    """Return episodes with a number that is not finite: ids and reasons.
+
+    One such number would make the gradient of the whole step NaN.
+
+    Args:
+        columns: for each row its columns to check, float32 [N], by the name for the message.
+    """
+    found: dict[str, str] = {}
+    for sample, named in zip(batch, columns, strict=True):
+        for name, column in named.items():
+            odd = sample.loss_mask & ~np.isfinite(column)
+            if odd.any() and sample.episode_id not in found:
+                found[sample.episode_id] = f"the {name} of the token at {int(np.argmax(odd))} is not finite"
+    return found
+
 
 TRAINER_METRICS = (
     LossMetric("loss", "nats", "Sum over trained tokens of loss weight x loss of the token, last update of the step."),

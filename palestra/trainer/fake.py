@@ -33,9 +33,9 @@ from palestra.trainer.base import (
     OptimReport,
     PolicySpec,
     StepReport,
+    record_problems,
 )
 from palestra.trainer.serial import Serial
-from palestra.trainer.untrainable import record_problems
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 

@@ -21,14 +21,13 @@ from palestra.grammars.vocabulary import vocabulary_of
 from palestra.models.causal_lm import CausalLM
 from palestra.models.device import precision_of, return_freed_memory
 from palestra.trainer import checkpoint
-from palestra.trainer.base import Network, OptimParams, OptimReport, StepReport
+from palestra.trainer.base import Network, OptimParams, OptimReport, StepReport, record_problems
 from palestra.trainer.constraints import GrammarMasks, choices_of, grammar_problem
 from palestra.trainer.critic import Critic, CriticGradient, copy_weights
 from palestra.trainer.gradient import Gradient, numbers_by_row
 from palestra.trainer.optimizer import Named, Optimizer
 from palestra.trainer.packing import MicroBatch, Pass, pack
 from palestra.trainer.token_forward import TokenForward, columns_of
-from palestra.trainer.untrainable import record_problems
 from palestra.types.calls import Floats, PolicyVersion
 from palestra.types.records import TrainSample
 

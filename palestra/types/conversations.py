@@ -7,9 +7,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from palestra.errors import ConfigError
-from palestra.types.messages import ChatMessage
+from palestra.types.messages import MAX_TOOLS, ChatMessage, ToolSpec
 from palestra.types.records import Task
-from palestra.types.tools import MAX_TOOLS, ToolSpec
 from palestra.types.wire import Reward
 
 # Each reply is a call of its own, and each prompt is rendered, so that the work grows with their number.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from palestra.config import JobKind as JobKind  # exported again, because the records here use it
 from palestra.errors import InvalidRequest
-from palestra.types.states import JobState
+from palestra.types.states import BaseState, JobState
 
 Priority = Literal["low", "normal", "high"]
 Role = Literal["engine", "trainer", "runner"]
@@ -250,3 +250,54 @@ class JobFields(TypedDict, total=False):
     restarts_left: int
     log_tail: str | None
     base_id: str | None
+
+
+class BaseKind(NamedTuple):
+    """What jobs need from a base server; jobs with equal kinds may share one.
+
+    Attributes:
+        deterministic: whether its samples and weights have the same bits whatever else it computes.
+    """
+
+    model: str
+    deterministic: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseLoad:
+    """The load of a base server, as it reports it.
+
+    Attributes:
+        waiting: training requests in its queue, including running ones.
+        longest_wait: seconds since the oldest arrived; 0.0: none waits.
+        tokens: computed by the trainer for present jobs; each request without tokens counts a fixed number.
+    """
+
+    waiting: int = 0
+    longest_wait: float = 0.0
+    policies: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseRecord:
+    """A base server in the control store.
+
+    Attributes:
+        reason: of the newest state change.
+        address: for jobs; kept across restarts. None before the first start.
+        created_at: Unix seconds.
+        changed_at: Unix seconds of the newest state change.
+        starts: how often it became LOADING.
+    """
+
+    base_id: str
+    kind: BaseKind
+    state: BaseState
+    reason: str
+    node: str
+    resources: Resources
+    address: str | None
+    created_at: float
+    changed_at: float
+    starts: int

@@ -4,9 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+import orjson
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, field_validator
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class Pictures(Protocol):
+    """Pictures by the SHA-256 of their encoded bytes, in hex; thread-safe."""
+
+    def size(self, digest: str) -> tuple[int, int]:
+        """Return width and height of a picture, in pixels.
+
+        Raises:
+            PalestraError: no picture has this digest, or it can't be decoded.
+        """
+        ...
+
+    def image(self, digest: str) -> Image:
+        """Return a decoded, upright picture, in RGB.
+
+        Raises:
+            PalestraError: see `size`.
+        """
+        ...
+
+
+MAX_SCHEMA_BYTES = 65_536
+MAX_TOOLS = 1000  # of one call
+FunctionName = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+def _small(schema: Any) -> Any:
+    try:
+        size = len(orjson.dumps(schema))
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    if size > MAX_SCHEMA_BYTES:
+        raise ValueError(f"a schema of {size} bytes is over the limit of {MAX_SCHEMA_BYTES}")
+    return schema
+
+
+Schema = Annotated[dict[str, JsonValue], BeforeValidator(_small)]
+
+
+class FunctionSpec(BaseModel):
+    """A tool's name, its purpose, and the JSON schema of its arguments."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Schema | None = None
+
+
+class ToolSpec(BaseModel):
+    """A tool that the model may call, in OpenAI's form."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["function"]
+    function: FunctionSpec
 
 
 def _without_surrogates(text: str) -> str:
@@ -157,3 +218,69 @@ class Observation:
         dict.
         """
         return {message.tool_call_id or "": message.text for message in self.content if message.role == "tool"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRequest:
+    """One request for samples: messages, or a prompt that is used unchanged, and how to sample.
+
+    A dialect creates it from a request body. Values that the job fixes are applied later (`sampling_of`).
+
+    Attributes:
+        messages: the conversation; () with `prompt`.
+        prompt: text or token ids instead of messages; None: there are messages.
+        choices: number of samples; each is recorded as a Chat.
+        max_tokens: None: the job's limit.
+        thinking_budget: limit of the reasoning, in tokens; None: unlimited.
+        temperature: used if the job does not fix it; None: the job's.
+        seed: used if the job does not fix it; None: derived from the job's.
+        stop: strings that end the reply and are not part of it.
+        stop_token_ids: tokens that end the reply and are not part of it, in addition to the policy's own.
+        top_logprobs: number of probable tokens to report at each position; not recorded.
+        tool_choice: with `none`, text that looks like a tool call stays text.
+        tool_name: with `required`: the tool to call; None: any.
+        parallel_tool_calls: False: the reply ends with its first tool call.
+        response_schema: JSON schema of the content; None: any content.
+        response_choices: the allowed contents; (): any content.
+        agent: the caller; a subagent's name starts with its parent's, as in "planner/search".
+        time_step: TimeStep of the environment; None: every call is its own TimeStep.
+        digest: of the request body, to recognise a retry.
+        retry: whether the client marks the request as a retry.
+    """
+
+    policy: str
+    messages: tuple[ChatMessage, ...] = ()
+    prompt: str | tuple[int, ...] | None = None
+    choices: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    thinking_budget: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int = 0
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: ToolChoice = "auto"
+    tool_name: str | None = None
+    parallel_tool_calls: bool = True
+    response_schema: dict[str, Any] | None = None
+    response_choices: tuple[str, ...] = ()
+    agent: str = "agent"
+    time_step: int | None = None
+    digest: str = ""
+    retry: bool = False
+
+    @property
+    def callable_tools(self) -> tuple[dict[str, Any], ...]:
+        """Return the tools whose calls are parsed in the reply."""
+        return () if self.tool_choice == "none" else self.tools
+
+    def choice_digest(self, choice: int) -> str:
+        """Return the digest of a choice, by index, to recognise a retry."""
+        return self.digest if choice == 0 else f"{self.digest}.{choice}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from palestra.types.forks import MEANINGS, ForkReason
+from palestra.types.calls import MEANINGS, ForkReason
 
 
 @dataclass(frozen=True, slots=True)

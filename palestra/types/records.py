@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from palestra.types.calls import (
+    AgentStepReward,
     Chat,
     Floats,
     GrammarSpan,
@@ -13,9 +14,9 @@ from palestra.types.calls import (
     Mask,
     MediaSpan,
     PolicyVersion,
+    StepTimes,
 )
 from palestra.types.states import EpisodeState
-from palestra.types.steps import AgentStepReward, StepTimes
 
 EpisodeKind = Literal["train", "validation", "adhoc"]
 # Beginnings of reasons of episodes that did not fail: they were left out on purpose, or their job was stopped.

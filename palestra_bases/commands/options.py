@@ -104,7 +104,7 @@ def model_options(arguments: argparse.Namespace, models: Sequence[str]) -> Share
 
 def tinker_options(arguments: argparse.Namespace, folder: Path, port: int) -> TinkerOptions:
     """Return how to serve the Tinker API."""
-    from palestra_bases.tinker.limits import TinkerLimits
+    from palestra_bases.tinker.records import TinkerLimits
     from palestra_bases.tinker.serving import TinkerOptions
 
     check_positive(arguments, *_TINKER_DEFAULTS)

@@ -14,8 +14,7 @@ from sqlalchemy import Connection
 from palestra.disk import make_folders, sync, sync_tree
 from palestra.errors import InvalidRequest, TooManyRequests
 from palestra.threads import in_thread
-from palestra_bases.tinker.limits import TinkerLimits
-from palestra_bases.tinker.records import COPIED, SCHEME, Checkpoint, ModelRecord
+from palestra_bases.tinker.records import COPIED, SCHEME, Checkpoint, ModelRecord, TinkerLimits
 from palestra_bases.tinker.saved import Saved
 from palestra_bases.tinker.sessions import TinkerSessions
 from palestra_bases.tinker.training import check_ttl, usable

@@ -20,8 +20,8 @@ from palestra.algorithms.losses import build_loss
 from palestra.errors import ConfigError, InvalidRequest
 from palestra.types.calls import Floats, Ids
 from palestra.types.records import TrainSample
-from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.protobuf import DTYPE_NAMES, array_of, batched, new
+from palestra_bases.tinker.records import TinkerLimits
 
 _ADVANTAGES = ("target_tokens", "logprobs", "advantages")
 LOSS_INPUTS: Mapping[str, tuple[str, ...]] = {

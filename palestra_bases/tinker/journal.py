@@ -19,8 +19,7 @@ from palestra.database import Database
 from palestra.errors import Expired, InvalidRequest, NotFound, TooManyRequests
 from palestra.types.clock import Clock
 from palestra_bases.tinker import tables
-from palestra_bases.tinker.limits import TinkerLimits
-from palestra_bases.tinker.records import Category, FutureRequest
+from palestra_bases.tinker.records import Category, FutureRequest, TinkerLimits
 from palestra_bases.tinker.tables import DONE, FAILED, FORGOTTEN, PENDING
 
 Operation = Callable[[Connection], None]

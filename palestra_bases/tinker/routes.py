@@ -22,8 +22,8 @@ from palestra.http.tenant_keys import Tenants
 from palestra.threads import WorkPool
 from palestra_bases.tinker import protobuf
 from palestra_bases.tinker.downloads import FILES, Links, add_downloads
-from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.listing import add_listing
+from palestra_bases.tinker.records import TinkerLimits
 from palestra_bases.tinker.service import TinkerService
 from palestra_bases.tinker.tables import DONE, FAILED, FORGOTTEN, PENDING
 from palestra_bases.tinker.wire import (

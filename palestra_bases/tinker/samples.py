@@ -17,9 +17,8 @@ from palestra.threads import in_thread
 from palestra_bases.adapter_cache import AdapterCache
 from palestra_bases.tinker.bases import Base, Bases
 from palestra_bases.tinker.journal import Journal
-from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.model import INTERNAL
-from palestra_bases.tinker.records import FutureRequest, Sampler
+from palestra_bases.tinker.records import FutureRequest, Sampler, TinkerLimits
 from palestra_bases.tinker.sampling import Plan, plan_of, policy_name, sample_response
 from palestra_bases.tinker.saved import Saved
 from palestra_bases.tinker.sessions import TinkerSessions

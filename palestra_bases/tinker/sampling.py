@@ -16,8 +16,8 @@ from palestra.errors import InvalidRequest
 from palestra.types.calls import SAMPLING_RANGES, SampledTokens, SamplingParams, TokenSequence
 from palestra.waiting import together
 from palestra_bases.tinker.bases import Base
-from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.protobuf import LENGTH, STOP, new
+from palestra_bases.tinker.records import TinkerLimits
 from palestra_bases.tinker.wire import Sample
 
 MOST_TOP = int(SAMPLING_RANGES["top_logprobs"][1])  # most probable tokens that are reported of a position

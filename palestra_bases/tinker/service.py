@@ -22,9 +22,8 @@ from palestra_bases.tinker.bases import Bases
 from palestra_bases.tinker.copies import Copies
 from palestra_bases.tinker.futures import Futures
 from palestra_bases.tinker.journal import Journal
-from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.models import Models
-from palestra_bases.tinker.records import SAMPLER, SCHEME, TRAINING, Checkpoint
+from palestra_bases.tinker.records import SAMPLER, SCHEME, TRAINING, Checkpoint, TinkerLimits
 from palestra_bases.tinker.samples import LoadFolder, Samples
 from palestra_bases.tinker.saved import Saved
 from palestra_bases.tinker.sessions import TinkerSessions

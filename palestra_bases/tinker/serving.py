@@ -18,7 +18,7 @@ from palestra.threads import in_thread
 from palestra.waiting import race
 from palestra_bases.models import SharedModelOptions, SharedModels, policy_of_base, shared_models
 from palestra_bases.tinker.bases import Base, Bases
-from palestra_bases.tinker.limits import TinkerLimits
+from palestra_bases.tinker.records import TinkerLimits
 from palestra_bases.tinker.routes import create_tinker_app
 from palestra_bases.tinker.service import TinkerService
 from palestra_bases.tinker.tables import open_journal

@@ -16,8 +16,7 @@ from palestra.errors import NotFound, TooManyRequests
 from palestra.types.clock import Clock
 from palestra_bases.tinker import tables
 from palestra_bases.tinker.journal import Operation
-from palestra_bases.tinker.limits import TinkerLimits
-from palestra_bases.tinker.records import ModelRecord
+from palestra_bases.tinker.records import ModelRecord, TinkerLimits
 
 _MODEL_FIELDS = ("model_id", "tenant", "session_id", "base", "seed", "created_at", "used_at", "executed", "dropped")
 

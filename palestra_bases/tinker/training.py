@@ -22,7 +22,6 @@ from palestra_bases.tinker import protobuf
 from palestra_bases.tinker.bases import Base, Bases
 from palestra_bases.tinker.datums import DatumBatch, loss_without_gradient, output_of, read_batch
 from palestra_bases.tinker.journal import Operation
-from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.records import (
     EXTERNAL,
     SAMPLER,
@@ -32,6 +31,7 @@ from palestra_bases.tinker.records import (
     FutureRequest,
     ModelRecord,
     Sampler,
+    TinkerLimits,
 )
 from palestra_bases.tinker.run_record import RunRecord
 from palestra_bases.tinker.saved import Saved

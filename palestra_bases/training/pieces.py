@@ -13,9 +13,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from palestra.models.adapter_stacks import Runs
 from palestra.models.causal_lm import CausalLM
 from palestra.models.mixed_adapters import MixedModel
-from palestra.models.row_groups import Runs
 from palestra.trainer.base import StepReport
 from palestra.trainer.gradient import Gradient
 from palestra.trainer.optimizer import Optimizer

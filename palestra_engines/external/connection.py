@@ -18,7 +18,45 @@ from palestra.engine.shown import one_line_of
 from palestra.errors import ConfigError, EngineFailure, EngineKeyRefused, InvalidRequest, causes_of
 from palestra.http_clients import async_http_client
 from palestra.proxies import through_proxy
-from palestra_engines.external.bounded import read_body, read_lines
+
+# The longest answers have a logprob, or twenty, for each token of a long prompt or reply.
+MOST_BYTES = 64 * 2**20
+
+
+async def read_body(answer: httpx2.Response, where: str) -> bytes:
+    """Return the body of an answer.
+
+    Raises:
+        EngineFailure: it is longer than `MOST_BYTES`.
+    """
+    found = bytearray()
+    async for chunk in answer.aiter_bytes():
+        found += chunk
+        if len(found) > MOST_BYTES:
+            raise EngineFailure(f"{where} answered with more than {MOST_BYTES:,} bytes; is it the engine's server?")
+    return bytes(found)
+
+
+async def read_lines(answer: httpx2.Response, where: str) -> AsyncGenerator[bytes, None]:
+    """Yield the lines of an answer as they arrive, without line ends.
+
+    Raises:
+        EngineFailure: a line is longer than `MOST_BYTES`.
+    """
+    parts: list[bytes] = []  # of the line that has not ended; joined once, so that a long line costs linear time
+    size = 0
+    async for chunk in answer.aiter_bytes():
+        first, *others = chunk.split(b"\n")
+        parts.append(first)
+        size += len(first)
+        for start in others:
+            yield b"".join(parts).rstrip(b"\r")
+            parts, size = [start], len(start)
+        if size > MOST_BYTES:
+            raise EngineFailure(f"{where} sent a line of more than {MOST_BYTES:,} bytes; is it the engine's server?")
+    if size:
+        yield b"".join(parts).rstrip(b"\r")
+
 
 CONNECT_SECONDS = 10.0
 _REFUSED = (400, 404, 413, 422)  # statuses that say that the request is at fault

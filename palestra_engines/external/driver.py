@@ -19,7 +19,7 @@ from palestra_engines.external.config import ServerEngineConfig
 
 if TYPE_CHECKING:
     from palestra.models.vision.processor import PictureProcessor
-    from palestra.types.pictures import Pictures
+    from palestra.types.messages import Pictures
     from palestra_engines.external.api import EngineApi
     from palestra_engines.external.connection import Address
     from palestra_engines.external.served_models import ServedModel

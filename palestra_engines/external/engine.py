@@ -9,8 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import cast
 
-from palestra.engine.base import EngineLoad, EngineRequest
-from palestra.engine.checks import check_prompt, check_sampling
+from palestra.engine.base import EngineLoad, EngineRequest, check_prompt, check_sampling
 from palestra.errors import EngineFailure, InvalidRequest, ModelError, PalestraError
 from palestra.faults import fault_point
 from palestra.models.weights import WeightSource
@@ -18,10 +17,10 @@ from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 from palestra.waiting import race, together
 from palestra_engines.external.api import Chunk
+from palestra_engines.external.process import Stillness
 from palestra_engines.external.reply import StreamedReply
 from palestra_engines.external.served_adapter import ServedAdapter
 from palestra_engines.external.served_policy import ExternalPolicy
-from palestra_engines.external.stillness import Stillness
 
 LOOK_SECONDS = 2.0  # between two looks at a server
 DOUBT_SECONDS = 5.0  # limit for a question to a server's health after one of its calls has failed

@@ -15,12 +15,41 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx2
+from packaging.version import Version as ParsedVersion
 
 from palestra.errors import EngineFailure, ModelError
 from palestra.http_clients import http_client
 from palestra.process.child import kept_command, kept_ending
 from palestra.process.keeper import LAST_SECONDS, members_of
 from palestra_engines.external.connection import Address
+
+
+class Stillness:
+    """Detects when a server's progress has stopped, from repeated checks.
+
+    A server may answer questions while its computing process is stuck, so answers do not count as progress.
+    """
+
+    def __init__(self, now: float, progress: tuple[int, ...]) -> None:
+        """Begin.
+
+        Args:
+            now: seconds of any clock.
+            progress: numbers, some of which grow when the server computes.
+        """
+        self._since, self._progress = now, progress
+
+    def seconds(self, now: float, progress: tuple[int, ...], may_move: bool) -> float:
+        """Return how long the server has made no progress.
+
+        Args:
+            now: seconds of the same clock.
+            may_move: whether the server has requests and is not paused; otherwise the result is 0.
+        """
+        if progress != self._progress or not may_move:
+            self._since, self._progress = now, progress
+        return now - self._since
+
 
 GRACE_SECONDS = 10.0  # between asking the server to end and killing it
 STOP_SECONDS = 15.0  # for the keeper to do so
@@ -200,3 +229,20 @@ def _end(process: subprocess.Popen[bytes], lifeline: int, folders: Sequence[Path
     process.wait()
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+Version = tuple[int, int]
+
+
+def version_of(text: str) -> Version:
+    """Return major and minor number of a version such as `0.32.0+cpu`; (0, 0): invalid."""
+    try:
+        found = ParsedVersion(text)
+    except ValueError:  # also a number of many thousand digits
+        return (0, 0)
+    return found.major, found.minor
+
+
+def dotted(version: Version) -> str:
+    """Return a version in dotted form."""
+    return ".".join(map(str, version))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from palestra.engine.checks import SAMPLE_TEXT
+from palestra.engine.base import SAMPLE_TEXT
 from palestra.errors import ConfigError, InvalidRequest
 from palestra_engines.external.connection import EngineConnection
 

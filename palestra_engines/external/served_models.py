@@ -14,7 +14,7 @@ from palestra.models.adapter_files import adapter_folder, saved_adapter
 from palestra.models.catalog import exact_model, model_folder
 from palestra.models.vision.processor import PictureProcessor
 from palestra.renderers import PictureTokens, Renderer, select_renderer
-from palestra.types.pictures import Pictures
+from palestra.types.messages import Pictures
 from palestra_engines.external.model_files import ModelFiles, read_model_files
 from palestra_engines.external.reply import ReplyBounds
 

@@ -18,9 +18,9 @@ from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, TokenSequence
 from palestra_engines.external.api import Chunk, Counters
 from palestra_engines.external.connection import EngineConnection
+from palestra_engines.external.process import dotted, version_of
 from palestra_engines.external.reply import ReplyBounds
 from palestra_engines.external.sample_text import OTHER_MODEL, SampleText, check_tokenizer
-from palestra_engines.external.versions import dotted, version_of
 from palestra_engines.sglang.sampling import sglang_sampling
 
 OLDEST = (0, 5)  # it names versions of weights

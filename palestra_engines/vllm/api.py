@@ -28,13 +28,12 @@ from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, TokenSequence
 from palestra_engines.external.api import Chunk, Counters
 from palestra_engines.external.connection import Body, EngineConnection
+from palestra_engines.external.process import dotted, version_of
 from palestra_engines.external.reply import ReplyBounds
 from palestra_engines.external.sample_text import OTHER_MODEL, SampleText, check_tokenizer
-from palestra_engines.external.versions import dotted, version_of
-from palestra_engines.vllm.answers import chunk_of, list_of
 from palestra_engines.vllm.pictures import VllmPictures
 from palestra_engines.vllm.rendezvous import Rendezvous
-from palestra_engines.vllm.sampling import vllm_sampling
+from palestra_engines.vllm.sampling import chunk_of, list_of, vllm_sampling
 from palestra_engines.vllm.worker.palestra_weight_group import WeightLayout
 
 GENERATE = "/inference/v1/generate"

@@ -14,7 +14,7 @@ from palestra.config import AdapterConfig
 from palestra.errors import ConfigError
 from palestra.models.device import CORES_VARIABLE
 from palestra_engines.external.connection import Address
-from palestra_engines.external.versions import dotted, version_of
+from palestra_engines.external.process import dotted, version_of
 from palestra_engines.vllm.api import BACKEND, OLDEST, lora_rank
 from palestra_engines.vllm.config import VllmEngineConfig
 from palestra_engines.vllm.sampling import MOST_TOP_LOGPROBS

@@ -17,7 +17,7 @@ from palestra_engines.vllm.config import VllmEngineConfig
 
 if TYPE_CHECKING:
     from palestra.models.vision.processor import PictureProcessor
-    from palestra.types.pictures import Pictures
+    from palestra.types.messages import Pictures
     from palestra_engines.external.connection import Address
     from palestra_engines.external.served_models import ServedModel
     from palestra_engines.external.servers import OneServer

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from palestra.errors import EngineFailure
-from palestra.models.vision.kept import KeptPixels
 from palestra.models.vision.placed import PlacedPicture, placed_pictures
 from palestra.models.vision.processor import PictureProcessor
+from palestra.models.vision.vision import KeptPixels
 from palestra.types.calls import TokenSequence
-from palestra.types.pictures import Pictures
+from palestra.types.messages import Pictures
 
 _RAW = 3  # type of the extension for the bytes of a tensor
 _LEAST = 1e-30  # not 0 in bfloat16 either, and too little to change a sum of anything else

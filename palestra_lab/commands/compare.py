@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _resources(arguments: argparse.Namespace) -> ResourcesBody:
     """Return the resources of each job of a service."""
-    from palestra.client.arguments import checked_amount
+    from palestra.client.plain_values import checked_amount
     from palestra.types.control_wire import ResourcesBody
 
     given = {name: getattr(arguments, name) for name in ("cpus", "gpus", "memory_gib")}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.config import JobConfig, load_config, parse_config, resolve_paths
-from palestra.config.toml_file import read_toml
+from palestra.config.loading import read_toml
 from palestra.errors import ConfigError, PalestraError
 from palestra_lab.config import ComparisonConfig, ScenarioEntry, Table
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from rich.live import Live
 from rich.text import Text
 
-from palestra.runtime.situation import PlainLines
+from palestra.runtime.watchdog import PlainLines
 from palestra.terminal import TerminalConsole, one_line
 from palestra.types.metrics import of_policies
 from palestra.types.progress import duration

@@ -16,8 +16,8 @@ from typing import Any
 from sqlalchemy import Connection
 
 from palestra.agents import Agent, ModelAgent
-from palestra.agents.random_agent import Moves, RandomAgent
-from palestra.client.arguments import checked_count
+from palestra.agents.agent import Moves, RandomAgent
+from palestra.client.plain_values import checked_count
 from palestra.config import JobConfig, PolicyConfig, Roles, past_name, past_of
 from palestra.errors import ConfigError, NotFound, RolloutFailed
 from palestra.learner.reporting import checkpoints_of

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.envs.acting import Actions, Progress
-from palestra.envs.task_splits import Split, draw_tasks
+from palestra.envs.tasks import Split, draw_tasks
 from palestra.errors import ConfigError
 from palestra_screens.browser.environment import BrowserEnvironment
 from palestra_screens.browser.page import BrowserPage, View

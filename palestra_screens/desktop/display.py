@@ -17,8 +17,7 @@ from typing import Any
 
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited
 from palestra_screens.terminal import sandbox
-from palestra_screens.terminal.descriptors import Descriptors, readable
-from palestra_screens.terminal.sandbox import Sandbox, SandboxLimits, start_sandbox
+from palestra_screens.terminal.sandbox import Descriptors, Sandbox, SandboxLimits, readable, start_sandbox
 
 _PROGRAM = Path(__file__).parent / "window.py"
 _TKINTER = "python3*/lib-dynload/_tkinter*.so"  # of the machine's own Python, below /usr/lib

@@ -6,7 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from palestra.envs.final_answer import final_answers
+from palestra.envs.tasks import final_answers
 from palestra.errors import InvalidEnvironment
 from palestra_screens.terminal.sandbox import SandboxLimits, UnfitFiles, run_once
 

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 
 from palestra.errors import EnvironmentFailed
 from palestra.tools import BadArguments
-from palestra_screens.terminal.descriptors import Descriptors
 from palestra_screens.terminal.plain_text import Output
-from palestra_screens.terminal.sandbox import Sandbox, SandboxLimits, start_sandbox
+from palestra_screens.terminal.sandbox import Descriptors, Sandbox, SandboxLimits, start_sandbox
 
 _KEPT_BYTES = 4000  # of the beginning of a command's output, and again of its end
 _CHUNK = 65_536

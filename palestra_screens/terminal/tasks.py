@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from palestra.envs.task_splits import Split, draw_tasks
+from palestra.envs.tasks import Split, draw_tasks
 
 _WORDS = (
     *("amber", "basalt", "cedar", "delta", "ember", "fjord", "garnet", "harbor", "indigo", "juniper", "kelp", "lagoon"),

@@ -12,8 +12,7 @@ from sqlalchemy import Connection
 from palestra.errors import Forbidden, InvalidRequest, NotFound
 from palestra_service.accounts.identity import Identities, Identity
 from palestra_service.placement.tenants import Quota
-from palestra_service.rights.keys import KeyRecord, NewKey, digest_of, make_secret
-from palestra_service.rights.limits import KeyLimits
+from palestra_service.rights.keys import KeyLimits, KeyRecord, NewKey, digest_of, make_secret
 from palestra_service.rights.permissions import OPERATOR_TENANT, Action, Role
 from palestra_service.store import accounts, audit, decisions
 from palestra_service.store.accounts import UserRecord

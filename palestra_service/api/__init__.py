@@ -10,9 +10,8 @@ from starlette.requests import Request
 from palestra.http import app as http_app
 from palestra_service.api.access import ControlPlane
 from palestra_service.api.accounts_api import add_account_routes, add_key_routes
-from palestra_service.api.cluster_api import add_cluster_routes
+from palestra_service.api.cluster_api import add_cluster_routes, add_metrics_routes
 from palestra_service.api.jobs_api import add_job_routes, add_reading_routes
-from palestra_service.api.metrics_api import add_metrics_routes
 
 MAX_BODY_BYTES = 4 * 2**20
 PUBLIC = ("/healthz", *http_app.PUBLIC)  # paths that are answered without a key

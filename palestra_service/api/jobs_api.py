@@ -1,6 +1,11 @@
 """Routes for jobs: submit, list, cancel, and read their logs, events and files."""
 
+from __future__ import annotations
+
 import asyncio
+import os
+import stat
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, Query
@@ -25,12 +30,68 @@ from palestra.types.control_wire import (
 from palestra.types.jobs import JobKind, JobRecord, JobRequest
 from palestra.types.states import JobState
 from palestra_service.accounts.identity import Identity
-from palestra_service.api import artifacts, streams
+from palestra_service.api import streams
 from palestra_service.api.access import ControlPlane
 from palestra_service.api.submission import allowed, recorded_source, request_of
 from palestra_service.jobs.job_resources import body_of
 from palestra_service.jobs.launcher import LOG_FILE, RUN
 from palestra_service.rights.permissions import Action
+
+HIDDEN = ("secret", "api_key", ".lock")  # run.db is hidden, too: clients read it by the route for events
+
+
+async def read_key(run: Path) -> str:
+    """Return the key of a run's data plane."""
+    try:
+        return (await asyncio.to_thread((run / "api_key").read_text)).strip()
+    except FileNotFoundError:
+        raise NotFound("the job's data plane has no key yet") from None
+
+
+async def listed(run: Path) -> list[ArtifactView]:
+    """Return all downloadable files of a run, by path."""
+    return await asyncio.to_thread(_listed, run)
+
+
+def _listed(run: Path) -> list[ArtifactView]:
+    """Return the files by walking through the folder; see `listed`."""
+    found = []
+    for folder, _, names in os.walk(run):
+        for path in (Path(folder, name) for name in names):
+            name = path.relative_to(run)
+            try:
+                status = path.lstat()
+            except FileNotFoundError:  # the job has replaced it meanwhile
+                continue
+            if stat.S_ISREG(status.st_mode) and _shown(name):
+                found.append(ArtifactView(path=name.as_posix(), bytes=status.st_size, modified_at=status.st_mtime))
+    return sorted(found, key=lambda artifact: artifact.path)
+
+
+async def checked(run: Path, name: str) -> Path:
+    """Return the path of a downloadable file."""
+    return await asyncio.to_thread(_checked, run, name)
+
+
+def _checked(run: Path, name: str) -> Path:
+    """Resolve a name, and refuse paths that lead out of the run; see `checked`."""
+    missing = NotFound(f"the run has no file {name!r}")
+    if "\0" in name or "\\" in name:
+        raise missing
+    root = run.resolve()
+    try:
+        path = (run / name).resolve()
+        if path.is_relative_to(root) and _shown(path.relative_to(root)) and path.is_file():
+            return path
+    except OSError:  # no file can have this name
+        pass
+    raise missing
+
+
+def _shown(name: Path) -> bool:
+    """Return whether a file may be downloaded: not keys, hidden files or the database."""
+    return not any(part in HIDDEN or part.startswith((".", "run.db")) for part in name.parts)
+
 
 MOST_STREAMS = 256  # of a user: more than the jobs that one may have open
 REFUSED = "streams of this user are open, and there may not be more; close some"
@@ -171,7 +232,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         if job.url is None:
             reason = scheduler.waiting.get(job_id) or job.reason
             raise NotFound(f"job {job_id} is {job.state} and has no data plane: {reason}")
-        key = await artifacts.read_key(scheduler.folder_of(job_id) / RUN)
+        key = await read_key(scheduler.folder_of(job_id) / RUN)
         return ServerView(url=job.url, api_key=key)
 
     @app.get("/events", tags=["jobs"])
@@ -231,7 +292,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def listing(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]) -> list[ArtifactView]:
         """Return the files of a job's run: checkpoints, metrics, curve, configuration."""
         await plane.job(by, job_id, Action.JOB_READ)
-        return await artifacts.listed(scheduler.folder_of(job_id) / RUN)
+        return await listed(scheduler.folder_of(job_id) / RUN)
 
     @app.get("/jobs/{job_id}/artifacts/{path:path}", tags=["jobs"])
     async def download(
@@ -239,7 +300,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
     ) -> FileResponse:
         """Return the content of one file of a job's run."""
         await plane.job(by, job_id, Action.JOB_READ)
-        return FileResponse(await artifacts.checked(scheduler.folder_of(job_id) / RUN, path))
+        return FileResponse(await checked(scheduler.folder_of(job_id) / RUN, path))
 
 
 def job_view(job: JobRecord, waits: str | None, place: int | None = None) -> JobView:

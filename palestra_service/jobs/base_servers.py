@@ -15,8 +15,7 @@ from typing import Any
 
 from palestra.database import Notifier
 from palestra.errors import NodeLost, PalestraError, StoreUnreachable, Superseded
-from palestra.types.bases import BaseKind, BaseLoad, BaseRecord
-from palestra.types.jobs import JobRecord
+from palestra.types.jobs import BaseKind, BaseLoad, BaseRecord, JobRecord
 from palestra.types.states import BaseState, check_transition
 from palestra_service.jobs.admitting import AdmittedJobs
 from palestra_service.jobs.launcher import BaseOrder, Ended, Ending, Launcher, Listening, ending_of, read_ended

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from palestra.config import BUILT_IN, JobConfig
-from palestra.config.toml_file import read_toml
+from palestra.config.loading import read_toml
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError, InvalidRequest
 from palestra.types.jobs import Resources

@@ -32,7 +32,7 @@ from palestra.types.states import JobState
 from palestra.waiting import race
 from palestra_service.jobs.base_servers import BaseServers
 from palestra_service.jobs.deadlines import Deadlines
-from palestra_service.jobs.engine_servers import ServersInUse
+from palestra_service.jobs.engine_rules import ServersInUse
 from palestra_service.jobs.launcher import (
     LOG_FILE,
     RUN,

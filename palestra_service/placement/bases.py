@@ -16,8 +16,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from palestra.types.bases import BaseKind
-from palestra.types.jobs import Resources
+from palestra.types.jobs import BaseKind, Resources
 from palestra.types.states import BaseState
 from palestra_service.placement.fitting import Amounts, Node, RunningJob, added, counted
 from palestra_service.placement.queues import WaitingJob

@@ -27,9 +27,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from palestra.errors import NodeLost, PalestraError, RunInUse, ServerFailed
 from palestra.models.device import CORES_VARIABLE, MEMORY_VARIABLE, tune_malloc
 from palestra.runtime.event_loop import tune_gc
-from palestra.types.bases import BaseLoad
 from palestra.types.gpus import GpuReading
-from palestra.types.jobs import ProcessResources
+from palestra.types.jobs import BaseLoad, ProcessResources
 from palestra.waiting import race
 from palestra_bases.connection import KEY, KEY_FILE
 from palestra_service.base_process import BaseProcess
@@ -50,7 +49,7 @@ from palestra_service.ray import memory_watch
 from palestra_service.ray.cluster import NAMESPACE, disconnect
 from palestra_service.ray.gpu_watch import GpuWatch
 from palestra_service.ray.job_environment import limit_environment
-from palestra_service.ray.job_places import beside_job, places_of
+from palestra_service.ray.runners import beside_job, places_of
 
 log = logging.getLogger("palestra.runtime")
 ROOM_SECONDS = 60.0  # limit for a node to free the resources that the scheduler counts as free

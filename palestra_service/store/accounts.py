@@ -13,8 +13,7 @@ from sqlalchemy import Connection, func, select
 
 from palestra.database import to_json
 from palestra.errors import Conflict, NotFound
-from palestra_service.rights.keys import KeyRecord
-from palestra_service.rights.limits import KeyLimits
+from palestra_service.rights.keys import KeyLimits, KeyRecord
 from palestra_service.rights.permissions import Role
 from palestra_service.store.tables import keys, tenants, users
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, select
 
-from palestra.types.bases import BaseKind, BaseRecord
-from palestra.types.jobs import Resources
+from palestra.types.jobs import BaseKind, BaseRecord, Resources
 from palestra.types.states import BaseState
 from palestra_service.store.stored_text import clean
 from palestra_service.store.tables import bases

@@ -26,9 +26,8 @@ from palestra.types.jobs import (
 )
 from palestra.types.states import JobState, check_transition
 from palestra_service.store import changes, decisions
-from palestra_service.store.stored_resources import more_resources, resources_of_row
 from palestra_service.store.stored_text import clean
-from palestra_service.store.tables import jobs
+from palestra_service.store.tables import jobs, more_resources, resources_of_row
 
 MAX_REASON = 4096  # characters
 MAX_LOG_TAIL = 65536  # characters

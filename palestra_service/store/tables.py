@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
+import orjson
 import sqlalchemy as sa
 from sqlalchemy import Boolean, Column, Double, Index, Integer, String, Table, Text, UniqueConstraint
 
-from palestra.database import Schema
+from palestra.database import Schema, to_json
 from palestra.errors import StoreError
+from palestra.types.jobs import Bundle, Resources
+
+_NUMBERS = ("cpus", "gpus", "memory_gib")
+
+
+def more_resources(resources: Resources) -> str | None:
+    """Return a job's resources without a column of their own, as JSON; None: there are none."""
+    rest = {name: value for name, value in asdict(resources).items() if name not in _NUMBERS}
+    plain = {name: value for name, value in asdict(Resources()).items() if name not in _NUMBERS}
+    return None if rest == plain else to_json(rest)
+
+
+def resources_of_row(row: Any) -> Resources:
+    """Return the resources of a row of `jobs`."""
+    rest = {} if row.more_resources is None else orjson.loads(row.more_resources)
+    bundles = tuple(Bundle(**bundle) for bundle in rest.pop("bundles", ()))
+    return Resources(cpus=row.cpus, gpus=row.gpus, memory_gib=row.memory_gib, bundles=bundles, **rest)
+
 
 VERSION_KEY = "control_schema_version"  # of the row of `meta` that has the version
 EPOCH_KEY = "epoch"  # of the row of `meta` that counts the control planes that have opened the store

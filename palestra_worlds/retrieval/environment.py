@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from palestra.envs.final_answer import final_answers
-from palestra.envs.task_splits import Split, draw_tasks
+from palestra.envs.tasks import Split, draw_tasks, final_answers
 from palestra.envs.tool_environment import ToolEnvironment
 from palestra.types.clock import Clock
-from palestra_worlds.retrieval.embedder import embedder_folder
-from palestra_worlds.retrieval.search import PassageSearch
+from palestra_worlds.retrieval.search import PassageSearch, embedder_folder
 
 SYSTEM = "Search for what the question asks about, then finish with the answer alone."
 _PEOPLE = 120

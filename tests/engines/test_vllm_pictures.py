@@ -21,7 +21,7 @@ from palestra.models.vision.tiny import make_tiny_vision
 from palestra.models.weights import LocalWeights
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.encoding import encode_picture
-from palestra.pictures.stored import StoredPictures
+from palestra.pictures.kept import StoredPictures
 from palestra.renderers import PictureTokens, select_renderer
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
 from palestra.types.messages import ImagePart

@@ -22,8 +22,7 @@ from unit.building import rows_of
 
 from palestra.renderers import ChatMLConfig, ChatMLRenderer, PackageRenderer
 from palestra.tokens import TokenTrie
-from palestra.types.calls import Chat
-from palestra.types.forks import ForkReason
+from palestra.types.calls import Chat, ForkReason
 
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 TURNS = 20

@@ -26,7 +26,7 @@ from palestra.errors import ModelError, PalestraError
 from palestra.models.weights import LocalWeights
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.encoding import encode_picture
-from palestra.pictures.stored import StoredPictures
+from palestra.pictures.kept import StoredPictures
 from palestra.renderers import select_renderer
 from palestra.runtime.parts import pooled_parts
 from palestra.types.calls import PolicyVersion, SamplingParams

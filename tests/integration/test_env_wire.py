@@ -16,7 +16,7 @@ from websockets.exceptions import ConnectionClosed
 from palestra import JobConfig, train
 from palestra.config import parse_config
 from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment, check_environment
-from palestra.envs.calculator import CalculatorEnvironment, calculator_tasks
+from palestra.envs.arithmetic import CalculatorEnvironment, calculator_tasks
 from palestra.envs.remote import RemoteEnvironment
 from palestra.errors import (
     ConfigError,

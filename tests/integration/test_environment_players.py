@@ -16,7 +16,7 @@ from palestra.agents import ModelAgent, RandomAgent
 from palestra.client import AsyncClient, Worker
 from palestra.client.exchange import Endpoint
 from palestra.config import parse_config
-from palestra.envs.calculator import CalculatorEnvironment
+from palestra.envs.arithmetic import CalculatorEnvironment
 from palestra.rollout import EnvironmentPlayer, RolloutSpec
 from palestra.runtime.local import local_job
 

@@ -23,8 +23,7 @@ from palestra.server.dialects.base import DialectRequest, EventWriter, Generatio
 from palestra.server.dialects.fields import call_fields
 from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
-from palestra.types.generation import GenerationRequest
-from palestra.types.messages import text_message
+from palestra.types.messages import GenerationRequest, text_message
 from palestra.types.records import Task
 
 

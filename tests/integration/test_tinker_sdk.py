@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from unit.tinker.serving import TINY, running
 
-from palestra_bases.tinker.limits import TinkerLimits
+from palestra_bases.tinker.records import TinkerLimits
 
 os.environ["TINKER_TELEMETRY"] = "0"
 tinker = pytest.importorskip("tinker")

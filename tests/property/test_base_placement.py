@@ -8,8 +8,7 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.types.bases import BaseKind
-from palestra.types.jobs import PRIORITIES, Resources
+from palestra.types.jobs import PRIORITIES, BaseKind, Resources
 from palestra.types.states import BaseState
 from palestra_service.placement.bases import BaseLimits, RunningBase, WaitingForBase
 from palestra_service.placement.fitting import Node, RunningJob

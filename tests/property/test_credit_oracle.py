@@ -18,9 +18,8 @@ from unit.building import make_chat, make_episode, make_train_batch
 
 from palestra.config import GRPOConfig
 from palestra.store.calls import time_steps
-from palestra.types.calls import PolicyVersion
+from palestra.types.calls import AgentStepReward, PolicyVersion, StepTimes
 from palestra.types.records import Trajectory
-from palestra.types.steps import AgentStepReward, StepTimes
 
 NAMES = ("a", "a/b", "a/b/c", "a/d", "e", "e/f", "e/g")
 LIMIT = 10  # max_tokens

@@ -18,7 +18,7 @@ from palestra.errors import InvalidRequest
 from palestra.grammars.bounds import BOUNDS
 from palestra.grammars.pool import Grammars
 from palestra.session.request import constraint_of
-from palestra.types.generation import GenerationRequest
+from palestra.types.messages import GenerationRequest
 
 # Smaller than a server's, so that many examples take seconds; what is bounded is the same.
 SMALL = replace(BOUNDS, compile_cpu_seconds=0.5, memory_mib=64)

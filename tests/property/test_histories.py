@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from unit.building import make_chat
 
 from palestra.session.history import EXACT, History, Match, Sameness, message_key
-from palestra.types.calls import Chat, SamplingParams
-from palestra.types.forks import ForkReason
+from palestra.types.calls import Chat, ForkReason, SamplingParams
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
 
 texts = st.sampled_from(["", "x", "y", " x\n", "<think>a</think>x", "<think>b</think>\nx"])

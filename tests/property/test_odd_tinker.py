@@ -13,7 +13,7 @@ from unit.tinker.messages import batch_message, datum, tensor
 from unit.tinker.serving import Client, Failed, running
 
 from palestra_bases.tinker import protobuf
-from palestra_bases.tinker.limits import TinkerLimits
+from palestra_bases.tinker.records import TinkerLimits
 
 META = {"a": 1}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}

@@ -33,10 +33,8 @@ from palestra.models.loading import LoadedModels
 from palestra.session import PolicyRuntime, SessionContext
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.torch_trainer import TorchTrainer
-from palestra.types.calls import Chat, SampledTokens, TokenSequence
-from palestra.types.forks import ForkReason
-from palestra.types.generation import GenerationRequest
-from palestra.types.messages import ChatMessage, ImagePart, text_message
+from palestra.types.calls import Chat, ForkReason, SampledTokens, TokenSequence
+from palestra.types.messages import ChatMessage, GenerationRequest, ImagePart, text_message
 from palestra.types.records import TrainSample
 from property.calls import Edge, digests_of
 

@@ -24,8 +24,7 @@ from palestra.session.registry import call_seed, prompt_digest
 from palestra.store.tables import chats as chats_table
 from palestra.tokens import TokenTrie
 from palestra.types.calls import Chat
-from palestra.types.generation import GenerationRequest
-from palestra.types.messages import ChatMessage, text_message
+from palestra.types.messages import ChatMessage, GenerationRequest, text_message
 
 Messages = tuple[ChatMessage, ...]
 

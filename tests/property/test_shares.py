@@ -16,9 +16,8 @@ from palestra.algorithms.registry import create_algorithm
 from palestra.config import GRPOConfig, ReinforcePPConfig, Roles
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.shares import share_of, shares_of
-from palestra.types.calls import PolicyVersion
+from palestra.types.calls import AgentStepReward, PolicyVersion
 from palestra.types.records import Trajectory
-from palestra.types.steps import AgentStepReward
 
 POLICIES = ("white", "black", "grey", "old")  # the last one is never trained
 NAMED = {"black": "black", "grey": "grey", "grey/helper": "white", "old": "old"}

@@ -14,8 +14,7 @@ from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.model_runner import ModelRunner, PolicyModel
 from palestra.engine.embedded.request import DONE, RunningRequest, Unprepared
 from palestra.engine.embedded.sampling import SampledBatch
-from palestra.engine.embedded.scheduler import Decode, Prefill, Scheduler
-from palestra.engine.embedded.served_policy import ServedPolicy
+from palestra.engine.embedded.scheduler import Decode, Prefill, Scheduler, ServedPolicy
 from palestra.errors import EngineFailure, GrammarRefused, PalestraError
 from palestra.faults import fault_point
 from palestra.types.calls import PolicyVersion, SampledTokens

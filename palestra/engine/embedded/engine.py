@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from palestra.engine.base import EngineLoad, EngineRequest
-from palestra.engine.checks import check_prompt, check_sampling
+from palestra.engine.base import EngineLoad, EngineRequest, check_prompt, check_sampling
 from palestra.engine.embedded.command_queue import Command, CommandQueue
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.core import EngineCore

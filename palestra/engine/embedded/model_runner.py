@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from palestra.engine.base import uniform
 from palestra.engine.embedded.decode_graphs import graphs_for
 from palestra.engine.embedded.kv_cache import (
     Bucket,
@@ -29,20 +30,18 @@ from palestra.engine.embedded.kv_cache import (
 )
 from palestra.engine.embedded.request import RunningRequest
 from palestra.engine.embedded.sampling import RowSampling, SampledBatch, sample
-from palestra.engine.rng import uniform
 from palestra.errors import ModelError
 from palestra.grammars.pool import Grammars
+from palestra.models.adapter_stacks import Runs
+from palestra.models.adapters import LORA_EMBEDDING
 from palestra.models.causal_lm import CausalLM
-from palestra.models.grammar_masks import mask_bits, unpack_bits
-from palestra.models.lora_embedding import LORA_EMBEDDING
+from palestra.models.logits import mask_bits, unpack_bits
 from palestra.models.mixed_adapters import MIN_ROWS, MixedModel
-from palestra.models.row_groups import Runs
-from palestra.models.vision.placed import PlacedPicture
-from palestra.models.vision.positions import joined_positions
+from palestra.models.vision.placed import PlacedPicture, joined_positions
 from palestra.types.calls import TokenSequence
 
 if TYPE_CHECKING:
-    from palestra.engine.embedded.served_policy import ServedPolicy
+    from palestra.engine.embedded.scheduler import ServedPolicy
 
 Placed = tuple[PlacedPicture, NDArray[np.int64]]  # with the row of each placeholder in a pass, -1: it is in none
 SCORED_AT_ONCE = 256  # positions whose logits exist at the same time

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from palestra.engine.base import EngineLoad, EngineRequest
-from palestra.engine.rng import uniform
+from palestra.engine.base import EngineLoad, EngineRequest, uniform
 from palestra.errors import EngineFailure
 from palestra.faults import fault_point
 from palestra.models.weights import WeightSource

@@ -9,17 +9,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Map
 
 import numpy as np
 
-from palestra.engine.base import EngineLoad, EngineRequest
-from palestra.engine.pool.call_counts import CallCounts
+from palestra.engine.base import EngineLoad, EngineRequest, TokenReplay
 from palestra.engine.pool.change import NumberChange
 from palestra.engine.pool.keeper import WorkerKeeper
-from palestra.engine.pool.options import CheckRoom, PoolOptions, StartWorker
-from palestra.engine.pool.placement import place_request
-from palestra.engine.pool.prefixes import block_hashes
+from palestra.engine.pool.options import CallCounts, CheckRoom, PoolOptions, StartWorker
+from palestra.engine.pool.placement import block_hashes, place_request
 from palestra.engine.pool.state import PoolState
 from palestra.engine.pool.wanted import KeptWeights, WantedPolicy
 from palestra.engine.pool.worker import InferenceWorker, added_loads
-from palestra.engine.replay import TokenReplay
 from palestra.engine.shown import problem
 from palestra.errors import Conflict, EngineFailure, InvalidRequest, ModelError, PalestraError, ReplyLost
 from palestra.models.weights import WeightSource

@@ -1,12 +1,49 @@
-"""Options of a pool of inference workers, and the functions that start its workers."""
+"""How a pool of inference workers behaves, what it asks of those who start its workers, and what it counts."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from palestra.engine.base import TokenReplay
 from palestra.engine.pool.worker import StartedWorker
+
+
+class CallCounts:
+    """Open requests of a pool, and the tokens it has delivered."""
+
+    def __init__(self) -> None:
+        """Begin without requests."""
+        self._open: set[TokenReplay] = set()
+        self._ended_tokens = 0
+
+    @contextlib.contextmanager
+    def counted(self, reply: TokenReplay) -> Iterator[None]:
+        """Count a request while the block runs."""
+        self._open.add(reply)
+        try:
+            yield
+        finally:
+            self._open.discard(reply)
+            self._ended_tokens += len(reply.tokens)
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of requests without a token."""
+        return sum(not reply.tokens for reply in self._open)
+
+    @property
+    def running(self) -> int:
+        """Return the number of requests with at least one token."""
+        return sum(bool(reply.tokens) for reply in self._open)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Return the number of delivered tokens; resampled ones count once."""
+        return self._ended_tokens + sum(len(reply.tokens) for reply in self._open)
+
 
 START_SECONDS = 900.0  # to load the models, unless the options say otherwise
 

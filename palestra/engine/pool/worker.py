@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from palestra.engine.base import Engine, EngineLoad, WorkerLoad
-from palestra.engine.pool.placement import Candidate
-from palestra.engine.pool.prefixes import PrefixIndex
+from palestra.engine.pool.placement import Candidate, PrefixIndex
 from palestra.engine.pool.wanted import WantedPolicy, leftover, missing
 from palestra.errors import EngineFailure, ModelError, PalestraError
 from palestra.types.calls import FIRST_VERSION, PolicyVersion

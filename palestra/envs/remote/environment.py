@@ -7,10 +7,9 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from palestra.client.arguments import checked_amount
+from palestra.client.plain_values import checked_amount
 from palestra.envs.concurrent import ConcurrentEnvironment
-from palestra.envs.remote.address import ServerAddress
-from palestra.envs.remote.link import SessionEnded, SessionLink, open_session, server_error
+from palestra.envs.remote.link import ServerAddress, SessionEnded, SessionLink, open_session, server_error
 from palestra.envs.remote.observations import observation_of
 from palestra.errors import EnvironmentFailed, PalestraError
 from palestra.types.clock import Clock

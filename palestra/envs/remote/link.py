@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import orjson
 from pydantic import ValidationError
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from palestra.envs.remote.address import ServerAddress
+from palestra.client.client import drive
+from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange
 from palestra.envs.remote.observations import encoded
 from palestra.errors import (
+    ConfigError,
     Conflict,
     ConnectionLost,
     EnvironmentFailed,
@@ -29,7 +33,7 @@ from palestra.errors import (
     TooManyRequests,
     Unauthorized,
 )
-from palestra.http_clients import WebSocket
+from palestra.http_clients import ProxyRoutes, WebSocket, trusted
 from palestra.proxies import through_proxy
 from palestra.types.env_wire import (
     CLOSE_REFUSED,
@@ -38,11 +42,82 @@ from palestra.types.env_wire import (
     MOST_MESSAGE_BYTES,
     PROTOCOL,
     SERVER_MESSAGE,
+    EnvironmentFacts,
     Open,
     Opened,
     ServerMessage,
     SessionFailed,
 )
+
+KEY_VARIABLE = "PALESTRA_ENVIRONMENT_KEY"
+EXAMPLE = "http://127.0.0.1:7500"
+REQUEST_SECONDS = 10.0
+_CODINGS = ("content-encoding", "content-length", "transfer-encoding")  # of the body as it came
+
+
+class ServerAddress:
+    """An environment server as one client knows it."""
+
+    def __init__(self, url: str, key: str | None, retry_seconds: float, wait_seconds: float) -> None:
+        """Check and store an address.
+
+        Args:
+            key: None: the variable `PALESTRA_ENVIRONMENT_KEY`.
+            retry_seconds: how long to retry while the server can't be reached.
+            wait_seconds: how long to wait for a free session.
+        """
+        found = key or os.environ.get(KEY_VARIABLE)
+        if not found:
+            raise ConfigError(f"no key of the environment server: pass key=… or set {KEY_VARIABLE}")
+        self.endpoint = Endpoint(checked_url(url, EXAMPLE), checked_key(found), retry_seconds)
+        self.wait_seconds = wait_seconds
+
+    @property
+    def url(self) -> str:
+        """Return the server's URL, without a trailing slash."""
+        return self.endpoint.url
+
+    @property
+    def session_url(self) -> str:
+        """Return the URL of a session's WebSocket."""
+        scheme, _, rest = self.url.partition(":")
+        return f"{'wss' if scheme == 'https' else 'ws'}:{rest}/v1/session"
+
+    def facts(self) -> EnvironmentFacts:
+        """Ask the server for the facts about its environment, and wait for the answer."""
+        request = {
+            "method": "GET",
+            "url": f"{self.url}/v1/environment",
+            "headers": {"authorization": f"Bearer {self.endpoint.key}"},
+            "timeout": REQUEST_SECONDS,
+        }
+        steps = exchange(
+            self.endpoint, lambda: request, lambda reply: EnvironmentFacts.model_validate_json(reply.content)
+        )
+        with _BoundedClient(transport=ProxyRoutes(verify=trusted()), follow_redirects=False) as http:
+            return drive(http, steps)
+
+
+class _BoundedClient(httpx2.Client):
+    """Holds no more than `MAX_MESSAGE_BYTES` of an answer, since the server may be a stranger's."""
+
+    def request(self, method: str, url: Any, **settings: Any) -> httpx2.Response:
+        """Return the complete answer.
+
+        Raises:
+            httpx2.RequestError: the server can't be reached, or its answer is too long.
+        """
+        body = bytearray()
+        with self.stream(method, url, **settings) as answer:
+            for chunk in answer.iter_bytes():
+                body += chunk
+                if len(body) > MAX_MESSAGE_BYTES:
+                    raise httpx2.DecodingError(
+                        f"the answer has more than {MAX_MESSAGE_BYTES:,} bytes", request=answer.request
+                    )
+        headers = [(name, value) for name, value in answer.headers.multi_items() if name.lower() not in _CODINGS]
+        return httpx2.Response(answer.status_code, headers=headers, content=bytes(body), request=answer.request)
+
 
 PING_SECONDS, PONG_SECONDS = 20.0, 60.0  # between two signs of life, and the longest time for an answer
 OPEN_SECONDS = 900.0  # for an environment to be made; a server gives up before, and says so

@@ -11,7 +11,7 @@ from palestra.errors import ModelError
 from palestra.models.quiet import NO_CODE
 from palestra.models.vision.towers import SUPPORTED
 from palestra.renderers import QWEN, PictureLayout, layout_of
-from palestra.renderers.patch_layout import PatchLayout
+from palestra.renderers.model_layouts import PatchLayout
 
 if TYPE_CHECKING:
     from PIL.Image import Image

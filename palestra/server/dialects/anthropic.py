@@ -26,8 +26,7 @@ from palestra.server.dialects.fields import (
 from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.session.reply import CALL_END
 from palestra.types.calls import Chat
-from palestra.types.generation import GenerationRequest
-from palestra.types.tools import FunctionName, Schema
+from palestra.types.messages import FunctionName, GenerationRequest, Schema
 
 _IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo")
 _ERRORS = {

@@ -19,7 +19,7 @@ from palestra.http.sse import encode_event
 from palestra.server.dialects.sent_pictures import SentPicture
 from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
-from palestra.types.generation import GenerationRequest
+from palestra.types.messages import GenerationRequest
 
 B = TypeVar("B", bound=BaseModel)
 TopLogprobs = Sequence[Sequence[tuple[int, float]]]  # for each place: (token, logprob) of its most probable tokens

@@ -23,9 +23,7 @@ from palestra.server.dialects.fields import (
 from palestra.server.dialects.sent_pictures import with_places
 from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
-from palestra.types.generation import GenerationRequest
-from palestra.types.messages import ChatMessage
-from palestra.types.tools import MAX_TOOLS, FunctionName, Schema, ToolSpec
+from palestra.types.messages import MAX_TOOLS, ChatMessage, FunctionName, GenerationRequest, Schema, ToolSpec
 
 # Fields that this server does not act on, with the values that ask for its own behaviour and are accepted.
 _HARMLESS: dict[str, tuple[Any, ...]] = {"functions": ([],), "modalities": (["text"],)}

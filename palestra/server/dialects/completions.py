@@ -15,7 +15,7 @@ from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, 
 from palestra.server.dialects.fields import MAX_CHOICES, Flag, SamplingFields, call_fields, refuse_others
 from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
-from palestra.types.generation import GenerationRequest
+from palestra.types.messages import GenerationRequest
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 _HARMLESS: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",)}

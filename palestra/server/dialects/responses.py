@@ -32,9 +32,7 @@ from palestra.server.dialects.responses_items import (
 )
 from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
-from palestra.types.generation import GenerationRequest
-from palestra.types.messages import Text
-from palestra.types.tools import FunctionName, Schema
+from palestra.types.messages import FunctionName, GenerationRequest, Schema, Text
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "background": (False,),

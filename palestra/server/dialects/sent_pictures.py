@@ -12,8 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from palestra.errors import InvalidRequest, UnsupportedField
-from palestra.types.generation import GenerationRequest
-from palestra.types.messages import ChatMessage, ImagePart, Part
+from palestra.types.messages import ChatMessage, GenerationRequest, ImagePart, Part
 
 Detail = Literal["auto", "low", "high", "original"]
 _SHA256 = "sha256:"  # before a digest in the place of a URL

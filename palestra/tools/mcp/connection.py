@@ -10,7 +10,7 @@ from typing import Any
 
 from palestra.errors import EnvironmentFailed, ProtocolMismatch
 from palestra.tools.mcp.transport import Message, Transport
-from palestra.types.tools import MAX_TOOLS
+from palestra.types.messages import MAX_TOOLS
 from palestra.version import __version__
 from palestra.waiting import cancelled
 

@@ -20,9 +20,8 @@ from palestra.tools.mcp.http import HttpTransport
 from palestra.tools.mcp.results import McpToolError, tool_content
 from palestra.tools.mcp.stdio import StdioTransport
 from palestra.tools.mcp.transport import MAX_MESSAGE_BYTES, Transport
-from palestra.tools.source import OpenTools, ToolSource
-from palestra.tools.tool import BadArguments, Tool
-from palestra.types.tools import ToolSpec
+from palestra.tools.tool import BadArguments, OpenTools, Tool, ToolSource
+from palestra.types.messages import ToolSpec
 
 log = logging.getLogger("palestra.tools")
 RESTART_SECONDS = 60.0  # in which a shared server may be started again `max_restarts` times

@@ -26,9 +26,8 @@ from torch.distributed.fsdp import (
 from palestra.models.causal_lm import CausalLM
 from palestra.tokens import TokenRun
 from palestra.trainer.packing import Tree
-from palestra.trainer.sharded.exchange import Exchange, ExchangedGather, ExchangedReduction
-from palestra.trainer.sharded.mapped import rows_of_rank
-from palestra.trainer.sharded.parts import shared_tensor
+from palestra.trainer.sharded.group import Exchange, ExchangedGather, ExchangedReduction, rows_of_rank
+from palestra.trainer.sharded.optimizer import shared_tensor
 from palestra.trainer.token_forward import flat_inputs
 
 

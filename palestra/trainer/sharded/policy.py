@@ -1,7 +1,11 @@
-"""One rank's part of a policy: a shard of its weights and moments, and a share of each batch."""
+"""One rank's part of a policy: a shard of its weights and moments, and a share of each batch.
+
+Weights are not gathered: no rank needs more memory than it has, and all write at the same time.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -9,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
@@ -18,7 +23,7 @@ from palestra.config import TrainerConfig
 from palestra.errors import ConfigError
 from palestra.models.causal_lm import CausalLM
 from palestra.models.device import return_freed_memory
-from palestra.models.tensor_file import write_weights
+from palestra.models.tensor_file import in_aligned_order, lay_out, write_weights
 from palestra.models.weights import LocalWeights
 from palestra.process.channel import TakenBack
 from palestra.trainer.base import StepReport
@@ -26,15 +31,46 @@ from palestra.trainer.gradient import Gradient, numbers_by_row
 from palestra.trainer.metrics import SentSums
 from palestra.trainer.optimizer import Named
 from palestra.trainer.packing import MicroBatch, pack
-from palestra.trainer.sharded.group import Problem, RankGroup
+from palestra.trainer.sharded.group import Problem, RankGroup, mapped, reserve_file, rows_of_rank
 from palestra.trainer.sharded.network import ShardedNetwork
-from palestra.trainer.sharded.optimizer import ShardedOptimizer, take_weights
-from palestra.trainer.sharded.parts import whole_of
-from palestra.trainer.sharded.publication import WeightFile
+from palestra.trainer.sharded.optimizer import ShardedOptimizer, local_part, take_weights, whole_of
 from palestra.trainer.token_forward import TokenForward, columns_of, flat_hidden, flat_picture_rows
 from palestra.trainer.torch_policy import OPTIMIZER, TorchPolicy
 from palestra.types.calls import Floats
 from palestra.types.records import TrainSample
+
+
+class WeightFile:
+    """Layout of a safetensors file with all weights of a policy, the same on every rank."""
+
+    def __init__(self, parameters: Named, dtype: torch.dtype) -> None:
+        """Lay out the weights.
+
+        Args:
+            dtype: of weights with two dimensions or more; others are float32.
+        """
+        types = [dtype if p.ndim >= 2 else torch.float32 for _, p in parameters]
+        typed = in_aligned_order([(p, (name, p.shape, own)) for (name, p), own in zip(parameters, types, strict=True)])
+        self._header, (*starts, self._size) = lay_out([shaped for _, shaped in typed])
+        self._places = [(p, own, start) for (p, (_, _, own)), start in zip(typed, starts, strict=True)]
+
+    def begin(self, path: Path) -> None:
+        """Create the file without weights, on one rank."""
+        try:
+            reserve_file(path, self._size, self._header)
+        except OSError as error:
+            raise OSError(f"weights can't be written to {path}: {error}") from error
+
+    def fill(self, path: Path) -> None:
+        """Write this rank's rows, rounded, into a file that `begin` created."""
+        rank, count = dist.get_rank(), dist.get_world_size()
+        whole = mapped(path, self._size)
+        for parameter, dtype, start in self._places:
+            rows = rows_of_rank(parameter.shape[0], rank, count)
+            width = dtype.itemsize * math.prod(parameter.shape[1:])
+            first = start + rows.start * width
+            part = whole[first : first + (rows.stop - rows.start) * width].view(dtype)
+            part.copy_(local_part(parameter.detach()).flatten())
 
 
 class RankPolicy(TorchPolicy):

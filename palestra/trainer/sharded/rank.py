@@ -19,19 +19,17 @@ from palestra.config import TrainerConfig
 from palestra.errors import ConfigError
 from palestra.models.causal_lm import CausalLM
 from palestra.models.device import device_of, precision_of, reproducible_products, return_freed_memory
-from palestra.models.loading import LoadedModels
+from palestra.models.loading import LoadedModels, load_parted
 from palestra.models.numerics import KERNELS, check_numerics, numerics
-from palestra.models.parted_loading import load_parted
 from palestra.models.shared_cores import set_threads
 from palestra.pictures.blobs import Blobs
-from palestra.pictures.stored import StoredPictures
+from palestra.pictures.kept import StoredPictures
 from palestra.trainer.base import OptimParams, OptimReport, PolicySpec, StepReport
-from palestra.trainer.loading import NetworkLoading
 from palestra.trainer.metrics import SentSums
-from palestra.trainer.sharded.exchange import Exchange
-from palestra.trainer.sharded.group import Problem, RankGroup
+from palestra.trainer.sharded.group import Exchange, Problem, RankGroup
 from palestra.trainer.sharded.network import ShardedNetwork
 from palestra.trainer.sharded.policy import RankPolicy
+from palestra.trainer.torch_trainer import NetworkLoading
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 

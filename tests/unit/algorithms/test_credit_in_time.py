@@ -19,8 +19,8 @@ from palestra.algorithms.policy_gradient import PolicyGradient
 from palestra.algorithms.registry import ALGORITHMS, create_algorithm
 from palestra.config import GRPOConfig, PPOConfig, Roles, parse_config
 from palestra.learner.shares import share_of
+from palestra.types.calls import AgentStepReward
 from palestra.types.records import Trajectory
-from palestra.types.steps import AgentStepReward
 from unit.algorithms.test_gae import columns, played, trained
 from unit.algorithms.test_sac import SINGLE, episode, flat_forward, learned, sac, soft
 from unit.building import make_episode

@@ -12,8 +12,8 @@ import pytest
 from palestra.algorithms.credit import step_returns
 from palestra.algorithms.gae import chains_of, explained_variance, generalised_advantages, generalized_advantages
 from palestra.store.calls import time_steps
+from palestra.types.calls import StepTimes
 from palestra.types.records import TrainSample, Trajectory
-from palestra.types.steps import StepTimes
 from unit.building import make_chat, make_episode, make_sample
 
 RECORDED = json.loads((Path(__file__).parent / "oracles" / "sb3_gae.json").read_text())

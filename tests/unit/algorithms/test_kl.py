@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.algorithms.kl import KLCoefficient, kl_terms, row_terms
+from palestra.algorithms.loss import KLCoefficient, kl_terms, row_terms
 from unit.building import make_sample
 
 

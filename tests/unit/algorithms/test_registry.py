@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from palestra.algorithms.base import Algorithm
-from palestra.algorithms.grpo import GRPO
+from palestra.algorithms.group_relative import GRPO
 from palestra.algorithms.registry import ALGORITHMS, create_algorithm
 from palestra.config import ALGORITHM_NAMES, GRPOConfig, OwnAlgorithmConfig, parse_config
 from palestra.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from palestra.algorithms.dapo import DAPO
+from palestra.algorithms.group_relative import DAPO
 from palestra.algorithms.loss import LossInputs
 from palestra.algorithms.losses import CISPOLoss, GSPOLoss, PPOClipLoss
 from palestra.config import DAPOConfig

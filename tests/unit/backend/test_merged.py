@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.algorithms.critic_losses import ClippedValueLoss
 from palestra.algorithms.loss import LossSpec
-from palestra.algorithms.losses import PPOClipLoss
+from palestra.algorithms.losses import ClippedValueLoss, PPOClipLoss
 from palestra.config import AdapterConfig, TrainerConfig
 from palestra.errors import CheckpointError, InvalidAlgorithm, NotFound
 from palestra.models.loading import LoadedModels

@@ -6,7 +6,7 @@ import pytest
 
 from palestra.agents import ModelAgent
 from palestra.cli.played import load_played
-from palestra.envs.calculator import CalculatorEnvironment
+from palestra.envs.arithmetic import CalculatorEnvironment
 from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
 from palestra.types.wire import RolloutFacts

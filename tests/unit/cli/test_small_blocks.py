@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from palestra.cli import small_blocks
+from palestra.cli import own_process as small_blocks
 from palestra.cli.main import command, main, parser
 from palestra.cli.options import commands_of
 
 SCRIPT = """
 import json, os, sys
-from palestra.cli.small_blocks import start_without_caches
+from palestra.cli.own_process import start_without_caches
 start_without_caches()
 own = open("/proc/self/environ", "rb").read().split(b"\\0")
 own = [part for one in own for part in one.removeprefix(b"GLIBC_TUNABLES=").split(b":")]  # glibc may have parted them
@@ -86,8 +86,8 @@ def test_where_no_program_may_be_started_the_command_runs_and_says_so(monkeypatc
 
 COMMAND = """
 import os, sys
-sys.modules["palestra.cli.small_blocks"] = type(sys)("small_blocks")
-sys.modules["palestra.cli.small_blocks"].start_without_caches = lambda: print("again")
+sys.modules["palestra.cli.own_process"] = type(sys)("small_blocks")
+sys.modules["palestra.cli.own_process"].start_without_caches = lambda: print("again")
 from palestra.cli.main import command, main
 {call}
 """

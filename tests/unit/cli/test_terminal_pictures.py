@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from palestra.cli.episode_text import conversation
+from palestra.cli.episode_view import conversation
 from palestra.cli.terminal_pictures import TerminalPicture, protocol_of
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.encoding import encode_picture
-from palestra.renderers.fixed_layout import FixedLayout
-from palestra.renderers.patch_layout import PatchLayout
+from palestra.renderers.model_layouts import FixedLayout, PatchLayout
 from palestra.renderers.picture_layout import TiledLayout
 from palestra.terminal import TerminalConsole
 from palestra.types.messages import ChatMessage, ImagePart, TextPart

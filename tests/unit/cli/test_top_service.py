@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from palestra.cli import top_service
+from palestra.cli import top_view as top_service
 from palestra.cli.main import main
 from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.server import create_page_app

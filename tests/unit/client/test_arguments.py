@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from palestra import AsyncClient, Client, ControlClient, ModelAgent, RolloutSpec, ToolAgent, evaluate, train
-from palestra.client.arguments import checked_amount, checked_count
+from palestra.client.plain_values import checked_amount, checked_count
 from palestra.client.worker import Worker
 from palestra.envs import Arithmetic
 from palestra.errors import ConfigError

@@ -31,7 +31,7 @@ async def test_both_clients_push_the_tasks_of_files(files, monkeypatch):
         pushed.append(call.body)
         yield from ()
 
-    monkeypatch.setattr("palestra.client.leases.send_call", sent)
+    monkeypatch.setattr("palestra.client.exchange.send_call", sent)
     async with AsyncClient("http://127.0.0.1:9", "key") as client:
         await client.push_tasks(str(files / "train.jsonl"), files / "held_out.jsonl")
     with Client("http://127.0.0.1:9", "key") as client:

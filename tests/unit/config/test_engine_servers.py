@@ -8,7 +8,7 @@ import pytest
 
 from palestra.config import JobConfig, dump_config, load_config, parse_config
 from palestra.errors import ConfigError
-from palestra_engines.sglang.config import SglangEngineConfig
+from palestra_engines.sglang.driver import SglangEngineConfig
 from palestra_engines.vllm.config import VllmEngineConfig
 
 STARTED = {"kind": "vllm", "python": "/venv/bin/python"}

@@ -6,8 +6,7 @@ import pytest
 
 from palestra.config import find_mistakes, parse_config
 from palestra.config.loading import _is_known
-from palestra.config.other_names import TRL, VERL
-from palestra.config.section import dotted_key, key_parts
+from palestra.config.section import TRL, VERL, dotted_key, key_parts
 from palestra.errors import ConfigError
 
 

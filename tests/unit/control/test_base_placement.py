@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from palestra.types.bases import BaseKind
-from palestra.types.jobs import Resources
+from palestra.types.jobs import BaseKind, Resources
 from palestra.types.states import BaseState
 from palestra_service.placement.bases import BaseLimits, RunningBase, WaitingForBase, part_of_base
 from palestra_service.placement.fitting import counted

@@ -10,8 +10,7 @@ import pytest
 
 from palestra.config import parse_config
 from palestra.errors import ConfigError, NodeLost, ServerFailed, TooManyRequests, Unauthorized
-from palestra.types.bases import BaseLoad
-from palestra.types.jobs import Resources
+from palestra.types.jobs import BaseLoad, Resources
 from palestra.types.states import BaseState, JobState
 from palestra_bases.admissions import FILE, Admissions
 from palestra_service.api.cluster_api import _bases, _in_use

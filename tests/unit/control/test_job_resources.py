@@ -13,8 +13,8 @@ from palestra.types.control_wire import ResourcesBody, SubmitJob
 from palestra.types.jobs import Bundle, Resources
 from palestra_service.jobs.job_resources import body_of, resources_of
 from palestra_service.placement.fitting import counted, total
-from palestra_service.store.stored_resources import more_resources
-from palestra_service.store.stored_resources import resources_of_row as stored
+from palestra_service.store.tables import more_resources
+from palestra_service.store.tables import resources_of_row as stored
 
 MODEL = {"model": "tiny-random"}
 VLLM = {"kind": "vllm"}  # without an interpreter, which the operator has

@@ -9,7 +9,8 @@ import pytest
 
 from palestra.errors import InvalidRequest, NotFound
 from palestra.types.states import JobState
-from palestra_service.api import artifacts, streams
+from palestra_service.api import jobs_api as artifacts
+from palestra_service.api import streams
 from palestra_service.api.streams import StreamPlace
 from palestra_service.jobs.scheduler import RUN
 from unit.control.building import running, submit

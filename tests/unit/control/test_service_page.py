@@ -24,7 +24,7 @@ from palestra.http.open_streams import OpenStreams
 from palestra.types.gpus import GpuReading, GpuUse
 from palestra.types.jobs import Resources
 from palestra.types.states import JobState
-from palestra_service import page_routes as service_page
+from palestra_service import page as service_page
 from palestra_service.api import jobs_api, streams
 from palestra_service.jobs.scheduler import RUN
 from palestra_service.page import create_service_app

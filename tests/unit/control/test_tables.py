@@ -6,8 +6,7 @@ import pytest
 import sqlalchemy as sa
 
 from palestra.errors import StoreError
-from palestra.types.bases import BaseKind, BaseRecord
-from palestra.types.jobs import Bundle, Resources
+from palestra.types.jobs import BaseKind, BaseRecord, Bundle, Resources
 from palestra.types.states import BaseState, JobState
 from palestra_service.placement.tenants import Quota
 from palestra_service.store import accounts, bases, decisions, tables

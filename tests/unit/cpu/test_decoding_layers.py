@@ -19,11 +19,11 @@ from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.kv_cache import DecodeAttention, KVCache
 from palestra.engine.embedded.model_runner import MIN_ROWS, PolicyModel
 from palestra.models.causal_lm import CausalLM, load_causal_lm
-from palestra_cpu import extension, kernel_arguments, layer_functions, packed_matrix
+from palestra_cpu import extension, kernel_arguments, layer_functions
+from palestra_cpu import packed as packed_matrix
 from palestra_cpu.cpu_kernels import CpuKernels, cpu_kernels
 from palestra_cpu.kernel_arguments import CachedRows, MatrixAddress
-from palestra_cpu.packed import pack_model
-from palestra_cpu.packed_matrix import PackedMatrix
+from palestra_cpu.packed import PackedMatrix, pack_model
 from unit.cpu.test_llama_layers import KINDS, drawn, errors_of
 from unit.models.test_causal_lm import rounded_like_the_engine, two_of
 
@@ -181,7 +181,7 @@ def test_packing_takes_no_more_memory_than_the_matrix(kernels):
         import resource, torch
         from torch import nn
         from palestra_cpu.cpu_kernels import cpu_kernels
-        from palestra_cpu.packed_matrix import PackedMatrix
+        from palestra_cpu.packed import PackedMatrix
         cpu_kernels()
         PackedMatrix(["small"], [nn.Linear(64, 64, bias=False).bfloat16()])
         layer = nn.Linear(512, 40_000, bias=False, dtype=torch.bfloat16)

@@ -10,7 +10,7 @@ import torch
 from palestra_cpu import cpu_kernels as module
 from palestra_cpu.attention_kernels import AttentionKernels
 from palestra_cpu.cpu_kernels import CpuKernels, cpu_kernels
-from palestra_cpu.kernel_trial import wrong_functions
+from palestra_cpu.kernel_library import wrong_functions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="compiled on Linux alone")
 OF_ALL = ["norm", "norm_gradient", "gate", "gate_gradient", "rotate", "attend"]

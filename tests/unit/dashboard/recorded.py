@@ -10,14 +10,11 @@ import numpy as np
 
 from palestra.config import JobConfig, dump_config, parse_config
 from palestra.dashboard.runs import Run
-from palestra.renderers.fixed_layout import FixedLayout
-from palestra.renderers.patch_layout import PatchLayout
-from palestra.renderers.picture_layout import TiledLayout
-from palestra.renderers.seen_pictures import layout_fact, write_layout
+from palestra.renderers.model_layouts import FixedLayout, PatchLayout
+from palestra.renderers.picture_layout import TiledLayout, layout_fact, write_layout
 from palestra.store import RunStore
 from palestra.store.lifecycle import EpisodeEnd
-from palestra.types.calls import Chat, PolicyVersion, VersionSpan
-from palestra.types.forks import Fork, ForkReason
+from palestra.types.calls import Chat, Fork, ForkReason, PolicyVersion, VersionSpan
 from palestra.types.messages import text_message
 from palestra.types.records import BatchManifest, Task
 from unit.building import FakeClock, make_chat, open_store

@@ -9,8 +9,7 @@ import pytest
 from palestra.dashboard.findings import read_findings
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
-from palestra.doctor.examination import examine
-from palestra.doctor.rules import RULES
+from palestra.doctor.examination import RULES, examine
 from palestra.errors import StoreError
 from unit.building import FakeClock, open_store
 from unit.doctor.curves import run_of

@@ -26,7 +26,7 @@ from palestra.store.calls import read_trajectory
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.store.search import EpisodeFilter
 from palestra.store.trained_tokens import TrainedCall
-from palestra.types.forks import MEANINGS, ForkReason
+from palestra.types.calls import MEANINGS, ForkReason
 from palestra.types.messages import ChatMessage, ImagePart, TextPart
 from palestra.types.records import Task
 from palestra.types.states import GroupState

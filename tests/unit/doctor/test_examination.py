@@ -11,8 +11,7 @@ from palestra.cli.main import main
 from palestra.config import dump_config, load_config, parse_config
 from palestra.doctor import examination
 from palestra.doctor.examination import examine
-from palestra.doctor.opponent_facts import opponent_facts
-from palestra.doctor.store_facts import disk_facts, store_facts
+from palestra.doctor.store_facts import disk_facts, opponent_facts, store_facts
 from palestra.errors import NotFound, StoreError
 from palestra.store.browsing import browse
 from palestra.store.lifecycle import EpisodeEnd

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from palestra.config import JobConfig
-from palestra.doctor.examination import findings_of
+from palestra.doctor.examination import RULES, findings_of
 from palestra.doctor.opponent_rules import OPPONENT_RULES
 from palestra.doctor.rule import JobSize
-from palestra.doctor.rules import RULES
 from unit.doctor.curves import JOB, found, run_of
 
 

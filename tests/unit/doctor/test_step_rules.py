@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from palestra.doctor.examination import health_of
 from palestra.doctor.rule import RECENT, JobSize, RunHistory
-from palestra.doctor.rules import health_of
 from unit.learner.scripted_job import ScriptedJob, config
 
 GROUPS = 8

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from palestra.engine.checks import check_prompt, check_sampling
+from palestra.engine.base import check_prompt, check_sampling
 from palestra.errors import InvalidRequest
 from palestra.types.calls import SAMPLING_RANGES, MediaSpan, SamplingParams, TokenSequence
 

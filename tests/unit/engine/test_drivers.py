@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import palestra
-from palestra.config.engine_kinds import drivers, sections
+from palestra.config.engine import drivers, sections
 from palestra.engine.driver import EngineDriver
 
 ROOT = Path(palestra.__file__).parents[1]

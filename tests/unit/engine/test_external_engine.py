@@ -15,8 +15,8 @@ from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelErr
 from palestra.models.weights import LocalWeights
 from palestra.types.calls import PolicyVersion, TokenSequence
 from palestra_engines.external import engine as module
+from palestra_engines.external.process import Stillness
 from palestra_engines.external.served_models import read_served_models
-from palestra_engines.external.stillness import Stillness
 from palestra_engines.vllm.driver import VllmDriver
 from unit.building import engine_request
 from unit.engine.engine_servers import OWNER, PROMPT, SAMPLING, STOP, ScriptedSglang, ScriptedVllm, on_server, pieces_of

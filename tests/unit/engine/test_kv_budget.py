@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from palestra.engine.embedded.kv_budget import KVBudget
+from palestra.engine.embedded.kv_cache import KVBudget
 from palestra.engine.embedded.prefix_cache import PrefixCache
 from palestra.tokens import TokenRun
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from palestra.engine.rng import uniform
+from palestra.engine.base import uniform
 
 
 def test_numbers_are_in_the_unit_interval_and_distinct():

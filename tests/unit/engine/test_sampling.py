@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from palestra.engine.base import uniform
 from palestra.engine.embedded.sampling import RowSampling, _draw, _keep_top, sample
-from palestra.engine.rng import uniform
 from palestra.types.calls import SamplingParams
 
 V = 50

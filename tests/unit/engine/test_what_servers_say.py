@@ -14,7 +14,7 @@ from aiohttp import web
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest
 from palestra.renderers import ByteTokenizer
 from palestra.types.calls import TokenSequence
-from palestra_engines.external import bounded
+from palestra_engines.external import connection as bounded
 from palestra_engines.external.connection import Address, EngineConnection
 from palestra_engines.external.sample_text import tokenized
 from unit.engine.engine_servers import OWNER, PROMPT, ScriptedSglang, ScriptedVllm, listening, on_server, pieces_of

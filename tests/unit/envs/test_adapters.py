@@ -7,7 +7,7 @@ import pytest
 from gymnasium.spaces import Discrete
 
 from palestra import JobConfig, RolloutSpec, check_environment, train
-from palestra.envs.adapters import adapted
+from palestra.envs.catalog import adapted
 from palestra.errors import ConfigError
 from palestra.runtime.arguments import Play, resolve_rollout
 from palestra_worlds.gymnasium import GymnasiumEnvironment

@@ -8,8 +8,9 @@ import time
 
 import pytest
 
-from palestra.envs import ConcurrentEnvironment, closing
-from palestra.envs.closing import close_or_log
+from palestra.envs import ConcurrentEnvironment
+from palestra.envs import concurrent as closing
+from palestra.envs.concurrent import close_or_log
 from palestra.rollout.environment_pool import EnvironmentPool
 from palestra.types.clock import SystemClock
 

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from palestra_worlds.evaluated_answers import may_be_scored
-from palestra_worlds.reasoning_gym import ReasoningEnvironment
+from palestra_worlds.reasoning_gym import ReasoningEnvironment, may_be_scored
 
 pytest.importorskip("reasoning_gym")
 EVIL = [

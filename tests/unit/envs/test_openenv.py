@@ -18,7 +18,7 @@ from palestra.errors import (
     NotScored,
     TooManyRequests,
 )
-from palestra.runtime.environments import environment_of
+from palestra.runtime.tasks import environment_of
 from palestra_worlds import OpenEnvEnvironment
 from unit.envs.openenv_server import CALL, MOVE, openenv
 from unit.envs.playing import calls, play, says

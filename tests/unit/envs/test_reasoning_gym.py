@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from palestra.envs.final_answer import final_answers
+from palestra.envs.tasks import final_answers
 from palestra_worlds import ReasoningEnvironment
 
 DATASETS = pytest.importorskip("reasoning_gym.factory").DATASETS

@@ -8,8 +8,7 @@ import pytest
 
 import palestra
 from palestra import JobConfig
-from palestra.envs.reward_facts import FACTS, reward_facts
-from palestra.envs.rewards import reward_function
+from palestra.envs.rewards import FACTS, reward_facts, reward_function
 from palestra.errors import ConfigError, InvalidEnvironment
 from palestra.types.messages import text_message
 from unit.building import ids, make_chat

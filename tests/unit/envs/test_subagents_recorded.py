@@ -11,7 +11,7 @@ from palestra.algorithms.credit import episode_returns
 from palestra.rollout import RolloutSpec
 from palestra.runners import Runner
 from palestra.session import Sessions
-from palestra.types.forks import ForkReason
+from palestra.types.calls import ForkReason
 from palestra.types.records import Task
 from palestra_worlds import SplitSum
 from unit.building import FakeClock, rows_of

@@ -18,8 +18,7 @@ from palestra.session import PolicyRuntime, PolicySet, SessionContext, Sessions
 from palestra.store import open_run_store
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.trainer.fake import FakeTrainer
-from palestra.types.generation import GenerationRequest
-from palestra.types.messages import text_message
+from palestra.types.messages import GenerationRequest, text_message
 from palestra.types.progress import JobProgress
 from palestra.types.records import Task
 from unit.building import FakeClock

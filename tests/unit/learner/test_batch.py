@@ -8,8 +8,7 @@ import pytest
 
 from palestra.config import GRPOConfig, Roles
 from palestra.learner.batch import LEFT_OUT, rollout_metrics
-from palestra.types.calls import PolicyVersion, VersionSpan
-from palestra.types.forks import Fork, ForkReason
+from palestra.types.calls import Fork, ForkReason, PolicyVersion, VersionSpan
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall
 from palestra.types.records import Task, Trajectory
 from unit.building import SOLE, make_chat, make_episode, make_train_batch, make_trajectory, metric_names

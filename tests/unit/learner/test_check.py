@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from palestra import check_algorithm
-from palestra.algorithms.a2c import A2C
+from palestra.algorithms.actor_critic import A2C, PPO
 from palestra.algorithms.base import Algorithm, TokenAdvantages
 from palestra.algorithms.loss import LOSSES, Loss, LossOutput, LossSpec, Mean
 from palestra.algorithms.policy_gradient import PolicyGradient
-from palestra.algorithms.ppo import PPO
 from palestra.algorithms.registry import ALGORITHMS, create_algorithm
 from palestra.config import OwnAlgorithmConfig, parse_config
 from palestra.errors import InvalidAlgorithm

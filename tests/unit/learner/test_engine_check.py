@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from palestra.config import JobConfig, PolicyConfig
-from palestra.engine.checks import SAMPLE_TEXT
+from palestra.engine.base import SAMPLE_TEXT
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
 from palestra.learner.engine_check import check_engine

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from palestra.algorithms.critic_losses import TwinValueLoss
 from palestra.algorithms.importance import IMPORTANCE_METRICS
-from palestra.algorithms.losses import build_loss
+from palestra.algorithms.losses import TwinValueLoss, build_loss
 from palestra.algorithms.policy_gradient import PolicyGradient
 from palestra.algorithms.registry import ALGORITHMS, create_algorithm
 from palestra.algorithms.sac import SAC
@@ -19,7 +18,7 @@ from palestra.engine.fake.engine import FakeEngine, digits_script
 from palestra.errors import ConfigError, StoreError
 from palestra.learner.learner import Learner
 from palestra.learner.metrics import metric_tables
-from palestra.learner.roles import ROLE_METRICS
+from palestra.learner.reporting import ROLE_METRICS
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.calls import PolicyVersion

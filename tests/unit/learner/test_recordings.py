@@ -175,7 +175,7 @@ async def test_a_source_with_another_tokenizer_is_refused(tmp_path, source, monk
     saved = source / "config.toml"
     text = saved.read_text().replace('kind = "fake"', 'kind = "embedded"').replace("SmolLM2-135M-Instruct", "other")
     saved.write_text("\n".join(line for line in text.splitlines() if not line.startswith(("delay_s", "reply_t"))))
-    monkeypatch.setattr("palestra.learner.recorded_run._same_tokens", lambda model, runtime: False)
+    monkeypatch.setattr("palestra.learner.recordings._same_tokens", lambda model, runtime: False)
     with pytest.raises(ConfigError, match=r"is of 'other', whose tokenizer is another one than that of 'SmolLM2"):
         await run_until_refused(ScriptedJob(tmp_path / "job", sft(source)))
 

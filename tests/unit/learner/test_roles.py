@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from palestra.config import PoolConfig, Roles
-from palestra.learner.roles import MOST_AGENTS, role_metrics
+from palestra.learner.reporting import MOST_AGENTS, role_metrics
 from palestra.types.records import Trajectory
 from unit.building import make_episode
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from palestra.config import RolloutConfig, StoreConfig, parse_config
-from palestra.learner.trained_calls import trained_calls
+from palestra.learner.reporting import trained_calls
 from palestra.store import open_run_store
 from palestra.store.browsing import browse
 from palestra.store.trained_tokens import TrainedCall, read_trained

@@ -15,9 +15,9 @@ import torch
 import palestra
 from palestra.errors import ModelError
 from palestra.models.catalog import model_folder
-from palestra.models.loading import load_model
-from palestra.models.parted_loading import load_parted
-from palestra.renderers import select_renderer, template_text
+from palestra.models.loading import load_model, load_parted
+from palestra.renderers import probes as template_text
+from palestra.renderers import select_renderer
 
 HERE = Path(palestra.__file__).parent
 

@@ -15,7 +15,7 @@ from palestra.models.causal_lm import load_tokenizer
 from palestra.models.device import multiplies_bfloat16
 from palestra.models.loading import LoadedModels
 from palestra.models.mixed_adapters import MIN_ROWS, MixedModel
-from palestra_cpu.packed_matrix import PackedLinear
+from palestra_cpu.packed import PackedLinear
 from unit.engine.test_embedded import deterministic_dtype
 
 # PEFT reads an attribute that this version of transformers warns of.

@@ -17,7 +17,7 @@ from palestra.rollout import RolloutSpec, Termination
 from palestra.rollout.result import LONGEST_INFO
 from palestra.runners import Runner
 from palestra.session import Sessions
-from palestra.types.forks import ForkReason
+from palestra.types.calls import ForkReason
 from palestra.types.messages import text_message
 from palestra.types.states import EpisodeState
 from unit.building import TASK, FakeClock, rows_of

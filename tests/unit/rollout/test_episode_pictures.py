@@ -8,7 +8,7 @@ import pytest
 from palestra.errors import InvalidRequest
 from palestra.pictures.kept import KeptPictures
 from palestra.pictures.parts import Picture
-from palestra.rollout.episode_pictures import EpisodePictures
+from palestra.rollout.played import EpisodePictures
 from palestra.types.messages import ChatMessage, ImagePart, TextPart
 
 GOOD = Picture.of(np.full((6, 8, 3), (200, 30, 30), np.uint8))

@@ -19,10 +19,10 @@ from palestra.errors import ConfigError, Conflict
 from palestra.runtime import checking, model_memory
 from palestra.runtime.checking import check_job, existing_parent
 from palestra.runtime.early_checks import check_models, check_reproducible
-from palestra.runtime.environments import environment_of
 from palestra.runtime.local import local_job
-from palestra.runtime.model_facts import model_facts
-from palestra.runtime.places import HERE
+from palestra.runtime.model_memory import model_facts
+from palestra.runtime.tasks import environment_of
+from palestra.runtime.terms import HERE
 from palestra_engines.external import servers as checked_servers
 from palestra_service.jobs.launcher import Ending, ending_of
 from unit.engine import engine_servers

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from palestra.runtime.scores import Evaluation, TaskOutcome
-from palestra.runtime.statistics import estimate, paired_difference
-from palestra_lab.matrix.ratings import ratings_of
-from palestra_lab.matrix.result import Game, Matrix
+from palestra.runtime.scores import Evaluation, TaskOutcome, estimate, paired_difference
+from palestra_lab.matrix.result import Game, Matrix, ratings_of
 
 Interval = tuple[float, float]
 SAMPLES = 1500

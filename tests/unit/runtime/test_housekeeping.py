@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 
-from palestra.runtime import housekeeping
-from palestra.runtime.housekeeping import looked_after
+from palestra.runtime import local_job as housekeeping
+from palestra.runtime.local_job import looked_after
 from palestra.types.progress import JobProgress
 from unit.building import open_store
 

@@ -15,8 +15,7 @@ from palestra.config import dump_config, parse_config
 from palestra.errors import NotFound
 from palestra_lab.matrix.picture import draw_matrix
 from palestra_lab.matrix.play import versions_of
-from palestra_lab.matrix.ratings import DRAWN_MORE, NORMAL_95, SCALE, ratings_of
-from palestra_lab.matrix.result import Game, Matrix
+from palestra_lab.matrix.result import DRAWN_MORE, NORMAL_95, SCALE, Game, Matrix, ratings_of
 
 
 @given(won=st.integers(0, 40), lost=st.integers(0, 40))

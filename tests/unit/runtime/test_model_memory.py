@@ -7,9 +7,8 @@ import pytest
 from palestra.config import parse_config
 from palestra.errors import ConfigError
 from palestra.runtime import model_memory
-from palestra.runtime.model_facts import ModelFacts
-from palestra.runtime.model_memory import RANK_BYTES, check_memory, machine_bytes, memory_of
-from palestra.runtime.places import JobPlaces
+from palestra.runtime.model_memory import RANK_BYTES, ModelFacts, check_memory, machine_bytes, memory_of
+from palestra.runtime.terms import JobPlaces
 
 N = 10**6  # parameters
 FROZEN = {"policies": {"policy": {}, "judge": {"frozen": True}}, "roles": {"judge": "judge"}}

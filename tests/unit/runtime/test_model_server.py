@@ -11,7 +11,7 @@ import pytest
 from palestra.config import reference_of
 from palestra.errors import EngineFailure, ModelError, PalestraError, ServerFailed, StoreError
 from palestra.models.catalog import model_folder
-from palestra.runtime import checkpoints
+from palestra.runtime import starting_points as checkpoints
 from palestra.trainer.checkpoint import newest_path
 from palestra_service import model_server
 from palestra_service.jobs.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, ending_of, read_ended, write_ended

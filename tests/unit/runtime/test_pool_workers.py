@@ -24,7 +24,7 @@ from palestra.process.child import start_process
 from palestra.runtime import engine_process
 from palestra.runtime.engine_process import ProcessHost
 from palestra.runtime.parts import pooled_parts, workers_of
-from palestra.runtime.places import HERE, JobPlaces
+from palestra.runtime.terms import HERE, JobPlaces
 from palestra.types.calls import PolicyVersion, SamplingParams
 from palestra_engines.external import served_models, servers, workers
 from palestra_engines.vllm.config import VllmEngineConfig

@@ -12,7 +12,7 @@ from palestra.config import JobConfig, parse_config
 from palestra.runtime import console
 from palestra.runtime.console import Console, beginning, console_of
 from palestra.runtime.local import local_job
-from palestra.runtime.situation import STALLED_SECONDS, PlainLines, Situation, clock, describe_situation
+from palestra.runtime.watchdog import STALLED_SECONDS, PlainLines, Situation, clock, describe_situation
 from palestra.store.leases import Holder
 from palestra.types.progress import PhaseProgress, duration
 

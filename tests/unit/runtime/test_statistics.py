@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.runtime.statistics import (
+from palestra.runtime.scores import (
     MOST_EXACT,
     estimate,
     holm,

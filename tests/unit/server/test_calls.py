@@ -12,7 +12,7 @@ import pytest
 from palestra.errors import ContextOverflow
 from palestra.server.respond import sample_calls
 from palestra.types.calls import Chat
-from palestra.types.generation import GenerationRequest
+from palestra.types.messages import GenerationRequest
 from unit.building import make_chat
 
 CALLS = [GenerationRequest(policy="policy", prompt=str(number)) for number in range(128)]

@@ -13,8 +13,7 @@ from palestra.engine.fake.engine import FakeEngine, digits_script
 from palestra.grammars.pool import Grammars
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import EpisodeSession, PolicyRuntime, SessionContext
-from palestra.types.generation import GenerationRequest
-from palestra.types.messages import text_message
+from palestra.types.messages import GenerationRequest, text_message
 from palestra.types.states import TurnState
 from unit.building import TASK, FakeClock, one_policy, open_store
 

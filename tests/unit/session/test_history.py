@@ -8,8 +8,7 @@ import pytest
 
 from palestra.renderers.probes import NAMES
 from palestra.session.history import History, Sameness, message_key
-from palestra.types.calls import SamplingParams
-from palestra.types.forks import ForkReason
+from palestra.types.calls import ForkReason, SamplingParams
 from palestra.types.messages import ChatMessage, FunctionCall, ImagePart, TextPart, ToolCall, text_message
 from unit.building import make_chat
 

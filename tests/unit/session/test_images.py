@@ -11,8 +11,7 @@ from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import EpisodeSession
 from palestra.tokens import TokenRun, common_tokens
 from palestra.types.calls import MediaSpan, TokenSequence
-from palestra.types.generation import GenerationRequest
-from palestra.types.messages import ChatMessage, ImagePart, TextPart, text_message
+from palestra.types.messages import ChatMessage, GenerationRequest, ImagePart, TextPart, text_message
 from unit.building import ids, one_policy, rows_of
 from unit.session.conftest import says
 

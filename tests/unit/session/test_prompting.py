@@ -9,9 +9,8 @@ import pytest
 from palestra.errors import EngineFailure, HistoryDrift
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import EpisodeSession, Sameness
-from palestra.types.forks import MEANINGS, ForkReason
-from palestra.types.generation import GenerationRequest
-from palestra.types.messages import ChatMessage, FunctionCall, TextPart, ToolCall, text_message
+from palestra.types.calls import MEANINGS, ForkReason
+from palestra.types.messages import ChatMessage, FunctionCall, GenerationRequest, TextPart, ToolCall, text_message
 from unit.building import one_policy
 from unit.session.conftest import STOP, Bench, call
 

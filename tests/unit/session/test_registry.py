@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from palestra.session.registry import CallRegistry, call_seed, prompt_digest
-from palestra.types.generation import GenerationRequest
+from palestra.types.messages import GenerationRequest
 from unit.building import ids, make_chat
 
 PROMPT = ids(1, 2, 3)

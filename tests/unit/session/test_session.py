@@ -13,8 +13,7 @@ from palestra.session import EpisodeSession
 from palestra.session.prompting import LONG_TEXT
 from palestra.session.registry import call_seed, prompt_digest
 from palestra.types.calls import PolicyVersion, SampledTokens, VersionSpan
-from palestra.types.generation import GenerationRequest
-from palestra.types.messages import text_message
+from palestra.types.messages import GenerationRequest, text_message
 from palestra.types.states import TurnState
 from unit.building import ids, rows_of
 from unit.session.conftest import STOP, Bench, call, in_flight, says, until

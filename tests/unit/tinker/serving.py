@@ -17,7 +17,7 @@ from palestra.config import TrainerConfig
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra_bases.models import SharedModelOptions, shared_models
 from palestra_bases.tinker import protobuf
-from palestra_bases.tinker.limits import TinkerLimits
+from palestra_bases.tinker.records import TinkerLimits
 from palestra_bases.tinker.serving import TinkerOptions, TinkerServer, tinker_server
 from unit.tinker.messages import batch_message, datum
 

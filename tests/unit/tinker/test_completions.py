@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from palestra_bases.tinker.limits import TinkerLimits
+from palestra_bases.tinker.records import TinkerLimits
 from unit.tinker.serving import TINY, Client, running
 
 CLONE = 1_000_000_000

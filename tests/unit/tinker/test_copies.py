@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from palestra_bases.tinker.limits import TinkerLimits
+from palestra_bases.tinker.records import TinkerLimits
 from unit.tinker.serving import Client, Model, running
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from palestra.errors import InvalidRequest
 from palestra_bases.tinker import protobuf
 from palestra_bases.tinker.datums import read_batch
-from palestra_bases.tinker.limits import TinkerLimits
 from palestra_bases.tinker.protobuf import new
+from palestra_bases.tinker.records import TinkerLimits
 from unit.tinker.messages import batch_message, datum, tensor
 
 GOOD = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}

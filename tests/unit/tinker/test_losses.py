@@ -10,7 +10,7 @@ import torch
 
 from palestra_bases.tinker import protobuf
 from palestra_bases.tinker.datums import loss_without_gradient, output_of, read_batch
-from palestra_bases.tinker.limits import TinkerLimits
+from palestra_bases.tinker.records import TinkerLimits
 from unit.tinker.messages import batch_message, datum, logprobs_of
 from unit.trainer.networks import networks, transformers_model
 from unit.trainer.test_torch_trainer import close, gradients

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from palestra.models.adapter_files import read_adapter
-from palestra_bases.tinker.limits import TinkerLimits
+from palestra_bases.tinker.records import TinkerLimits
 from unit.tinker.serving import TINY, Client, Failed, Model, data_of, running
 
 QUICK = {"poll_seconds": 5.0}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from palestra.models.causal_lm import load_tokenizer
-from palestra_bases.tinker.limits import TinkerLimits
+from palestra_bases.tinker.records import TinkerLimits
 from unit.tinker.messages import datum
 from unit.tinker.serving import TINY, Client, Failed, running
 

@@ -7,7 +7,7 @@ import sqlite3
 import pytest
 
 from palestra.store.browsing import browse
-from palestra.tracking.run_spans import episodes_of_step, spans_of_row
+from palestra.tracking.opentelemetry import episodes_of_step, spans_of_row
 from unit.dashboard.recorded import record
 
 ROW = {"time/step_seconds": 10.0, "train/reward_mean": 0.5}

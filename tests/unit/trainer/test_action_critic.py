@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.algorithms.critic_losses import TwinValueLoss
 from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.losses import TwinValueLoss
 from palestra.errors import ConfigError
 from palestra.tokens import choice_rows
 from palestra.trainer.base import OptimParams

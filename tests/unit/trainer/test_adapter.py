@@ -12,8 +12,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from palestra.algorithms.critic_losses import ClippedValueLoss
 from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.losses import ClippedValueLoss
 from palestra.config import AdapterConfig, TrainerConfig
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine

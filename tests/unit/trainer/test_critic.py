@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.algorithms.critic_losses import ClippedValueLoss
 from palestra.algorithms.gae import chains_of, generalized_advantages
 from palestra.algorithms.loss import LossSpec, ValueInputs
-from palestra.algorithms.losses import PPOClipLoss
+from palestra.algorithms.losses import ClippedValueLoss, PPOClipLoss
 from palestra.errors import ConfigError
 from palestra.trainer.base import CRITIC_METRICS, OptimParams
 from palestra.trainer.checkpoint import link_model

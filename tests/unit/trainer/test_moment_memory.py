@@ -12,8 +12,7 @@ from torch import nn
 from palestra.errors import CheckpointError
 from palestra.trainer import optimizer as module
 from palestra.trainer.base import OptimParams
-from palestra.trainer.moment_memory import zeros_apart
-from palestra.trainer.optimizer import Optimizer
+from palestra.trainer.optimizer import Optimizer, zeros_apart
 
 PARAMS = OptimParams(learning_rate=0.01, max_grad_norm=1e9, weight_decay=0.1)
 

@@ -11,8 +11,8 @@ import torch
 from palestra.algorithms.loss import LOSSES, Loss, LossOutput, LossSpec
 from palestra.algorithms.losses import GSPOLoss
 from palestra.errors import InvalidAlgorithm
+from palestra.trainer.gradient import SequenceMeans
 from palestra.trainer.packing import pack
-from palestra.trainer.sequences import SequenceMeans
 from palestra.trainer.token_forward import columns_of
 from unit.trainer.test_torch_trainer import batch_of_two_groups, close, gradients, sharp_tiny, training, weights
 

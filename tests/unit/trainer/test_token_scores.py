@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributions import Categorical
 
-from palestra.trainer.token_scores import Measured, token_logprobs, token_logprobs_and_entropies
+from palestra.trainer.token_forward import Measured, token_logprobs, token_logprobs_and_entropies
 
 
 def drawn(tokens: int, vocabulary: int, spread: float):

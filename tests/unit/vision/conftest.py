@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from palestra.config import TINY_QWEN_VL
-from palestra.models.vision.tiny_qwen import make_tiny_qwen
+from palestra.models.vision.tiny import make_tiny_qwen
 
 
 @pytest.fixture(scope="session", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from palestra.errors import ModelError
 from palestra.renderers import ChatMLRenderer, DialogRenderer, NotInThisFormat, PictureTokens, select_renderer
-from palestra.renderers.fixed_layout import FixedLayout
-from palestra.renderers.picture_layout import TiledLayout, layout_of
-from palestra.renderers.seen_pictures import read_layout, write_layout
+from palestra.renderers.model_layouts import FixedLayout
+from palestra.renderers.picture_layout import TiledLayout, layout_of, read_layout, write_layout
 from unit.vision.seeing import Shown, noise, processor, renderer_of, seeing_once, user
 
 

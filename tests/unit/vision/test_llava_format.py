@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from transformers import PreTrainedTokenizerFast
 
 from palestra.renderers import DialogRenderer, NotInThisFormat, PictureTokens, select_renderer
-from palestra.renderers.fixed_layout import FixedLayout
+from palestra.renderers.model_layouts import FixedLayout
 from unit.vision.seeing import Shown, noise, user
 from unit.vision.test_layout import as_parts
 

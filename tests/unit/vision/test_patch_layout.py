@@ -21,9 +21,9 @@ from palestra.models.causal_lm import load_tokenizer
 from palestra.models.vision.processor import PictureProcessor
 from palestra.models.vision.tiny import chat_template
 from palestra.renderers import ChatMLRenderer, PictureTokens, layout_of, select_renderer
-from palestra.renderers.patch_layout import PatchLayout
+from palestra.renderers.model_layouts import PatchLayout
+from palestra.renderers.picture_layout import read_layout, write_layout
 from palestra.renderers.probes import PLAIN, WITH_TOOLS, as_agents_send
-from palestra.renderers.seen_pictures import read_layout, write_layout
 from unit.vision.seeing import Shown, image_processor, noise, renderer_of, seeing_once, user
 
 MARKER = "<|vision_start|><|image_pad|><|vision_end|>"

@@ -56,7 +56,7 @@ def test_pixels_are_those_of_transformers_processor_for_several_pictures_togethe
 
 @torch.inference_mode()
 def test_embeddings_of_a_picture_have_what_later_layers_add(tmp_path):
-    from palestra.models.vision.tiny_qwen import make_tiny_qwen
+    from palestra.models.vision.tiny import make_tiny_qwen
 
     make_tiny_qwen(tmp_path, "qwen3_vl")
     model = seeing(Shown(), name=str(tmp_path))

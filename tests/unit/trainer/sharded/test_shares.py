@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.trainer.packing import pack
-from palestra.trainer.sharded.shares import share_out
+from palestra.trainer.sharded.trainer import share_out
 from unit.building import make_sample
 
 
