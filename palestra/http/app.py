@@ -6,12 +6,15 @@ Bodies read by routes themselves are described in the OpenAPI document like Fast
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
 
 from palestra import __version__
+from palestra.http.direct import Endpoint
 from palestra.http.errors import ErrorAnswers, ErrorForm
 from palestra.http.guard import Authenticate, RequestGuard
 from palestra.types.wire import ErrorAnswer
@@ -59,6 +62,35 @@ def _describe(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's guide replaces the method in this way
 
 
+class GuardedApp(FastAPI):
+    """An application that answers some of its routes directly: `post` requests that FastAPI only describes."""
+
+    def __init__(self, guard: RequestGuard, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._guard = guard
+        self._direct: dict[str, Endpoint] = {}  # by path
+        self.add_middleware(lambda app: partial(guard.pass_on, app))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request (called by the server)."""
+        direct = self._direct.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if direct is None:
+            await super().__call__(scope, receive, send)
+        else:
+            await self._guard.answer(direct, scope, receive, send)
+
+    def add_direct(self, path: str, endpoint: Endpoint, body: type[BaseModel], **description: Any) -> None:
+        """Add a route for POST that `RequestGuard` calls itself.
+
+        Args:
+            endpoint: gets the request with its body, which it parses, and returns an answer or a model of one.
+            body: model of its bodies, for the document.
+            description: for the document; see `FastAPI.add_api_route`.
+        """
+        self._direct[path] = endpoint
+        self.router.add_api_route(path, endpoint, methods=["POST"], openapi_extra=request_schema(body), **description)
+
+
 def build_app(
     title: str,
     description: str,
@@ -66,7 +98,7 @@ def build_app(
     max_body_bytes: int,
     public: Collection[str] = PUBLIC,
     error_forms: Mapping[str, ErrorForm] | None = None,
-) -> FastAPI:
+) -> GuardedApp:
     """Return an application without routes that answers errors and requires a key for every request.
 
     Args:
@@ -75,7 +107,9 @@ def build_app(
         public: paths that need no key.
         error_forms: form of errors by path prefix; others have OpenAI's form.
     """
-    app = FastAPI(
+    answers = ErrorAnswers(error_forms or {})
+    app = GuardedApp(
+        RequestGuard(authenticate, max_body_bytes, public, answers),
         title=title,
         version=__version__,
         description=description,
@@ -83,10 +117,6 @@ def build_app(
         docs_url=None,
         redoc_url=None,
     )
-    answers = ErrorAnswers(error_forms or {})
     answers.install(app)
-    app.add_middleware(
-        RequestGuard, authenticate=authenticate, max_bytes=max_body_bytes, public=public, answers=answers
-    )
     _describe(app)
     return app

@@ -107,7 +107,7 @@ async def read_with(parse: Callable[[bytes], T], request: Request, pool: WorkPoo
     body = await request.body()
     if len(body) < LONG_BODY:
         return parse(body)
-    return await until_disconnect(request.receive, pool.run(parse, body))
+    return await until_disconnect(request.scope, pool.run(parse, body))
 
 
 def _explain(error: ValidationError) -> InvalidRequest:

@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive
+from starlette.types import Scope
+
+from palestra.http.protocol import CONNECTION
 
 T = TypeVar("T")
 
 
-async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
+async def until_disconnect(scope: Scope, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`; cancel it if the client disconnects.
 
     Args:
-        receive: of a request whose body has been read.
+        scope: of the request. One that `LimitedProtocol` has not received has no connection that could be lost.
+
+    Raises:
+        ClientDisconnect: the client disconnected before `work` was finished.
     """
-    # `work` runs in the caller's task, and the watch cancels that task, as `asyncio.timeout` does. A race of two tasks
-    # would cost every model call a second task.
+    connection = scope.get(CONNECTION)
+    if connection is None:
+        return await work
+    if connection.lost:
+        work.close()
+        raise ClientDisconnect
     caller = asyncio.current_task()
     assert caller is not None
-    cancelled_before, waiting = caller.cancelling(), True
-
-    def cancel(watch: asyncio.Future[None]) -> None:
-        if waiting and not watch.cancelled():
-            caller.cancel()
-
-    watch = asyncio.ensure_future(_disconnected(receive))
-    watch.add_done_callback(cancel)
+    cancelled_before = caller.cancelling()
+    connection.on_lost = caller.cancel
     try:
         return await work
     except asyncio.CancelledError:
-        gone = watch.done() and not watch.cancelled()
-        if gone and caller.uncancel() <= cancelled_before:
+        if connection.lost and caller.uncancel() <= cancelled_before:
             raise ClientDisconnect from None
         raise
     finally:
-        waiting = False
-        watch.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Return when the client disconnects; other messages of the request are dropped."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        connection.on_lost = None

@@ -72,6 +72,11 @@ class ErrorAnswers:
         failure = Failure.of(error)
         return JSONResponse(self._body(path, failure), failure.status, retry_headers(error))
 
+    def unexpected(self, method: str, path: str, error: Exception) -> JSONResponse:
+        """Return the answer to a request that failed for no reason that its client could know, and log the reason."""
+        log.error("%s %s failed", method, path, exc_info=error)
+        return JSONResponse(self._body(path, Failure.of(error)), 500)
+
     def install(self, app: FastAPI) -> None:
         """Make `app` answer all errors of its routes with this object."""
         app.add_exception_handler(PalestraError, self._palestra_error)
@@ -109,8 +114,7 @@ class ErrorAnswers:
         return Response(status_code=CLIENT_GONE)
 
     async def _unexpected_error(self, request: Request, error: Exception) -> JSONResponse:
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return JSONResponse(self._body(request.url.path, Failure.of(error)), 500)
+        return self.unexpected(request.method, request.url.path, error)
 
 
 def retry_headers(error: PalestraError) -> dict[str, str]:

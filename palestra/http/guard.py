@@ -6,11 +6,13 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from palestra.errors import Forbidden, InvalidRequest, PalestraError, PayloadTooLarge, TooManyRequests
-from palestra.http.errors import ErrorAnswers
+from palestra.http.direct import Direct, Endpoint, JsonAnswer, written
+from palestra.http.errors import CLIENT_GONE, ErrorAnswers
 from palestra.http.protocol import CONNECTION
 
 BODY_SECONDS = 60.0  # longest pause within a body
@@ -24,83 +26,114 @@ Authenticate = Callable[[Request], Awaitable[int]]
 class RequestGuard:
     """Checks the key of every request before its body is read, and limits the body's size and time.
 
-    It is a middleware, so that new routes are covered. All bodies together are limited as well, so that no number of
-    clients can fill the memory.
+    It stands before all routes, so that a new one can't forget it. The bodies of all requests together are limited as
+    well, so that no number of clients can fill the memory.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        authenticate: Authenticate,
-        max_bytes: int,
-        public: Collection[str],
-        answers: ErrorAnswers,
+        self, authenticate: Authenticate, max_bytes: int, public: Collection[str], answers: ErrorAnswers
     ) -> None:
-        """Guard an application.
+        """Prepare to guard an application.
 
         Args:
-            authenticate: raises for an invalid key, and returns the limit of the body's bytes.
-            max_bytes: upper limit, even if `authenticate` allows more.
-            public: paths that need no key, and accept no body.
-            answers: formats refusals.
+            authenticate: raises if a request's key is not good, and returns how many bytes its body may have.
+            max_bytes: the longest body, also if `authenticate` allows more.
+            public: paths that need no key, and take no body.
+            answers: gives refusals the form of their route.
         """
-        self._app, self._authenticate, self._max, self._public = app, authenticate, max_bytes, frozenset(public)
+        self._authenticate, self.max, self._public = authenticate, max_bytes, frozenset(public)
         self._answers = answers
-        self._held = 0  # bytes of the bodies of all requests that are being answered
+        self.held = 0  # bytes of the bodies of all requests that are being answered
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass an allowed request to the application, with a `receive` that enforces the limits of its body."""
+    async def pass_on(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass an allowed request to an application, with a `receive` that enforces the limits of its body."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         try:
-            most = await self._most_bytes(scope)
+            most = await self._most_bytes(Request(scope))
         except PalestraError as error:
             await self._answers.answer(scope["path"], error)(scope, receive, send)
             return
-        seen, complete, until = 0, False, asyncio.get_running_loop().time() + WHOLE_BODY_SECONDS
-
-        async def limited() -> Message:
-            nonlocal seen, complete
-            if complete:
-                return await receive()
-            left = min(BODY_SECONDS, until - asyncio.get_running_loop().time())
-            try:
-                async with asyncio.timeout(max(left, 0.0)):
-                    message = await receive()
-            except TimeoutError:
-                late = (
-                    f"nothing more of the body came for {BODY_SECONDS:g} s"
-                    if left == BODY_SECONDS
-                    else f"the body had not come to its end after {WHOLE_BODY_SECONDS:g} s"
-                )
-                raise InvalidRequest(late) from None
-            size = len(message.get("body", b""))
-            seen, self._held = seen + size, self._held + size
-            complete = not message.get("more_body", False)
-            if seen > most:
-                raise _too_large(most)
-            if self._held > BODIES_HELD * self._max:
-                raise TooManyRequests("the requests that are being answered fill the memory for bodies; try again soon")
-            return message
-
+        body = _Body(self, most, scope, receive)
         try:
-            await self._app(scope, limited, send)
+            await app(scope, body.receive, send)
         finally:
-            self._held -= seen
+            self.held -= body.seen
 
-    async def _most_bytes(self, scope: Scope) -> int:
+    async def answer(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request by an endpoint that gets it with its body, without an application in between."""
+        request, body = Direct(scope, receive), None
+        try:
+            most = await self._most_bytes(request)
+            body = _Body(self, most, scope, receive)
+            await request.take(body.receive)
+            found = await endpoint(request)
+            await (found if isinstance(found, Response) else JsonAnswer(written(found)))(scope, receive, send)
+        except ClientDisconnect:
+            await Response(status_code=CLIENT_GONE)(scope, receive, send)
+        except PalestraError as error:
+            await self._answers.answer(scope["path"], error)(scope, receive, send)
+        except Exception as error:  # noqa: BLE001 - answered as an internal error, and logged
+            await self._answers.unexpected(scope["method"], scope["path"], error)(scope, receive, send)
+        finally:
+            self.held -= 0 if body is None else body.seen
+
+    async def _most_bytes(self, request: Request) -> int:
         """Return how many bytes the body may have, after checking the key and the declared length."""
-        if scope["path"] in self._public:
+        if request.scope["path"] in self._public:
             most = 0
         else:
-            most = min(self._max, await self._authenticate(Request(scope)))
-            if (connection := scope.get(CONNECTION)) is not None:
+            most = min(self.max, await self._authenticate(request))
+            if (connection := request.scope.get(CONNECTION)) is not None:
                 connection.known = True
-        declared = next((v for k, v in scope["headers"] if k == b"content-length"), b"0").lstrip(b"0")
+        declared = request.headers.get("content-length", "0").lstrip("0")
         if declared.isdigit() and (len(declared) > 18 or int(declared) > most):
             raise _too_large(most)
         return most
+
+
+class _Body:
+    """The body of one request while it is received."""
+
+    def __init__(self, guard: RequestGuard, most: int, scope: Scope, receive: Receive) -> None:
+        self._guard, self._most, self._receive = guard, most, receive
+        self._connection = scope.get(CONNECTION)
+        self._until: float | None = None  # seconds of the loop's clock; None: nothing was waited for
+        self.seen, self.complete = 0, False
+
+    async def receive(self) -> Message:
+        """Return the next message of the request, within the limits of its body."""
+        if self.complete:
+            return await self._receive()
+        if self._connection is not None and self._connection.has_whole_body:
+            message = await self._receive()
+        else:
+            message = await self._in_time()
+        size = len(message.get("body", b""))
+        self.seen, self._guard.held = self.seen + size, self._guard.held + size
+        self.complete = not message.get("more_body", False)
+        if self.seen > self._most:
+            raise _too_large(self._most)
+        if self._guard.held > BODIES_HELD * self._guard.max:
+            raise TooManyRequests("the requests that are being answered fill the memory for bodies; try again soon")
+        return message
+
+    async def _in_time(self) -> Message:
+        now = asyncio.get_running_loop().time()
+        if self._until is None:
+            self._until = now + WHOLE_BODY_SECONDS
+        left = min(BODY_SECONDS, self._until - now)
+        try:
+            async with asyncio.timeout(max(left, 0.0)):
+                return await self._receive()
+        except TimeoutError:
+            late = (
+                f"nothing more of the body came for {BODY_SECONDS:g} s"
+                if left == BODY_SECONDS
+                else f"the body had not come to its end after {WHOLE_BODY_SECONDS:g} s"
+            )
+            raise InvalidRequest(late) from None
 
 
 def bearer(request: Request) -> str | None:

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import math
 import os
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from uvicorn.config import Config
@@ -27,14 +29,16 @@ class RefusedHead(Exception):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Refuses heads that are too large with 431, and slow ones with 408.
+    """Refuses heads that are too large with 431, and those that do not end in time with 408.
 
-    A client that pipelines many requests is disconnected: each is held in memory, and uvicorn reads more whenever one
-    is answered.
+    A client that sends many requests before it reads their answers is disconnected: each of them is held in memory, and
+    uvicorn reads more of them whenever one is answered.
 
     Attributes:
-        known: whether a request of this connection had a valid key.
-        until: deadline while it waits; see `Connections`.
+        known: whether a request of this connection had a good key.
+        until: when it is closed while it waits; see `Connections`.
+        lost: whether it is closed.
+        on_lost: called when it is closed; None: nobody waits for that.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class LimitedProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.known, self.until = False, math.inf
+        self.lost = False
+        self.on_lost: Callable[[], object] | None = None
         self._all, self._limits = connections, connections.limits
         self._in_head = False
         # Bytes since the parser last reported a whole head or a piece of a body: it reports a header only at its end.
@@ -68,11 +74,17 @@ class LimitedProtocol(HttpToolsProtocol):
         """Remove a closed connection (called by asyncio)."""
         self._all.forget(self)
         super().connection_lost(exc)
+        self.lost = True
+        if self.on_lost is not None:
+            self.on_lost()
 
     def data_received(self, data: bytes) -> None:
         """Parse data, and refuse a head that is too large (called by asyncio)."""
         self._unparsed += len(data)
+        began_before = self._in_head
         super().data_received(data)
+        if self._in_head and not began_before:
+            self._wait()
         if self._unparsed > self._limits.header_bytes and not self.transport.is_closing():
             self._refuse_head()
 
@@ -90,12 +102,11 @@ class LimitedProtocol(HttpToolsProtocol):
         """Begin to read the head of a request (called by the parser)."""
         super().on_message_begin()
         self._in_head, self._unparsed = True, 0
-        self._wait()
 
     def on_headers_complete(self) -> None:
         """Answer the request, unless its head is too large or too many wait (called by the parser)."""
         self._in_head, self._unparsed = False, 0
-        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        size = len(self.url) + sum(map(len, chain.from_iterable(self.headers)))
         if size > self._limits.header_bytes or len(self.headers) > self._limits.header_fields:
             self._refuse_head()
             raise RefusedHead
@@ -133,6 +144,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """No effect: `Connections.sweep` has one deadline for all kinds of waiting."""
+
+    @property
+    def has_whole_body(self) -> bool:
+        """Return whether the body of the newest request, and so of all before it, was received to its end."""
+        return not self.cycle.more_body
 
     @property
     def flushed(self) -> bool:

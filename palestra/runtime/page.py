@@ -17,6 +17,7 @@ from palestra.http.app import PUBLIC
 from palestra.runtime.scaling import add_scaling_route
 from palestra.runtime.talking import TalkCheckpoints, add_checkpoint_route
 from palestra.server import DataPlane, create_app
+from palestra.server.auth import JobKey, caller_of
 
 
 def create_job_app(plane: DataPlane, pool: WorkerPool | None = None, most_replicas: int | None = None) -> FastAPI:
@@ -49,17 +50,16 @@ class _JobAccess:
         self._keys = plane.keys
 
     def check(self, request: Request) -> None:
-        """Check the key of a request; see `PageAccess`."""
-        self._keys.require_view(request)
+        """Check the key of a request, which the door has admitted, again; see `PageAccess`."""
+        self._keys.recheck(request)
 
     def exchange(self, request: Request) -> str:
         """Return the viewer's key, so that a browser need not keep the job's; see `PageAccess`."""
-        self._keys.require_view(request)
         return self._keys.viewer_key
 
     def talk(self, request: Request) -> str | None:
         """Return the key for calling the policies to callers with the job's key; see `PageAccess`."""
-        return self._keys.talk_key if self._keys.opens_job(request) else None
+        return self._keys.talk_key if isinstance(caller_of(request), JobKey) else None
 
 
 def _live(plane: DataPlane, checkpoints: TalkCheckpoints) -> LiveState:

@@ -10,6 +10,7 @@ from palestra.engine.base import WorkerPool
 from palestra.errors import Conflict, InvalidRequest
 from palestra.http.disconnects import until_disconnect
 from palestra.server import DataPlane
+from palestra.server.auth import require_job
 from palestra.types.wire import Body
 
 
@@ -34,7 +35,7 @@ def add_scaling_route(app: FastAPI, plane: DataPlane, pool: WorkerPool | None, m
         New workers first load the model and take the present weights. Removed workers finish their calls first, even if
         the client disconnects. The job's key is required. The change lasts until the job ends.
         """
-        plane.keys.require_job(request)
+        require_job(request)
         if most is not None and wanted.replicas > most:
             raise InvalidRequest(
                 f"replicas is {wanted.replicas}, and this job was admitted with {most}; submit it with more "
@@ -43,5 +44,5 @@ def add_scaling_route(app: FastAPI, plane: DataPlane, pool: WorkerPool | None, m
             )
         if pool is None:
             raise Conflict("this job's engine is in its own process; start it with engine.replicas = 2 or more")
-        await until_disconnect(request.receive, pool.resize(wanted.replicas))
+        await until_disconnect(request.scope, pool.resize(wanted.replicas))
         return wanted

@@ -14,6 +14,7 @@ from palestra.errors import Forbidden, NotFound
 from palestra.models.saved_weights import SavedWeights
 from palestra.runtime.starting_points import all_checkpoints
 from palestra.server import DataPlane
+from palestra.server.auth import JobKey, TalkKey, caller_of
 from palestra.session.policies import PolicySet
 from palestra.threads import in_thread
 from palestra.trainer import checkpoint
@@ -75,7 +76,7 @@ def add_checkpoint_route(app: FastAPI, plane: DataPlane, checkpoints: TalkCheckp
         Calls with the chat playground's key are not recorded. An episode's key is refused: the job chooses the policies
         that play an episode.
         """
-        if not (plane.keys.opens_job(request) or plane.keys.opens_talk(request)):
+        if not isinstance(caller_of(request), JobKey | TalkKey):
             raise Forbidden("this is the key of an episode; a checkpoint is loaded with the job's key")
         await checkpoints.load(name)
         return LoadedCheckpoint(model=name)

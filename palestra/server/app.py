@@ -34,10 +34,7 @@ def create_app(
     most, largest_picture = plane.config.server.max_body_bytes, plane.config.pictures.max_bytes
 
     async def authenticate(request: Request) -> int:
-        if page is not None and request.scope["path"].startswith(page):
-            plane.keys.require_view(request)
-        else:
-            plane.keys.admit(request)
+        plane.keys.admit(request, page)
         return largest_picture if is_upload(request) else most
 
     app = build_app(

@@ -7,24 +7,33 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import NamedTuple
+from functools import lru_cache
+from typing import TypeAlias
 
 from starlette.requests import Request
 
 from palestra.config import JobKind
-from palestra.errors import Conflict, Forbidden, Unauthorized
+from palestra.errors import Forbidden, Unauthorized
 from palestra.http.guard import bearer
-from palestra.session import CallMaker, EpisodeSession, SeatKey, SeatSession, Sessions
+from palestra.session import CallMaker, SeatKey, SeatSession, Sessions
 from palestra.store import Episodes
 from palestra.store.key_files import job_key, seat_key, sign
 
 MOST_EPISODES = 4096  # whose keys are kept
 MODEL_ROUTES = "/v1/"  # beginning of the paths of all dialects
-_OPENS = "palestra.opens"  # the place in a request's scope for the checked key
-OpenSession = Callable[[], AbstractAsyncContextManager[CallMaker]]  # open for one request
+CALLER = "palestra.caller"  # key in the scope of a request, whose value is its `Caller`
+
+
+@dataclass(frozen=True, slots=True)
+class JobKey:
+    """Everything of a job."""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewerKey:
+    """The job's page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,10 @@ class RoleKey:
 @dataclass(frozen=True, slots=True)
 class TalkKey:
     """Calls of the job's policies outside episodes, for the chat playground; exists only after the key was checked."""
+
+
+# What the key of a request opens; made once, at the door, after its signature was checked.
+Caller: TypeAlias = JobKey | ViewerKey | EpisodeKey | SeatKey | RoleKey | TalkKey
 
 
 class KeyRing:
@@ -111,21 +124,20 @@ class KeyRing:
         parts = (seat.episode_id, str(seat.fence), str(place), str(seat.seat_fence))
         return f"ps-{'.'.join(parts)}.{sign(secret, self._job, 'seat-lease', seat.role, *parts)}"
 
-    def check(self, key: str | None) -> EpisodeKey | SeatKey | RoleKey | TalkKey | None:
-        """Return what a key opens: an episode, a player slot, claims of a slot, or the chat playground; None: the job.
+    def check(self, key: str | None) -> Caller:
+        """Return what a key opens.
 
         Raises:
-            Unauthorized: the key is missing or unknown.
-            Forbidden: the key is the viewer's.
+            Unauthorized: there is no key, or it is not a key of this job.
         """
         if not key:
             raise Unauthorized("no key; send the header `Authorization: Bearer <key>`")
         secret = self._secret()  # once: each look at it asks the file system
         if hmac.compare_digest(key.encode(), self._job_key(secret).encode()):
-            return None
+            return JobKey()
         # The beginning is looked at first, so that the check of an episode's key signs nothing else.
         if key.startswith("pv-") and hmac.compare_digest(key.encode(), self._viewer_key(secret).encode()):
-            raise Forbidden("this is the viewer's key, which opens the job's page and nothing else")
+            return ViewerKey()
         if key.startswith("pt-") and hmac.compare_digest(key.encode(), self._talk_key(secret).encode()):
             return TalkKey()
         prefix, _, _ = key.rpartition(".")
@@ -151,167 +163,136 @@ class KeyRing:
         seat = SeatKey(parts[0], numbers[0], self._seats[numbers[1]], numbers[2])
         return seat if hmac.compare_digest(key.encode(), self._seat_key(secret, seat).encode()) else None
 
-    def admit(self, request: Request) -> None:
-        """Check the key of a request before its body is read, and store the result for `require_episode`.
-
-        Raises:
-            Unauthorized: the key is missing or unknown.
-            Forbidden: the key only allows model calls, and the route is another one.
-        """
-        opens = request.scope[_OPENS] = self.check(bearer(request))
-        if isinstance(opens, TalkKey) and not request.scope["path"].startswith(MODEL_ROUTES):
-            raise Forbidden(f"this key calls models ({MODEL_ROUTES}…) and opens nothing else")
-
-    def require_view(self, request: Request) -> None:
-        """Check that a request has the viewer's or the job's key.
-
-        Raises:
-            Unauthorized: the key is missing or unknown.
-            Forbidden: the key is an episode's.
-        """
-        if not hmac.compare_digest((bearer(request) or "").encode(), self.viewer_key.encode()):
-            self.require_job(request)
-
-    def require_job(self, request: Request) -> None:
-        """Check that a request has the job's key.
-
-        Raises:
-            Unauthorized: the key is missing or unknown.
-            Forbidden: the key is an episode's.
-        """
-        if self.check(bearer(request)) is not None:
-            raise Forbidden("this is the key of an episode, a seat or a talk; this route takes the job's key")
-
-    def require_role(self, request: Request, role: str) -> bool:
-        """Check that a request has the job's key or the key that claims this player slot; return True for the latter.
-
-        Raises:
-            Unauthorized: the key is missing or unknown.
-            Forbidden: the key claims another slot, or is an episode's or slot's.
-        """
-        key = self.check(bearer(request))
-        if isinstance(key, RoleKey):
-            if key.role != role:
-                raise Forbidden(f"this key claims the seat {key.role!r}, and not {role!r}")
-        elif key is not None:
-            raise Forbidden("this is an episode's key, or a seat's; a claim takes the job's key, or that of its seat")
-        return isinstance(key, RoleKey)
-
-    def require_seat(self, request: Request, episode_id: str) -> SeatKey:
-        """Return the player slot of an episode for a request's key.
-
-        Raises:
-            Unauthorized: the key is missing or unknown.
-            Forbidden: the key is not one of this episode's slots.
-        """
-        key = self.check(bearer(request))
-        if not isinstance(key, SeatKey) or key.episode_id != episode_id:
-            raise Forbidden(f"this key is not the key of a seat of episode {episode_id}; claim one with `role`")
-        return key
-
-    def opens_job(self, request: Request) -> bool:
-        """Return whether a request has the job's present key."""
-        return hmac.compare_digest((bearer(request) or "").encode(), self.job_key.encode())
-
-    def require_episode(self, request: Request) -> EpisodeKey | SeatKey:
-        """Return the episode, or its player slot, for a request's key.
-
-        Raises:
-            Unauthorized: the key is missing or unknown.
-            Forbidden: the key is the job's, or only claims a slot.
-        """
-        key = request.scope[_OPENS] if _OPENS in request.scope else self.check(bearer(request))
-        if key is None:
-            raise Forbidden("this is the job's key; this route takes the key of the episode (claim one)")
-        if isinstance(key, RoleKey):
-            raise Forbidden("this key claims a seat; this route takes the key of the claimed seat")
-        if isinstance(key, TalkKey):
-            raise Forbidden("this key calls models outside any episode; this route takes the key of an episode")
-        return key
-
-    def episode_of(self, request: Request) -> EpisodeKey | SeatKey | None:
-        """Return the episode, or its player slot, for a request's key; None: another key of the job."""
-        key = request.scope[_OPENS] if _OPENS in request.scope else self.check(bearer(request))
-        return key if isinstance(key, EpisodeKey | SeatKey) else None
-
-    def opens_talk(self, request: Request) -> bool:
-        """Return whether a request has the chat playground's key."""
-        key = request.scope[_OPENS] if _OPENS in request.scope else self.check(bearer(request))
-        return isinstance(key, TalkKey)
-
-    async def require_this_episode(self, request: Request, episode_id: str, episodes: Episodes) -> EpisodeKey | SeatKey:
-        """Check that a request has a key of one episode or of its player slot, and return what the key opens.
+    def admit(self, request: Request, page: str | None = None) -> None:
+        """Check the key of a request before its body is read, and put its `Caller` into the scope.
 
         Args:
-            episodes: tell an unknown episode from a wrong key.
+            page: the beginning of paths that the job's key and the viewer's open; None: there are none.
 
         Raises:
-            Unauthorized: the key is missing or unknown.
-            Forbidden: the key is not this episode's.
-            NotFound: the episode does not exist.
+            Unauthorized: there is no key, or it is not a key of this job.
+            Forbidden: the key opens only the page, or only calls models, and the route is another one.
         """
-        key = self.check(bearer(request))
-        if key is None or isinstance(key, RoleKey | TalkKey) or key.episode_id != episode_id:
-            await episodes.get(episode_id)
-            raise Forbidden(f"this key is not the key of episode {episode_id}")
-        return key
+        caller, path = self.check(bearer(request)), request.scope["path"]
+        if page is not None and path.startswith(page):
+            if not isinstance(caller, JobKey | ViewerKey):
+                raise Forbidden("this key does not open the page; it takes the job's key, or the viewer's")
+        elif isinstance(caller, ViewerKey):
+            raise Forbidden("this is the viewer's key, which opens the job's page and nothing else")
+        elif isinstance(caller, TalkKey) and not path.startswith(MODEL_ROUTES):
+            raise Forbidden(f"this key calls models ({MODEL_ROUTES}…) and opens nothing else")
+        request.scope[CALLER] = caller
+
+    def recheck(self, request: Request) -> None:
+        """Check the key of an admitted request again, which may have waited: the job may have other keys by now.
+
+        Raises:
+            Unauthorized: the key is not a key of this job any more.
+        """
+        self.check(bearer(request))
 
 
-class Caller(NamedTuple):
-    """The maker of a model call.
+def caller_of(request: Request) -> Caller:
+    """Return who sends an admitted request."""
+    caller: Caller = request.scope[CALLER]
+    return caller
 
-    Attributes:
-        open_session: opens the session of the call.
-        seat: the player slot; None: any agent of the episode.
+
+def require_job(request: Request) -> None:
+    """Check that a request carries the job's key.
+
+    Raises:
+        Forbidden: it is another one.
     """
+    if not isinstance(caller_of(request), JobKey):
+        raise Forbidden("this is the key of an episode, a seat or a talk; this route takes the job's key")
 
-    open_session: OpenSession
-    seat: str | None = None
+
+def require_role(request: Request, role: str) -> bool:
+    """Check that a request carries the job's key, or the key that claims this seat.
+
+    Returns:
+        Whether the key is that of the seat's role, and not the job's.
+
+    Raises:
+        Forbidden: the key claims another seat, or is that of an episode or a seat.
+    """
+    match caller_of(request):
+        case JobKey():
+            return False
+        case RoleKey(own):
+            if own != role:
+                raise Forbidden(f"this key claims the seat {own!r}, and not {role!r}")
+            return True
+        case _:
+            raise Forbidden("this is an episode's key, or a seat's; a claim takes the job's key, or that of its seat")
 
 
-def caller_of(kind: JobKind, keys: KeyRing, sessions: Sessions, request: Request) -> Caller:
-    """Check the key of a model call, and return its maker.
+def require_seat(request: Request, episode_id: str) -> SeatKey:
+    """Return the seat of an episode that a request's key opens.
+
+    Raises:
+        Forbidden: the key is not one of a seat of this episode.
+    """
+    caller = caller_of(request)
+    if not isinstance(caller, SeatKey) or caller.episode_id != episode_id:
+        raise Forbidden(f"this key is not the key of a seat of episode {episode_id}; claim one with `role`")
+    return caller
+
+
+async def require_episode(request: Request, episode_id: str, episodes: Episodes) -> EpisodeKey | SeatKey:
+    """Check that a request carries a key of one episode, or of a seat of it, and return what the key opens.
 
     Args:
-        kind: a training job has a session for each episode, a served model one for each request.
+        episodes: the job's episodes, to tell an unknown episode from a wrong key.
 
     Raises:
-        Unauthorized: the key is missing or unknown.
-        Forbidden: the key is the job's and episodes are played, or an episode's and a model is served.
+        Forbidden: the key is not this episode's.
+        NotFound: there is no such episode.
     """
-    if keys.opens_talk(request):
-        return Caller(sessions.stateless)
-    if kind == "inference":
-        keys.require_job(request)
-        return Caller(sessions.stateless)
-    key = keys.require_episode(request)
-    if isinstance(key, SeatKey):
-        return Caller(partial(_of_seat, sessions, key), key.role)
-    return Caller(partial(_of_lease, sessions, key))
+    caller = caller_of(request)
+    if not isinstance(caller, EpisodeKey | SeatKey) or caller.episode_id != episode_id:
+        await episodes.get(episode_id)
+        raise Forbidden(f"this key is not the key of episode {episode_id}")
+    return caller
 
 
 @asynccontextmanager
-async def _of_seat(sessions: Sessions, key: SeatKey) -> AsyncIterator[SeatSession]:
-    assert sessions.seats is not None, "a key of a seat was checked, so the job has seats"
-    table = sessions.seats.table(key)
-    table.renew(key.role, key.seat_fence)
-    yield SeatSession(await sessions.open(key.episode_id, key.fence), table, key.role, key.seat_fence)
-
-
-@asynccontextmanager
-async def _of_lease(sessions: Sessions, key: EpisodeKey) -> AsyncIterator[EpisodeSession]:
-    yield await sessions.open(key.episode_id, key.fence)
-
-
-def refuse_episodes(kind: JobKind, keys: KeyRing, request: Request) -> None:
-    """Raise an error for a request about episodes if the job has none.
+async def session_of(caller: Caller, sessions: Sessions) -> AsyncIterator[CallMaker]:
+    """Open the session in which a caller makes model calls, for one request, which counts as in flight.
 
     Raises:
-        Conflict: the job serves a model.
-        Unauthorized: the job serves a model, and the key is not this job's.
+        TooManyRequests: too many calls are in flight.
+        PalestraError: the server stops, or the lease is over.
     """
+    sessions.admit()
+    try:
+        match caller:
+            case EpisodeKey():
+                yield await sessions.open(caller.episode_id, caller.fence)
+            case SeatKey():
+                assert sessions.seats is not None, "a key of a seat was checked, so the job has seats"
+                table = sessions.seats.table(caller)
+                table.renew(caller.role, caller.seat_fence)
+                session = await sessions.open(caller.episode_id, caller.fence)
+                yield SeatSession(session, table, caller.role, caller.seat_fence)
+            case _:
+                with sessions.stateless() as stateless:
+                    yield stateless
+    finally:
+        sessions.in_flight -= 1
+
+
+def require_model(caller: Caller, kind: JobKind) -> None:
+    """Check that a caller may call models: by an episode's key in a training job, by the job's where it serves a model.
+
+    Raises:
+        Forbidden: it may not.
+    """
+    if isinstance(caller, TalkKey | JobKey if kind == "inference" else TalkKey | EpisodeKey | SeatKey):
+        return
     if kind == "inference":
-        keys.check(bearer(request))
-        raise Conflict(
-            "this job serves a model and has no episodes; call /v1/chat/completions, or another dialect, with its key"
-        )
+        raise Forbidden("this is the key of an episode, a seat or a talk; this route takes the job's key")
+    if isinstance(caller, RoleKey):
+        raise Forbidden("this key claims a seat; this route takes the key of the claimed seat")
+    raise Forbidden("this is the job's key; this route takes the key of the episode (claim one)")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from fastapi import FastAPI
 from starlette.requests import Request
 
 from palestra.config import AlgorithmConfig, JobConfig
 from palestra.errors import ConfigError, Forbidden, InvalidRequest, ServerStopping
+from palestra.http.app import GuardedApp
 from palestra.http.bodies import parse_body, read_request, read_with
 from palestra.http.disconnects import until_disconnect
-from palestra.server.auth import EpisodeKey
+from palestra.server.auth import EpisodeKey, require_episode, require_job
 from palestra.server.episode_routes import EpisodeRoutes
 from palestra.server.seat_api import claim_seat
 from palestra.server.state import DataPlane
@@ -39,21 +39,21 @@ from palestra.types.wire import (
 )
 
 
-def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
+def add_episode_routes(app: GuardedApp, plane: DataPlane) -> None:
     """Add the workers' routes; a job that serves a model answers all of them with 409."""
-    episodes, tasks_of_job, keys = plane.store.episodes, plane.store.tasks, plane.keys
+    episodes, tasks_of_job = plane.store.episodes, plane.store.tasks
     routes = EpisodeRoutes(app, plane, "episodes")
 
     @routes.get("/rollout")
     async def rollout(request: Request) -> RolloutFacts:
         """Return the facts about the job that a worker needs before it plays an environment."""
-        keys.require_job(request)
+        require_job(request)
         return _facts(plane)
 
     @routes.post("/tasks", PushTasks)
     async def push_tasks(request: Request) -> TasksPushed:
         """Add tasks in chunks, which are safe to repeat; `final` marks the last chunk and starts the job."""
-        keys.require_job(request)
+        require_job(request)
         body, tasks = await read_with(
             partial(_pushed, plane.config.algorithm_of(plane.config.players.default)), request, plane.pool
         )
@@ -65,7 +65,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
     @routes.post("/register_episode", RegisterEpisode)
     async def register_episode(request: Request) -> EpisodeRegistered:
         """Register an episode outside the schedule: recorded, never trained on, and claimed by its id."""
-        keys.require_job(request)
+        require_job(request)
         body = await read_request(RegisterEpisode, request, plane.pool)
         task = Task(task_id=task_id_of(body.task), data=body.task.data)
         return EpisodeRegistered(episode_id=await episodes.register_adhoc(task, body.request_id))
@@ -79,10 +79,10 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         body = await read_request(ClaimEpisode, request, plane.pool)
         if body.role is not None:
             return await claim_seat(plane, body, body.role, request)
-        keys.require_job(request)
+        require_job(request)
         plane.workers.mark_claiming(body.worker_id, body.request_id)
         try:
-            episode = await until_disconnect(request.receive, _claim(plane, body, request))
+            episode = await until_disconnect(request.scope, _claim(plane, body, request))
         finally:
             plane.workers.mark_answered(body.worker_id, body.request_id)
         if episode is not None:
@@ -96,7 +96,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
     async def heartbeat_episode(request: Request) -> EpisodeAnswer:
         """Renew the lease of the episode, or with a player slot's key of the slot. Every model call renews it too."""
         body = await read_request(HeartbeatEpisode, request, plane.pool)
-        key = await keys.require_this_episode(request, body.episode_id, episodes)
+        key = await require_episode(request, body.episode_id, episodes)
         await _renew(plane, key)
         return EpisodeAnswer(episode_id=key.episode_id, state="claimed")
 
@@ -104,7 +104,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
     async def end_episode(request: Request) -> EpisodeAnswer:
         """Submit the reward; the answer is sent when it is on disk. Repeating the same body returns the same answer."""
         body = await read_request(EndEpisode, request, plane.pool)
-        key = await keys.require_this_episode(request, body.episode_id, episodes)
+        key = await require_episode(request, body.episode_id, episodes)
         _check_ends(key)
         roles = plane.sessions.context.policies.roles
         rewards = _rewards(body, plane.config.algorithm_of(roles.policy_of(SOLE_AGENT)))
@@ -134,7 +134,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         A player slot's key gives back only the slot; `seats.takeover` decides what happens to it.
         """
         body = await read_request(AbortEpisode, request, plane.pool)
-        key = await keys.require_this_episode(request, body.episode_id, episodes)
+        key = await require_episode(request, body.episode_id, episodes)
         await _give_back(plane, key, body)
         return EpisodeAnswer(episode_id=key.episode_id, state=(await episodes.get(key.episode_id)).state)
 
@@ -181,15 +181,18 @@ async def _claim(plane: DataPlane, body: ClaimEpisode, request: Request) -> Epis
     clock, episodes = plane.store.clock, plane.store.episodes
     until = clock.monotonic() + min(body.wait_seconds, plane.config.server.max_wait_seconds)
     while True:
-        plane.keys.require_job(request)
+        plane.keys.recheck(request)
         if plane.progress.over and body.episode_id is None:
             return None
         if plane.stopping.is_set():
             raise ServerStopping("the server is going down; it may come back")
-        seen = episodes.available.count
+        seen, asked_at = episodes.available.count, clock.monotonic()
         episode = await episodes.claim(body.worker_id, body.request_id, body.allow_discard_timeout, body.episode_id)
         if episode is not None:
-            plane.keys.require_job(request)
+            plane.keys.recheck(request)
+            # Not for a claim that is sent again, perhaps after a restart: its lease may have calls in the store.
+            if plane.store.leases.granted_since(episode.episode_id, episode.fence, asked_at):
+                await plane.sessions.begin(episode)
             return episode
         left = until - clock.monotonic()
         if left <= 0:

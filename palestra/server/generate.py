@@ -5,32 +5,33 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import orjson
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from palestra.errors import Forbidden
-from palestra.http.app import request_schema
-from palestra.http.bare_route import BareRoute
+from palestra.http.app import GuardedApp
 from palestra.http.bodies import read_with
 from palestra.http.disconnects import until_disconnect
-from palestra.server.auth import Caller, caller_of
+from palestra.server.auth import Caller, EpisodeKey, TalkKey, caller_of, require_model, session_of
 from palestra.server.dialects.base import Dialect, DialectRequest, GenerationResult, TokenCounter
 from palestra.server.dialects.fields import AGENT_HEADER, agent_of
-from palestra.server.dialects.sent_pictures import pictures_in
+from palestra.server.dialects.sent_pictures import may_show_pictures, pictures_in
 from palestra.server.respond import StreamedAnswer, WholeAnswer, generate
 from palestra.server.state import DataPlane
-from palestra.session import PolicyRuntime
+from palestra.session import PolicyRuntime, SeatKey
+from palestra.session.policies import NO_PLAYERS
 from palestra.types.calls import TokenSequence
 
 # Answers with more tokens (counting `top_logprobs`) are written as JSON in a thread, not on the event loop.
 MANY_TOKENS = 4096
+_TOP_LOGPROBS = attrgetter("top_logprobs")
 
 
-def add_dialect_routes(app: FastAPI, plane: DataPlane, dialects: Sequence[Dialect[Any]]) -> None:
+def add_dialect_routes(app: GuardedApp, plane: DataPlane, dialects: Sequence[Dialect[Any]]) -> None:
     """Add the routes of the dialects: one for replies each, and one for counting tokens where the format has it."""
     for dialect in dialects:
         _add_route(app, dialect, GenerateHandler(plane, dialect).generate)
@@ -53,25 +54,26 @@ class GenerateHandler:
             PalestraError: see `caller_of`, `Dialect.parse`, `Dialect.check` and `Session.generate`.
             ClientDisconnect: the client has disconnected; nothing is recorded.
         """
-        open_session, seat = _caller_of(self._plane, request)
-        asked, runtime = await _read(self._plane, request, self._dialect.parse, self._dialect.check, seat)
+        caller = caller_of(request)
+        asked, runtime = await _read(self._plane, caller, request, self._dialect.parse, self._dialect.check)
         if asked.stream:
             writer = self._dialect.sse(asked, runtime, self._plane.store.clock.now())
-            return StreamedAnswer(self._sessions, open_session, asked.calls, writer, self._dialect.error_body)
-        with self._sessions.admitted():
-            async with open_session() as session:
-                result = await until_disconnect(request.receive, generate(session, asked.calls))
-                if asked.scored:
-                    result = await until_disconnect(request.receive, _scored(result, runtime))
-                body = await self._rendered(asked, result, runtime)
-                return WholeAnswer(session, asked.calls, result.chats, body)
+            return StreamedAnswer(self._sessions, caller, asked.calls, writer, self._dialect.error_body)
+        async with session_of(caller, self._sessions) as session:
+            result = await until_disconnect(request.scope, generate(session, asked.calls))
+            if asked.scored:
+                result = await until_disconnect(request.scope, _scored(result, runtime))
+            body = await self._rendered(asked, result, runtime)
+            return WholeAnswer(session, asked.calls, result.chats, body)
 
     async def _rendered(self, asked: DialectRequest[Any], result: GenerationResult, runtime: PolicyRuntime) -> bytes:
         """Return the whole answer as JSON, encoded in a thread if it is long."""
-        tokens = sum(len(chat.completion_ids) for chat in result.chats) + sum(map(len, result.prompt_logprobs))
-        if tokens * (1 + max(call.top_logprobs for call in asked.calls)) > MANY_TOKENS:
+        tokens = sum(map(len, result.prompt_logprobs))
+        for chat in result.chats:
+            tokens += len(chat.completion_ids)
+        if tokens * (1 + max(map(_TOP_LOGPROBS, asked.calls))) > MANY_TOKENS:
             return await self._plane.pool.run(self._json, asked, result, runtime)
-        return self._json(asked, result, runtime)
+        return orjson.dumps(self._dialect.render(asked, result, runtime))
 
     def _json(self, asked: DialectRequest[Any], result: GenerationResult, runtime: PolicyRuntime) -> bytes:
         return orjson.dumps(self._dialect.render(asked, result, runtime))
@@ -101,62 +103,48 @@ class CountHandler:
             PalestraError: see `GenerateHandler.generate` and `Session.count_tokens`.
             ClientDisconnect: the client has disconnected.
         """
-        open_session, seat = _caller_of(self._plane, request)
-        asked, _ = await _read(self._plane, request, self._counter.parse, self._dialect.check, seat)
-        with self._plane.sessions.admitted():
-            async with open_session() as session:
-                tokens = await until_disconnect(request.receive, session.count_tokens(asked.calls[0]))
+        caller = caller_of(request)
+        asked, _ = await _read(self._plane, caller, request, self._counter.parse, self._dialect.check)
+        async with session_of(caller, self._plane.sessions) as session:
+            tokens = await until_disconnect(request.scope, session.count_tokens(asked.calls[0]))
         return JSONResponse(self._counter.render(tokens))
-
-
-def _caller_of(plane: DataPlane, request: Request) -> Caller:
-    return caller_of(plane.config.kind, plane.keys, plane.sessions, request)
 
 
 async def _read(
     plane: DataPlane,
+    caller: Caller,
     request: Request,
     parse: Callable[..., DialectRequest[Any]],
     check: Callable[[DialectRequest[Any], PolicyRuntime], None],
-    seat: str | None,
 ) -> tuple[DialectRequest[Any], PolicyRuntime]:
     """Return the parsed request and the runtime of the policy that answers it."""
+    require_model(caller, plane.config.kind)
     asked = await read_with(partial(_parsed, parse, request.headers), request, plane.pool)
-    policies = plane.sessions.context.policies
-    model = asked.policy
-    players: Mapping[str, str] = {}
-    if plane.keys.opens_talk(request):  # a request of a talk names the policy and has no role
-        runtime = policies.runtime(model)
-        check(asked, runtime)
-        return await _settled(plane, request, asked, runtime), runtime
-    if plane.config.kind == "training":
-        key = plane.keys.require_episode(request)
-        players = await plane.sessions.players(key.episode_id, key.fence)
-    if seat is not None:
-        # Whatever name a framework sends, a seat is played by its own policy, and never asks that of an opponent.
-        asked, model = asked.of_agent(_agent_of(seat, request)), policies.roles.default
-    runtime = policies.asked(model, asked.agent, players)
-    if runtime.name != asked.policy:
-        asked = asked.of_policy(runtime.name)
+    policies, players = plane.sessions.context.policies, NO_PLAYERS
+    if isinstance(caller, TalkKey):  # it names the policy and has no role
+        runtime = policies.runtime(asked.policy)
+    else:
+        model = asked.policy
+        if policies.roles.pools and isinstance(caller, EpisodeKey | SeatKey):
+            players = await plane.sessions.players(caller.episode_id, caller.fence)
+        if isinstance(caller, SeatKey):
+            # Whatever name a framework sends, a seat is played by its own policy, and never asks that of an opponent.
+            asked, model = asked.of_agent(_agent_of(caller.role, request)), policies.roles.default
+        runtime = policies.asked(model, asked.agent, players)
+        if runtime.name != asked.policy:
+            asked = asked.of_policy(runtime.name)
     check(asked, runtime)
-    return await _settled(plane, request, asked, runtime), runtime
+    if asked.pictures:
+        settling = plane.pictures.settle(asked, runtime, plane.picture_charge(caller))
+        asked = await until_disconnect(request.scope, settling)
+    return asked, runtime
 
 
 def _parsed(parse: Callable[..., DialectRequest[Any]], headers: Mapping[str, str], body: bytes) -> DialectRequest[Any]:
     """Return a dialect's parsed request, with the pictures of its messages."""
     asked = parse(body, headers=headers)
-    pictures = pictures_in(asked.calls[0].messages)
+    pictures = pictures_in(asked.calls[0].messages) if may_show_pictures(body) else ()
     return replace(asked, pictures=pictures) if pictures else asked
-
-
-async def _settled(
-    plane: DataPlane, request: Request, asked: DialectRequest[Any], runtime: PolicyRuntime
-) -> DialectRequest[Any]:
-    """Return a request whose pictures are stored; see `PictureIntake.settle`."""
-    if not asked.pictures:
-        return asked
-    settling = plane.pictures.settle(asked, runtime, plane.picture_charge(request))
-    return await until_disconnect(request.receive, settling)
 
 
 def _agent_of(seat: str, request: Request) -> str:
@@ -170,15 +158,6 @@ def _agent_of(seat: str, request: Request) -> str:
 
 
 def _add_route(
-    app: FastAPI, form: Dialect[Any] | TokenCounter[Any], endpoint: Callable[[Request], Awaitable[Response]]
+    app: GuardedApp, form: Dialect[Any] | TokenCounter[Any], endpoint: Callable[[Request], Awaitable[Response]]
 ) -> None:
-    app.router.add_api_route(
-        form.path,
-        endpoint,
-        methods=["POST"],
-        tags=["model"],
-        description=form.description,
-        response_model=None,
-        openapi_extra=request_schema(form.body),
-        route_class_override=BareRoute,
-    )
+    app.add_direct(form.path, endpoint, form.body, tags=["model"], description=form.description, response_model=None)

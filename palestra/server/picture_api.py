@@ -14,6 +14,7 @@ from palestra.http.disconnects import until_disconnect
 from palestra.http.pictures import SHOWN, picture_answer
 from palestra.pictures.blobs import picture_digest
 from palestra.pictures.containers import MEDIA_TYPES
+from palestra.server.auth import caller_of, require_job
 from palestra.server.state import DataPlane
 from palestra.types.wire import PictureKept
 
@@ -43,13 +44,13 @@ def add_picture_routes(app: FastAPI, plane: DataPlane) -> None:
         data = await request.body()
         if picture_digest(data) != digest:
             raise InvalidRequest("the digest in the path is not the SHA-256 of the body", "digest")
-        keeping = plane.pictures.keep(data, charge=plane.picture_charge(request))
-        return PictureKept(digest=await until_disconnect(request.receive, keeping))
+        keeping = plane.pictures.keep(data, charge=plane.picture_charge(caller_of(request)))
+        return PictureKept(digest=await until_disconnect(request.scope, keeping))
 
     @routes.get("/pictures/{digest}", response_class=Response, responses=SHOWN)
     async def show_picture(digest: str, request: Request) -> Response:
         """Return the file of a picture, exactly as it was sent, with the type that its bytes have."""
-        plane.keys.require_job(request)
+        require_job(request)
         return await plane.pool.run(picture_answer, plane.store.pictures, digest)
 
     app.include_router(routes)

@@ -6,16 +6,18 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import attrgetter
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from palestra.errors import PalestraError
+from palestra.http.direct import JsonAnswer
 from palestra.http.disconnects import until_disconnect
 from palestra.http.errors import ErrorForm, Failure
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
-from palestra.server.auth import OpenSession
+from palestra.server.auth import Caller, session_of
 from palestra.server.dialects.base import EventWriter, GenerationResult
 from palestra.session import CallMaker, CallStart, Listener, ReplyPiece, Sessions
 from palestra.session.sampling import overruled
@@ -25,6 +27,7 @@ from palestra.waiting import cancelled
 
 log = logging.getLogger("palestra.server")
 STALLED_SECONDS = 60.0  # a client that reads nothing of a stream for so long counts as disconnected
+_TOP_LOGPROBS = attrgetter("top_logprobs")
 OVERRULED = "x-palestra-sampling"  # header: sampling parameters that the job has set instead of the caller
 
 
@@ -34,7 +37,7 @@ async def generate(session: CallMaker, calls: Sequence[GenerationRequest]) -> Ge
     Args:
         session: makes and records the calls.
     """
-    top = _TopLogprobs() if any(call.top_logprobs for call in calls) else None
+    top = _TopLogprobs() if any(map(_TOP_LOGPROBS, calls)) else None
     chats = await sample_calls(session, calls, top)
     return GenerationResult(chats=chats, top=[()] * len(chats) if top is None else top.of(len(chats)))
 
@@ -110,7 +113,7 @@ class _TopLogprobs:
         pass
 
 
-class WholeAnswer(Response):
+class WholeAnswer(JsonAnswer):
     """A complete answer; after its last byte the session is notified, and a later equal request is a new call."""
 
     def __init__(
@@ -118,7 +121,7 @@ class WholeAnswer(Response):
     ) -> None:
         """Create the answer."""
         note = overruled(calls[0], chats[0].sampling)
-        super().__init__(body, 200, None if note is None else {OVERRULED: note}, "application/json")
+        super().__init__(body, () if note is None else ((OVERRULED.encode(), note.encode()),))
         self._session, self._chats = session, chats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,20 +141,20 @@ class StreamedAnswer(Response):
     def __init__(
         self,
         sessions: Sessions,
-        open_session: OpenSession,
+        caller: Caller,
         calls: Sequence[GenerationRequest],
         writer: EventWriter,
         error_form: ErrorForm,
     ) -> None:
-        """Create the answer; calling it starts the sampling.
+        """Prepare the answer; nothing is sampled before the answer is called.
 
         Args:
-            sessions: admit or refuse the request.
-            open_session: opens the session of the calls.
+            sessions: the job's sessions, which admit or refuse the request.
+            caller: who makes the calls.
             error_form: makes the dialect's form of an error.
         """
         super().__init__()
-        self._sessions, self._open_session, self._calls = sessions, open_session, calls
+        self._sessions, self._caller, self._calls = sessions, caller, calls
         self._writer, self._error_form = writer, error_form
         self._ready = asyncio.Event()  # set when there are events to send
         self._note: str | None = None
@@ -159,14 +162,13 @@ class StreamedAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sample the calls and send the events."""
-        with self._sessions.admitted():
-            async with self._open_session() as session:
-                try:
-                    await until_disconnect(receive, self._stream(session, send))
-                except ClientDisconnect:
-                    pass  # a retry returns the calls that were committed; the others are not kept
-                except TimeoutError:
-                    log.info("%s: the client takes nothing; its call is given up", scope["path"])
+        async with session_of(self._caller, self._sessions) as session:
+            try:
+                await until_disconnect(scope, self._stream(session, send))
+            except ClientDisconnect:
+                pass  # a retry returns the calls that were committed; the others are not kept
+            except TimeoutError:
+                log.info("%s: the client takes nothing; its call is given up", scope["path"])
 
     # These three methods make the answer a `Listener`: it keeps the header's value and forwards to the writer.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
 from starlette.requests import Request
 
 from palestra.faults import fault_point
+from palestra.http.app import GuardedApp
 from palestra.http.bodies import read_request
 from palestra.http.disconnects import until_disconnect
+from palestra.server.auth import require_role, require_seat
 from palestra.server.episode_routes import EpisodeRoutes
 from palestra.server.state import DataPlane
 from palestra.session import SeatClaim
@@ -15,7 +16,7 @@ from palestra.types.seat_wire import ActionAccepted, ActSeat, ObserveSeat, SeatA
 from palestra.types.wire import ClaimAnswer, ClaimedEpisode, ClaimEpisode
 
 
-def add_seat_routes(app: FastAPI, plane: DataPlane) -> None:
+def add_seat_routes(app: GuardedApp, plane: DataPlane) -> None:
     """Add the routes of external players; a job without them answers all with 409."""
     routes = EpisodeRoutes(app, plane, "seats")
 
@@ -26,16 +27,16 @@ def add_seat_routes(app: FastAPI, plane: DataPlane) -> None:
         The request changes nothing and is safe to repeat.
         """
         body = await read_request(ObserveSeat, request, plane.pool)
-        key = plane.keys.require_seat(request, body.episode_id)
+        key = require_seat(request, body.episode_id)
         wait = min(body.wait_seconds, plane.config.server.max_wait_seconds)
         plane.connections.check_room()
-        return await until_disconnect(request.receive, plane.seats.observe(key, body.events_seen, wait))
+        return await until_disconnect(request.scope, plane.seats.observe(key, body.events_seen, wait))
 
     @routes.post("/act_seat", ActSeat)
     async def act_seat(request: Request) -> ActionAccepted:
         """Answer an observation of the player. Repeating the same action changes nothing."""
         body = await read_request(ActSeat, request, plane.pool)
-        key = plane.keys.require_seat(request, body.episode_id)
+        key = require_seat(request, body.episode_id)
         fault_point("before_seat_action")
         taken = await plane.seats.act(key, body.observation_id, body.action)
         fault_point("after_seat_action")
@@ -53,7 +54,7 @@ async def claim_seat(plane: DataPlane, body: ClaimEpisode, role: str, request: R
         TooManyRequests: nearly all connections are in use.
     """
     # Who has the key of a role may not know, or may copy, what others call their workers.
-    worker_id = f"{role}: {body.worker_id}" if plane.keys.require_role(request, role) else body.worker_id
+    worker_id = f"{role}: {body.worker_id}" if require_role(request, role) else body.worker_id
     seats, workers, progress = plane.seats, plane.workers, plane.progress
     seats.check_role(role)
     wait = min(body.wait_seconds, plane.config.server.max_wait_seconds)
@@ -70,13 +71,13 @@ async def claim_seat(plane: DataPlane, body: ClaimEpisode, role: str, request: R
             wait,
             lambda: progress.over,
         )
-        claim = await until_disconnect(request.receive, claiming)
+        claim = await until_disconnect(request.scope, claiming)
     finally:
         workers.mark_answered(worker_id, body.request_id)
     fault_point("after_seat_claim")
     if claim is not None:
         workers.mark_playing(worker_id, claim.table.lease_of(role), claim.key.seat_fence)
-        plane.keys.require_role(request, role)  # the job may have other keys by now
+        plane.keys.recheck(request)
         return ClaimAnswer(status="claimed", episode=_claimed(plane, claim, request), job_state=progress.state.value)
     if progress.over:
         workers.mark_notified(worker_id, body.request_id)

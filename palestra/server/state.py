@@ -7,16 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from starlette.requests import Request
-
 from palestra.config import JobConfig
 from palestra.errors import Conflict, ServerStopping
 from palestra.http.connections import Connections
 from palestra.pictures.blobs import Charge
-from palestra.server.auth import KeyRing
+from palestra.server.auth import Caller, EpisodeKey, KeyRing
 from palestra.server.picture_intake import PictureIntake
 from palestra.server.workers import WorkerRegistry
-from palestra.session import SeatBook, Sessions
+from palestra.session import SeatBook, SeatKey, Sessions
 from palestra.store import RunStore
 from palestra.threads import WorkPool
 from palestra.types.gpus import GpuReading
@@ -63,13 +61,12 @@ class DataPlane:
                 found[policy] = sum(rewards) / len(rewards)
         return found
 
-    def picture_charge(self, request: Request) -> Charge | None:
-        """Return the counter of new pictures' bytes for a request with an episode's key; None: another key."""
-        key = self.keys.episode_of(request)
-        if key is None:
+    def picture_charge(self, caller: Caller) -> Charge | None:
+        """Return what counts the bytes of new pictures of a caller with an episode's key; None: it has another key."""
+        if not isinstance(caller, EpisodeKey | SeatKey):
             return None
         most = self.config.pictures.max_bytes_in_episode
-        return partial(self.store.leases.charge_picture, key.episode_id, key.fence, most)
+        return partial(self.store.leases.charge_picture, caller.episode_id, caller.fence, most)
 
     @property
     def seats(self) -> SeatBook:

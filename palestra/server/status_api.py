@@ -17,10 +17,10 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from palestra.errors import InvalidRequest
+from palestra.errors import InvalidRequest, Unauthorized
 from palestra.http import sse
-from palestra.http.guard import bearer
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE, News, encode_event
+from palestra.server.auth import require_job
 from palestra.server.state import DataPlane
 from palestra.store.leases import Holder
 from palestra.threads import in_thread
@@ -52,9 +52,8 @@ def add_models_route(app: FastAPI, plane: DataPlane) -> None:
     """Add the route `/v1/models`, which lists a job's policies."""
 
     @app.get("/v1/models", tags=["model"])
-    async def models(request: Request) -> ModelList:
+    async def models() -> ModelList:
         """List the policies of this job. Any key of the job or of one of its episodes opens this route."""
-        plane.keys.check(bearer(request))
         created = int(plane.started_at)
         return ModelList(data=[ModelInfo(id=name, created=created) for name in plane.sessions.context.policies.names])
 
@@ -65,7 +64,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
     @app.get("/status", tags=["status"])
     async def status(request: Request) -> JobStatus:
         """Return the job's progress: its state, phase and step, episodes, workers and newest metrics."""
-        plane.keys.require_job(request)
+        require_job(request)
         progress, counts = plane.progress, await plane.store.episodes.counts()
         gpus = await in_thread(plane.gpus)
         return JobStatus(
@@ -116,7 +115,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
     @app.get("/events", tags=["status"])
     async def events(request: Request, after: int = 0, follow: bool = True) -> StreamingResponse:
         """Stream server-sent events: all after number `after` (or the header `Last-Event-ID`), then new ones."""
-        plane.keys.require_job(request)
+        require_job(request)
         last = request.headers.get("last-event-id", str(after))
         if not (last.isascii() and last.isdigit() and len(last) < 19):
             raise InvalidRequest(f"Last-Event-ID is {last!r}; it is the number of an event", "last-event-id")
@@ -126,7 +125,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
     @app.get("/metrics", tags=["status"])
     async def metrics(request: Request) -> Response:
         """Return the job's status and newest metrics in Prometheus' text format."""
-        plane.keys.require_job(request)
+        require_job(request)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Collector(plane, await plane.store.episodes.counts(), await in_thread(plane.gpus)))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
@@ -150,7 +149,9 @@ def _events_after(plane: DataPlane, request: Request, last: int) -> Callable[[],
 
     async def look() -> News | None:
         nonlocal last
-        if not plane.keys.opens_job(request):
+        try:
+            plane.keys.recheck(request)
+        except Unauthorized:
             return None
         over = plane.progress.over or plane.stopping.is_set()  # before the query, so that the last event is not missed
         found = await plane.store.log.events(last)

@@ -58,6 +58,14 @@ class StateTimes:
         self._since[state] += self._clock.monotonic()
         self._inside[state] -= 1
 
+    def move(self, left: TurnState, entered: TurnState) -> None:
+        """Count a call that leaves one state for another now."""
+        now = self._clock.monotonic()
+        self._since[left] += now
+        self._inside[left] -= 1
+        self._since[entered] -= now
+        self._inside[entered] += 1
+
     @property
     def seconds(self) -> dict[TurnState, float]:
         """Return the seconds spent in each state that was ever entered."""

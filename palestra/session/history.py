@@ -193,6 +193,7 @@ class History:
             unseen: returns the parts of messages that a policy's template leaves out.
         """
         self._sameness, self._unseen = sameness, unseen
+        self._compared = Sameness(whitespace=sameness.whitespace)  # by which keys are made
         self._starts: dict[str, _HistoryNode] = {}
         self._ends: dict[int, _HistoryNode] = {}  # the node of a call's reply, by the call's index
         self._replies: dict[tuple[str, Hashable], list[Chat]] = {}  # by policy and key
@@ -215,21 +216,24 @@ class History:
         elif chat.shared_messages:
             messages = chat.messages
         known = keys or {}
+        bares = self._sameness.reasoning
         for message in (*messages, chat.reply):
             key = known[id(message)] if id(message) in known else self._key(chat.policy, message)
+            bare = self._bare_key(chat.policy, message) if bares else None
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = _HistoryNode(node, message)
-                if (bare := self._bare_key(chat.policy, message)) not in (None, key):
+                if bare not in (None, key):
                     node.without_reasoning.setdefault(bare, []).append(child)
             node = child
         node.calls.append(chat)
         self._ends[chat.index] = node
         before, said = self._newest.get(chat.policy, (None, ()))
-        earlier = said[: chat.shared_messages] if chat.parent is before else chat.messages[: chat.shared_messages]
-        self._newest[chat.policy] = chat, (*earlier, *chat.new_messages, chat.reply)
-        for key in {self._key(chat.policy, chat.reply), self._bare_key(chat.policy, chat.reply)} - {None}:
-            self._replies.setdefault((chat.policy, key), []).append(chat)
+        earlier = said if chat.parent is before or not chat.shared_messages else chat.messages
+        self._newest[chat.policy] = chat, (*earlier[: chat.shared_messages], *chat.new_messages, chat.reply)
+        self._replies.setdefault((chat.policy, key), []).append(chat)
+        if bare not in (None, key):
+            self._replies.setdefault((chat.policy, bare), []).append(chat)
 
     def clear(self) -> None:
         """Remove all calls, and cut cycles between nodes, which would wait for the garbage collector."""
@@ -256,44 +260,63 @@ class History:
 
     def keys(self, policy: str, messages: Sequence[ChatMessage]) -> dict[int, Hashable]:
         """Return a policy's keys of messages by `id`, valid while the messages exist. Thread-safe."""
-        found = {}
+        found, unseen = {}, self._unseen(policy)
         for message in messages:
-            key = found[id(message)] = self._key(policy, message)
+            key = found[id(message)] = message_key(message, self._compared, unseen)
             hash(key)  # strings keep their hash, so that it is not computed where the key is used
         return found
 
-    def match(self, policy: str, messages: Sequence[ChatMessage], keys: Mapping[int, Hashable] | None = None) -> Match:
-        """Find the longest call of the policy that the messages continue, and where they deviate from earlier calls.
+    def match(
+        self,
+        policy: str,
+        messages: Sequence[ChatMessage],
+        keys: Mapping[int, Hashable] | None = None,
+        same: int | None = None,
+    ) -> Match:
+        """Find the longest call of the policy that these messages continue, and where they deviate from earlier ones.
 
         Args:
-            keys: of the messages not covered by `same`; None: computed here.
+            policy: by name.
+            keys: of those messages that `same` does not cover; None: they are computed here.
+            same: what `same` returned for them; None: it is called here.
         """
         # A message without reasoning may stand for several replies, so there may be several places in the tree.
         nodes, replied, ends, known = [self._start(policy)], list[Chat](), 0, 0
-        if same := self.same(policy, messages):
+        if same is None:
+            same = self.same(policy, messages)
+        if same:
             nodes = [self._ends[self._newest[policy][0].index]]
             replied, ends, known = nodes[0].calls, same, same
         found = self.keys(policy, messages[known:]) if keys is None else keys
         for message in messages[known:]:
             key = found[id(message)] if id(message) in found else self._key(policy, message)
-            following = [child for node in nodes for child in node.followed_by(key)]
-            if not following:
-                break
-            nodes, known = following, known + 1
-            calls = [call for node in nodes for call in node.calls]
+            if len(nodes) == 1 and not nodes[0].without_reasoning:
+                only = nodes[0].children.get(key)
+                if only is None:
+                    break
+                nodes, calls = [only], only.calls
+            else:
+                following = [child for node in nodes for child in node.followed_by(key)]
+                if not following:
+                    break
+                nodes, calls = following, [call for node in following for call in node.calls]
+            known += 1
             if calls and known < len(messages):
                 replied, ends = calls, known
         # Several calls may have the same text in other ids. Arrival order is not deterministic, so the seed decides.
         call = min(replied, key=lambda chat: chat.sampling.seed, default=None)
-        rest, others = messages[known:], [child for node in nodes for child in node.children.values()]
-        if not rest or not others or (known and known == ends and not self._has_reply(policy, rest)):
+        rest = messages[known:]
+        if not rest:
+            return Match(call, ends, known)
+        others = [child for node in nodes for child in node.children.values()]
+        if not others or (known and known == ends and not self._has_reply(policy, rest)):
             return Match(call, ends, known)
         left, reason = self._left(policy, others, rest)
         return Match(call, ends, known, left, reason)
 
     def _key(self, policy: str, message: ChatMessage) -> Hashable:
         """Return the key for comparing a policy's message in this episode."""
-        return message_key(message, Sameness(whitespace=self._sameness.whitespace), self._unseen(policy))
+        return message_key(message, self._compared, self._unseen(policy))
 
     def _bare_key(self, policy: str, message: ChatMessage) -> Hashable:
         """Return the message's key without its reasoning; None: it must come back with it."""

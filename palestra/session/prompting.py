@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -24,26 +25,28 @@ LONG_TEXT = 8_000  # characters (or as much other work) above which rendering is
 _VALUE = 40  # a message, tool call or value of a tool costs as much as this many characters, besides its text
 MANY_TOKENS = 4096  # decoding more tokens takes longer than handing them to a thread
 
-T = TypeVar("T")
 Tools = tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """The prompt of a call, with everything that the call's record contains about it.
+    """The prompt of a call, with everything about it that the call's record holds.
 
     Attributes:
         ids: int32 [P].
-        parent: earlier call with the longest common prefix of ids; None: no call has one.
-        shared: length of that prefix.
-        shared_messages: leading messages in common with the parent.
+        sequence: the whole prompt, [P], with all of its images, those of the parent included.
+        parent: earlier call with which the prompt has most leading ids in common; None: there is none.
+        shared: how many leading ids are the parent's.
+        shared_messages: how many leading messages are the parent's.
         new_messages: the other messages.
-        fork: where exact tokens of an earlier call are lost, if any.
-        media: images in the ids after `shared`, by position in `ids`.
+        fork: where exact tokens of an earlier call are lost; None: none are.
+        media: images among the ids that are not shared, by their positions in `ids`.
         keys: of its messages; see `History.add`.
+        digest: of the ids of a prompt that was rendered whole and has no image; b"": of no other.
     """
 
     ids: Ids
+    sequence: TokenSequence
     parent: Chat | None
     shared: int
     shared_messages: int
@@ -51,19 +54,7 @@ class Prompt:
     fork: Fork | None
     media: tuple[MediaSpan, ...] = ()
     keys: Mapping[int, Hashable] = field(default_factory=dict, compare=False)
-
-    @property
-    def sequence(self) -> TokenSequence:
-        """Return the whole prompt, [P], with all images, including the parent's."""
-        before = () if self.parent is None else self.parent.all_media
-        if not before:
-            return TokenSequence(self.ids, self.media)
-        kept = (
-            span._replace(tokens=min(span.tokens, self.shared - span.start))
-            for span in before
-            if span.start < self.shared
-        )
-        return TokenSequence(self.ids, (*kept, *self.media))
+    digest: bytes = b""
 
     @property
     def tail(self) -> Ids:
@@ -102,7 +93,7 @@ class PromptBuilder:
         """
         self.calls = 0
         self._pasts: defaultdict[str, _Past] = defaultdict(lambda: _Past(sameness, unseen))  # by seat
-        self._aside, self._with_pictures = _Aside(pool), _Aside(picture_pool)
+        self._pool, self._picture_pool = pool, picture_pool
         self._strict, self._seat_of = strict, seat_of
 
     def trie(self, policy: str, agent: str = "") -> TokenTrie:
@@ -117,16 +108,21 @@ class PromptBuilder:
         """Return the calls that an agent may continue: those of its player slot, or of all agents without one."""
         return self._pasts[self._seat_of(agent)]
 
-    def add(self, chat: Chat, keys: Mapping[int, Hashable] | None = None) -> None:
-        """Add a call that is on disk, for later prompts.
+    def add(self, chat: Chat, prompt: Prompt | None = None) -> None:
+        """Add a call that is on disk, so that later prompts can continue from it.
 
         Args:
-            keys: of its messages, if known; see `History.add`.
+            prompt: of the call, if it was built here.
         """
         self.calls += 1
         past = self._past(chat.agent)
         past.unmerged.append(chat)
-        past.history.add(chat, keys)
+        if prompt is None:
+            past.history.add(chat)
+            return
+        past.history.add(chat, prompt.keys)
+        if prompt.digest:
+            past.prompts.setdefault((chat.policy, prompt.digest), chat)
 
     def clear(self) -> None:
         """Remove all calls at the end of the episode."""
@@ -150,7 +146,8 @@ class PromptBuilder:
             HistoryDrift: histories are strict, and exact ids would be lost.
             UnsupportedField: a message has an image, and the model accepts none.
         """
-        _refuse_images(call, renderer)
+        if not renderer.takes_images:
+            _refuse_images(call)
         room = None if max_context is None else max_context - 1
         try:
             if call.prompt is not None:
@@ -171,13 +168,22 @@ class PromptBuilder:
 
     async def _of_messages(self, call: GenerationRequest, renderer: Renderer, room: int | None) -> Prompt:
         """Build a prompt from messages; see `build`."""
-        history = self._past(call.agent).history
-        new = call.messages[history.same(call.policy, call.messages) :]
-        keys = await self._aside.run(new, (), history.keys, call.policy, new)
-        match = history.match(call.policy, call.messages, keys)
-        prompt = await self._extended(call, renderer, match, keys, room)
+        past = self._past(call.agent)
+        same = past.history.same(call.policy, call.messages)
+        new = call.messages[same:]
+        pool = self._pool_of(new, call.tools, renderer)
+        if pool is None:
+            keys = past.history.keys(call.policy, new)
+        else:
+            keys = await pool.run(past.history.keys, call.policy, new)
+        match = past.history.match(call.policy, call.messages, keys, same)
+        prompt = None
+        if match.call is not None and match.call.tools == call.tools:
+            prompt = await self._extended(call, renderer, match, match.call, keys, room, pool)
         if prompt is None:
-            prompt = await self._rendered(call, renderer, match, keys, room)
+            if same:
+                pool = self._pool_of(call.messages, call.tools, renderer)
+            prompt = await self._rendered(call, renderer, match, keys, room, pool, past)
         if self._strict and prompt.fork is not None and prompt.fork.reason.is_drift:
             fork = prompt.fork
             raise HistoryDrift(fork.reason.value, fork.call, fork.message, fork.position)
@@ -191,7 +197,10 @@ class PromptBuilder:
         """
         vocabulary = renderer.vocabulary
         if isinstance(prompt, str):
-            ids: Ids = await self._aside.run_if(len(prompt) > LONG_TEXT, vocabulary.encode, prompt, room)
+            long = len(prompt) > LONG_TEXT
+            ids: Ids = (
+                await self._pool.run(vocabulary.encode, prompt, room) if long else vocabulary.encode(prompt, room)
+            )
         elif room is not None and len(prompt) > room:
             raise ContextOverflow(len(prompt), room + 1)
         else:
@@ -201,41 +210,60 @@ class PromptBuilder:
                 f"prompt: it has no token, or ids that are none; ids are below {len(vocabulary)}", "prompt"
             )
         parent, shared = self.trie(call.policy, call.agent).longest(ids)
-        return Prompt(ids=ids, parent=parent, shared=shared, shared_messages=0, new_messages=(), fork=None)
+        return Prompt(
+            ids=ids,
+            sequence=TokenSequence(ids, ()),
+            parent=parent,
+            shared=shared,
+            shared_messages=0,
+            new_messages=(),
+            fork=None,
+        )
+
+    def _pool_of(self, messages: Sequence[ChatMessage], tools: Tools, renderer: Renderer) -> WorkPool | None:
+        """Return the threads that messages and tools have to be rendered in; None: the event loop, they are short."""
+        if renderer.takes_images and _has_pictures(messages):
+            return self._picture_pool
+        return self._pool if _is_long(messages, tools) else None
 
     async def _extended(
         self,
         asked: GenerationRequest,
         renderer: Renderer,
         match: Match,
+        call: Chat,
         keys: Mapping[int, Hashable],
         room: int | None,
+        pool: WorkPool | None,
     ) -> Prompt | None:
         """Build a prompt that keeps the exact ids of the call that the messages continue."""
-        call, tools = match.call, asked.tools
-        if call is None or call.tools != tools:
-            return None
         new = asked.messages[match.messages :]
-        long = _is_long(new, ())  # only the new messages are rendered, so the tools do not count as work
-        room = None if room is None or not long else max(room - call.tokens, 0)
-        pictures = _has_pictures(new)
-        aside = self._with_pictures if pictures else self._aside
-        tail = await aside.run_if(
-            long or pictures, renderer.extend, lambda: call.prompt_ids, call.completion_ids, new, tools, room
-        )
+        if pool is not None:  # only the new messages are rendered, so the others and the tools do not count as work
+            pool = self._pool_of(new, (), renderer)
+        room = None if room is None or pool is None else max(room - call.tokens, 0)
+        said = (lambda: call.prompt_ids), call.completion_ids
+        if pool is None:
+            tail = renderer.extend(*said, new, asked.tools, room)
+        else:
+            tail = await pool.run(renderer.extend, *said, new, asked.tools, room)
         if tail is None:
             return None
         ids = np.concatenate((call.ids, tail.ids)).astype(np.int32, copy=False)
-        media = tuple(span._replace(start=span.start + call.tokens) for span in tail.media)
-        whole = TokenSequence(ids, (*call.all_media, *media)) if match.reason is not None else None
+        media: tuple[MediaSpan, ...] = ()
+        before: tuple[MediaSpan, ...] = ()
+        if renderer.takes_images:
+            media = tuple(span._replace(start=span.start + call.tokens) for span in tail.media)
+            before = call.all_media
+        whole = TokenSequence(ids, (*before, *media))
         return Prompt(
             ids=ids,
+            sequence=whole,
             media=media,
             parent=call,
             shared=call.tokens,
             shared_messages=match.messages,
             new_messages=new,
-            fork=None if whole is None or match.reason is None else _fork(match.reason, match.left, match.known, whole),
+            fork=None if match.reason is None else _fork(match.reason, match.left, match.known, whole),
             keys=keys,
         )
 
@@ -246,18 +274,21 @@ class PromptBuilder:
         match: Match,
         keys: Mapping[int, Hashable],
         room: int | None,
+        pool: WorkPool | None,
+        past: _Past,
     ) -> Prompt:
         """Render the whole conversation, and find out why it does not start with an earlier call, if it should have."""
         messages, tools = call.messages, call.tools
         # A short prompt is tokenised whole, so that the error for one that does not fit has its exact length.
-        long = _is_long(messages, tools)
-        room = room if long else None
-        pictures = _has_pictures(messages)
-        aside = self._with_pictures if pictures else self._aside
-        whole: TokenSequence = await aside.run_if(long or pictures, renderer.render, messages, tools, room)
+        whole: TokenSequence
+        if pool is None:
+            whole = renderer.render(messages, tools, None)
+        else:
+            whole = await pool.run(renderer.render, messages, tools, room)
         exact = match.call is not None and common_tokens(whole, match.call.sequence) == match.call.tokens
+        digest = b"" if whole.media else blake2b(whole.ids.tobytes(), digest_size=16).digest()
         known = (match.call, match.call.tokens) if match.call and exact else None
-        parent, shared = known or self.trie(call.policy, call.agent).longest(*whole)
+        parent, shared = known or past.longest(call.policy, whole, digest)
         fork = None
         left = match.left
         # What differs may be nothing that this template shows.
@@ -266,18 +297,28 @@ class PromptBuilder:
             fork = _fork(match.reason, left, match.known, whole)
         elif match.call is not None and not exact:
             decode = renderer.vocabulary.decode
-            fork = await self._aside.run_if(len(whole.ids) > MANY_TOKENS, _drift, match.call, whole, tools, decode)
-        said = () if parent is None or parent.is_raw else (*parent.messages, parent.reply)
-        shared_messages = await self._aside.run(said, (), _common_messages, messages, said)
+            if len(whole.ids) > MANY_TOKENS:
+                fork = await self._pool.run(_drift, match.call, whole, tools, decode)
+            else:
+                fork = _drift(match.call, whole, tools, decode)
+        shared_messages = 0
+        if parent is not None and not parent.is_raw:
+            said = (*parent.messages, parent.reply)
+            if pool is None:
+                shared_messages = _common_messages(messages, said)
+            else:
+                shared_messages = await pool.run(_common_messages, messages, said)
         return Prompt(
             ids=whole.ids,
-            media=_from(whole.media, shared),
+            sequence=whole,
+            media=_from(whole.media, shared) if whole.media else (),
             parent=parent,
             shared=shared,
             shared_messages=shared_messages,
             new_messages=messages[shared_messages:],
             fork=fork,
             keys=keys,
+            digest=digest,
         )
 
 
@@ -288,6 +329,7 @@ class _Past:
         # Ids of two tokenizers may be equal by chance, so a call is compared with those of its own policy only.
         self._tries: defaultdict[str, TokenTrie] = defaultdict(TokenTrie)
         self.unmerged: list[Chat] = []  # not yet in a trie, which most episodes never need
+        self.prompts: dict[tuple[str, bytes], Chat] = {}  # first calls, by policy and digest of the prompt
         self.history = History(sameness, unseen)
 
     def trie(self, policy: str) -> TokenTrie:
@@ -297,36 +339,32 @@ class _Past:
             self._tries[chat.policy].add(chat)
         return self._tries[policy]
 
+    def longest(self, policy: str, prompt: TokenSequence, digest: bytes) -> tuple[Chat | None, int]:
+        """Return the first call of a policy that shares most leading tokens with a prompt, and how many it shares.
+
+        Args:
+            digest: of the prompt's ids, by which an equal one is found without a trie; b"": it has images.
+        """
+        equal = self.prompts.get((policy, digest)) if digest else None
+        if equal is None:
+            return self.trie(policy).longest(*prompt)
+        size = len(prompt.ids)
+        while equal.parent is not None and equal.shared >= size:
+            equal = equal.parent
+        return equal, size
+
     def clear(self) -> None:
         """Forget all calls and free their memory."""
         self.unmerged.clear()
+        self.prompts.clear()
         for trie in self._tries.values():
             trie.clear()
         self._tries.clear()
         self.history.clear()
 
 
-class _Aside:
-    """Does work on the event loop if there is little of it, else in a thread."""
-
-    def __init__(self, pool: WorkPool) -> None:
-        self._pool = pool
-
-    async def run(
-        self, messages: Sequence[ChatMessage], tools: Tools, function: Callable[..., T], *arguments: Any
-    ) -> T:
-        """Call `function`, in a thread if these messages and tools are long."""
-        return await self.run_if(_is_long(messages, tools), function, *arguments)
-
-    async def run_if(self, long: bool, function: Callable[..., T], *arguments: Any) -> T:
-        """Call `function` with `arguments`, in a thread if `long`."""
-        return await self._pool.run(function, *arguments) if long else function(*arguments)
-
-
-def _refuse_images(call: GenerationRequest, renderer: Renderer) -> None:
+def _refuse_images(call: GenerationRequest) -> None:
     """Raise UnsupportedField for images if the model accepts none, because dropping them would change the prompt."""
-    if renderer.takes_images:
-        return
     for number, message in enumerate(call.messages):
         for k, part in enumerate(message.content):
             if type(part) is not TextPart:

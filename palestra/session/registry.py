@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Protocol
 
 from palestra.session.context import SessionContext
-from palestra.session.prompting import PromptBuilder
+from palestra.session.prompting import Prompt, PromptBuilder
 from palestra.types.calls import Chat, Ids
 from palestra.types.messages import GenerationRequest
 
@@ -38,11 +38,15 @@ class ReservedCall:
 
 
 class CallRegistry:
-    """Assigns numbers and seeds to calls, and recognises retries.
+    """Gives calls their numbers and seeds, and recognises calls that are sent again.
 
-    Calls with equal prompts are different samples, with seeds in order of arrival. A retry of a lost call gets the same
-    seed. A recorded but undelivered call is answered from the record, and so is every repetition of a request with its
-    own key, even after delivery: the connection may have lost the reply.
+    Calls with equal prompts are different samples, so each has a seed of its own, in the order in which they arrive. A
+    call that was lost and is sent again has the same seed as before. A call that was recorded, but whose reply was not
+    delivered, is answered from the record. So is every repetition of a request that has a key of its own, also after
+    its reply was sent: the connection may have lost the reply.
+
+    Attributes:
+        next_step: the time step of a call whose agent does not name one.
     """
 
     def __init__(self, job_seed: int, episode_id: str, recorded: Iterable[Chat]) -> None:
@@ -59,7 +63,7 @@ class CallRegistry:
         self._undelivered: dict[str, Chat] = {}
         self._recordings: dict[str, asyncio.Future[None]] = {}
         self._next_index = 0
-        self._next_step = 0
+        self.next_step = 0
         calls = list(recorded)
         used = {chat.parent.index for chat in calls if chat.parent is not None and chat.extends}
         for chat in calls:
@@ -124,10 +128,6 @@ class CallRegistry:
         if self._undelivered.get(chat.request_digest) is chat:
             del self._undelivered[chat.request_digest]
 
-    def time_step(self) -> int:
-        """Return the time step of a call whose agent did not name one."""
-        return self._next_step
-
     def recording(self, chat: Chat, written: asyncio.Future[None]) -> None:
         """Mark a call as being written; `written` resolves when it is on disk."""
         self._count(chat)
@@ -148,7 +148,7 @@ class CallRegistry:
     def _count(self, chat: Chat) -> None:
         """Advance the next number and time step past those of a call."""
         self._next_index = max(self._next_index, chat.index + 1)
-        self._next_step = max(self._next_step, chat.time_step + 1)
+        self.next_step = max(self.next_step, chat.time_step + 1)
 
 
 class CallStore(Protocol):
@@ -189,22 +189,19 @@ class Recorder:
         """
         self._over = True
 
-    async def record(self, chat: Chat, keys: Mapping[int, Hashable]) -> None:
+    async def record(self, chat: Chat, prompt: Prompt) -> None:
         """Record a call, and return when it is on disk. Cancelling the caller does not stop the recording.
 
-        Args:
-            keys: of its messages; see `History.add`.
-
         Raises:
-            EpisodeLeaseExpired, EpisodeEnded: the lease is over; the call was not recorded.
+            EpisodeLeaseExpired, EpisodeEnded: the lease is over, and nothing of the call is kept.
         """
         written = self._store.append(chat)
         self._registry.recording(chat, written)
         # Added before the callback of `shield`, so that the call is registered when the caller resumes.
-        written.add_done_callback(partial(self._written, chat, keys))
+        written.add_done_callback(partial(self._written, chat, prompt))
         await asyncio.shield(written)
 
-    def _written(self, chat: Chat, keys: Mapping[int, Hashable], written: asyncio.Future[None]) -> None:
+    def _written(self, chat: Chat, prompt: Prompt, written: asyncio.Future[None]) -> None:
         """Run at the end of the commit, even after the client disconnected, so that a retry returns exactly the
         committed call.
         """
@@ -214,7 +211,7 @@ class Recorder:
             return
         self._context.count(chat)
         if not self._over:
-            self._prompts.add(chat, keys)
+            self._prompts.add(chat, prompt)
 
 
 def call_seed(job_seed: int, episode_id: str, prompt: bytes, occurrence: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from typing import cast
 
 import numpy as np
@@ -21,6 +23,7 @@ from palestra.types.calls import FinishReason, Ids, SampledTokens, SamplingParam
 from palestra.types.messages import GenerationRequest
 
 CALL_END = "</tool_call>"  # value of `Chat.stop` for a reply that ended with its only tool call
+_IDS, _LOGPROBS = attrgetter("ids"), attrgetter("logprobs")
 MOST_ATTEMPTS = 3  # to sample a reply whose beginning is lost with its worker
 
 
@@ -155,7 +158,7 @@ async def sample_reply(
                 raise
     ids, logprobs, versions = _join(pieces)
     if reader is None:
-        own = without_own_stop(ids, request, renderer)
+        own = without_own_stop(ids, request, renderer) if request.stop_token_ids else ids
         reply = renderer.parse(own, lambda: prompt.ids, request.callable_tools, call_ids)
     else:
         rest, reply = reader.finish(ids)
@@ -192,9 +195,11 @@ async def _sample(
 ) -> list[SampledTokens]:
     """Have a reply sampled. With a `reader`, sampling stops as soon as the reader finds the end."""
     stream = engine.generate(request)
-    if reader is None:
-        return [piece async for piece in stream]
     pieces: list[SampledTokens] = []
+    if reader is None:
+        async for whole in stream:
+            pieces.append(whole)
+        return pieces
     async with aclosing(cast("AsyncGenerator[SampledTokens, None]", stream)) as sampled:
         async for piece in sampled:
             delta, kept = NOTHING, 0
@@ -220,6 +225,5 @@ def _join(pieces: Sequence[SampledTokens]) -> tuple[Ids, NDArray[np.float32], tu
             spans.append(VersionSpan(piece.version, len(piece.ids)))
     if not spans:
         raise EngineFailure("the engine returned no token")
-    ids = [token for piece in pieces for token in piece.ids]
-    logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
-    return np.array(ids, np.int32), np.array(logprobs, np.float32), tuple(spans)
+    ids = np.fromiter(chain.from_iterable(map(_IDS, pieces)), np.int32)
+    return ids, np.fromiter(chain.from_iterable(map(_LOGPROBS, pieces)), np.float32), tuple(spans)

@@ -26,6 +26,9 @@ class Constraint(NamedTuple):
     field: str
 
 
+UNCONSTRAINED = Constraint("", "response_format")
+
+
 def constraint_of(call: GenerationRequest, renderer: Renderer) -> Constraint:
     """Return the constraint of a request. A constrained reply has no reasoning before it.
 
@@ -46,7 +49,7 @@ def constraint_of(call: GenerationRequest, renderer: Renderer) -> Constraint:
         return Constraint(renderer.grammar(ReplyForm(choices=call.response_choices)), "choices")
     field = "tool_choice" if required else "response_format"
     if not required and call.response_schema is None:
-        return Constraint("", field)
+        return UNCONSTRAINED
     form = ReplyForm(
         tools=_callable(call) if required or call.callable_tools else (),
         most_calls=_MAX_CALLS if call.parallel_tool_calls and call.tool_name is None else 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from palestra.config import PolicyConfig
@@ -23,6 +24,7 @@ _RESHAPING: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "logit_bias": (),
 }
+_reshaping, _NEUTRAL = attrgetter(*_RESHAPING), tuple(_RESHAPING.values())
 
 
 def trainable(call: GenerationRequest, ignore: bool) -> GenerationRequest:
@@ -35,9 +37,9 @@ def trainable(call: GenerationRequest, ignore: bool) -> GenerationRequest:
         UnsupportedField: a field changes the distribution, so the trainer could not compute the sampling probabilities
             of the tokens.
     """
-    asked = [field for field, neutral in _RESHAPING.items() if getattr(call, field) != neutral]
-    if not asked:
+    if _reshaping(call) == _NEUTRAL:
         return call
+    asked = [field for field, neutral in _RESHAPING.items() if getattr(call, field) != neutral]
     if not ignore:
         field = asked[0]
         raise UnsupportedField(
@@ -100,9 +102,10 @@ def overruled(call: GenerationRequest, used: SamplingParams, choice: int = 0) ->
         notes.append(f"max_tokens={used.max_tokens}")
     if call.seed is not None and (call.seed + choice) % _SEEDS != used.seed:
         notes.append("seed=job")
-    for field, neutral in _RESHAPING.items():
-        if getattr(call, field) != neutral and getattr(used, field) == neutral:
-            notes.append(f"{field}={neutral:g}" if neutral != () else f"{field}=none")
+    if _reshaping(call) != _NEUTRAL:
+        for field, neutral in _RESHAPING.items():
+            if getattr(call, field) != neutral and getattr(used, field) == neutral:
+                notes.append(f"{field}={neutral:g}" if neutral != () else f"{field}=none")
     if call.thinking_budget is not None and call.thinking_budget < used.max_tokens:
         notes.append(f"budget_tokens={used.max_tokens}")
     return ", ".join(notes) or None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from uuid import uuid4
@@ -15,8 +14,8 @@ from palestra.session.context import SessionContext
 from palestra.session.policies import PolicyRuntime
 from palestra.session.prompting import Prompt, PromptBuilder
 from palestra.session.registry import CallRegistry, CallStore, NoStore, Recorder, ReservedCall
-from palestra.session.reply import SampledReply, sample_reply
-from palestra.session.request import CallStart, Constraint, Listener, ReplyPiece, constraint_of
+from palestra.session.reply import sample_reply
+from palestra.session.request import UNCONSTRAINED, CallStart, Constraint, Listener, ReplyPiece, constraint_of
 from palestra.session.sampling import overruled, sampling_of, trainable
 from palestra.session.turns import Turn, Turns
 from palestra.types.calls import Chat, SamplingParams
@@ -152,17 +151,15 @@ class Session:
         """
         if self._over is not None:
             raise self._over
-        chats = await self._answer_again(request, listener) if request.retry else {}
-        missing = [number for number in range(request.choices) if number not in chats]
-        if missing:
-            runtime = self._context.policies.runtime(request.policy)
-            with self._in_flight_for(missing) as choices:
-                call = await self._begin(request, runtime, listener, chats)
-                for choice in choices:
-                    self._reserve(call, choice)
-                sampled = await together(*(self._sample(call, choice) for choice in choices))
-            chats |= zip(missing, sampled, strict=True)
-        return tuple(chats[number] for number in range(request.choices))
+        known = await self._answer_again(request, listener) if request.retry else {}
+        missing = [number for number in range(request.choices) if number not in known] if known else None
+        if missing == []:
+            return tuple(known[number] for number in range(request.choices))
+        sampled = await self._sample_all(request, listener, known, missing or range(request.choices))
+        if not known:
+            return sampled
+        known |= zip(missing or (), sampled, strict=True)
+        return tuple(known[number] for number in range(request.choices))
 
     async def generate_one(self, request: GenerationRequest, listener: Listener | None = None) -> Chat:
         """Sample a request of one choice, and return its call; see `generate`."""
@@ -200,7 +197,7 @@ class Session:
         self._recorder.close()
         for task in self._in_flight:
             task.cancel()
-        self._forget_if_over()
+        self._forget_if_idle()
 
     async def _answer_again(self, request: GenerationRequest, listener: Listener | None) -> dict[int, Chat]:
         """Return the choices of a retry that are on disk already, by number, after replaying them to the listener."""
@@ -210,16 +207,26 @@ class Session:
             _replay(number, chat, listener)
         return known
 
-    @contextmanager
-    def _in_flight_for(self, numbers: Sequence[int]) -> Iterator[list[_Choice]]:
-        """Hold the lease while choices are sampled. If the block fails, give up the choices that are not recorded."""
+    async def _sample_all(
+        self,
+        request: GenerationRequest,
+        listener: Listener | None,
+        known: Mapping[int, Chat],
+        numbers: Sequence[int],
+    ) -> tuple[Chat, ...]:
+        """Sample choices, holding the lease. If that fails, give up the choices that are not recorded."""
         task = asyncio.current_task()
         assert task is not None
         choices = [_Choice(number=number, turn=self._turns.begin()) for number in numbers]
         self._in_flight.add(task)
         try:
             with self._context.store.leases.hold(self.episode_id, self.fence):
-                yield choices
+                call = await self._begin(request, listener, known)
+                for choice in choices:
+                    self._reserve(call, choice)
+                if len(choices) == 1:
+                    return (await self._sample(call, choices[0]),)
+                return tuple(await together(*(self._sample(call, choice) for choice in choices)))
         except BaseException as error:
             for choice in choices:
                 self._give_up(choice)
@@ -228,28 +235,29 @@ class Session:
             raise
         finally:
             self._in_flight.discard(task)
-            self._turns.end(choice.turn for choice in choices)
-            self._forget_if_over()
+            self._turns.end([choice.turn for choice in choices])
+            if self._over is not None:
+                self._forget_if_idle()
 
     async def _begin(
         self,
         asked: GenerationRequest,
-        runtime: PolicyRuntime,
         listener: Listener | None,
         known: Mapping[int, Chat],
     ) -> _Call:
         """Check a request, have its grammar compiled, and build its prompt."""
-        request = asked
+        request, runtime = asked, self._context.policies.runtime(asked.policy)
         if self.kind == "train" and not runtime.config.frozen:  # what a frozen policy says is not trained on
             request = trainable(asked, self._context.ignore_untrainable)
-        if request.callable_tools and not request.parallel_tool_calls and not runtime.renderer.incremental:
+        if not request.parallel_tool_calls and request.callable_tools and not runtime.renderer.incremental:
             raise UnsupportedField(
                 "parallel_tool_calls = false is not supported in this model's format of tool calls",
                 "parallel_tool_calls",
             )
         started_at = self._context.clock.now()
-        constraint = constraint_of(request, runtime.renderer)
-        if constraint.grammar:
+        constraint = UNCONSTRAINED
+        if request.tool_choice == "required" or request.response_schema is not None or request.response_choices:
+            constraint = constraint_of(request, runtime.renderer)
             async with self._checks:
                 await runtime.grammars.check(*constraint)
         return _Call(
@@ -265,8 +273,9 @@ class Session:
 
     def _reserve(self, call: _Call, choice: _Choice) -> None:
         """Give a choice its number, its seed and its sampling parameters, and report them to the listener."""
-        seeded_for = self._seeded_for(call.request.policy, call.request.agent)
-        reserved = choice.reserved = self._registry.reserve(call.prompt.ids, *seeded_for)
+        reserved = choice.reserved = self._registry.reserve(
+            call.prompt.ids, *self._seeded_for(call.request.policy, call.request.agent)
+        )
         sampling = choice.sampling = sampling_of(
             call.request,
             call.runtime.config,
@@ -313,22 +322,13 @@ class Session:
             raise error.of_field(call.constraint.field) from None
         choice.turn.move(TurnState.INTERACTING)
         self._context.counts["malformed_tool_calls"] += len(sampled.reply.malformed)
-        chat = self._record_of(call, number, reserved.index, sampling, sampled)
-        await self._recorder.record(chat, call.prompt.keys)
-        choice.recorded = True
-        if listener is not None:
-            listener.finished(number, chat)
-        return chat
-
-    def _record_of(self, call: _Call, number: int, index: int, sampling: SamplingParams, sampled: SampledReply) -> Chat:
-        """Return the record of a choice."""
         if call.time_step is None:
-            call.time_step = self._registry.time_step()
+            call.time_step = self._registry.next_step
         request, prompt = call.request, call.prompt
-        return Chat(
+        chat = Chat(
             episode_id=self.episode_id,
             fence=self.fence,
-            index=index,
+            index=reserved.index,
             time_step=call.time_step,
             agent=request.agent,
             policy=request.policy,
@@ -347,10 +347,15 @@ class Session:
             fork=prompt.fork,
             stop=sampled.stop,
             sampling=sampling,
-            request_digest=request.choice_digest(number),
+            request_digest=request.choice_digest(number) if number else request.digest,
             started_at=call.started_at,
             finished_at=self._context.clock.now(),
         )
+        await self._recorder.record(chat, prompt)
+        choice.recorded = True
+        if listener is not None:
+            listener.finished(number, chat)
+        return chat
 
     def _give_up(self, choice: _Choice) -> None:
         """Free a choice's reservation, unless the choice is recorded or may still become so."""
@@ -361,9 +366,9 @@ class Session:
         choice.turn.move(TurnState.TERMINATED)
         self._context.counts["calls_incomplete"] += 1
 
-    def _forget_if_over(self) -> None:
-        """Free the memory of a session that will build no further prompt."""
-        if self._over is not None and not self._in_flight:
+    def _forget_if_idle(self) -> None:
+        """Free the memory of a session that is over, if no call needs it any more."""
+        if not self._in_flight:
             self._prompts.clear()
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, PalestraError, TooManyRequests
 from palestra.session.context import SessionContext
@@ -47,14 +47,12 @@ class Sessions:
 
     async def players(self, episode_id: str, fence: int) -> Mapping[str, str]:
         """Return the players of an episode's roles that have a pool."""
-        if not self.context.policies.roles.pools:
-            return {}
         session = self._episodes.get((episode_id, fence))
         episode = await self.context.store.episodes.get(episode_id) if session is None else session.episode
         return episode.players
 
-    @asynccontextmanager
-    async def stateless(self) -> AsyncIterator[StatelessSession]:
+    @contextmanager
+    def stateless(self) -> Iterator[StatelessSession]:
         """Provide an unrecorded session for one request outside episodes."""
         session = StatelessSession(self.context)
         self._stateless.add(session)  # so that `stop` can end the session
@@ -77,19 +75,19 @@ class Sessions:
             session = self._episodes[lease] = EpisodeSession(self.context, episode)
         return session
 
-    @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Count a client's call inside the block, within the limit.
+    def admit(self) -> None:
+        """Count one call of a client as in flight, until the caller takes it off `in_flight`.
 
         Raises:
             TooManyRequests: the limit is reached.
-            PalestraError: the reason given to `stop`.
+            PalestraError: the reason that `stop` was given.
         """
-        if self.in_flight >= self._limit and self._stopped is None:
+        if self._stopped is not None:
+            raise self._stopped
+        if self.in_flight >= self._limit:
             self.context.counts["calls_refused"] += 1
             raise TooManyRequests(f"{self.in_flight} calls are in flight, which is the limit; try again soon")
-        with self.counted():
-            yield
+        self.in_flight += 1
 
     @contextmanager
     def counted(self) -> Iterator[None]:

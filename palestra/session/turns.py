@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from palestra.session.context import StateTimes
 from palestra.types.states import TurnState, check_transition
 
+_MEASURED = (TurnState.PENDING, TurnState.GENERATING)  # states whose time a call itself measures
+
 
 class Turn:
     """One call and its states. Only tokens of GENERATING are trained.
@@ -27,10 +29,12 @@ class Turn:
             IllegalTransition: the transition is not allowed.
         """
         check_transition(self._subject, self.state, following)
-        if self.state in (TurnState.PENDING, TurnState.GENERATING):
-            self._times.leave(self.state)
-        self.state = following
-        if following in (TurnState.PENDING, TurnState.GENERATING):
+        left, self.state = self.state, following
+        if left in _MEASURED and following in _MEASURED:
+            self._times.move(left, following)
+        elif left in _MEASURED:
+            self._times.leave(left)
+        elif following in _MEASURED:
             self._times.enter(following)
 
 
@@ -46,7 +50,8 @@ class Turns:
 
     def begin(self) -> Turn:
         """Add a running call, which ends the agent's action."""
-        self._acted()
+        if self._acting:
+            self._acted()
         turn = Turn(self._subject, self._times)
         self._open.add(turn)
         return turn
@@ -61,7 +66,8 @@ class Turns:
     def terminate(self) -> None:
         """End the session, and stop measuring the agent's time."""
         self._over = True
-        self._acted()
+        if self._acting:
+            self._acted()
 
     def state(self, called: bool) -> TurnState:
         """Return the state of the session: GENERATING or PENDING if any call is, in this order; INTERACTING between
@@ -80,6 +86,5 @@ class Turns:
 
     def _acted(self) -> None:
         """Stop measuring the time of the agent's action."""
-        if self._acting:
-            self._acting = False
-            self._times.leave(TurnState.INTERACTING)
+        self._acting = False
+        self._times.leave(TurnState.INTERACTING)

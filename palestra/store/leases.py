@@ -77,6 +77,11 @@ class LeaseBook:
         lease.expires_at = self._clock.monotonic() + lease.seconds
         return True
 
+    def granted_since(self, episode_id: str, fence: int, moment: float) -> bool:
+        """Return whether a lease was granted by this process after a moment, in monotonic seconds, and is not over."""
+        lease = self._leases.get(episode_id)
+        return lease is not None and lease.fence == fence and lease.claimed_at >= moment
+
     @contextmanager
     def hold(self, episode_id: str, fence: int) -> Iterator[None]:
         """Keep a lease from expiring during a call, and renew it at the end."""

@@ -33,14 +33,17 @@ def usage_of(chats: Sequence[Chat], choices: int) -> dict[str, Any]:
     Args:
         choices: of each prompt, whose tokens count once.
     """
-    prompts = chats[::choices]
-    prompt = sum(chat.prompt_tokens for chat in prompts)
-    sampled = sum(len(chat.completion_ids) for chat in chats)
+    prompt = cached = sampled = 0
+    for number, chat in enumerate(chats):
+        sampled += len(chat.completion_ids)
+        if number % choices == 0:
+            prompt += chat.prompt_tokens
+            cached += chat.shared
     return {
         "prompt_tokens": prompt,
         "completion_tokens": sampled,
         "total_tokens": prompt + sampled,
-        "prompt_tokens_details": {"cached_tokens": sum(chat.shared for chat in prompts)},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
@@ -56,9 +59,11 @@ def chat_logprobs(
             out of the answer.
         bytes_of: returns the bytes of a token.
     """
-    content = []
+    content, known = [], dict[int, dict[str, Any]]()  # the texts of tokens that come again
     for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
-        entry = _entry(token, logprob, bytes_of)
+        if token not in known:
+            known[token] = _entry(token, logprob, bytes_of)
+        entry = known[token] | {"logprob": logprob}
         entry["top_logprobs"] = [_entry(t, p, bytes_of) for t, p in _possible(top[place])] if top else []
         content.append(entry)
     return {"content": content, "refusal": None}

@@ -20,7 +20,7 @@ from palestra.server.dialects.fields import (
     call_fields,
     refuse_others,
 )
-from palestra.server.dialects.sent_pictures import with_places
+from palestra.server.dialects.sent_pictures import may_show_pictures, with_places
 from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
 from palestra.types.messages import MAX_TOOLS, ChatMessage, FunctionName, GenerationRequest, Schema, ToolSpec
@@ -139,14 +139,15 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[ChatRequest]:
         """Parse a request into one call. See `Dialect.parse`."""
         wanted = parse_body(ChatRequest, body)
-        refuse_others(wanted, _IGNORED, _HARMLESS)
+        if wanted.model_extra:
+            refuse_others(wanted, _IGNORED, _HARMLESS)
         if wanted.top_logprobs and not wanted.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs = true", "top_logprobs")
         choice = wanted.tool_choice
         named = choice.function.name if isinstance(choice, NamedTool) else None
         call = GenerationRequest(
             policy=wanted.model,
-            messages=with_places(wanted.messages),
+            messages=with_places(wanted.messages) if may_show_pictures(body) else wanted.messages,
             max_tokens=wanted.max_completion_tokens or wanted.max_tokens,
             top_logprobs=wanted.top_logprobs or 0,
             tools=() if wanted.tools is None else tuple(tool.model_dump(exclude_unset=True) for tool in wanted.tools),

@@ -19,7 +19,7 @@ from palestra.types.calls import LARGEST_BIAS, MOST_LISTED, SAMPLING_RANGES
 from palestra.types.messages import ChatMessage
 from palestra.types.records import SOLE_AGENT
 
-AGENT_HEADER = "x-palestra-agent"
+AGENT_HEADER, STEP_HEADER = "x-palestra-agent", "x-palestra-step"
 MAX_STEP = 1_000_000
 
 
@@ -43,17 +43,19 @@ def call_fields(body: bytes, headers: Mapping[str, str], path: str) -> dict[str,
         body: of the request; with the path it identifies a retry.
     """
     key = headers.get("idempotency-key", "")
-    digest = hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:], key=_digest(key)).hexdigest()
+    digest = hashlib.blake2b(
+        body, digest_size=16, person=path.encode()[-16:], key=_digest(key) if key else b""
+    ).hexdigest()
     return {
-        "agent": agent_of(headers),
-        "time_step": time_step_of(headers),
+        "agent": agent_of(headers) if AGENT_HEADER in headers else SOLE_AGENT,
+        "time_step": time_step_of(headers) if STEP_HEADER in headers else None,
         "digest": f"{KEYED}{digest}" if key else digest,
         "retry": bool(key) or headers.get("x-stainless-retry-count", "0") not in ("", "0"),
     }
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.blake2b(key.encode(errors="replace"), digest_size=16).digest() if key else b""
+    return hashlib.blake2b(key.encode(errors="replace"), digest_size=16).digest()
 
 
 def agent_of(headers: Mapping[str, str]) -> str:
@@ -68,11 +70,11 @@ def agent_of(headers: Mapping[str, str]) -> str:
 
 def time_step_of(headers: Mapping[str, str]) -> int | None:
     """Return the TimeStep of the call; None: the call is its own TimeStep."""
-    step = headers.get("x-palestra-step")
+    step = headers.get(STEP_HEADER)
     if step is None:
         return None
     if not step.isascii() or not step.isdigit() or len(step) > len(str(MAX_STEP)) or int(step) > MAX_STEP:
-        raise InvalidRequest(f"a TimeStep is a number from 0 to {MAX_STEP}: {step[:20]!r}", "x-palestra-step")
+        raise InvalidRequest(f"a TimeStep is a number from 0 to {MAX_STEP}: {step[:20]!r}", STEP_HEADER)
     return int(step)
 
 
@@ -87,6 +89,8 @@ def _known_content(message: Any) -> Any:
     """Refuse content other than text and pictures: to drop it silently would change the prompt."""
     if isinstance(message, dict):
         content = message.get("content")
+        if not (isinstance(content, list) or message.get("function_call") or message.get("audio")):
+            return message
         parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
         kinds = [part["type"] for part in parts if isinstance(part.get("type"), str) and part["type"] != "text"]
         with_pictures = any(kind in _PICTURES for kind in kinds)

@@ -5,9 +5,23 @@ from contextlib import suppress
 import pytest
 from starlette.requests import Request
 
+from palestra.config import JobKind
 from palestra.errors import Forbidden, NotFound, Unauthorized
 from palestra.http.guard import bearer
-from palestra.server.auth import EpisodeKey, KeyRing, RoleKey, TalkKey
+from palestra.server.auth import (
+    Caller,
+    EpisodeKey,
+    JobKey,
+    KeyRing,
+    RoleKey,
+    TalkKey,
+    ViewerKey,
+    require_episode,
+    require_job,
+    require_model,
+    require_role,
+    require_seat,
+)
 from palestra.session import SeatKey
 from palestra.store.key_files import seat_key
 from unit.building import TASK, open_store
@@ -16,13 +30,23 @@ SECRET = b"\x01" * 32
 RING = KeyRing(lambda: SECRET, "job")
 
 
-def request(**headers: str) -> Request:
+def request(path: str = "/v1/x", **headers: str) -> Request:
     raw = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
-    return Request({"type": "http", "headers": raw})
+    return Request({"type": "http", "headers": raw, "path": path})
 
 
-def carrying(key: str) -> Request:
-    return request(authorization=f"Bearer {key}")
+def carrying(key: str, path: str = "/v1/x") -> Request:
+    return request(path, authorization=f"Bearer {key}")
+
+
+def admitted(ring: KeyRing, key: str, path: str = "/v1/x") -> Request:
+    asked = carrying(key, path)
+    ring.admit(asked, "/page/")
+    return asked
+
+
+def calls(key: Caller, kind: JobKind = "training") -> None:
+    require_model(key, kind)
 
 
 def test_an_episode_key_opens_its_episode_under_its_fence():
@@ -53,46 +77,37 @@ def test_a_key_that_was_checked_before_opens_nothing_once_the_secret_is_another(
 
 
 def test_the_job_key_opens_the_job_and_no_episode():
-    assert RING.check(RING.job_key) is None
+    assert RING.check(RING.job_key) == JobKey()
+    calls(JobKey(), "inference")
+    with pytest.raises(Forbidden):
+        calls(JobKey())
 
 
 def test_the_viewers_key_opens_the_page_and_nothing_else():
+    assert RING.check(RING.viewer_key) == ViewerKey()
     with pytest.raises(Forbidden, match="viewer"):
-        RING.check(RING.viewer_key)
-    viewer = carrying(RING.viewer_key)
-    with pytest.raises(Forbidden):
-        RING.admit(viewer)
-    RING.require_view(viewer)
-    RING.require_view(carrying(RING.job_key))
-    with pytest.raises(Forbidden):
-        RING.require_job(viewer)
-    with pytest.raises(Forbidden):
-        RING.require_episode(viewer)
-    assert not RING.opens_job(viewer)
-    with pytest.raises(Forbidden):
-        RING.require_view(carrying(RING.episode_key("e", 1)))
+        admitted(RING, RING.viewer_key)
+    admitted(RING, RING.viewer_key, "/page/x")
+    admitted(RING, RING.job_key, "/page/x")
+    for key in (RING.episode_key("e", 1), RING.talk_key):
+        with pytest.raises(Forbidden):
+            admitted(RING, key, "/page/x")
     with pytest.raises(Unauthorized):
-        RING.require_view(request())
+        RING.admit(request("/page/x"), "/page/")
     with pytest.raises(Unauthorized):
-        KeyRing(lambda: b"other" * 8, "job").require_view(viewer)
+        admitted(KeyRing(lambda: b"other" * 8, "job"), RING.viewer_key, "/page/x")
 
 
 def test_the_key_of_a_talk_opens_model_calls_and_nothing_else():
-    talk = carrying(RING.talk_key)
     assert RING.check(RING.talk_key) == TalkKey()
-    assert RING.opens_talk(talk)
-    for check in (RING.require_job, RING.require_view, RING.require_episode):
+    calls(TalkKey())
+    calls(TalkKey(), "inference")
+    with pytest.raises(Forbidden):
+        admitted(RING, RING.talk_key, "/claim_episode")
+    talk = admitted(RING, RING.talk_key)
+    for check in (require_job, lambda r: require_seat(r, "e"), lambda r: require_role(r, "white")):
         with pytest.raises(Forbidden):
             check(talk)
-    with pytest.raises(Forbidden):
-        RING.require_seat(talk, "e")
-    with pytest.raises(Forbidden):
-        RING.require_role(talk, "white")
-    assert not RING.opens_job(talk)
-    for other in (RING.job_key, RING.episode_key("e", 1)):
-        assert not RING.opens_talk(carrying(other))
-    with pytest.raises(Forbidden):
-        RING.opens_talk(carrying(RING.viewer_key))
     with pytest.raises(Unauthorized):
         KeyRing(lambda: b"other" * 8, "job").check(RING.talk_key)
     with pytest.raises(Unauthorized):
@@ -101,7 +116,7 @@ def test_the_key_of_a_talk_opens_model_calls_and_nothing_else():
 
 def test_a_job_key_may_be_given():
     ring = KeyRing(lambda: SECRET, "job", "my-own-key")
-    assert ring.check("my-own-key") is None
+    assert ring.check("my-own-key") == JobKey()
     with pytest.raises(Unauthorized):
         ring.check(RING.job_key)
 
@@ -142,31 +157,38 @@ def test_the_key_is_read_from_either_header():
 
 
 def test_a_route_of_the_job_forbids_an_episodes_key_and_the_other_way_round():
-    RING.require_job(carrying(RING.job_key))
-    assert RING.require_episode(carrying(RING.episode_key("e", 1))) == EpisodeKey("e", 1)
+    require_job(admitted(RING, RING.job_key))
+    calls(RING.check(RING.episode_key("e", 1)))
     with pytest.raises(Forbidden):
-        RING.require_job(carrying(RING.episode_key("e", 1)))
+        require_job(admitted(RING, RING.episode_key("e", 1)))
     with pytest.raises(Forbidden):
-        RING.require_episode(carrying(RING.job_key))
-    for check in (RING.require_job, RING.require_episode):
-        with pytest.raises(Unauthorized):
-            check(request())
+        calls(EpisodeKey("e", 1), "inference")
+    with pytest.raises(Unauthorized):
+        RING.admit(request())
+
+
+def test_a_request_that_has_waited_is_refused_once_the_secret_is_another():
+    secrets = [SECRET]
+    ring = KeyRing(lambda: secrets[0], "job")
+    asked = admitted(ring, ring.job_key)
+    ring.recheck(asked)
+    secrets[0] = b"\x02" * 32
+    with pytest.raises(Unauthorized):
+        ring.recheck(asked)
 
 
 async def test_a_key_opens_no_other_episode(tmp_path):
     with open_store(tmp_path) as store:
         await store.groups.register("train", 0, 1, TASK, 2)
         mine, other = "train-000000-00", "train-000000-01"
-        key = carrying(RING.episode_key(mine, 1))
-        assert await RING.require_this_episode(key, mine, store.episodes) == EpisodeKey(mine, 1)
+        asked = admitted(RING, RING.episode_key(mine, 1))
+        assert await require_episode(asked, mine, store.episodes) == EpisodeKey(mine, 1)
         with pytest.raises(Forbidden):
-            await RING.require_this_episode(key, other, store.episodes)
+            await require_episode(asked, other, store.episodes)
         with pytest.raises(Forbidden):
-            await RING.require_this_episode(carrying(RING.job_key), mine, store.episodes)
+            await require_episode(admitted(RING, RING.job_key), mine, store.episodes)
         with pytest.raises(NotFound):
-            await RING.require_this_episode(key, "train-000009-00", store.episodes)
-        with pytest.raises(Unauthorized):
-            await RING.require_this_episode(carrying("pe-x.1.y"), mine, store.episodes)
+            await require_episode(asked, "train-000009-00", store.episodes)
 
 
 @pytest.mark.parametrize("given", [None, "my-own-key"])
@@ -195,13 +217,14 @@ def test_the_key_of_a_seat_opens_that_seat_under_that_lease_and_nothing_else():
         key = SEATS.seat_key(seat)
         assert key.isascii(), "it fits into a header"
         assert SEATS.check(key) == seat
-        assert SEATS.require_episode(carrying(key)) == seat
-        assert SEATS.require_seat(carrying(key), seat.episode_id) == seat
-        for refused in (SEATS.require_job, SEATS.require_view, lambda r: SEATS.require_role(r, "white")):
+        calls(seat)
+        asked = admitted(SEATS, key)
+        assert require_seat(asked, seat.episode_id) == seat
+        for refused in (require_job, lambda r: require_role(r, "white"), lambda r: require_seat(r, "other")):
             with pytest.raises(Forbidden):
-                refused(carrying(key))
-        with pytest.raises(Forbidden, match="not the key of a seat of episode other"):
-            SEATS.require_seat(carrying(key), "other")
+                refused(asked)
+        with pytest.raises(Forbidden):
+            admitted(SEATS, key, "/page/x")
         for ring in (KeyRing(lambda: b"\x02" * 32, "job", seats=["white", "black / ♟"]), RING):
             with pytest.raises(Unauthorized):
                 ring.check(key)
@@ -219,18 +242,19 @@ def test_no_part_of_a_seats_key_can_be_changed(place):
 def test_the_key_of_a_role_claims_that_seat_and_nothing_else():
     key = seat_key(SECRET, "job", "white")
     assert SEATS.check(key) == RoleKey("white")
-    SEATS.require_role(carrying(key), "white")
-    SEATS.require_role(carrying(SEATS.job_key), "white")
-    with pytest.raises(Forbidden, match="claims the seat 'white', and not 'black"):
-        SEATS.require_role(carrying(key), "black / ♟")
+    asked = admitted(SEATS, key)
+    assert require_role(asked, "white")
+    assert not require_role(admitted(SEATS, SEATS.job_key), "white")
     for refused in (
-        SEATS.require_job,
-        SEATS.require_view,
-        SEATS.require_episode,
-        lambda request: SEATS.require_seat(request, WHITE.episode_id),
+        require_job,
+        lambda r: calls(RoleKey("white")),
+        lambda r: require_seat(r, WHITE.episode_id),
+        lambda r: require_role(r, "black / ♟"),
     ):
         with pytest.raises(Forbidden):
-            refused(carrying(key))
+            refused(asked)
+    with pytest.raises(Forbidden):
+        admitted(SEATS, key, "/page/x")
     for ring in (RING, KeyRing(lambda: SECRET, "other", seats=["white"])):
         with pytest.raises(Unauthorized):
             ring.check(key)

@@ -439,3 +439,15 @@ async def test_the_calls_of_an_agent_that_tells_no_steps_are_steps_without_gaps_
     again = await bench.reopened(session)
     assert (await again.generate_one(call("e"))).time_step == 4
     assert [chat.index for chat in found] == sorted(chat.index for chat in found)
+
+
+async def test_a_prompt_that_comes_again_has_the_parent_that_a_trie_would_find_and_needs_none(bench):
+    session = await bench.session()
+    first = await session.generate_one(call("a"))
+    await session.generate_one(call("b"))  # shares its beginning, and has to be looked for by its tokens
+    builder = session._prompts
+    past = builder._past("agent")
+    past.unmerged.clear()  # so that a trie could find nothing
+    past._tries.clear()
+    again = await session.generate_one(call("a"))
+    assert (again.parent, again.shared) == (first, len(first.prompt_ids))

@@ -50,7 +50,7 @@ def test_a_seed_is_freed_by_the_call_that_has_it_and_by_no_other():
 def test_a_registry_of_recorded_calls_goes_on_where_they_end():
     first = make_chat(index=4, prompt=[1], completion=[2])
     registry = CallRegistry(7, "e", [first])
-    assert registry.time_step() == first.time_step + 1
+    assert registry.next_step == first.time_step + 1
     assert registry.reserve(PROMPT).index == 5
 
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, NotFound, ServerStopping, TooManyRequests
+from palestra.server.auth import TalkKey, session_of
 from palestra.session import Sessions
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.states import TurnState
@@ -87,14 +88,16 @@ async def test_the_next_lease_has_a_session_of_its_own_without_the_former_calls(
 
 
 async def test_so_many_calls_may_be_in_flight_and_no_more(sessions, bench):
-    with sessions.admitted(), sessions.admitted():
+    async with session_of(TalkKey(), sessions), session_of(TalkKey(), sessions):
         assert sessions.in_flight == 2
-        with pytest.raises(TooManyRequests, match="2 calls"), sessions.admitted():
-            pass
+        with pytest.raises(TooManyRequests, match="2 calls"):
+            async with session_of(TalkKey(), sessions):
+                pass
     assert sessions.in_flight == 0
     assert bench.context.counts["calls_refused"] == 1
-    with pytest.raises(RuntimeError), sessions.admitted():
-        raise RuntimeError
+    with pytest.raises(RuntimeError):
+        async with session_of(TalkKey(), sessions):
+            raise RuntimeError
     assert sessions.in_flight == 0
 
 
@@ -107,8 +110,8 @@ async def test_stopping_ends_the_calls_in_flight_and_takes_no_more(sessions, ben
     sessions.stop(ServerStopping("bye"))
     with pytest.raises(ServerStopping):
         await asyncio.wait_for(task, 5)
-    with pytest.raises(ServerStopping), sessions.admitted():
-        pass
+    with pytest.raises(ServerStopping):
+        sessions.admit()
     assert (await bench.store.calls.of_lease(EPISODE, 1))[1] == ()
 
 
