@@ -133,12 +133,7 @@ def exchange_folders(one: Path, other: Path) -> bool:
 
 
 def private_folder(path: Path) -> None:
-    """Create a folder accessible only to its owner, or check an existing one.
-
-    Raises:
-        ConfigError: see `check_folder`.
-        OSError: the folder can't be created.
-    """
+    """Create a folder accessible only to its owner, or check an existing one."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_folder(path)
 
@@ -167,13 +162,8 @@ def open_own(path: Path, flags: int, mode: int = 0o600, *, follow: bool = False)
     Do not pass O_TRUNC: the file is checked after it is open.
 
     Args:
-        flags: of `os.open`.
         mode: permissions of a new file, before the umask.
         follow: whether to follow a link, for a file named by the operator.
-
-    Raises:
-        ConfigError: it is a link, not a regular file, another user's, or writable by others.
-        OSError: it can't be opened.
     """
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)  # a pipe without a reader does not block
     try:
@@ -199,11 +189,7 @@ def open_own(path: Path, flags: int, mode: int = 0o600, *, follow: bool = False)
 
 
 def read_own(path: Path, *, follow: bool = False) -> bytes:
-    """Return the content of a file that no other user could have created or changed; see `open_own`.
-
-    Raises:
-        ConfigError, OSError: see `open_own`.
-    """
+    """Return the content of a file that no other user could have created or changed; see `open_own`."""
     with os.fdopen(open_own(path, os.O_RDONLY, follow=follow), "rb") as file:
         return file.read()
 

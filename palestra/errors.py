@@ -125,7 +125,6 @@ class ControlTokenInText(InvalidRequest):
     """The text of a message spells a control token of the model, which its renderer can't write as text.
 
     Attributes:
-        where: describes the message.
         token: the control token's text.
     """
 
@@ -266,7 +265,6 @@ class HistoryDrift(Conflict):
     """In strict mode (`rollout.strict_history`): a call would lose exact tokens of the earlier call that it continues.
 
     Attributes:
-        reason: a value of `ForkReason`.
         position: first different token.
     """
 

@@ -39,12 +39,7 @@ def extensions(group: str) -> dict[str, EntryPoint]:
 
 
 def load_extension(point: EntryPoint) -> Any:
-    """Return an entry point's object.
-
-    Raises:
-        ConfigError: it can't be imported.
-        ModuleNotFoundError: it needs a part of Palestra that is not installed.
-    """
+    """Return an entry point's object."""
     try:
         return point.load()
     except (ImportError, AttributeError) as error:

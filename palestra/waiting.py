@@ -36,10 +36,6 @@ async def race(*entrants: Awaitable[T]) -> Winner[T]:
     The others have ended when `race` returns or raises, even if the caller is cancelled. Wrap an awaitable that must
     not be cancelled in `asyncio.shield`. If several are done in the same iteration of the event loop, the first
     argument wins.
-
-    Raises:
-        Exception: the winner's; or, if the winner has a result, another one's, raised before or while it was cancelled.
-            Further errors are logged, and all of them if the caller is cancelled.
     """
     tasks = [asyncio.ensure_future(entrant) for entrant in entrants]
     try:
@@ -58,9 +54,6 @@ async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
     """Run coroutines concurrently until all are done, or until one fails; then cancel the others.
 
     Results are in order. A single coroutine runs in the caller's own task.
-
-    Raises:
-        Exception: the first one raised; the others have ended by then. Further errors are logged.
     """
     if len(work) == 1:
         return [await work[0]]
@@ -75,11 +68,7 @@ async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def cancelled(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait until all of them have ended, even if the caller is cancelled meanwhile.
-
-    Raises:
-        Exception: raised by one of them, before or while it was cancelled. Further errors are logged.
-    """
+    """Cancel tasks and wait until all of them have ended, even if the caller is cancelled meanwhile."""
     for task in tasks:
         task.cancel()
     try:

@@ -96,7 +96,6 @@ class Admissions:
 
         Raises:
             Unauthorized: there is no key, or it is not a running job's.
-            StoreError: the file can't be read.
         """
         # Looked up by digest, so that the time of a comparison says nothing about a key.
         digest = None if key is None else key_digest(key)

@@ -28,7 +28,6 @@ class BaseDescription:
         deterministic: whether samples and weights are the same bit by bit whatever else is computed.
         tokenizer: the tokenizer's files by name, each uint8 [bytes].
         tokenizer_name: origin of the tokenizer, to select a renderer.
-        numerics: see `palestra.models.numerics`.
     """
 
     model: str

@@ -50,7 +50,6 @@ class SharedBaseConnection:
         """Store what is needed to begin again at a server that has forgotten the job.
 
         Args:
-            samplers: sampling weights by policy.
             deterministic: whether the job's numbers must be the same bit by bit after a restart.
         """
         self._link, self._engine, self._trainer, self._samplers = link, engine, trainer, samplers
@@ -84,10 +83,6 @@ class SharedBaseConnection:
         """Give the server the policies again.
 
         Calls that wait for the engine do so until `resume`.
-
-        Raises:
-            BaseServerLost: it was lost again.
-            ConfigError: the server has another model now, or can't keep the job's requirements.
         """
         self._trainer.forget()
         self._link.renew()
@@ -107,9 +102,7 @@ async def connect_base(config: JobConfig, weights: Mapping[str, str]) -> tuple[P
         weights: folders that replace the policies' `model`, by policy.
 
     Raises:
-        ConfigError: there is no key, or the server has another model, or can't keep the job's requirements.
         Unauthorized: the key is unknown.
-        EngineFailure: the server can't be reached.
     """
     assert config.base is not None
     if config.base == PLACED:

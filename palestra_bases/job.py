@@ -41,18 +41,13 @@ MOST_NAME = 256  # characters of the name of a job or a policy
 
 
 class HostedJob:
-    """Executes the calls of one job's process.
-
-    Attributes:
-        channel: to the job.
-    """
+    """Executes the calls of one job's process."""
 
     def __init__(self, base: SharedBase, tenant: str, name: str, process: str, most_policies: int) -> None:
         """Begin without policies.
 
         Args:
             name: of the job, which the tenant's other jobs do not have.
-            process: see `Hello`.
             most_policies: how many the job may have.
         """
         self.tenant, self.name, self.process = tenant, name, process

@@ -57,7 +57,6 @@ class Link:
     it is another process or the lease has run out, all calls fail with BaseServerLost until `renew`.
 
     Attributes:
-        remote: makes the calls.
         on_lost: called before any call fails because the server has forgotten the job.
         on_event: gets the events of the server.
     """
@@ -66,8 +65,6 @@ class Link:
         """Prepare; `open` connects.
 
         Args:
-            address: `unix:PATH`, `ws://HOST:PORT` or `wss://HOST:PORT`.
-            job: unique within the tenant.
             patience_seconds: how long to wait for an unreachable server.
         """
         if not address.startswith(SCHEMES):
@@ -94,8 +91,6 @@ class Link:
 
         Raises:
             Unauthorized: the key is unknown.
-            ConfigError: the server has another version of the protocol.
-            EngineFailure: it was unreachable for longer than the patience.
         """
         self._task = asyncio.create_task(self._run())
         await race(self._is_connected.wait(), asyncio.shield(self._failure))
@@ -139,9 +134,7 @@ class Link:
         """Send a call after all earlier ones, or take one back that streams.
 
         Raises:
-            BaseServerLost: the server has forgotten the job.
             PayloadTooLarge: the message is longer than the server takes.
-            PalestraError: why the link was given up.
         """
         if isinstance(message, Call):
             self._check_open()

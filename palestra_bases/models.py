@@ -35,7 +35,6 @@ class SharedModelOptions:
 
     Attributes:
         models: names of base models, at least one.
-        engine, trainer: configured like a job's.
         deterministic: whether samples and weights must not depend on what else is computed.
         slots: limit of adapters in training in memory, see `SharedTrainer`; None: all.
         loaded_adapters: limit of sampled but untrained adapters in memory; others are reloaded when used.
@@ -56,16 +55,10 @@ class SharedModels:
         loaded: models with their tokenizers, by name.
         engine: its policy of a base model itself is `policy_of_base(name)`, without stop tokens.
         queue: in front of the trainer, which keeps all checkpoints: callers remove older ones.
-        adapters: loaded without being trained.
     """
 
     def __init__(self, options: SharedModelOptions) -> None:
-        """Load the models, and start an engine and a trainer.
-
-        Raises:
-            ConfigError: a model is named twice, is an adapter, or a vision-language model.
-            ModelError: a model can't be loaded.
-        """
+        """Load the models, and start an engine and a trainer."""
         import torch
 
         from palestra.engine.embedded.engine import EmbeddedEngine
@@ -135,10 +128,6 @@ class SharedModels:
             model: a base model, or the folder of an adapter of one.
             adapter: of a trained policy, whose weights will change; None: the weights are those of `model`.
             more: of `PolicyModel`: stop tokens, and grammars.
-
-        Raises:
-            ConfigError: the adapter does not fit.
-            ModelError: files are missing or damaged.
         """
         from palestra.engine.embedded.model_runner import PolicyModel
 

@@ -104,7 +104,6 @@ def first(data: str | bytes, name: str, kind: Any) -> Any:
 
     Raises:
         InvalidRequest: it is something else.
-        PalestraError: the other side refuses, for this reason.
     """
     match read(data):
         case [Event(name="refused", value=value)]:

@@ -46,11 +46,9 @@ class BaseOptions:
         runs: parent folder of jobs, for several tenants with a subfolder for each; the server reads and writes no file
             elsewhere.
         tenants: names, each with a key in `folder/keys`.
-        engine, trainer: configured like a job's.
         deterministic: whether samples and weights must not depend on what else is computed.
         lease_seconds: how long a disconnected job keeps its policies.
         most_policies: limit per job.
-        slots, loaded_adapters: see `SharedModelOptions`.
         tinker: how to serve the Tinker API over the same model; None: not served.
     """
 
@@ -84,11 +82,7 @@ class BaseOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseServer:
-    """A listening base server.
-
-    Attributes:
-        address: for `policies.NAME.base` of jobs.
-    """
+    """A listening base server."""
 
     address: str
     tenants: Tenants
@@ -249,12 +243,7 @@ def _files(tokenizer: Any) -> Mapping[str, np.ndarray[Any, np.dtype[np.uint8]]]:
 
 
 async def serve_base(options: BaseOptions, ready: Callable[[BaseServer], None], stop: asyncio.Event) -> None:
-    """Serve until `stop` is set.
-
-    Raises:
-        EngineFailure: the engine failed; jobs continue when the server is restarted.
-        StoreError: the journal of the Tinker API can't be written any more.
-    """
+    """Serve until `stop` is set."""
     async with base_server(options) as (server, base):
         ready(server)
         parts = [_stopped(stop), _failed(base)]

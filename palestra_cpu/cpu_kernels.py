@@ -144,7 +144,6 @@ class CpuKernels:
         Args:
             new: queries [1, H, R, D], keys and values [1, K, R, D]; views from `rotate` are not copied.
             keys: bfloat16 [R, K, C, D], contiguous; written to.
-            values: like `keys`.
             lengths: int64 [R], filled positions, less than C.
             window: positions that a token attends to, including its own; None: all before it.
         """
@@ -190,7 +189,6 @@ class CpuKernels:
                 gated block's output.
             norms: weights float32 [hidden] and eps of both.
             rotation: cosines and sines, float32 [N, 1, D], the first half of the sines negative.
-            cached: rows with addresses.
         """
         (rows, hidden), (queries, keys), width = stream.shape, layer.heads, rotation[0].shape[-1]
         inner, all_heads = matrices[3].width, (queries + 2 * keys) * width

@@ -99,7 +99,6 @@ class DecodingLayer:
     Attributes:
         number: from 0.
         heads: of queries, and of keys.
-        scale: of the scores.
         window: positions that a token attends to, including its own; None: all before it.
     """
 

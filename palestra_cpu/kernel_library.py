@@ -41,7 +41,6 @@ def kernel_library() -> tuple[ctypes.CDLL, str]:
     """Return the compiled functions, and the compiler's name and version.
 
     Raises:
-        OSError: the compiler or the library can't be used.
         subprocess.SubprocessError: the compiler fails, or takes too long.
     """
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)

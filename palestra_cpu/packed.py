@@ -32,7 +32,6 @@ class PackedMatrix:
 
     Attributes:
         names: of the layers in the transformers model.
-        width: number of inputs.
         address: of the weights, for products of few rows; None: oneDNN computes all.
     """
 
@@ -162,7 +161,6 @@ class PackedLayers:
 
         Args:
             groups: names of layers with the same input.
-            exact: see `PackedMatrix`.
         """
         head = model.get_output_embeddings()
         self.head = PackedMatrix(["head"], [head], exact)

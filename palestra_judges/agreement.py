@@ -14,7 +14,6 @@ def kappa(labels: Sequence[int], found: Sequence[int], choices: int) -> float:
 
     Args:
         labels, found: [N] numbers of choices.
-        choices: how many there are.
 
     Returns:
         NaN if both have only one and the same choice, so that nothing can be said.

@@ -44,10 +44,6 @@ def doubts(path: Path | None, rubric: str, judge: str) -> list[str]:
     Args:
         path: of what `palestra judge check` has written; None: nothing is said.
         rubric: digest of what the judge is asked now.
-        judge: who is asked now.
-
-    Raises:
-        ConfigError: the file can't be read.
     """
     if path is None:
         return []

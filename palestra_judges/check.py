@@ -50,12 +50,10 @@ async def check(config: Rubric | Relative, judge: RubricJudge | RelativeJudge, l
     """Return what a judge is worth, by the names of `bounds`, and of each criterion.
 
     Args:
-        judge: that `config` makes.
         labels: JSON lines. Of a rubric `question`, `reply` and `labels` (a choice by criterion); of a relative judge
             `question`, `replies` and `ranks` (one for each reply, 1 for the best).
 
     Raises:
-        ConfigError: a line does not fit the judge.
         JudgeFailed: the judge gives no verdict.
     """
     rows = [dict(row) for row in task_rows(labels)]

@@ -74,11 +74,7 @@ class ModelJudge(JudgeConfig):
         return self
 
     def model_of(self, access: JudgeAccess) -> JudgeModel:
-        """Return the model that is asked.
-
-        Raises:
-            ConfigError: the job has no such frozen policy, or the variable of the key is not set.
-        """
+        """Return the model that is asked."""
         from palestra_judges.model import JudgeModel
 
         if self.policy is not None:

@@ -59,11 +59,7 @@ class JudgeModel:
         return f"policy {self._model}" if self._config.policy is not None else str(self._model)
 
     async def open(self, book: VerdictBook) -> None:
-        """Find the model, and what the run's verdicts have cost so far.
-
-        Raises:
-            ConfigError: the server can't be asked, or it is not clear which model is meant.
-        """
+        """Find the model, and what the run's verdicts have cost so far."""
         self._spent = await book.tokens()
         if self._model is None:
             try:
@@ -91,7 +87,6 @@ class JudgeModel:
         Raises:
             JudgeFailed: no answer could be read.
             JudgeBudgetSpent: the tokens are used up.
-            ConfigError: the server refuses to answer at all.
         """
         tokens, started = 0, time.monotonic()
         async with self._free:

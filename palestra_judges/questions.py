@@ -30,7 +30,6 @@ class Question:
 
     Attributes:
         id: has to be in the verdict.
-        messages: in OpenAI's shape.
     """
 
     id: str
@@ -63,11 +62,7 @@ def digest(*parts: str) -> str:
 
 
 def work_of(trajectory: Trajectory, sees: str, task_keys: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a judge sees of an episode: what was asked, and what was done.
-
-    Args:
-        sees, task_keys: see `ModelJudge`.
-    """
+    """Return what a judge sees of an episode: what was asked, and what was done."""
     task = {key: trajectory.episode.task.data[key] for key in task_keys if key in trajectory.episode.task.data}
     asked: dict[str, Any] = {"task": task} if task else {}
     chats = trajectory.chats

@@ -186,11 +186,7 @@ class GomokuDuel(MultiAgentEnvironment):
     roles = ("agent", "opponent")
 
     def __init__(self, *, size: int = 3, to_win: int = 3, clock: Clock | None = None) -> None:
-        """Create the environment with defaults for tasks that do not set them.
-
-        Raises:
-            ValueError: it can't be played.
-        """
+        """Create the environment with defaults for tasks that do not set them."""
         super().__init__(clock)
         self._defaults = {"size": size, "to_win": to_win}
         Board(size, to_win)

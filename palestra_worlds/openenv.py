@@ -97,7 +97,6 @@ class OpenEnvLink:
         """Connect, unless connected, waiting while all sessions are in use.
 
         Raises:
-            EnvironmentFailed: the server can't be reached.
             TooManyRequests: no session became free in time.
         """
         until = asyncio.get_running_loop().time() + self._wait_seconds
@@ -123,7 +122,6 @@ class OpenEnvLink:
         Raises:
             OpenEnvError: the server answers with an error.
             SessionLost: the connection is lost, or a timeout; the session has ended.
-            EnvironmentFailed: there is no session, or the answer is invalid.
         """
         socket = self._socket
         if socket is None:

@@ -211,11 +211,7 @@ class RandomAgent(Agent):
         self._moves = moves
 
     async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
-        """Return a legal move, without calling the policy.
-
-        Raises:
-            InvalidEnvironment: no move is legal.
-        """
+        """Return a legal move, without calling the policy."""
         moves = list(observation.choices if self._moves is None else self._moves(observation))
         if not moves:
             raise InvalidEnvironment(f"{observation.agent} has no legal move to draw one of")

@@ -55,11 +55,7 @@ class ActorCritic(Algorithm):
         )
 
     def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
-        """Return each token's advantage by GAE, scaled as configured, and the critic's target.
-
-        Args:
-            forward: has `values` and `next_values`.
-        """
+        """Return each token's advantage by GAE, scaled as configured, and the critic's target."""
         rows = [row for group in groups for row in group.rows]
         if not rows:
             return TokenAdvantages(advantages=[], returns=[], metrics={})

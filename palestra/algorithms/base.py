@@ -88,7 +88,6 @@ class CriticUpdate:
     Attributes:
         loss: a loss of values, by name.
         optimizer: the critic's own, with its own schedule.
-        epochs: updates per batch.
         warmup_steps: number of first steps that train only the critic.
         target_rate: fraction by which the target copy, which computes `target_action_values`, moves to the critic after
             each update (Polyak averaging). None: no target copy, and one head, for values of states.

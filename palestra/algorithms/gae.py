@@ -191,7 +191,6 @@ def earned_by(
     Args:
         times: [T], ascending, position of each action's TimeStep among the episode's.
         places: of the episode's TimeSteps in the order of time.
-        credit: see `chains_of`.
     """
     if credit in ("step", "team-step"):
         earning = agent if credit == "step" else None

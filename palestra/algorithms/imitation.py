@@ -88,11 +88,7 @@ class Distill(Algorithm):
     needs = frozenset({"teacher_logprobs"})
 
     def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
-        """Return for each token the teacher's logprob minus the student's.
-
-        Args:
-            forward: has `teacher_logprobs`.
-        """
+        """Return for each token the teacher's logprob minus the student's."""
         rows = [row for group in groups for row in group.rows]
         found = [
             np.where(row.loss_mask, teacher - row.logprobs, np.float32(0.0)).astype(np.float32)

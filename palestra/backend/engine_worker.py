@@ -32,7 +32,6 @@ class EngineOrder:
 
     Attributes:
         config: the job, with the settings of this worker only.
-        weights: see `EngineJob.weights`.
         pictures: folder with the images of prompts, if any.
         number: of the worker, among those of the job.
         numerics: required numerics of the worker; {}: any.

@@ -22,7 +22,6 @@ class RemoteWeights(WeightSource):
     """The weights that a base server's trainer has of a policy, as a job names them.
 
     Attributes:
-        policy: whose weights these are.
         number: which of the answers of `Trainer.weights` they are.
     """
 
@@ -30,11 +29,7 @@ class RemoteWeights(WeightSource):
     number: int
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Refuse: tensors do not leave the base server.
-
-        Raises:
-            ModelError: always.
-        """
+        """Refuse: tensors do not leave the base server."""
         raise ModelError(f"the weights of {self.policy!r} are at a base server, and only its engine reads them")
 
 

@@ -47,11 +47,7 @@ Show = Callable[[str, str], RenderableType]  # of a picture's digest, and the po
 
 
 def conversation(trajectory: Trajectory, show: Show) -> Group:
-    """Return every call with its new messages and its reply.
-
-    Args:
-        show: renders a picture.
-    """
+    """Return every call with its new messages and its reply."""
     return Group(*_blocks(trajectory, show))
 
 

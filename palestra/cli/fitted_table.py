@@ -25,7 +25,6 @@ def fitted_table(
     """Return a borderless table that fits the terminal, as far as its columns allow.
 
     Args:
-        right: right-aligned columns.
         cut: columns whose texts may be truncated, the least important first; the last one keeps some words.
         dropped: columns to leave out if that is not enough, the least important first.
     """

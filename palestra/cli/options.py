@@ -56,11 +56,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        """Write the line with control characters escaped.
-
-        Raises:
-            SystemExit: always, with code 2.
-        """
+        """Write the line with control characters escaped."""
         see = " See" if message.endswith("?") else "; see"
         self.exit(2, printable(f"{self.prog}: {message}{see} `{self.prog} --help`\n"))
 

@@ -182,7 +182,6 @@ def service_view(control: ControlClient, width: int, now: float) -> RenderableTy
     """Return the drawing of a service.
 
     Args:
-        control: has a user's key.
         now: Unix seconds.
     """
     jobs = list(islice(control.jobs(), JOBS))

@@ -25,11 +25,7 @@ class Crashes:
         self._at: deque[float] = deque()  # monotonic
 
     def pause_after(self, who: str, how: str) -> float:
-        """Record a crash, and return the seconds to wait before the next start: 0 after the first one.
-
-        Raises:
-            WorkerCrashLoop: it has crashed too often.
-        """
+        """Record a crash, and return the seconds to wait before the next start: 0 after the first one."""
         now = time.monotonic()
         self._at.append(now)
         while now - self._at[0] > CRASHES_SECONDS:
@@ -65,9 +61,6 @@ class Fleet:
         """Start the children, wait until all have ended, and return the exit code.
 
         0: the job is over or the drain is done; 1: children had to be killed; 2: a child refused.
-
-        Raises:
-            WorkerCrashLoop: a child crashed again and again.
         """
         children = [_Child(number, self._command) for number in range(self._processes)]
         try:

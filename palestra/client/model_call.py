@@ -21,8 +21,6 @@ class ModelCall:
     """A request of an agent to a model.
 
     Attributes:
-        tools: in OpenAI's shape.
-        tool_choice: see `PolicyHandle.chat`.
         choices: the allowed replies; (): any.
         max_tokens: None: the job's limit.
         temperature: used if the job does not fix it; None: the job's.

@@ -49,9 +49,6 @@ def plain_object(value: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return an object with values converted to JSON where possible.
 
     Scalars and arrays become numbers and lists, dates and times ISO 8601 texts, decimals and fractions floats.
-
-    Args:
-        value: not changed.
     """
     try:
         return {_key(key, place): _plain(one, f"{place}: {key!r}") for key, one in value.items()}

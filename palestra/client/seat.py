@@ -147,7 +147,6 @@ class Seat(ClaimedSeat):
         """Begin to play.
 
         Args:
-            run: executes an exchange.
             claimed: the server's answer to the claim.
         """
         super().__init__(settings, claimed, role)

@@ -64,12 +64,7 @@ class VerifiersRollout:
         return [{"id": f"{self._new.taskset.config.id}-{place}", "idx": place} for place in found]
 
     async def __call__(self, task: Mapping[str, Any], policy: ModelEndpoint) -> RolloutResult:
-        """Play one episode; see the class.
-
-        Raises:
-            ConfigError: the task has no valid `idx`.
-            EnvironmentFailed: verifiers reports a failed episode, or not exactly one trace.
-        """
+        """Play one episode; see the class."""
         chosen = self._task(task)
         async with self._served() as environment, _key_variable(policy.api_key) as variable:
             configs = import_module("verifiers.v1.configs.client")

@@ -69,7 +69,6 @@ class Alike:
     """Equal processes of one role.
 
     Attributes:
-        count: largest number.
         cores: of each without a bundle.
         device: as configured; None: it computes no model.
         cards: whole GPUs of each server process; None: one, or a part of one.

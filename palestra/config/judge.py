@@ -69,11 +69,7 @@ class JudgeConfig(Section):
         raise NotImplementedError
 
     def make(self, access: JudgeAccess) -> Judge:
-        """Return the judge.
-
-        Raises:
-            ConfigError: it can't be made, because a variable is not set, say.
-        """
+        """Return the judge."""
         raise NotImplementedError
 
     @classmethod

@@ -46,12 +46,7 @@ _OF_PLAYING = {
 
 
 def name_differences(before: JobConfig, now: JobConfig) -> str:
-    """Describe the keys that affect training and differ, with both values; empty: there are none.
-
-    Args:
-        before: of the run's start.
-        now: of its resumption.
-    """
+    """Describe the keys that affect training and differ, with both values; empty: there are none."""
     found = list(_differences(before.what_is_trained(), now.what_is_trained(), ""))
     named = [f"{key} was {_shown(old)} and is {_shown(new)}" for key, old, new in found[:MOST_NAMED]]
     more = len(found) - len(named)
@@ -159,7 +154,6 @@ def resolve_paths(table: dict[str, Any], folder: Path, names: bool = True) -> No
     """Make the paths of a configuration absolute, in place.
 
     Args:
-        folder: base of relative paths.
         names: whether to include names of models and runs that are folders.
     """
     for key, value in table.items():

@@ -72,11 +72,7 @@ class PoolConfig(Section):
         return tuple((1.0 - win_rates.get(version, 0.5)) ** self.power for version in versions)
 
     def draw(self, key: str, versions: Sequence[int], win_rates: Mapping[int, float]) -> int | None:
-        """Return the version that plays; None: the newest weights. Equal arguments give equal results.
-
-        Args:
-            win_rates: see `weights`.
-        """
+        """Return the version that plays; None: the newest weights. Equal arguments give equal results."""
         digest = hashlib.sha256(key.encode()).digest()
         latest, place = (int.from_bytes(part, "big") / _LATEST_LAST for part in (digest[:8], digest[8:16]))
         if latest < self.latest_share:
@@ -151,7 +147,6 @@ class Roles:
 
     Attributes:
         default: the policy of agents without a role: the first trained one.
-        named: policy by agent.
         frozen: frozen policies; for an episode, also past versions that play in it.
         rivals: the trained policies, if there are several: each learns only from its own rewards.
         pools: pools of roles played by past versions, by agent.

@@ -96,7 +96,6 @@ def group_credit(
 
     Args:
         manifest: of the batch, which also determines token weights.
-        group: from `group_in_batch`.
     """
     algorithm, notes = _algorithm(config, policy)
     if algorithm is None or policy not in manifest.versions or not config.policies[policy].updates.due(manifest.step):

@@ -43,12 +43,7 @@ class _Turn:
 
 
 class _Reading(NamedTuple):
-    """An episode that was read.
-
-    Attributes:
-        begun: `Run.begun` before reading.
-        seen: `Run.seen` before reading.
-    """
+    """An episode that was read."""
 
     begun: tuple[int, ...]
     seen: tuple[int, ...]
@@ -125,12 +120,7 @@ class Reader:
         return self.runs[name]
 
     async def read(self, run: Run, work: Callable[[], T]) -> T:
-        """Return the result of a blocking function.
-
-        Raises:
-            StoreUnreachable: it takes too long, or earlier reads of this run do.
-            StoreError: a record of the run is damaged.
-        """
+        """Return the result of a blocking function."""
         slots, loop = self._slots.setdefault(run.name, asyncio.Semaphore(AT_ONCE)), asyncio.get_running_loop()
 
         def then_release() -> T:

@@ -187,11 +187,7 @@ def _add_stream(
 
 
 def read_positions(after: Sequence[str]) -> dict[str, int]:
-    """Return the number after which each run's events are wanted, by run.
-
-    Args:
-        after: `NAME:NUMBER` for each.
-    """
+    """Return the number after which each run's events are wanted, by run."""
     found: dict[str, int] = {}
     for text in after:
         name, colon, number = text.rpartition(":")

@@ -29,8 +29,6 @@ class Backend:
 
     Attributes:
         engine: creates the one writing connection.
-        read_engine: creates read-only connections.
-        readers: number of concurrent reads.
         explain: maps an error of the database, or of decoding a row, to the caller's error: a StoreError if the
             database is the cause, else the same error.
         watch: called once the tables exist; returns a function that is called after each commit, before its

@@ -50,12 +50,7 @@ class Database:
     """
 
     def __init__(self, backend: Backend, schema: Schema) -> None:
-        """Open the database, and create its tables if it is empty.
-
-        Raises:
-            StoreError: it cannot be used, or belongs to another program or version.
-            StoreUnreachable: it does not answer.
-        """
+        """Open the database, and create its tables if it is empty."""
         self._backend = backend
         try:
             with self._explained(), backend.engine.begin() as connection:
@@ -95,15 +90,6 @@ class Database:
         Cancelling the caller does not cancel the operation. If the database does not say whether it committed
         (StoreUnreachable), the operation runs again, so it must detect its own earlier success. If it finally raises
         StoreUnreachable, it was not committed, unless the last commit got no answer.
-
-        Args:
-            operation: see `submit`.
-            tag: see `submit`.
-
-        Raises:
-            StoreError: the database is closed, or failed.
-            StoreUnreachable: the database did not answer for `LONGEST_REPLY_SECONDS`.
-            PalestraError: the operation's error.
         """
         given_up = False
 
@@ -119,13 +105,7 @@ class Database:
             raise
 
     async def read(self, operation: Callable[[sa.Connection], T]) -> T:
-        """Run a query on its own connection; it sees every change that was awaited before.
-
-        Raises:
-            StoreError: the database is closed or failed, or a row is damaged.
-            StoreUnreachable: the database did not answer for `LONGEST_REPLY_SECONDS`.
-            PalestraError: the query's error.
-        """
+        """Run a query on its own connection; it sees every change that was awaited before."""
         return await self._persist(lambda: self._on_reader(lambda: self.query(operation)))
 
     def read_here(self, operation: Callable[[sa.Connection], T]) -> T:
@@ -133,11 +113,7 @@ class Database:
         return self._readers.submit(lambda: self.query(operation)).result()
 
     def query(self, operation: Callable[[sa.Connection], T]) -> T:
-        """Run a query in the calling thread, for start-up code before the event loop.
-
-        Raises:
-            StoreError, StoreUnreachable, PalestraError: see `read`.
-        """
+        """Run a query in the calling thread, for start-up code before the event loop."""
         with self._explained(), self._backend.read_engine.begin() as connection:
             return operation(connection)
 

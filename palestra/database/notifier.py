@@ -29,7 +29,6 @@ class Notifier:
 
         Args:
             since: `count` before the caller's query; returns immediately if it has changed.
-            timeout_seconds: the longest wait.
         """
         if self.count != since:
             return

@@ -53,12 +53,7 @@ class Schema:
             self.check(found)
 
     def check(self, found: int, path: object = "") -> None:
-        """Raise StoreError for a database of another version of Palestra.
-
-        Args:
-            found: the recorded version.
-            path: for the message.
-        """
+        """Raise StoreError for a database of another version of Palestra."""
         if found != self.version:
             where = f"{path}: " if path else ""
             raise StoreError(

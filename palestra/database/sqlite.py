@@ -83,12 +83,7 @@ def as_sqlalchemys(error: sqlite3.Error, statement: str) -> sa.exc.DBAPIError:
 
 
 def make_private(path: Path) -> None:
-    """Create the file if necessary, and make it readable only by its owner, as `-wal` and `-shm` then are too.
-
-    Raises:
-        ConfigError: one of the files is a link, another user's, or writable for others.
-        OSError: the file cannot be opened.
-    """
+    """Create the file if necessary, and make it readable only by its owner, as `-wal` and `-shm` then are too."""
     for suffix in ("-wal", "-shm", "-journal"):
         with contextlib.suppress(FileNotFoundError):
             os.close(open_own(path.with_name(path.name + suffix), os.O_RDONLY))

@@ -19,7 +19,6 @@ class Card:
     """A GPU that this process may use.
 
     Attributes:
-        name: as in `CUDA_VISIBLE_DEVICES`.
         memory_bytes: None: unknown to the driver.
         free_bytes: when it was read; None: unknown to the driver.
     """

@@ -115,12 +115,8 @@ class Workers:
 
     Attributes:
         start: starts a worker, by its number among those of its kind.
-        count: at the start.
         most: limit; None: any number.
         policies: returns what sessions need to know about the policies, by name, after the first start.
-        check_room: see `InferenceManager`.
-        prefix_tokens: see `PoolOptions`.
-        start_seconds: see `PoolOptions`.
     """
 
     start: StartWorker
@@ -212,13 +208,7 @@ class EngineDriver(Generic[Settings]):
     # The start
 
     def load(self, job: EngineJob, table: Settings) -> LoadedEngine:
-        """Load all policies' models, and return an engine of this process. Blocks until it can sample.
-
-        Raises:
-            ModelError: missing weights, or an unsupported architecture.
-            ConfigError: a setting does not fit a model or this machine.
-            EngineFailure: a retry may succeed.
-        """
+        """Load all policies' models, and return an engine of this process. Blocks until it can sample."""
         raise NotImplementedError
 
     def workers(self, job: EngineJob, table: Settings, host: WorkerHost, others: int = 0) -> Workers:

@@ -54,7 +54,6 @@ class SessionLimits:
         sessions: at the same time; more wait.
         idle_seconds: time without a message of the client, after which a session ends.
         hang_seconds: an episode fails after so long without the environment's next step; time of agents does not count.
-        close_seconds: for the environment's `close`.
         max_message_bytes: of one message, in either direction.
     """
 
@@ -113,7 +112,6 @@ class EnvironmentSession:
 
         Raises:
             InvalidRequest: a system message was given, but the environment's agents have their own.
-            Exception: the environment's error.
         """
         await self._renew()
 

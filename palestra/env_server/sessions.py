@@ -32,9 +32,6 @@ class SessionTable:
         Args:
             limits: None: the defaults.
             clock: None: the system's.
-
-        Raises:
-            Exception: the error of creating the environment.
         """
         self.limits = limits or SessionLimits()
         self._make, self._clock = make, clock or SystemClock()
@@ -74,7 +71,6 @@ class SessionTable:
         Raises:
             TooManyRequests: no session became free in time.
             ServerStopping: the server ends.
-            EnvironmentFailed: the environment could not be created.
         """
         await self._take_place(wait_seconds)
         session = EnvironmentSession(self._make, system, self.limits, self._clock, send, self._make_room)
@@ -103,9 +99,6 @@ class SessionTable:
         """Refuse new sessions, and wait until all episodes are over; return whether all sessions ended in time.
 
         Sessions end between two episodes; clients begin their next one at another server.
-
-        Args:
-            seconds: the longest wait.
         """
         self._refuse("this environment server is draining: it ends, and takes no new sessions")
         self._make_room()

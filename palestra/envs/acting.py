@@ -22,9 +22,6 @@ def command_call(text: str, schemas: Iterable[Schema]) -> ToolCall | None:
     """Return the tool call of the first line that begins with a tool's name; None: there is no such line.
 
     Words are arguments in the order of the tool's parameters; the last parameter takes the rest of the line.
-
-    Args:
-        schemas: tools in OpenAI's shape.
     """
     tools = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
     for line in text.splitlines():

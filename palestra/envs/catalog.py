@@ -76,9 +76,6 @@ def catalog_maker(
     Args:
         system: system message; passed as the setting `system` to an environment whose agents have their own messages.
             None: the environment's own.
-
-    Raises:
-        ModuleNotFoundError: the environment needs a package that is not installed.
     """
     make = catalog_entry(name).make
     given = dict(settings)

@@ -39,7 +39,6 @@ class TurnClock:
         """Create a stopped clock.
 
         Args:
-            seconds: remaining time.
             late: called once, by the event loop, when the time is over.
         """
         self._left, self._late = seconds, late

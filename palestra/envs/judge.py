@@ -35,12 +35,9 @@ class JudgedGroup:
     """Episodes of one task that a judge sees together.
 
     Attributes:
-        kind: of the episodes.
-        group_index: of their group.
         trajectories: the episodes with their calls: those that wait for a verdict and, for a judge of whole groups,
             those that they are compared with. A validation episode is compared with the first validated of its task.
         waiting: ids of the episodes that wait for a verdict.
-        seed: of the job.
     """
 
     kind: EpisodeKind

@@ -33,7 +33,6 @@ def draw_protocol(roles: Sequence[str], protocol: AgentProtocol, width: int = 80
 
     Args:
         protocol: a new object, not used in an episode. A protocol decided by the world is described in words.
-        width: in characters.
     """
     stages = protocol.stages()
     said = [_in_words(stage) for stage in stages]

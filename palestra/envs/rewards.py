@@ -60,11 +60,7 @@ def openai_message(message: ChatMessage) -> dict[str, Any]:
 
 
 def asked_facts(name: str, needed: Sequence[str], wanted: Sequence[str], calls: Sequence[Chat]) -> Mapping[str, Any]:
-    """Return the facts that a reward function has parameters for.
-
-    Args:
-        needed: parameters without defaults.
-    """
+    """Return the facts that a reward function has parameters for."""
     known = reward_facts(calls) if wanted else {}
     if missing := [fact for fact in needed if fact not in known]:
         raise InvalidEnvironment(

@@ -51,9 +51,6 @@ def seed_tasks(name: str, split: Split, count: int, seed: int) -> list[dict[str,
 
     Two seeds may give the same world: in a game with few beginnings, such as the deals of a small deck, the splits
     share most worlds.
-
-    Args:
-        name: prefix of the ids.
     """
 
     def draw(source: random.Random) -> dict[str, Any]:

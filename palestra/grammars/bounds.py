@@ -16,7 +16,6 @@ class Bounds:
 
     Attributes:
         compile_cpu_seconds: of compiling and a few random replies.
-        memory_mib: of compiling.
         compile_wall_seconds: of compiling on a busy machine.
         lexer_states: states of the lexer's automaton, about 2 kB each.
         tree_places: a grammar with at most so many positions in its replies is stored as a `GrammarTree`; 0: none.

@@ -60,7 +60,6 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: `llguidance` cannot read the grammar.
             GrammarRefused: the grammar exceeds a limit.
-            EngineFailure: the fork was killed from outside, or cancelled.
         """
         reading, writing = os.pipe()
         pid = os.fork()

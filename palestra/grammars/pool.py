@@ -141,7 +141,6 @@ class Grammars:
         Raises:
             InvalidRequest: the tokens do not match the grammar.
             GrammarRefused: a limit was reached.
-            EngineFailure: the compiler process was killed from outside.
         """
         places = [int(place) for place in wanted]
         return self._blocking_matcher(grammar).walk([int(token) for token in tokens], places, keep)

@@ -52,11 +52,7 @@ class GrammarWorker:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process, unless it runs, and wait until it has loaded the tokenizer.
-
-        Raises:
-            EngineFailure: it did not start, or `close` was called.
-        """
+        """Start the process, unless it runs, and wait until it has loaded the tokenizer."""
         if self._process is not None and self._process.poll() is None:
             return
         self._end()
@@ -91,7 +87,6 @@ class GrammarWorker:
         Raises:
             InvalidRequest: `llguidance` cannot read the grammar.
             GrammarRefused: the grammar exceeds a limit.
-            EngineFailure: the process was killed from outside, or the call was cancelled.
         """
         tree = decode(Tree | None, self._ask("examine", grammar, bounds))
         return None if tree is None else GrammarTree(*tree)

@@ -103,7 +103,6 @@ def build_app(
 
     Args:
         authenticate: called for each request before its body is read; raises if the key is missing or unknown.
-        max_body_bytes: of any request.
         public: paths that need no key.
         error_forms: form of errors by path prefix; others have OpenAI's form.
     """

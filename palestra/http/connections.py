@@ -33,11 +33,8 @@ class ConnectionLimits:
     """The limits of one connection.
 
     Attributes:
-        connections: open ones in all.
         header_bytes: of request line and headers together.
-        header_fields: headers of a request.
         header_seconds: from the first byte of a request, or from the connection, to the end of its headers.
-        idle_seconds: between two requests.
         stalled_seconds: while the client does not read waiting answers.
         pipelined: requests that may wait behind the current one.
     """

@@ -39,7 +39,6 @@ class Batch:
         groups: all groups of the step; advantages of their rows are 0 until `with_advantages`.
         tokens: for each group, the trained tokens of each rollout, including those without rows.
         staleness: number of trained tokens by age: n of the policy before the step minus n of the token.
-        metrics: by full name.
     """
 
     groups: list[Group]
@@ -102,9 +101,6 @@ class Batch:
         """Return the rows in nonempty parts of whole groups, each weighted as its own batch.
 
         Groups are not split: their episodes are compared with one another, and an episode's rows belong together.
-
-        Args:
-            draw: assigns groups to parts.
         """
         if count == 1:
             return [self.samples]

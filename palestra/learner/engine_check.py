@@ -20,9 +20,6 @@ async def check_engine(pool: WorkerPool, trainer: Trainer, runtime: PolicyRuntim
     """Compare log-probabilities of a text between a pool's workers and the trainer, under equal weights.
 
     Each worker is asked, because each may have another model.
-
-    Args:
-        pool: not paused.
     """
     ids = runtime.renderer.vocabulary.encode(SAMPLE_TEXT)[: runtime.config.max_context - 1]
     prompt, name = TokenSequence(ids), runtime.name

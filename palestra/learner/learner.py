@@ -42,12 +42,7 @@ class Learner:
     """Trains the policies of one job that are not frozen."""
 
     def __init__(self, run: OpenRun, trainer: Trainer, algorithms: Mapping[str, Algorithm]) -> None:
-        """Assemble the learner; `run` trains.
-
-        Args:
-            trainer: has the trained policies.
-            algorithms: by trained policy.
-        """
+        """Assemble the learner; `run` trains."""
         self._run, self._trainer, self._algorithms = run, trainer, algorithms
         config, trained = run.config, run.policies.trained
         self._budget = TrainingBudget(config, run.store.groups)
@@ -73,13 +68,7 @@ class Learner:
         self._validation_tasks: list[Task] = []
 
     async def prepare(self) -> None:
-        """Check other servers needed for training, and load past versions, before this server accepts requests.
-
-        Raises:
-            ConfigError: the run has another configuration, or a teacher's server is unsuitable.
-            TeacherFailed: it does not answer.
-            CheckpointError: a past version can't be written.
-        """
+        """Check other servers needed for training, and load past versions, before this server accepts requests."""
         await self._known_digest()  # before a pool of another configuration changes what the run has on the disk
         await self._pools.open()
         try:

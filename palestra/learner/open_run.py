@@ -25,7 +25,6 @@ class OpenRun:
     """The run of a job, open in this process.
 
     Attributes:
-        config: the job.
         engine: samples the episodes, and receives new weights.
         progress: the state that `/status` shows.
         report: is called with every event, as it is recorded.

@@ -200,7 +200,6 @@ class Recordings:
         """Return the recorded episode of a task, with calls as if the job's policy had made them now.
 
         Args:
-            task: from `tasks`.
             version: for all tokens: recorded tokens are never stale.
         """
         run_dir = self._source.run_dir

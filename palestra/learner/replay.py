@@ -39,11 +39,7 @@ class ReplayBuffer:
         return self._replay.draws
 
     async def begin(self, step: int) -> None:
-        """Determine the episodes that a step may draw, and drop old and excess ones.
-
-        Args:
-            step: its manifest is committed.
-        """
+        """Determine the episodes that a step may draw, and drop old and excess ones."""
         young = range(max(1, step - self._replay.max_age), step + 1)
         for number in young:
             if number not in self._manifests:
@@ -61,7 +57,6 @@ class ReplayBuffer:
         Ids are drawn, and only drawn episodes are read, so that a resumed job need not read all.
 
         Args:
-            step: as in `begin`.
             number: of the batch in the step, from 0.
         """
         draw = np.random.default_rng((self._seed, step, number))

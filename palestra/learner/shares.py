@@ -52,7 +52,6 @@ def _step_rewards(episode: EpisodeRecord, own: Mapping[str, float], roles: Roles
 
     Args:
         episode: has the rewards of all agents.
-        own: the agents' rewards.
     """
     if episode.step_rewards is None or own == episode.rewards:
         return episode.step_rewards

@@ -54,12 +54,7 @@ class ServedTeacher:
         self._room = asyncio.Semaphore(config.max_concurrency)
 
     async def check(self) -> None:
-        """Check the server's models, and compare the tokens of an echoed text with the student's.
-
-        Raises:
-            ConfigError: the server has no such model, has another tokenizer, or echoes no log-probabilities.
-            TeacherFailed: it can't be reached.
-        """
+        """Check the server's models, and compare the tokens of an echoed text with the student's."""
         url = self._endpoint.url
         listed = await self._sent({"method": "GET", "url": f"{url}/v1/models"}, lambda answer: answer["data"])
         names = [str(model["id"]) for model in listed]

@@ -96,9 +96,7 @@ class _Passes:
     """The reports of one network's updates in one step.
 
     Attributes:
-        first: of the first gradient.
         last: of the last epoch's gradients.
-        update: the last one.
         skipped: updates left out because a gradient was not finite.
         trained: the first epoch's rows with their logprobs; empty: not requested.
     """

@@ -242,7 +242,6 @@ def target_layers(linear: Collection[str], known: Collection[str], config: Adapt
 
     Args:
         linear: the model's linear layers without its head.
-        known: these, head and embedding.
     """
     targets = [config.targets] if isinstance(config.targets, str) else config.targets
     everything = ALL_LINEAR in targets

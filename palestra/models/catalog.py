@@ -109,7 +109,6 @@ def exact_model(name: str) -> Path:
             the Hugging Face hub, downloaded if necessary.
 
     Raises:
-        ModelError: there is no such model.
         ServerFailed: the hub can't be reached.
     """
     if name in BUILT_IN or Path(name).is_absolute():

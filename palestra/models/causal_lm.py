@@ -97,7 +97,6 @@ class CausalLM:
 
     Attributes:
         model, config: the transformers model, and the configuration of its text model.
-        vocab_size: V.
         max_positions: context length in tokens.
         layers, key_heads, head_dim: determine the size of a key-value cache.
         vision: its vision tower and picture source; None: a text-only model.
@@ -303,12 +302,7 @@ class CausalLM:
             return self.vision.rows(pictures)
 
     def positions(self, sequence: TokenSequence) -> Tensor:
-        """Return the positions of a sequence's tokens: int64 [N], or [3, N] for models with 2D picture positions.
-
-        Raises:
-            ModelError: a picture has another number of placeholders than embeddings.
-            PalestraError: a picture is missing, or its size is not supported.
-        """
+        """Return the positions of a sequence's tokens: int64 [N], or [3, N] for models with 2D picture positions."""
         if self.vision is None or not sequence.media:
             return torch.arange(len(sequence.ids))
         return self.vision.positions(*sequence)

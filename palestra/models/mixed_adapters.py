@@ -31,7 +31,6 @@ class MixedModel:
 
     Attributes:
         model: has no adapter of its own.
-        base: owns the weights.
     """
 
     def __init__(self, base: CausalLM, exact: bool = False, sampling: bool = False) -> None:

@@ -67,8 +67,6 @@ class Blobs:
 
         Raises:
             PayloadTooLarge: the folder would exceed `max_bytes`.
-            StoreError: the file could not be written.
-            PalestraError: `charge` refused it.
         """
         digest = picture_digest(data)
         path = self.path(digest)
@@ -109,9 +107,6 @@ class Blobs:
         """Remove those of these pictures that are still unused, and partial files of crashes; return how many.
 
         No other process may write to the folder meanwhile.
-
-        Args:
-            seconds: see `unused`.
         """
         removed = 0
         for digest in sorted(digests):
@@ -136,7 +131,6 @@ class Blobs:
 
         Raises:
             NotFound: the digest is unknown or malformed.
-            StoreError: the file is damaged.
         """
         if not is_digest(digest):
             raise NotFound("a picture is named by the 64 hexadecimal digits of its SHA-256")

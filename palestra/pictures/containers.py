@@ -34,9 +34,7 @@ class Container:
     """Type and size of a picture's file.
 
     Attributes:
-        media_type: one of `MEDIA_TYPES`.
         width: in pixels, before an EXIF orientation is applied.
-        height: likewise.
     """
 
     media_type: str

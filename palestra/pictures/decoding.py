@@ -66,7 +66,6 @@ def decode_picture(data: bytes, limits: PictureLimits | None = None) -> Image.Im
 
     Raises:
         InvalidPicture: the file is of no type that is taken, damaged, animated or too large.
-        ModuleNotFoundError: Pillow is not installed (`palestra[pictures]`).
     """
     limits = limits or PictureLimits()
     found = read_container(data, limits)

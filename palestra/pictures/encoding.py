@@ -14,10 +14,6 @@ def encode_picture(picture: Any) -> bytes:
     Args:
         picture: bytes of a file, which are returned unchanged; an image of Pillow; or an array of uint8,
             [height, width] (grey), [height, width, 1], [height, width, 3] (RGB) or [height, width, 4] (RGBA).
-
-    Raises:
-        TypeError: another type.
-        ModuleNotFoundError: an array needs Pillow (`palestra[pictures]`).
     """
     if isinstance(picture, bytes | bytearray | memoryview):
         return bytes(picture)

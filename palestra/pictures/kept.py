@@ -37,13 +37,10 @@ class KeptPictures(Blobs):
 
         Args:
             media_type: the type given by the sender, if any.
-            charge: see `put`.
 
         Raises:
             InvalidPicture: not an accepted picture, or not of the given type.
             PayloadTooLarge: the folder would exceed `max_bytes`.
-            PalestraError: `charge` refused it.
-            StoreError: the file could not be written.
         """
         found = read_container(data, self.limits)
         if media_type is not None:
@@ -62,12 +59,8 @@ class KeptPictures(Blobs):
         """Store a copy with at most `side` pixels in width and height, and return its digest; small pictures are
         returned as they are.
 
-        Args:
-            charge: see `put`.
-
         Raises:
             NotFound, StoreError: see `get`.
-            PalestraError: see `keep`.
         """
         image = decode_picture(self.get(digest), self.limits)
         if max(image.size) <= side:

@@ -12,8 +12,6 @@ class PictureLimits:
     """The most that one picture may have; a file with more is refused before its pixels are decoded.
 
     Attributes:
-        max_bytes: of the encoded file.
-        max_pixels: width times height.
         max_side: of width and of height, because a narrow strip of few pixels becomes a huge one where it is resized.
         max_ratio: of the longer side to the shorter one. Processors that enlarge a picture until its shorter side is
             as long as their tower needs would make gigabytes of a line: 336 x 2,752,512 pixels of one by 8192.

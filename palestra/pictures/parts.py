@@ -34,9 +34,6 @@ class Picture(ImagePart):
         Args:
             value: an image of Pillow, an array of uint8 [height, width], [height, width, 3] or [height, width, 4], or
                 the bytes of a file (PNG, JPEG, WebP, GIF).
-
-        Raises:
-            TypeError: another type.
         """
         data = encode_picture(value)
         return cls(digest=picture_digest(data), data=data)
@@ -55,9 +52,6 @@ def parts_of(shown: Any) -> tuple[Part, ...]:
 
     Args:
         shown: a text, a picture (see `is_picture`), or a list of both, in order.
-
-    Raises:
-        TypeError: another type.
     """
     if isinstance(shown, list):
         return tuple(map(_part, shown))

@@ -85,11 +85,7 @@ message."""
 
 
 class CallBroken(Exception):
-    """A call failed unexpectedly at the other end.
-
-    Attributes:
-        trace: lines for a log.
-    """
+    """A call failed unexpectedly at the other end."""
 
     def __init__(self, error: Exception, trace: str) -> None:
         super().__init__(str(error))
@@ -254,7 +250,6 @@ class Remote:
         Raises:
             CallBroken: the call failed unexpectedly.
             TakenBack: all processes have undone the call.
-            Exception: the method's error, or the reason why the other side is lost.
         """
         return await self.post(method, *arguments)
 

@@ -146,7 +146,6 @@ async def start_process(
         words: arguments after the number of its socket.
         log: receives all output; the program then leads its own group, which Ctrl-C does not reach.
         prints: without a log, whether it shares this process's standard output, to which gloo and vLLM write.
-        computes: see `popen`.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -173,7 +172,6 @@ def popen(
 
     Args:
         connection: its end of the socket, which the caller closes.
-        environment: all of its variables.
         apart: whether it leads its own group even without a log.
         flags: of Python.
         computes: adds settings of malloc for programs that train or sample.
@@ -205,7 +203,6 @@ def kept_command(lifeline: int, seconds: float, command: Sequence[str], folders:
 
     Args:
         lifeline: number of the end of a pipe that the keeper gets; the program ends when the other end is closed.
-        seconds: from SIGTERM to SIGKILL.
         folders: that are removed when all has ended.
     """
     removed = [word for folder in folders for word in ("--remove", str(folder))]

@@ -50,7 +50,6 @@ def encode(value: Any) -> bytes:
     """Return the bytes of a value.
 
     Raises:
-        TypeError: it can't be sent.
         OverflowError: an integer has more than 64 bits.
         InvalidRequest: a text has half a surrogate pair.
     """
@@ -61,11 +60,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(kind: Any, data: bytes | msgspec.Raw) -> Any:
-    """Decode a value.
-
-    Args:
-        kind: its annotation.
-    """
+    """Decode a value."""
     try:
         return _decoder(kind).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -179,8 +174,6 @@ class SentError(msgspec.Struct, array_like=True):
     """An error for another process.
 
     Attributes:
-        kind: name of its class.
-        message: its text.
         fields: its attributes, as far as they can be encoded.
     """
 

@@ -28,7 +28,6 @@ class Method:
     """The signature of a remote method.
 
     Attributes:
-        signature: without `self`.
         hints: annotations of its parameters, by name.
         arguments: record of its arguments, in order.
         returns: annotation of the result, or of streamed items.
@@ -81,7 +80,6 @@ def proxy(protocol: type[T], remote: Remote, local: object, part: str = "") -> T
 
     Args:
         local: implements the methods that are answered on this side; all others are called at the other end.
-        part: of a `Server`.
     """
     names = [name for name, _ in inspect.getmembers(protocol, inspect.isfunction) if not name.startswith("_")]
     methods = {name: getattr(local, name, None) or remote_method(protocol, name, remote, part) for name in names}

@@ -37,7 +37,6 @@ class DialogFormat:
 
     Attributes:
         pieces: returns the texts and pictures of a message; its role is one of `_ROLES`.
-        opening: of a reply.
         end: control token that ends a reply; None: the tokenizer's own.
         closing: text after `end` if it ends all turns of a conversation; None: it only ends sampled replies.
     """

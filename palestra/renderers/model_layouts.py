@@ -20,7 +20,6 @@ class FixedLayout:
     """Llava 1.5: every picture has the same number of placeholders.
 
     Attributes:
-        tokens: placeholders per picture.
         side: of the central square crop, in pixels.
         patch: side of the square of one embedding, in pixels.
         shorter: shorter side of a picture before cropping, in pixels; None: see `stretched`.

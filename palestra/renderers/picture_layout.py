@@ -105,7 +105,6 @@ class TiledLayout:
     """Idefics3 and SmolVLM: rows of tiles with their positions, then the whole picture in one tile.
 
     Attributes:
-        tokens: placeholders per tile.
         tile: side of a tile in pixels.
         longest: longer side of a picture before splitting, in pixels; None: unchanged.
         splits: whether pictures are split; otherwise each is one tile.
@@ -264,7 +263,6 @@ class PictureTokens:
 
     Attributes:
         layout: control tokens of a picture of a given size.
-        image_token: id of a placeholder.
     """
 
     def __init__(self, tokenizer: Any, layout: PictureLayout, pictures: Pictures) -> None:
@@ -328,7 +326,6 @@ def apart(seen: Image, cells: tuple[int, int]) -> Image:
     """Return a picture with gaps between its equal parts.
 
     Args:
-        seen: from `PictureLayout.seen`.
         cells: rows and columns, from `PictureLayout.cells`.
     """
     from PIL import Image

@@ -24,7 +24,6 @@ def template_text(tokenizer: Any, messages: Any, **options: Any) -> Any:
     """Return the result of a tokenizer's `apply_chat_template`.
 
     Raises:
-        ModelError: the template is broken, recurses endlessly, or takes longer than TEMPLATE_SECONDS.
         TemplateError, TypeError, ValueError: it refuses the conversation.
     """
     try:

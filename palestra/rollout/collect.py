@@ -65,7 +65,6 @@ class TrajectoryCollectEngine:
             limit: of this call. An episode in which it expires while the environment processes an action is a forfeit.
 
         Raises:
-            RolloutFailed: the environment, an agent or the engine failed; the episode has no reward.
             NotScored: the environment gave no reward.
             EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
         """

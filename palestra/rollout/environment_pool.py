@@ -45,11 +45,7 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[ConcurrentEnvironment]:
-        """Provide an environment for one episode while the block is open.
-
-        Raises:
-            RolloutFailed: the environment could not be created or set up.
-        """
+        """Provide an environment for one episode while the block is open."""
         made = self._idle.pop() if self._idle else None
         usable = False
         try:

@@ -90,9 +90,6 @@ class RolloutOrchestrator(Generic[W, R]):
 
         Args:
             stream: the next piece is taken when a worker is free.
-
-        Raises:
-            Exception: the error that the stream raised.
         """
         work = _iterator(stream)
         taking = asyncio.Lock()

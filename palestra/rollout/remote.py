@@ -40,7 +40,6 @@ class EnvironmentPlayer(EpisodePlayer):
 
         Args:
             spec: agents and environments. An environment with one agent gets the job's system message by default.
-            facts: from `AsyncClient.facts`.
             clock: source of observation times; None: the system's.
         """
         self._client, self._facts = client, facts
@@ -60,7 +59,6 @@ class EnvironmentPlayer(EpisodePlayer):
         """Play an episode to its end.
 
         Raises:
-            RolloutFailed: the environment, an agent or the engine failed, or the time was over; there is no reward.
             NotScored: the environment gave no reward.
             EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
         """

@@ -142,11 +142,7 @@ class EpisodeResult:
         return found
 
     def finite(self) -> Self:
-        """Return the result unchanged if its rewards are finite.
-
-        Raises:
-            RolloutFailed: they are not, because of the environment.
-        """
+        """Return the result unchanged if its rewards are finite."""
         for value in (*self.rewards.values(), *self.step_rewards):
             if not math.isfinite(value):
                 text = f"its rewards add up to {value}, and a reward is a finite number"

@@ -54,11 +54,7 @@ class RunnerPool:
         self._logged: set[tuple[type[BaseException], str, int | None, str]] = set()  # of causes; see `_unseen`
 
     async def run(self) -> None:
-        """Play episodes until cancelled, which releases running episodes.
-
-        Raises:
-            RolloutFailed: FAILURES_IN_A_ROW episodes in a row have failed.
-        """
+        """Play episodes until cancelled, which releases running episodes."""
         for episode in await self._store.episodes.claimed_by(self._runner.worker_id):
             await self._runner.give_back(episode, Termination.CANCELLED, "the server was started again")
         orchestrator = RolloutOrchestrator(self._play, max_concurrency=self._max_concurrency)

@@ -47,7 +47,6 @@ class Runner:
         Args:
             algorithm_of: returns a policy's algorithm, which weights named rewards.
             timeout_seconds: limit for one attempt; None: only the job's `max_episode_seconds`.
-            worker_id: recorded with each episode.
         """
         self._sessions, self._store = sessions, sessions.context.store
         self._agents = play.agents or {"": ModelAgent(max_tokens=play.max_tokens)}
@@ -101,7 +100,6 @@ class Runner:
         agent's loss.
 
         Raises:
-            RolloutFailed: the environment, an agent or the engine failed, or the time was over.
             EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
         """
         try:

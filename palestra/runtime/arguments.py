@@ -129,11 +129,7 @@ def _not_scored(task: TaskData, answer: str) -> float:
 
 
 def with_judge(config: JobConfig, reward: RewardFunction | None) -> JobConfig:
-    """Return the job with the judge that is given as its reward, if it is one.
-
-    Raises:
-        ConfigError: the configuration has another one.
-    """
+    """Return the job with the judge that is given as its reward, if it is one."""
     if not isinstance(reward, JudgeConfig):
         return config
     if config.judge not in (None, reward):

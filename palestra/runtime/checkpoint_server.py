@@ -39,14 +39,11 @@ class Served:
     Attributes:
         run: the run's name on the page.
         checkpoint: by name, such as `policy@step-20`.
-        state: `loading`, `ready`, or `ended`.
-        phase: of loading, for people.
         reason: why it ended; empty: on request.
         url: of its server, once it is ready.
         key: for calls of its policies.
         began: start, in monotonic seconds.
         used: end of its last reply, in monotonic seconds.
-        calls: in flight.
     """
 
     run: str
@@ -95,7 +92,6 @@ class CheckpointServer:
 
         Args:
             run: name of the run on the page.
-            checkpoint: by name.
         """
         async with self._changing:
             now = self.served

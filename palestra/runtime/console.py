@@ -39,11 +39,7 @@ class Console:
     def __init__(
         self, config: JobConfig, quiet: bool = False, file: IO[str] | None = None, notes: Sequence[str] = ()
     ) -> None:
-        """Prepare the output; it begins when the console is entered.
-
-        Args:
-            file: replaces standard output.
-        """
+        """Prepare the output; it begins when the console is entered."""
         self._notes = notes
         self._config, self._beginning = config, beginning(config)
         self._out = TerminalConsole(quiet=quiet, soft_wrap=True, file=file)
@@ -107,11 +103,7 @@ class Console:
             self._say(one_line(data["text"]))
 
     def finished(self, state: str, checkpoints: Mapping[str, Path]) -> None:
-        """Print where the results are, or how to continue, when the job is over or was stopped.
-
-        Args:
-            checkpoints: newest ones, by policy.
-        """
+        """Print where the results are, or how to continue, when the job is over or was stopped."""
         folder = self._config.folder
         if state != "completed":
             self._out.print(f"stopped; go on with --resume, in a script with resume=True (the run is in {folder})")

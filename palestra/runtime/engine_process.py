@@ -62,10 +62,6 @@ class EngineProcesses:
 
         Args:
             number: for the names of logs; GPUs are assigned by least use.
-
-        Raises:
-            EngineFailure: the process died, or can't load what another one has loaded.
-            PalestraError: the models can't be loaded.
         """
         visible = self._cards.take()
         try:

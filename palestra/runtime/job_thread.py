@@ -63,9 +63,6 @@ class Interrupts:
     def raise_received(self, said: str) -> None:
         """End the script if a signal was received.
 
-        Args:
-            said: text of the KeyboardInterrupt.
-
         Raises:
             KeyboardInterrupt, SystemExit: after SIGINT, or SIGTERM (exit code 143). They are not subclasses of
                 Exception, so a script's handlers do not mistake them for a failed step.

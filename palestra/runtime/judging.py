@@ -34,20 +34,13 @@ class Judging:
         Args:
             access: how it reaches the job's policies.
             alone: whether the episodes have no reward but that of the judge.
-
-        Raises:
-            ConfigError: the judge can't be made.
         """
         self._run, self._config, self._alone = run, config, alone
         self._judge: Judge = config.make(access)
         run.store.episodes.judged = True
 
     async def run(self) -> NoReturn:
-        """Judge until the caller is cancelled.
-
-        Raises:
-            PalestraError: the judge can't judge any more.
-        """
+        """Judge until the caller is cancelled."""
         await self._run.sampling.wait()  # a policy that judges does not answer before
         tasks: dict[str, asyncio.Task[None]] = {}  # by group, or by episode
         with _own_loop() as loop:

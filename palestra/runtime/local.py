@@ -61,10 +61,6 @@ async def local_job(
 
     Args:
         play: played by this process; None: the environment that `config.environment` names, if any.
-
-    Raises:
-        ConfigError: the port is in use, the folder belongs to a running job, or the configuration can't be met.
-        ModelError: weights are missing.
     """
     spare_own_addresses()
     known, scores = (config.folder / "run.db").exists(), terms.scored is not None

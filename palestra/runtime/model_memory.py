@@ -90,7 +90,6 @@ class ModelMemory:
 
     Attributes:
         trainer: weights, gradients and moments, and frozen models.
-        worker: one inference worker.
         shared: the part of `worker` that an engine in the trainer's process shares with the trainer.
         kept: the copy of the trained weights for workers that are started later.
         saved: one checkpoint of each policy.
@@ -142,7 +141,6 @@ def memory_of(
 
     Args:
         models: folder and facts of each policy's model.
-        references: facts by folder.
     """
     each = BYTES[getattr(config.engine, "dtype", "bfloat16")]
     sampled: dict[str, int] = {}  # parameters of models that never change, which are in memory once, by folder
@@ -207,7 +205,6 @@ def check_memory(config: JobConfig, weights: Mapping[str, str], places: JobPlace
         weights: folders that replace the policies' `model`, by policy.
 
     Raises:
-        ConfigError: the machine is too small; the message says how much is missing.
         OutOfMemory: other processes use the memory now.
     """
     if not config.loads_models:
@@ -226,9 +223,6 @@ def check_more(config: JobConfig, weights: Mapping[str, str], count: int) -> Non
     """Raise Conflict if more inference workers do not fit into the machine's memory.
 
     The job's engine is embedded; workers on GPUs are counted by `worker_cards`.
-
-    Args:
-        weights: see `check_memory`.
 
     Raises:
         Conflict: the message says how much is missing.

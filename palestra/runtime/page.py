@@ -21,12 +21,7 @@ from palestra.server.auth import JobKey, caller_of
 
 
 def create_job_app(plane: DataPlane, pool: WorkerPool | None = None, most_replicas: int | None = None) -> FastAPI:
-    """Return the application of a job: its data plane and its page.
-
-    Args:
-        pool: see `add_scaling_route`.
-        most_replicas: see `add_scaling_route`.
-    """
+    """Return the application of a job: its data plane and its page."""
     app = create_app(plane, public={*PUBLIC, *public_paths()}, page=f"{PAGE}/")
     folder = Path(plane.progress.run_dir)
     checkpoints = TalkCheckpoints(plane.config, folder, plane.sessions.context.policies)

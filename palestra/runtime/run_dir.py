@@ -69,7 +69,6 @@ def weights_of_run(model: str) -> str:
 
     Raises:
         NotFound: the run has no checkpoint.
-        ConfigError: the run has trained several policies.
     """
     folder = Path(model)
     if (folder / "run.db").is_file():
@@ -170,7 +169,6 @@ def starting_in(folder: Path) -> Iterator[RunStart]:
 
     Raises:
         RunInUse: another process runs the job in this folder.
-        ConfigError: the folder can't be created or written.
     """
     start = RunStart(folder)
     lock, itself = _locked(folder)

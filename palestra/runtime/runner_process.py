@@ -19,16 +19,7 @@ from palestra.runtime.runner_fleet import RunnerDied, RunnerOrder
 
 
 async def play_environment(url: str, key: str, worker_id: str, concurrency: int) -> None:
-    """Play episodes until the job is over.
-
-    Args:
-        worker_id: recorded with each episode.
-        concurrency: number of concurrent episodes.
-
-    Raises:
-        ConfigError: the job names no environment.
-        PalestraError: the server refuses the runner, or can't be reached for long.
-    """
+    """Play episodes until the job is over."""
     async with AsyncClient(url, key, worker_id=worker_id) as client:
         facts = await client.facts()
         if facts.environment is None:

@@ -57,9 +57,7 @@ def with_models(config: JobConfig, models: str | Mapping[str, str]) -> JobConfig
             trained policies, for all policies that are not frozen; or models by policy name.
 
     Raises:
-        ConfigError: a policy does not exist, or it is unclear which model is meant.
         NotFound: a run has no checkpoint.
-        CheckpointError: all checkpoints of a run are damaged.
     """
     if isinstance(models, str):
         if len(trained_in(models)) < 2:

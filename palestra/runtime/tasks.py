@@ -24,11 +24,7 @@ from palestra.types.wire import TaskBody, name_in, task_digest, task_id_of
 
 
 def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEnvironment] | None:
-    """Return a factory of the environment that the job names; None: external workers play.
-
-    Raises:
-        ModuleNotFoundError: the environment needs a package that is not installed.
-    """
+    """Return a factory of the environment that the job names; None: external workers play."""
     chosen = config.environment
     if chosen.url is not None and chosen.protocol != "palestra":
         return _partner(chosen, chosen.url)

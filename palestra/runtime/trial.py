@@ -86,7 +86,6 @@ def try_steps(
     """Run two steps of a training job and return measurements.
 
     Args:
-        config: has passed `check_job`.
         report: called with a line on progress.
         limit_seconds: timeout; returns what was measured until then.
         rollout: the user's function that plays the episodes; None: the job's environment, or a question that replaces
@@ -103,7 +102,6 @@ def try_model(config: JobConfig, report: Callable[[str], None]) -> None:
     """Open a job that only serves its model, and close it.
 
     Args:
-        config: has passed `check_job`.
         report: called with a line before the model is loaded.
     """
 

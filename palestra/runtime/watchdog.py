@@ -28,13 +28,10 @@ class Situation:
     """The state of a job at one moment.
 
     Attributes:
-        phase: for people.
         step: number of finished steps.
         collected: progress of the phase's episodes; None: it has none, or they are not counted yet.
-        claimed: episodes held by workers.
         calls: model calls answered since the start.
         busy_workers: workers that claim or play an episode now.
-        known_workers: connected workers.
         plays_itself: whether this process plays the episodes.
         seconds_left: estimated time until the last step is done; None: unknown.
     """
@@ -173,9 +170,7 @@ class JobActivity:
 
     Attributes:
         part: of the job that is active.
-        phase: for people.
         collects: whether the phase waits for episodes.
-        episodes: by state.
         workers: number that claim or play.
         plays_itself: whether the job's own runners play its episodes.
         holders: workers that hold episodes, the longest silent first.

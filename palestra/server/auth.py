@@ -263,7 +263,6 @@ async def session_of(caller: Caller, sessions: Sessions) -> AsyncIterator[CallMa
 
     Raises:
         TooManyRequests: too many calls are in flight.
-        PalestraError: the server stops, or the lease is over.
     """
     sessions.admit()
     try:

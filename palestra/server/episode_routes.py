@@ -23,7 +23,6 @@ class EpisodeRoutes:
 
         Args:
             plane: has the job's kind and keys.
-            tag: the heading.
         """
         self._app, self._plane, self._tag = app, plane, tag
 

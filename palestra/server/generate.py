@@ -51,7 +51,6 @@ class GenerateHandler:
         The answer is sent when they are on disk, or streamed from the first text on.
 
         Raises:
-            PalestraError: see `caller_of`, `Dialect.parse`, `Dialect.check` and `Session.generate`.
             ClientDisconnect: the client has disconnected; nothing is recorded.
         """
         caller = caller_of(request)
@@ -100,7 +99,6 @@ class CountHandler:
         """Count the tokens of a request's prompt, without sampling or recording.
 
         Raises:
-            PalestraError: see `GenerateHandler.generate` and `Session.count_tokens`.
             ClientDisconnect: the client has disconnected.
         """
         caller = caller_of(request)

@@ -36,9 +36,7 @@ class PictureIntake:
         """Create the intake.
 
         Args:
-            kept: the run's folder.
             config: number of pictures per call, and allowed hosts.
-            pool: threads for the work.
         """
         self._kept, self._config, self._pool = kept, config, pool
         self._fetcher = PictureFetcher(config)
@@ -82,7 +80,6 @@ class PictureIntake:
 
         Args:
             media_type: given by the client, if any.
-            charge: see `settle`.
 
         Raises:
             InvalidRequest: the file is not an accepted picture.

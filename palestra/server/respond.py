@@ -150,7 +150,6 @@ class StreamedAnswer(Response):
 
         Args:
             sessions: the job's sessions, which admit or refuse the request.
-            caller: who makes the calls.
             error_form: makes the dialect's form of an error.
         """
         super().__init__()

@@ -125,7 +125,6 @@ class Sameness:
     """Changes of a reply that are ignored when an agent sends it back.
 
     Attributes:
-        reasoning: allow removed reasoning.
         whitespace: allow other whitespace around text and reasoning.
     """
 
@@ -143,7 +142,6 @@ class _HistoryNode:
         parent: None: the root.
         message: None: the root.
         depth: number of messages up to this one.
-        children: next messages by key.
         without_reasoning: children that may come back without their reasoning, by key without it.
         calls: calls whose reply this message is.
     """
@@ -170,7 +168,6 @@ class Match:
 
     Attributes:
         call: the call whose messages and reply are the longest prefix of the conversation; None: no call's are.
-        messages: length of that prefix.
         known: length of the longest prefix that occurs in any call.
         left: the call from which the conversation deviates after `known` messages; None: no deviation.
         reason: of the deviation; None: it continues or repeats a call.
@@ -276,7 +273,6 @@ class History:
         """Find the longest call of the policy that these messages continue, and where they deviate from earlier ones.
 
         Args:
-            policy: by name.
             keys: of those messages that `same` does not cover; None: they are computed here.
             same: what `same` returned for them; None: it is called here.
         """

@@ -23,7 +23,6 @@ class PolicyRuntime:
     """Everything that a session needs to sample from one policy.
 
     Attributes:
-        config: with the model's `max_context`.
         grammars: compiles the grammars of constrained replies.
     """
 

@@ -38,7 +38,6 @@ class Prompt:
         parent: earlier call with which the prompt has most leading ids in common; None: there is none.
         shared: how many leading ids are the parent's.
         shared_messages: how many leading messages are the parent's.
-        new_messages: the other messages.
         fork: where exact tokens of an earlier call are lost; None: none are.
         media: images among the ids that are not shared, by their positions in `ids`.
         keys: of its messages; see `History.add`.
@@ -65,11 +64,7 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Builds an episode's prompts from the messages and exact ids of its earlier calls.
-
-    Attributes:
-        calls: number of added calls.
-    """
+    """Builds an episode's prompts from the messages and exact ids of its earlier calls."""
 
     def __init__(
         self,
@@ -83,11 +78,9 @@ class PromptBuilder:
         """Create a builder without calls.
 
         Args:
-            pool: threads for rendering.
             picture_pool: threads for prompts with pictures, which may have to be decoded first.
             sameness: changes of a reply that are ignored; see `History`.
             strict: refuse calls that would lose exact tokens of an earlier call.
-            unseen: see `Renderer.unseen`.
             seat_of: returns an agent's player slot, or "". Calls of a slot share nothing with others, so that prompts
                 do not reveal other players' observations.
         """

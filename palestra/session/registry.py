@@ -27,7 +27,6 @@ class ReservedCall:
 
     Attributes:
         index: number of the call in its lease.
-        prompt: see `prompt_digest`.
         occurrence: number of earlier calls with an equal prompt.
     """
 
@@ -107,8 +106,6 @@ class CallRegistry:
             index: of the call, which may be recorded, sampled, or in writing.
             seed: kept if another call uses it by now.
             prompt_ids: int32 [P].
-            policy: see `reserve`.
-            seat: see `reserve`.
         """
         if self._seeds.get(seed) == index:
             del self._seeds[seed]
@@ -137,7 +134,6 @@ class CallRegistry:
         """Mark a call's writing as finished.
 
         Args:
-            written: see `recording`.
             kept: whether retries may get the call: it is on disk, and its episode has not ended.
         """
         if self._recordings.get(chat.request_digest) is written:
@@ -220,7 +216,6 @@ def call_seed(job_seed: int, episode_id: str, prompt: bytes, occurrence: int) ->
     It depends neither on the order of different calls nor on lost calls that are retried.
 
     Args:
-        prompt: see `prompt_digest`.
         occurrence: number of earlier calls with an equal prompt.
     """
     text = f"{job_seed}\0{episode_id}\0{occurrence}\0".encode()

@@ -139,7 +139,6 @@ async def sample_reply(
         tell: called with each piece of the reply, if given.
 
     Raises:
-        EngineFailure: the engine could not finish, or returned no token.
         GrammarRefused: the reply's grammar took too much time or memory.
     """
     renderer = runtime.renderer

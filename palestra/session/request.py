@@ -82,7 +82,6 @@ class CallStart:
     """The facts about a choice before its first token.
 
     Attributes:
-        index: of the choice's Chat.
         prompt_ids: int32 [P].
         shared: how many of them are an earlier call's.
     """
@@ -97,11 +96,7 @@ class CallStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyPiece:
-    """Newly sampled tokens, and the part of the message that became final; either may be empty.
-
-    Attributes:
-        top: see `SampledTokens`.
-    """
+    """Newly sampled tokens, and the part of the message that became final; either may be empty."""
 
     delta: MessageDelta
     ids: tuple[int, ...] = ()

@@ -43,7 +43,6 @@ class EpisodeSeat:
         role: name of the slot and of its agent.
         free_since: since the last worker left, or the episode began.
         fence: grows with every claim, so that requests of earlier workers are refused.
-        worker_id: of the last worker.
         left: number of workers that left or died.
         asked: pending observations by id, oldest first.
         acted: digests of actions by observation id.
@@ -75,11 +74,7 @@ class EpisodeSeat:
     kept: bool = False
 
     def move(self, following: SeatState) -> None:
-        """Change the state.
-
-        Raises:
-            IllegalTransition: the transition is not allowed.
-        """
+        """Change the state."""
         check_transition(f"the seat {self.role}", self.state, following)
         self.state = following
 

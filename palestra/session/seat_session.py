@@ -33,7 +33,6 @@ class SeatSession:
         Raises:
             Conflict: no observation waits for an action.
             EpisodeLeaseExpired: the worker has lost its slot.
-            PalestraError: see `Session.generate`.
         """
         number = self._table.turn(self._role, self._fence, request.agent)
         # A retry is known by the seat and its worker, too: another seat's worker may send the same body.

@@ -27,7 +27,6 @@ class SeatTable:
     observations of its own slot.
 
     Attributes:
-        episode: claimed by the server.
         calls: model calls of the workers.
         changed: notified when a player has something new.
         world: the environment's time limits; set before the first observation.
@@ -72,11 +71,7 @@ class SeatTable:
     async def ask(self, observation: Observation) -> ChatMessage | None:
         """Wait for the action for a player's observation; None: the role's policy plays.
 
-        Args:
-            observation: see `show`.
-
         Raises:
-            RolloutFailed: the slot has no worker, and its policy does not take over.
             EpisodeLeaseExpired: the episode was given back meanwhile.
         """
         if self._failure is not None:
@@ -153,11 +148,7 @@ class SeatTable:
         return next(held, None)
 
     def take(self, role: str, worker_id: str, seconds: float) -> int:
-        """Give a worker a free slot under a lease, and return the slot's fence.
-
-        Raises:
-            IllegalTransition: the slot is not free.
-        """
+        """Give a worker a free slot under a lease, and return the slot's fence."""
         seat = self._seats[role]
         seat.move(SeatState.HELD)
         seat.fence, seat.worker_id, seat.held_since = seat.fence + 1, worker_id, self._clock.monotonic()
@@ -388,11 +379,7 @@ class SeatTable:
         self._end(RolloutFailed(termination, reason))
 
     def close(self, error: PalestraError) -> list[tuple[str, int]]:
-        """End all slots, because the episode ended or was given back; return the held ones as (lease, fence).
-
-        Args:
-            error: raised for pending observations.
-        """
+        """End all slots, because the episode ended or was given back; return the held ones as (lease, fence)."""
         self._end(error)
         held = []
         for seat in self._seats.values():

@@ -38,8 +38,6 @@ class SeatKey(NamedTuple):
 
     Attributes:
         fence: of the episode's lease, which the server holds.
-        role: name of the slot.
-        seat_fence: of the slot's lease.
     """
 
     episode_id: str
@@ -49,12 +47,7 @@ class SeatKey(NamedTuple):
 
 
 class SeatClaim(NamedTuple):
-    """A claimed player slot.
-
-    Attributes:
-        table: of its episode.
-        key: of its lease.
-    """
+    """A claimed player slot."""
 
     table: SeatTable
     key: SeatKey
@@ -67,7 +60,6 @@ class SeatBook:
     The state is in memory only: after a restart the episodes are played from the start, and workers claim again.
 
     Attributes:
-        roles: names of the slots.
         on_wanted: called when a worker waits for an episode that has not begun.
         on_seat_over: called with (lease, fence, whether it was lost) when a worker's slot ends.
     """
@@ -183,7 +175,6 @@ class SeatBook:
             request_id: a repeated claim with the same id gets the same slot.
             lease_seconds: None: the job's.
             episode_id: limits the claim to this episode.
-            wait_seconds: the longest wait.
             is_over: whether the job has ended.
 
         Raises:

@@ -32,7 +32,6 @@ class _Choice:
     """One sample of a call in progress.
 
     Attributes:
-        turn: its state.
         reserved: None: the prompt is not built yet.
         sampling: None: the prompt is not built yet.
         recorded: whether it is on disk.
@@ -50,10 +49,8 @@ class _Call:
     """The parts of a call that its choices share.
 
     Attributes:
-        asked: the agent's request.
         request: the request as it is sampled.
         listener: of the choices, if any.
-        constraint: of the replies.
         started_at: Unix seconds.
         time_step: None: the first recorded choice decides.
     """
@@ -136,9 +133,6 @@ class Session:
 
         A retry gets the choices that were recorded but not delivered.
 
-        Args:
-            listener: follows the choices.
-
         Raises:
             NotFound: the policy is unknown.
             UnsupportedField: a training episode's call asks for sampling that cannot be trained.
@@ -147,7 +141,6 @@ class Session:
             ContextOverflow: the prompt leaves no tokens for a reply.
             HistoryDrift: the job is strict, and exact tokens of an earlier call would be lost.
             EpisodeLeaseExpired, EpisodeEnded: the lease ended meanwhile; the call was not recorded.
-            EngineFailure: the engine could not finish.
         """
         if self._over is not None:
             raise self._over
@@ -183,11 +176,7 @@ class Session:
         self._registry.delivered(chat)
 
     def free_seed(self, call: CallStart, policy: str, agent: str) -> None:
-        """Free the seed of a call that led to no action, so that its repetition is the same sample.
-
-        Args:
-            call: recorded or not.
-        """
+        """Free the seed of a call that led to no action, so that its repetition is the same sample."""
         self._registry.free(call.index, call.sampling.seed, call.prompt_ids, *self._seeded_for(policy, agent))
 
     def terminate(self, reason: PalestraError) -> None:
@@ -376,11 +365,7 @@ class EpisodeSession(Session):
     """The calls of one lease of an episode, each recorded before its reply is returned."""
 
     def __init__(self, context: SessionContext, episode: EpisodeRecord, recorded: Sequence[Chat] = ()) -> None:
-        """Create the session from the store's calls of this lease.
-
-        Args:
-            recorded: by index.
-        """
+        """Create the session from the store's calls of this lease."""
         super().__init__(context, context.store.calls, episode.episode_id, episode.fence, episode.kind, recorded)
         self.episode = episode
 

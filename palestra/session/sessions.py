@@ -16,7 +16,6 @@ class Sessions:
     """Opens sessions, closes them at the end of their leases, and limits running calls.
 
     Attributes:
-        in_flight: number of running calls.
         seats: the slots of external players; None: the job has none.
     """
 
@@ -80,7 +79,6 @@ class Sessions:
 
         Raises:
             TooManyRequests: the limit is reached.
-            PalestraError: the reason that `stop` was given.
         """
         if self._stopped is not None:
             raise self._stopped

@@ -23,11 +23,7 @@ class Turn:
         times.enter(self.state)
 
     def move(self, following: TurnState) -> None:
-        """Change to the next state.
-
-        Raises:
-            IllegalTransition: the transition is not allowed.
-        """
+        """Change to the next state."""
         check_transition(self._subject, self.state, following)
         left, self.state = self.state, following
         if left in _MEASURED and following in _MEASURED:

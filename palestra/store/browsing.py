@@ -37,20 +37,15 @@ class EpisodeSummary:
     """One episode, as lists of episodes show it.
 
     Attributes:
-        kind: `train`, `validation` or `adhoc`.
         group_index: index of its group in the canonical order of its kind.
         state: `registered`, `claimed`, `completed` or `discarded`.
         rewards: by agent; None until it is completed.
         calls: model calls under its last lease.
-        completion_tokens: sampled by these calls.
-        attempts: claims so far.
         cut: replies of these calls that reached max_tokens.
         forks: calls that lost exact tokens of an earlier one, by reason.
         metadata: the worker's metadata, and `facts`.
-        facts: see `EpisodeRecord`.
         reason: why it was last given back or discarded; None of a completed one.
         earlier_reason: of a completed one, why the previous attempt failed, if any.
-        worker_id: of a claimed episode.
         claimed_at: Unix seconds; None: not claimed.
         players: policies of roles that have a pool; see `EpisodeRecord`.
     """
@@ -94,7 +89,6 @@ def browse(path: Path, seconds: float | None = None) -> Iterator[Connection]:
     """Open a read-only connection to a run store, without disturbing a job that writes to it.
 
     Args:
-        path: of the file, `run.db`.
         seconds: time limit of the connection's queries; None: unlimited.
     """
     # SQLite would wait for the other end of a pipe, and holds the interpreter's lock in some of its calls.
@@ -144,7 +138,6 @@ def newest_event_number(path: Path, seconds: float) -> int | None:
     Made for polling: it takes a tenth of the time of `browse`.
 
     Args:
-        path: of the file, `run.db`.
         seconds: time limit.
     """
     until = time.monotonic() + seconds
@@ -167,7 +160,6 @@ def list_episodes(connection: Connection, kind: str | None, state: str | None, l
     """Return the most recently claimed episodes, in canonical order.
 
     Args:
-        connection: from `browse`.
         kind: None: any.
         state: None: any.
     """
@@ -260,7 +252,6 @@ def read_episode(connection: Connection, episode_id: str, known: Trajectory | No
     """Return an episode with its calls, and the step that trained on it.
 
     Args:
-        connection: from `browse`.
         known: its calls, if the caller has them.
     """
     found = read_trajectory(connection, episode_id) if known is None else known

@@ -79,7 +79,6 @@ class Groups:
 
     Attributes:
         available: notified when episodes can be claimed.
-        open: groups with unfinished episodes.
     """
 
     def __init__(self, db: Database, clock: Clock, available: Notifier, open_groups: OpenGroups) -> None:
@@ -96,7 +95,6 @@ class Groups:
             step: train: the step that trains on them; validation: the number of steps after which they are scored.
             tasks: by group index in canonical order; a group's episodes play its tasks in turn, and the first one names
                 the group in lists.
-            size: episodes of each group.
         """
         for piece in pieces(list(tasks.items()), max(1, MOST_ADDED // size)):
             await self._register(kind, step, dict(piece), size)
@@ -130,7 +128,6 @@ class Groups:
         """Add an episode of the same task for each stale episode, with an event `episode_stale`.
 
         Args:
-            step: of the groups.
             names: ids of the stale episodes, by group index.
         """
         now = self._clock.now()
@@ -305,9 +302,6 @@ class Groups:
 
         Args:
             following: new states by group index.
-
-        Raises:
-            IllegalTransition: a group was settled in another way; none is changed.
         """
         now = self._clock.now()
 

@@ -98,7 +98,6 @@ def rotate_keys(folder: Path, job: str) -> str:
     Raises:
         NotFound: the run has no keys yet.
         Conflict: the key comes from the variable PALESTRA_API_KEY, and can only be changed there.
-        ConfigError: the secret is not usable.
     """
     with _locked(folder):
         try:
@@ -143,8 +142,6 @@ def _locked(folder: Path) -> Iterator[None]:
 
     Raises:
         NotFound: the folder does not exist.
-        ConfigError: another user created the lock.
-        StoreError: locking failed.
     """
     try:
         with writing(folder):

@@ -16,8 +16,6 @@ class Lease:
     """The lease of one claimed episode. Times are monotonic seconds.
 
     Attributes:
-        seconds: its period.
-        expires_at: moved by every call.
         deadline: the latest expiry, never moved.
         claimed_at: after a restart, the time of the restart.
         held: running calls; while there are any, the lease does not expire, because the server is what delays the

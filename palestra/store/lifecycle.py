@@ -66,7 +66,6 @@ def episode_name(kind: EpisodeKind, group_index: int, sample_index: int) -> str:
 
     Args:
         group_index: index of its group in canonical order.
-        sample_index: index in its group.
     """
     return f"{group_name(kind, group_index)}-{sample_index:02d}"
 
@@ -196,13 +195,10 @@ class EpisodeEnd:
     """A worker's report at the end of an episode.
 
     Attributes:
-        rewards: by agent.
         step_rewards: one per TimeStep; None: the reward is for the whole episode.
-        metadata: for people.
         step_times: one per TimeStep; None: unknown.
         named_rewards: terms of the weighted sum `rewards`, if any.
         agent_step_rewards: terms of the sums `step_rewards`, if known and needed.
-        facts: see `EpisodeRecord`.
     """
 
     rewards: Mapping[str, float]
@@ -277,7 +273,6 @@ def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None
     Args:
         connection: in a transaction of the writing thread.
         rewards: with those of the judge; None: the judge has failed.
-        reason: why it has.
 
     Raises:
         NotFound: there is no such episode.
@@ -342,7 +337,6 @@ def give_back(
     Args:
         connection: in a transaction of the writing thread.
         fence: of the lease under which it was played.
-        discard: never play it again.
         now: Unix seconds.
         counts: whether this attempt is one of `max_attempts`.
 

@@ -102,11 +102,7 @@ class RunLog:
         return await self._db.read(lambda connection: int(connection.execute(wanted).scalar_one()))
 
     async def add_event(self, kind: str, data: Mapping[str, Any]) -> Event:
-        """Record an event for people and programs that follow the job, with the present time.
-
-        Args:
-            kind: such as `saved`.
-        """
+        """Record an event for people and programs that follow the job, with the present time."""
         now = self._clock.now()
         return await self._db.write(lambda connection: insert_event(connection, kind, data, now))
 

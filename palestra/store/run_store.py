@@ -137,14 +137,12 @@ class RunStore:
     A context manager that closes the store.
 
     Attributes:
-        db: the run's database.
         clock: of all recorded times, and of the leases.
         leases: of the episodes that are claimed now.
         tasks: the inputs of the episodes.
         episodes: claims and ends, for workers.
         calls: the recorded calls, for sessions; and trajectories, for the learner.
         groups: episodes of one task, for the learner.
-        verdicts: of the job's judge.
         trained: logprobs of tokens when they were trained, of the newest steps.
         log: manifests, metrics, events and facts of the run.
         pictures: of the calls, which name them by digest; files beside the database.
@@ -183,14 +181,9 @@ def open_run_store(
     """Open or create the store of a run.
 
     Args:
-        path: of its file, `run.db`.
         rollout: limits of claims, leases and attempts.
         clock: None: the system's.
         pictures: their limits; None: the defaults.
-
-    Raises:
-        ConfigError: folder or file is another user's, or others can write to it.
-        StoreError: the file cannot be written, is not a run store, is damaged, or of a newer version of Palestra.
     """
     clock = clock or SystemClock()
     with writing(path):

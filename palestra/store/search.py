@@ -34,7 +34,6 @@ class EpisodeFilter:
         step: the step that trains them or, for validation, before which they are scored.
         least_reward: excludes episodes without a reward, as does `most_reward`.
         least_tokens: bound of the tokens sampled by their calls, as is `most_tokens`.
-        termination: see `EpisodeSummary.termination`.
         text: in task, messages, replies or metadata; ASCII case is ignored.
         tool: name of a tool called by a reply.
         forked: whether a call lost exact tokens of an earlier one.
@@ -102,7 +101,6 @@ def search_episodes(
     """Return the next page of matching episodes, newest first.
 
     Args:
-        connection: from `browse`.
         before: `following` of the previous page; None: the first page.
         clock: seconds, for the time limit of a page.
     """

@@ -84,7 +84,6 @@ class Tasks:
         """Add tasks to a split, and return the split's number of tasks.
 
         Args:
-            split: `train` or `validation`.
             new: tasks that the split already has are left out.
             chunk_id: repeating a chunk changes nothing.
 

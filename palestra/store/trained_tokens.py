@@ -61,11 +61,7 @@ class TrainedTokens:
 
 
 def read_trained(connection: Connection, step: int, episode_id: str) -> dict[int, TrainedCall]:
-    """Return an episode's calls that a step has trained, by index; empty if they are not recorded.
-
-    Args:
-        connection: from `browse`.
-    """
+    """Return an episode's calls that a step has trained, by index; empty if they are not recorded."""
     wanted = select(trained_tokens).where(trained_tokens.c.step == step, trained_tokens.c.episode_id == episode_id)
     return {row.idx: trained_call(row) for row in connection.execute(wanted)}
 

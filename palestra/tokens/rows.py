@@ -195,9 +195,6 @@ def choice_rows(chat: Chat, choices: Sequence[tuple[int, ...]], episode_id: str 
     Args:
         choices: every reply that could have been sampled, token by token.
         episode_id: what the rows say of their episode.
-
-    Raises:
-        ValueError: the reply that was given is none of them.
     """
     prompt, given = chat.prompt_ids, tuple(chat.completion_ids.tolist())
     if given not in choices:

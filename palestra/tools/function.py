@@ -22,9 +22,6 @@ class FunctionTool(Tool):
 
         Args:
             name: for the model; None: the function's own.
-
-        Raises:
-            TypeError: an argument has no type, or is positional-only.
         """
         self.function = function
         summary, described = _docstring(inspect.getdoc(function) or "")

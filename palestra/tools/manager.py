@@ -94,12 +94,7 @@ class ToolManager:
         return bool(self._sources)
 
     async def open(self) -> None:
-        """Open the closed sources of tools.
-
-        Raises:
-            EnvironmentFailed: a source can't be opened; those before it are closed again.
-            ValueError: two tools have the same name.
-        """
+        """Open the closed sources of tools."""
         try:
             for source in self._sources[len(self._opened) :]:
                 self._opened.append(await source.open())
@@ -109,12 +104,7 @@ class ToolManager:
             raise
 
     async def refresh(self) -> None:
-        """Update the tools of sources whose lists have changed.
-
-        Raises:
-            EnvironmentFailed: a source can't be reached any more.
-            ValueError: two tools have the same name now.
-        """
+        """Update the tools of sources whose lists have changed."""
         changed = [await source.refresh() for source in self._opened]
         if any(changed):
             self._found = self._named()
@@ -149,11 +139,6 @@ class ToolManager:
         """Run the calls of one reply concurrently and return their results in order.
 
         Other failures of tools become a `ToolResult`.
-
-        Raises:
-            EpisodeForfeited: a call has ended this episode's own tool server.
-            EnvironmentFailed: a tool's server is lost, which is not the model's fault: the attempt at the episode has
-                failed.
         """
         room = asyncio.Semaphore(self._max_parallel)
 

@@ -26,9 +26,6 @@ async def tracking(folder: Path, names: Sequence[str]) -> AsyncIterator[None]:
 
     A process that fails does not end the block: the error is logged, and the process's output is in
     `RUN/tracking/NAME.log`.
-
-    Args:
-        names: checked by `check_trackers`.
     """
     over = asyncio.Event()
     watches = [asyncio.create_task(_keep(folder, name, over)) for name in names]

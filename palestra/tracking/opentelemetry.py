@@ -74,7 +74,6 @@ def episodes_of_step(connection: Connection, step: int) -> Iterator[RunSpan]:
     """Yield a span with nested calls for each ended episode of a step.
 
     Args:
-        connection: from `browse`.
         step: the step that trains the episodes or, for validation, before which they are scored.
     """
     of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)

@@ -19,7 +19,6 @@ class TrackedRun:
     """A run, as trackers name it.
 
     Attributes:
-        name: of the job.
         key: identifies the run's folder: the same after a restart, another one in another folder.
         store: file of the run's store, for trackers that show more than metrics; open it with `browse`.
         folder: for files of this tracker; exists.
@@ -109,11 +108,7 @@ def _installed(module: str) -> bool:
 
 
 def create_tracker(name: str, run: TrackedRun) -> Tracker:
-    """Return a new tracker.
-
-    Args:
-        name: one of `known_trackers`.
-    """
+    """Return a new tracker."""
     check_trackers([name])
     if name in SHIPPED:
         module, _, cls = SHIPPED[name][0].partition(":")

@@ -37,9 +37,6 @@ def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mappin
 
     Files are written to a temporary folder, hashed and synced; then the folder is renamed. A crash leaves a whole
     checkpoint or no checkpoint.
-
-    Raises:
-        CheckpointError: the disk is full or not writable; earlier checkpoints are unchanged.
     """
     final = folder / f"step-{step:06d}"
     _write_whole(final, folder / f".writing-{step:06d}", step, fill, state, "checkpoint_rename")
@@ -54,11 +51,7 @@ def keep_newest(folder: Path, keep: int) -> None:
 
 
 def write_weights_folder(folder: Path, step: int, fill: Callable[[Path], object], state: Mapping[str, Any]) -> None:
-    """Write one folder of weights atomically, replacing a folder of this name.
-
-    Raises:
-        CheckpointError: the disk is full, or can't be written to.
-    """
+    """Write one folder of weights atomically, replacing a folder of this name."""
     _write_whole(folder, folder.with_name(f".writing-{folder.name}"), step, fill, state, "pool_rename")
 
 
@@ -133,9 +126,6 @@ def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the folder and state of the newest undamaged checkpoint; None: no checkpoint.
 
     Every file must have the recorded hash. Damaged checkpoints are skipped with a warning in the log.
-
-    Raises:
-        CheckpointError: all checkpoints are damaged.
     """
     there = found(folder)
     for path in reversed(there):
@@ -156,9 +146,6 @@ def good(folder: Path, step: int | None) -> tuple[Path, dict[str, Any]] | None:
 
     Args:
         step: None: the newest undamaged one.
-
-    Raises:
-        CheckpointError: all checkpoints, or the one of the step, are damaged.
     """
     for replaced in folder.glob(".replaced-step-*"):
         put_back(folder / replaced.name.removeprefix(".replaced-"))
@@ -177,9 +164,6 @@ def common_steps(folders: Iterable[Path]) -> list[int]:
     """Return the steps that have a finished checkpoint in every folder, newest first.
 
     Files are not checked. A job writes the checkpoints of its policies one after another, so folders may differ.
-
-    Raises:
-        CheckpointError: the folders have checkpoints, but no step in common.
     """
     by_folder = {folder: {step_of(path) for path in found(folder)} for folder in folders}
     common = set.intersection(*by_folder.values())
@@ -238,9 +222,6 @@ def link_model(folder: Path, step: int, target: Path) -> None:
     """Copy the model of a checkpoint to the folder `target`, atomically.
 
     Files are hard links where the file system allows it: they take no space and survive the deletion of the checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint is gone or damaged, or can't be copied.
     """
     temporary = target.with_name(f".{target.name}")
     try:

@@ -75,11 +75,7 @@ def choices_of(grammar: str, max_tokens: int, most: int, grammars: Grammars, eos
 
     One text may have several tokenizations, which are different replies.
 
-    Args:
-        max_tokens: longer replies are cut.
-
     Raises:
-        ConfigError: there are more than `most`.
         InvalidRequest, GrammarRefused, EngineFailure: see `Grammars.walk`.
     """
     found: list[tuple[int, ...]] = []

@@ -97,11 +97,7 @@ class Critic:
             write_named(folder, _TARGET, [(name, p.detach()) for name, p in self._target.named_parameters()])
 
     def read(self, folder: Path) -> None:
-        """Load weights and optimizer from a checkpoint's folder.
-
-        Raises:
-            CheckpointError: the checkpoint has no critic, or that of another model.
-        """
+        """Load weights and optimizer from a checkpoint's folder."""
         copy_weights(self.optimizer.parameters, read_named(folder, _WEIGHTS), folder)
         self.optimizer.read(folder, _MOMENTS)
         if self._target is not None:
@@ -167,9 +163,6 @@ def copy_weights(parameters: Sequence[tuple[str, nn.Parameter]], weights: dict[s
 
     Args:
         weights: by name, on the CPU; matrices are [n, d], norms and biases [d].
-
-    Raises:
-        CheckpointError: a weight is missing or has another shape.
     """
     for name, parameter in parameters:
         if name not in weights or weights[name].shape != parameter.shape:

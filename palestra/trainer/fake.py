@@ -167,11 +167,7 @@ class FakeTrainer:
         return await in_thread(lambda: record_problems(batch))
 
     async def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
-        """Raise ConfigError: without a model there are no tokens.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError: without a model there are no tokens."""
         raise ConfigError("the fake trainer has no tokens, so it can't say which replies a grammar allows")
 
     async def optim_step(

@@ -112,9 +112,6 @@ class Gradient:
             spec: the loss of a token.
             micro_batches: of `pack`, of the whole batch.
             logprobs: whether the report has those of the trained tokens.
-
-        Raises:
-            ConfigError: a penalty needs logprobs of a reference that the rows do not have.
         """
         loss = build_loss(spec)
         assert isinstance(loss, Loss)

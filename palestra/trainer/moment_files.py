@@ -38,9 +38,6 @@ def write_moments(folder: Path, moments: Mapping[str, Tensor]) -> None:
 def read_moments(folder: Path, parameters: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
     """Return the moments of weights by kind and name, [n, d] or [d], sharded like the weight; weights without moments
     are left out.
-
-    Raises:
-        CheckpointError: the files can't be read, or are of other weights.
     """
     reader = FileSystemReader(folder)
     try:

@@ -123,11 +123,7 @@ class Optimizer:
         )
 
     def read(self, folder: Path, prefix: str) -> None:
-        """Load moments written by `write`, here or by ranks; weights without stored moments start without.
-
-        Raises:
-            CheckpointError: they can't be read.
-        """
+        """Load moments written by `write`, here or by ranks; weights without stored moments start without."""
         moments: dict[str, dict[str, Tensor]] = {}
         for key, value in self._read(folder, prefix).items():
             kind, _, name = key.partition(".")

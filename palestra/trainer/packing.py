@@ -148,9 +148,6 @@ def pack(samples: Sequence[TrainSample], max_tokens: int) -> list[MicroBatch]:
     A micro-batch is larger if one row is, or if a row shares half of its tokens with earlier rows: then it may have up
     to twice the row's length, so that a long prompt is not computed for each answer. Equal rows in equal order give the
     same arithmetic.
-
-    Raises:
-        ValueError: the first token of a row is trained, but no token predicts it.
     """
     batches: list[MicroBatch] = []
     tree: Tree | None = None

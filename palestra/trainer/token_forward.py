@@ -150,12 +150,7 @@ def flat_hidden(
 
 
 def flat_picture_rows(model: CausalLM, micro: MicroBatch) -> PictureRows | None:
-    """Return the embeddings of a micro-batch's pictures, by node; None: no pictures.
-
-    Raises:
-        ModelError: the model reads text only, or a picture does not fit its placeholders.
-        PalestraError: a picture is missing.
-    """
+    """Return the embeddings of a micro-batch's pictures, by node; None: no pictures."""
     return model.picture_rows(flat_pictures(model, micro))
 
 
@@ -189,9 +184,6 @@ def flat_positions(model: CausalLM, micro: MicroBatch, positions: Tensor) -> Ten
 def flat_pictures(model: CausalLM, micro: MicroBatch) -> list[tuple[PlacedPicture, NDArray[np.int64]]]:
     """Return the pictures of a micro-batch, each with the nodes [F] of its placeholders; shared ones occur several
     times.
-
-    Raises:
-        ModelError: there is a picture, and the model reads text only.
     """
     found = list[tuple[PlacedPicture, NDArray[np.int64]]]()
     for sample, offset, path in micro.samples:
@@ -204,11 +196,7 @@ def flat_pictures(model: CausalLM, micro: MicroBatch) -> list[tuple[PlacedPictur
 
 
 class TokenForward:
-    """Computes log-probabilities and entropies of trained tokens with one model.
-
-    Attributes:
-        model: the model.
-    """
+    """Computes log-probabilities and entropies of trained tokens with one model."""
 
     def __init__(self, model: CausalLM, config: TrainerConfig, masks: GrammarMasks, device: torch.device) -> None:
         """Keep the model; nothing is computed yet.

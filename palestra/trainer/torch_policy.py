@@ -167,10 +167,6 @@ class TorchPolicy:
         Args:
             spec: the loss of a token, or of a value: then the gradient is the critic's, and there are no logprobs.
             logprobs: whether the report has those of the trained tokens.
-
-        Raises:
-            ConfigError: it is a loss of values, and there is no critic; or a penalty needs logprobs of a reference that
-                the rows do not have.
         """
         loss = build_loss(spec)
         micro_batches = pack(batch, self.micro_batch_tokens)

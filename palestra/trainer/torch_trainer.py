@@ -51,11 +51,7 @@ class NetworkLoading:
         return self.models.adapted(spec.model, spec.adapter, seed, self.dtype, self.device)
 
     def frozen(self, spec: PolicySpec, policy: CausalLM, tokenizer: Any) -> dict[ForwardOutput, CausalLM]:
-        """Load the frozen models in the precision of products, by the output that each computes.
-
-        Raises:
-            ConfigError: a model has another tokenizer than the policy.
-        """
+        """Load the frozen models in the precision of products, by the output that each computes."""
         found: dict[ForwardOutput, CausalLM] = {}
         if spec.reference is not None:
             found["reference_logprobs"] = self._frozen("reference", spec.reference, policy, tokenizer)

@@ -16,11 +16,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class AgentStepReward(NamedTuple):
-    """An agent's reward for an action, possibly of another agent.
-
-    Attributes:
-        time_step: of the action.
-    """
+    """An agent's reward for an action, possibly of another agent."""
 
     time_step: int
     agent: str

@@ -217,7 +217,6 @@ class JobChange:
         number: grows by one with every change of the tenant's jobs, so that numbers reveal nothing about other tenants.
         at: Unix seconds.
         previous: None: the job was submitted.
-        reason: for people.
     """
 
     job_id: str

@@ -21,7 +21,6 @@ class GroupRecord:
     Attributes:
         group_index: position in the canonical order of its kind.
         step: train: the step that trains on it; validation: the step before which it is scored.
-        size: number of episodes.
     """
 
     kind: EpisodeKind
@@ -48,7 +47,6 @@ class RolloutProgress:
     """The episodes that the server itself plays.
 
     Attributes:
-        playing: running now.
         terminations: number of ended ones, by `rollout.Termination`.
     """
 
@@ -76,11 +74,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class PhaseProgress:
-    """Progress of a phase that waits for episodes.
-
-    Attributes:
-        done: completed or discarded episodes.
-    """
+    """Progress of a phase that waits for episodes."""
 
     done: int
     due: int
@@ -108,9 +102,7 @@ class JobProgress:
     """The live state of one job, which is not stored.
 
     Attributes:
-        steps: total number.
         reason: why it failed or waits; None otherwise.
-        phase: for people; see `enter`.
         part: the active part; see `inside`.
         collecting: episodes that this phase waits for; None: none.
         collected: number of settled ones, about a second old; None without `collecting`.
@@ -125,9 +117,6 @@ class JobProgress:
         runners: number of the job's own runner processes.
         step_seconds: durations of this process's steps, without evaluations.
         step_began: monotonic seconds; None: no step has begun.
-        evaluation_seconds: durations of evaluations.
-        evaluations_left: remaining evaluations.
-        numerics: see `palestra.models.numerics`.
     """
 
     job: str
@@ -159,7 +148,6 @@ class JobProgress:
         """Begin a phase.
 
         Args:
-            phase: for people.
             collecting: the episodes that the phase waits for, if any.
         """
         self.phase, self.collecting, self.collected = phase, collecting, None

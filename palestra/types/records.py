@@ -49,15 +49,12 @@ class EpisodeRecord:
         kind: training, validation, or ad hoc (outside the schedule, never trained on).
         group_index: position of its group in the canonical order of its kind.
         sample_index: position in its group, 0 <= sample_index < group_size.
-        state: see `states.TRANSITIONS`.
         fence: fencing token: grows with every claim, so that requests under an old lease are refused; 0 before the
             first.
-        attempts: number of claims.
         rewards: by agent, weighted sums if they are named; None until the episode is completed.
         step_rewards: by TimeStep; None: the reward is for the whole episode.
         step_times: by TimeStep; None: an external worker played it.
         metadata: JSON for people, from the worker with the reward.
-        worker_id: of the newest claim.
         lease_seconds: how long a claim is valid without a call or heartbeat.
         named_rewards: summands of the episode's reward, by name; None in place of one: not scored, which differs from
             0. None: no named rewards.
@@ -248,9 +245,7 @@ class Event:
     """An event of a job, for people and for clients that follow `/events`.
 
     Attributes:
-        event_id: grows; gaps are possible.
         at: Unix seconds.
-        kind: stable name, for programs.
         data: JSON.
     """
 

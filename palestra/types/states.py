@@ -133,10 +133,6 @@ TRANSITIONS: Mapping[StrEnum, frozenset[StrEnum]] = {
 
 
 def check_transition(subject: str, current: StrEnum, following: StrEnum) -> None:
-    """Raise IllegalTransition unless the lifecycle allows `current` to become `following`.
-
-    Args:
-        subject: for the error message.
-    """
+    """Raise IllegalTransition unless the lifecycle allows `current` to become `following`."""
     if following not in TRANSITIONS[current]:
         raise IllegalTransition(f"{subject} is {current} and can't become {following}")

@@ -13,8 +13,6 @@ class VerdictKey:
     """What a judge was asked; the store has one verdict of a key.
 
     Attributes:
-        kind: of the episodes.
-        group_index: of their group.
         members: episodes that are judged together, each with the fence under which it was played.
         rubric: digest of what is asked.
         judge: who is asked, with its version.
@@ -34,11 +32,9 @@ class Verdict:
     """What a judge has said.
 
     Attributes:
-        scores: by episode, by name.
         reasons: by episode, by name; without the names for which the judge gave none.
         calls: requests that it took, failed ones included.
         tokens: of the answered requests, prompts and replies.
-        seconds: that it took.
     """
 
     scores: Mapping[str, Mapping[str, float]]

@@ -43,7 +43,6 @@ class DatumBatch:
 
     Attributes:
         rows: S x K rows: those of the first datum, then those of the second, and so on.
-        loss: of each target.
         several: K, if targets are [N, K]; None: they are [N], and K is 1.
     """
 

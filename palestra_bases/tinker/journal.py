@@ -220,7 +220,6 @@ class Journal:
 
         Args:
             after: newest request in the model's checkpoint.
-            until: newest executed request.
         """
         table = tables.requests
         query = select(table.c.seq_id, table.c.request_id).where(

@@ -30,8 +30,6 @@ class ModelRecord:
     """A trained model.
 
     Attributes:
-        model_id: `SESSION:train:NUMBER`, chosen by clients.
-        adapter: rank, scale and layers.
         seed: of the adapter's initial weights.
         data: requested kinds of layers, and the user's metadata.
         created_at, used_at: Unix seconds.
@@ -127,20 +125,13 @@ class TinkerLimits:
     """The limits of a server, per tenant where that applies.
 
     Attributes:
-        body_bytes: of a `forward_backward`.
         json_bytes: of every other request body.
-        sessions: live ones per tenant.
-        samplers: per session.
         gradients: requests whose gradients one step applies.
-        datums: per request.
         targets: per request whose positions have several targets.
         models: per tenant, in live sessions.
         loaded_models: in memory, of all tenants; others are restored from disk when used.
         waiting: requests without a result, per tenant.
-        waiting_bytes: of their bodies.
         waiting_samples: sequences to be sampled, per tenant, in all requests without a result.
-        checkpoints: unexpired ones per tenant.
-        samples: sequences per request.
         sample_bytes: of the result of one sampling request; SQLite limits values to a gigabyte.
         futures: kept results per tenant; the oldest are dropped first.
         future_seconds: how long a result is kept.

@@ -54,7 +54,6 @@ class TinkerService:
         Args:
             trainer_of: returns a tenant's trainer, which keeps all checkpoints.
             engine: has a policy for each base model.
-            adapters: loaded without being trained.
             clock: None: the system's.
         """
         known = clock or SystemClock()

@@ -46,7 +46,6 @@ class RequestOutcome:
     """The outcome of a request.
 
     Attributes:
-        result: for the client.
         changes: whether the model has changed, so that restoring it must repeat the request.
         record: executed together with recording the result.
         save: whether to write the model to disk now, because the request's source may disappear.

@@ -38,7 +38,6 @@ class Counters:
     Attributes:
         kv_share: used fraction of its key-value memory, 0 to 1.
         prefilled_tokens: computed prompt tokens so far.
-        passes: forward passes so far.
     """
 
     kv_share: float = 0.0

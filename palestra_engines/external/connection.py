@@ -24,11 +24,7 @@ MOST_BYTES = 64 * 2**20
 
 
 async def read_body(answer: httpx2.Response, where: str) -> bytes:
-    """Return the body of an answer.
-
-    Raises:
-        EngineFailure: it is longer than `MOST_BYTES`.
-    """
+    """Return the body of an answer."""
     found = bytearray()
     async for chunk in answer.aiter_bytes():
         found += chunk
@@ -38,11 +34,7 @@ async def read_body(answer: httpx2.Response, where: str) -> bytes:
 
 
 async def read_lines(answer: httpx2.Response, where: str) -> AsyncGenerator[bytes, None]:
-    """Yield the lines of an answer as they arrive, without line ends.
-
-    Raises:
-        EngineFailure: a line is longer than `MOST_BYTES`.
-    """
+    """Yield the lines of an answer as they arrive, without line ends."""
     parts: list[bytes] = []  # of the line that has not ended; joined once, so that a long line costs linear time
     size = 0
     async for chunk in answer.aiter_bytes():
@@ -74,7 +66,6 @@ class Address:
     """Where a server listens.
 
     Attributes:
-        url: without a trailing slash.
         socket: Unix socket to connect to instead of the URL's host; None: TCP.
         key: sent as a bearer token; "": none.
     """
@@ -108,18 +99,13 @@ class EngineConnection:
         return str(self._address)
 
     async def get(self, path: str, seconds: float) -> Any:
-        """Return the JSON answer of a GET request; None: it is empty.
-
-        Args:
-            seconds: timeout.
-        """
+        """Return the JSON answer of a GET request; None: it is empty."""
         return self._json(path, await self._sent("GET", path, None, seconds))
 
     async def identify(self, path: str, seconds: float, program: str) -> Any:
         """Return the JSON of a route that identifies a server.
 
         Args:
-            seconds: timeout.
             program: expected kind of server, such as `vLLM`.
         """
         try:
@@ -143,24 +129,16 @@ class EngineConnection:
     async def post(self, path: str, body: Body, seconds: float, query: Mapping[str, str] | None = None) -> Any:
         """Return the JSON answer of a POST request; None: it is empty.
 
-        Args:
-            seconds: timeout, including sending.
-
         Raises:
             InvalidRequest: the server refuses the request.
-            EngineFailure: a timeout, or another error.
         """
         return self._json(path, await self._sent("POST", path, body, seconds, query))
 
     async def order(self, path: str, body: Mapping[str, Any], seconds: float) -> None:
         """Send a POST request, and wait for success, ignoring the answer's text.
 
-        Args:
-            seconds: timeout.
-
         Raises:
             InvalidRequest: the server refuses the request.
-            EngineFailure: a timeout, or another error.
         """
         await self._sent("POST", path, body, seconds)
 
@@ -171,7 +149,6 @@ class EngineConnection:
 
         Raises:
             InvalidRequest: the server refuses the request.
-            EngineFailure: the stream ends without `[DONE]`, or is invalid.
         """
         timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
         try:

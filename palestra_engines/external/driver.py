@@ -43,7 +43,6 @@ class ServerDriver(EngineDriver[Servers]):
         """Return the routes of a policy's server.
 
         Args:
-            rounds: from `rounds`.
             is_started: whether the job has started the server.
         """
 
@@ -64,11 +63,7 @@ class ServerDriver(EngineDriver[Servers]):
         return None
 
     def broadcast(self, known: Mapping[str, Any], rounds: Any) -> ExternalPolicy:
-        """Return a policy whose weights are broadcast.
-
-        Args:
-            known: the fields of `ExternalPolicy`.
-        """
+        """Return a policy whose weights are broadcast."""
         raise NotImplementedError
 
     def places(self, job: EngineJob, table: Servers, models: Sequence[ServedModel]) -> ServerPlaces:
@@ -87,12 +82,7 @@ class ServerDriver(EngineDriver[Servers]):
         raise NotImplementedError
 
     def wait_until_ready(self, table: Servers, server: OneServer) -> None:
-        """Block until a started server answers.
-
-        Raises:
-            ModelError: the server has ended; the message has the reason from its log.
-            EngineFailure: a timeout; the server was ended.
-        """
+        """Block until a started server answers."""
         raise NotImplementedError
 
     # What all kinds have in common

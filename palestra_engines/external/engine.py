@@ -243,12 +243,7 @@ class ExternalEngine:
             self._broken.put_nowait(f"the engine of {policy.name!r} has ended: {ended or error}")
 
     async def check_servers(self) -> None:
-        """Check once, before any other request, whether each server fits its policy.
-
-        Raises:
-            ConfigError: a server does not fit.
-            EngineFailure: a server has ended, or does not answer.
-        """
+        """Check once, before any other request, whether each server fits its policy."""
         if not self._unchecked:
             return
         async with self._checked:

@@ -90,9 +90,6 @@ class ServerProcess:
         Args:
             name: for messages, such as `vLLM`.
             folders: of its sockets, and of weights; removed after it has ended, even if the job was killed.
-
-        Raises:
-            EngineFailure: the process can't be started.
         """
         self._name, self._log = name, log
         theirs, lifeline = os.pipe()
@@ -126,11 +123,6 @@ class ServerProcess:
 
         Args:
             path: of a route that answers as soon as the server is ready.
-            seconds: timeout.
-
-        Raises:
-            ModelError: the server has ended; the message has the reason from its log.
-            EngineFailure: a timeout; the server was ended.
         """
         until = time.monotonic() + seconds
         transport = None if address.socket is None else httpx2.HTTPTransport(uds=str(address.socket))

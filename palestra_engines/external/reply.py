@@ -56,9 +56,6 @@ class StreamedReply:
 
         Args:
             sent: versions sent to the server since the request.
-
-        Raises:
-            EngineFailure: the server violates the request; the reply must not be used.
         """
         self._check(chunk)
         self._count += len(chunk.ids)

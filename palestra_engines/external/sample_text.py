@@ -30,15 +30,7 @@ def tokenized(tokenizer: Any) -> SampleText:
 
 
 async def check_tokenizer(http: EngineConnection, sample: SampleText, seconds: float) -> None:
-    """Compare a server's tokens of the sample text; vLLM and SGLang have the same route for that.
-
-    Args:
-        seconds: timeout.
-
-    Raises:
-        ConfigError: the tokens differ.
-        EngineFailure: the server does not answer.
-    """
+    """Compare a server's tokens of the sample text; vLLM and SGLang have the same route for that."""
     try:
         found = await http.post("/tokenize", {"prompt": sample.text, "add_special_tokens": False}, seconds)
     except InvalidRequest:

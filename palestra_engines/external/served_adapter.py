@@ -49,7 +49,6 @@ class ServedAdapter(ExternalPolicy):
     and values are never reused. Unused versions are unloaded at the next update.
 
     Attributes:
-        adapter: rank and scale.
         base: name of the server's model.
         first: folder of the initial adapter; None: the base's own weights, like an untrained adapter.
     """

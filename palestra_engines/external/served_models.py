@@ -48,12 +48,6 @@ def read_served_models(job: EngineJob, images: Images) -> list[ServedModel]:
 
     Args:
         images: returns what prepares the images of prompts for a server.
-
-    Raises:
-        ModelError: files are missing, the tokenizer does not fit the model, or the trainer does not support it.
-        ConfigError: a `max_context` exceeds its model's; an adapter is to be trained as whole weights; a
-            vision-language model is used with an engine or adapter that is text-only; or `vision` is set for a
-            text-only model.
     """
     return [_read(job, name, images) for name in job.config.policies]
 

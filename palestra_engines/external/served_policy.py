@@ -81,16 +81,12 @@ class ExternalPolicy:
         bounds: limits of its replies.
         shapes: of the weights that an update must contain, by name.
         folder: for weight files, shared with the server; otherwise empty.
-        dtype: precision of sent weights.
         process: the server's, if the job has started it.
         kv_bytes: its key-value memory; 0: unknown.
         most_calls: limit of concurrent requests; more wait here.
-        version: of the server's weights.
         sent: versions sent to the server, since the first update began.
-        running: number of open requests.
         sampled_tokens: of all replies so far.
         replacing: whether the server is paused for new weights.
-        counters: the server's last figures.
         moved_bytes: broadcast to the server so far.
     """
 
@@ -120,12 +116,7 @@ class ExternalPolicy:
         self._updating = asyncio.Lock()
 
     async def begin(self) -> None:
-        """Check whether the server fits the policy, and prepare it, before any other request.
-
-        Raises:
-            ConfigError: it does not fit, or needs another key.
-            EngineFailure: it does not answer.
-        """
+        """Check whether the server fits the policy, and prepare it, before any other request."""
         try:
             await self.api.check(self.dtype)
             await self.api.set_version(self.version)
@@ -191,9 +182,6 @@ class ExternalPolicy:
         Args:
             finish: whether running replies are finished first; otherwise they continue under the new weights.
             paused: whether the engine is paused already, and stays so.
-
-        Raises:
-            EngineFailure: the server has failed, and can't be used any more.
         """
         async with self._updating:
             self._open.clear()

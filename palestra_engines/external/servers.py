@@ -35,7 +35,6 @@ class OneServer:
     """The server of a policy.
 
     Attributes:
-        folder: for new weights.
         process: the server's; None: it was running already.
         kv_bytes: its key-value memory; 0: unknown.
     """
@@ -67,10 +66,6 @@ class EngineServers:
             logs: folder for the logs of started servers.
             places: resources of started servers; None: they are running already.
             rounds: broadcast whole weights to the servers of all workers; None: they read files.
-
-        Raises:
-            ConfigError: a server can't be found or started; its key is missing, for example.
-            EngineFailure: its process can't be started.
         """
         self._driver, self._settings, self._rounds = driver, settings, rounds
         self._servers: list[OneServer] = []

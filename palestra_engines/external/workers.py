@@ -95,10 +95,6 @@ class ServerWorkers:
         """Start or find the servers of a worker, and return when they can be used.
 
         It gets the first free position, whatever its number.
-
-        Raises:
-            EngineFailure: they did not start; a retry may succeed.
-            PalestraError: a retry is useless: the servers can't serve the model, for example.
         """
         place = await self._free.get()
         self._taken[place] = True

@@ -261,9 +261,6 @@ class VllmApi:
 
         Args:
             first_rank: of this server's workers, whose number is `ranks`.
-
-        Raises:
-            EngineServerError: they can't reach the others, or the others time out.
         """
         assert self._rendezvous is not None
         group = {"name": name, "first_rank": first_rank, "size": size, "backend": self._rendezvous.backend}
@@ -276,11 +273,7 @@ class VllmApi:
         await self._ask_workers("palestra_join", told | dict(group), seconds)
 
     async def receive(self, layout: WeightLayout) -> None:
-        """Let the paused server's workers receive all weights from rank 0 of their group; `finish_update` follows.
-
-        Raises:
-            EngineServerError: they did not receive all weights, and may try again.
-        """
+        """Let the paused server's workers receive all weights from rank 0 of their group; `finish_update` follows."""
         await self._ask_workers("palestra_receive", asdict(layout), _DAY)
 
     async def _ask_workers(self, method: str, argument: Mapping[str, Any], seconds: float) -> None:

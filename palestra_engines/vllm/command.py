@@ -60,7 +60,6 @@ class OnCards:
     """Resources of a server with vLLM's GPU build.
 
     Attributes:
-        cards: as in `CUDA_VISIBLE_DEVICES`.
         memory_share: fraction of each GPU's memory, including weights.
     """
 

@@ -23,7 +23,6 @@ class Rendezvous:
 
     Attributes:
         host: address at which the store listens.
-        backend: `gloo` or `nccl`.
         seconds: timeout of a rendezvous, or of one broadcast.
     """
 
@@ -60,11 +59,7 @@ class Rendezvous:
         return secrets.token_urlsafe(24)
 
     def meet(self, name: str, size: int) -> WeightGroup:
-        """Return a group in which this process is rank 0; blocks until the other ranks have joined.
-
-        Raises:
-            RuntimeError: a timeout.
-        """
+        """Return a group in which this process is rank 0; blocks until the other ranks have joined."""
         # A connection of its own: on one that groups share, a meeting to which no rank comes would delay the next.
         store = reach_store(self.host, self.port, self.seconds)
         return WeightGroup(store, name, self.backend, 0, size, self.host, self.seconds)

@@ -13,11 +13,7 @@ from palestra_engines.external.api import Chunk
 
 
 def list_of(event: Any, key: str) -> list[Any]:
-    """Return the list under a key of an answer.
-
-    Raises:
-        EngineFailure: it is missing.
-    """
+    """Return the list under a key of an answer."""
     found = event.get(key) if isinstance(event, dict) else None
     if not isinstance(found, list):
         raise EngineFailure(f"the engine answered without {key}")
@@ -30,9 +26,6 @@ def chunk_of(choice: Mapping[str, Any], top: int, owner: str | None) -> Chunk:
     Args:
         top: requested number of most probable tokens.
         owner: whose weights the server must have; None: vLLM's versions are not the policy's.
-
-    Raises:
-        EngineFailure: its logprobs and ids do not match, or a part is missing.
     """
     try:
         ids = choice["token_ids"] or []

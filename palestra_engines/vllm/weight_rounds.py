@@ -47,7 +47,6 @@ class _Round:
 
     Attributes:
         source: kept, so that no other source gets its id.
-        joined: paused and waiting servers.
         news: set when a server has joined, or is no longer expected.
         over: set when every server has an outcome, or the round was cancelled.
         outcomes: by server: None, or why it did not get the weights.
@@ -74,11 +73,7 @@ class WeightRounds:
     """
 
     def __init__(self, rendezvous: Rendezvous, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Begin without groups.
-
-        Args:
-            bucket_bytes: see `WeightLayout`.
-        """
+        """Begin without groups."""
         self.rendezvous, self._bucket_bytes = rendezvous, bucket_bytes
         self._expected: dict[int, set[Receiver]] = {}  # by the id of the source
         self._open: dict[int, _Round] = {}  # rounds that have not begun, by the id of the source
@@ -106,9 +101,6 @@ class WeightRounds:
 
         Args:
             named: all of them, [n, d] or [d], with their names.
-
-        Raises:
-            EngineFailure: the server did not get them, and must not be used.
         """
         while True:
             joined = self._open.get(id(source))

@@ -152,7 +152,6 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises:
         RunInUse: another process runs it.
-        ConfigError: the folder is a file, or not writable.
     """
     with contextlib.ExitStack() as opened:
         try:

@@ -61,7 +61,6 @@ def draw_curves(scenario: ScenarioEntry, title: str, curves: Mapping[str, Curve]
 
     Args:
         scenario: its threshold and best possible reward are drawn as lines.
-        curves: by algorithm.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

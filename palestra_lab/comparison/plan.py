@@ -31,11 +31,7 @@ class PlannedRun:
     """One run of the grid.
 
     Attributes:
-        scenario: its key.
-        algorithm: its key.
-        config: the complete job.
         play: the function that returns the arguments of `palestra.train`; None: the job's own environment.
-        arguments: of that function.
         policies: whose rewards are compared, if several are trained; "" is the only one.
     """
 

@@ -26,7 +26,6 @@ class Point:
     """One validation of a run.
 
     Attributes:
-        tokens: sampled before it.
         seconds: of all steps before it, without validations.
         reward: mean over the validation tasks.
     """
@@ -94,7 +93,6 @@ class Results:
     Attributes:
         finished: by (scenario, algorithm, policy), in order of the seeds; the policy is "" if only one is trained.
         open: number of runs that are neither finished nor failed.
-        machines: of the finished runs.
     """
 
     finished: Mapping[tuple[str, str, str], Sequence[RunResult]]

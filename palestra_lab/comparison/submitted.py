@@ -38,8 +38,6 @@ class SubmittedGrid:
         """Prepare the grid; `run` executes it.
 
         Args:
-            runs: have passed `check_submittable`.
-            resources: of each job.
             checkpoints: of a finished run to download: `newest` or `none`.
             say: called with every line for people.
             finished: called whenever a run is finished or has failed.
@@ -54,7 +52,6 @@ class SubmittedGrid:
 
         Raises:
             GridStopped: after a signal; the jobs continue, and a later call follows them.
-            PalestraError: the control plane can't be reached, or refuses the caller.
         """
         failed, following = 0, [run for run in self._runs if _state(run) != FINISHED]
         for run in following:

@@ -84,12 +84,7 @@ class BrowserDriver:
         self._driver: Playwright | None = None
 
     async def enter(self) -> None:
-        """Count one more user, and start the driver if it is not running.
-
-        Raises:
-            ConfigError: Chromium or playwright is not installed.
-            EnvironmentFailed: the driver does not start.
-        """
+        """Count one more user, and start the driver if it is not running."""
         chromium_path()
         async with self._changing:
             self._users += 1
@@ -110,10 +105,6 @@ class BrowserDriver:
         Args:
             hosts: that it may connect to; no other name is resolved.
             memory_mib: limit for its memory, without shared memory of its processes.
-
-        Raises:
-            ConfigError: Chromium is not installed.
-            EnvironmentFailed: it does not start.
         """
         path, refuses, mark = chromium_path(), socket.socket(), f"--palestra-episode={secrets.token_hex(8)}"
         # Bound and not listening, so that no other program can answer at the proxy's address.

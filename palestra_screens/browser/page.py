@@ -75,10 +75,6 @@ class BrowserPage:
 
         Args:
             leave_out: CSS selector of elements to leave out.
-
-        Raises:
-            EpisodeForfeited: the page does not answer, has crashed or is closed.
-            EnvironmentFailed: the browser has died.
         """
         await self._settle()
         if self._view == "accessibility":
@@ -91,22 +87,12 @@ class BrowserPage:
         return text or "(an empty page)"
 
     async def screenshot(self) -> bytes:
-        """Return a screenshot of the page, as PNG.
-
-        Raises:
-            EpisodeForfeited: the page does not answer, has crashed or is closed.
-            EnvironmentFailed: the browser has died.
-        """
+        """Return a screenshot of the page, as PNG."""
         await self._settle()
         return await self.operate(lambda: self.page.screenshot(animations="disabled"))
 
     async def goto(self, url: str) -> None:
-        """Load a page with its resources.
-
-        Raises:
-            EpisodeForfeited: the page can't be loaded, unless this is before the first action.
-            EnvironmentFailed: the browser has died.
-        """
+        """Load a page with its resources."""
         await self.operate(lambda: self.page.goto(url, timeout=0))
 
     async def evaluate(self, expression: str, argument: Any = None) -> Any:
@@ -114,10 +100,6 @@ class BrowserPage:
 
         Args:
             expression: an expression, or a function of `argument`.
-
-        Raises:
-            EpisodeForfeited: the page does not answer, has crashed or is closed.
-            EnvironmentFailed: the browser has died.
         """
         return await self.operate(lambda: self.page.evaluate(expression, argument))
 
@@ -129,8 +111,6 @@ class BrowserPage:
 
         Raises:
             BadArguments: playwright knows no such key.
-            EpisodeForfeited: the operation took too long, or failed.
-            EnvironmentFailed: the browser has died.
         """
         for attempt in range(_TRIES):
             if self.failure is not None:

@@ -53,12 +53,7 @@ class Display:
         self._box, self._owned, self._requests, self._answers, self._size = box, owned, requests, answers, size
 
     def check_alive(self) -> None:
-        """Check that the screen and the window are running.
-
-        Raises:
-            EpisodeForfeited: one has ended, or a limit ended the sandbox.
-            EnvironmentFailed: the sandbox was killed from outside.
-        """
+        """Check that the screen and the window are running."""
         if self._box.running:
             return
         code = self._box.process.returncode
@@ -72,11 +67,6 @@ class Display:
 
         Args:
             request: `{}` for the window's state, or one of its keys.
-            seconds: timeout.
-
-        Raises:
-            EpisodeForfeited: it does not answer, or has ended.
-            EnvironmentFailed: see `check_alive`.
         """
         self.check_alive()
         try:
@@ -92,14 +82,7 @@ class Display:
         return found
 
     async def screenshot(self, seconds: float) -> bytes:
-        """Return a screenshot, as PNG.
-
-        Args:
-            seconds: timeout.
-
-        Raises:
-            EpisodeForfeited, EnvironmentFailed: see `ask`.
-        """
+        """Return a screenshot, as PNG."""
         try:
             return png_of_xwd(base64.b64decode((await self.ask({"picture": True}, seconds))["picture"]), self._size)
         except (KeyError, struct.error, binascii.Error) as error:
@@ -124,12 +107,7 @@ async def start_display(window: Mapping[str, Any], size: tuple[int, int]) -> Dis
     """Start a screen with a window.
 
     Args:
-        window: its description; see `window.py`.
         size: of the screen in pixels, width and height.
-
-    Raises:
-        ConfigError: Xvfb, or another program, is not installed.
-        EnvironmentFailed: no sandbox can be started.
     """
     check_desktop()
     owned = Descriptors()

@@ -27,10 +27,6 @@ async def check(task: Mapping[str, Any], files: Files, answer: str) -> float:
     Args:
         files: of the home folder after the end of all processes.
         answer: the agent's; "": none.
-
-    Raises:
-        InvalidEnvironment: the task's kind has no checker.
-        EnvironmentFailed: no sandbox could be started for the check.
     """
     kind = task.get("kind")
     if not isinstance(kind, str) or kind not in CHECKERS:

@@ -47,9 +47,7 @@ class Program:
         """Start a program in its own session; if this process is root's, as the user `nobody`.
 
         Args:
-            stdin: descriptor for input.
             stdout: descriptor for output and errors.
-            pass_fds: the program's other descriptors.
             variables: all of its environment variables.
         """
         as_root = os.geteuid() == 0

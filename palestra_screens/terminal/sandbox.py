@@ -183,11 +183,7 @@ class Sandbox:
             self._home = -1
 
     async def read_files(self) -> dict[str, bytes]:
-        """Return the regular files of the home folder by their relative paths; call `end` before.
-
-        Raises:
-            EnvironmentFailed: a process still runs, or the files were removed.
-        """
+        """Return the regular files of the home folder by their relative paths; call `end` before."""
         if self.running or self._home < 0:
             raise EnvironmentFailed("the files of a sandbox are read between `end` and `close`")
         return await in_thread(lambda: _files(self._home, self._limits))
@@ -234,14 +230,7 @@ async def start_sandbox(
     Args:
         command: with its arguments; its working folder is the home folder.
         files: of the home folder by relative path.
-        stdin: descriptor for input.
         stdout: descriptor for output and errors.
-        pass_fds: the program's other descriptors.
-
-    Raises:
-        ConfigError: bubblewrap is not installed.
-        EnvironmentFailed: bubblewrap can't create namespaces here, or the program was not started; `UnfitFiles` if the
-            files are the reason.
     """
     check_sandbox()
     with Descriptors() as ours:

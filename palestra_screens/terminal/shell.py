@@ -204,9 +204,6 @@ async def start_shell(files: Mapping[str, bytes], limits: SandboxLimits) -> Shel
 
     Args:
         files: of the home folder by relative path.
-
-    Raises:
-        ConfigError, EnvironmentFailed: see `start_sandbox`.
     """
     owned = Descriptors()
     try:

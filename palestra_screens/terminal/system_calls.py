@@ -46,9 +46,6 @@ def call_filter() -> bytes:
 
     A program that calls what is refused gets EPERM, as where a machine has turned it off, and sizes of a socket's
     buffers are ignored. One that calls by the numbers of another machine is killed.
-
-    Raises:
-        OSError: libseccomp is missing, or does not know one of the calls.
     """
     library = ctypes.CDLL(LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p

@@ -27,7 +27,6 @@ class Identity:
 
     Attributes:
         key_id: None: keys are disabled, which is only allowed for a server on this machine.
-        limits: of the key.
     """
 
     tenant: str

@@ -31,10 +31,8 @@ class ControlPlane:
     """The objects used by the control plane's routes.
 
     Attributes:
-        rates: requests by key.
         rules: the operator's limits on jobs.
         without_keys: whether every request is the operator's; only for a server that no other user can reach.
-        pool: threads for blocking work.
     """
 
     scheduler: JobScheduler

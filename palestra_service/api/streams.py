@@ -33,7 +33,6 @@ class StreamPlace(NamedTuple):
     """A client's position in an event stream.
 
     Attributes:
-        change: last read state change.
         event: last read event of the run.
     """
 
@@ -137,7 +136,6 @@ def log(plane: ControlPlane, by: Identity, job_id: str, path: Path, offset: int,
     """Yield a job's log from a byte on.
 
     Args:
-        by: the reader; see `events`.
         wait: whether to wait for further lines.
     """
 

@@ -24,7 +24,6 @@ class AdmittedJob:
     """A job on a base server.
 
     Attributes:
-        adapters: number there.
         digest: of its key; None: it has none yet.
     """
 

@@ -45,7 +45,6 @@ class _Base:
     Attributes:
         record: as stored, or about to be.
         admitted: the jobs that may use it.
-        load: last report.
         idle_since: Unix seconds without jobs; None: it has jobs, or does not serve.
     """
 

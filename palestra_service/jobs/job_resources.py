@@ -71,9 +71,6 @@ def resources_of(asked: ResourcesBody, config: JobConfig, adapters: int) -> Reso
 
     Processes without a bundle are on the job's node, and their cores are added to the requested ones, so that a tenant
     can't have more ranks or workers than it is counted for.
-
-    Args:
-        adapters: on a shared base.
     """
     processes = processes_of(config)
     for number, body in enumerate(asked.bundles):

@@ -109,7 +109,6 @@ class BundleOrder:
     """A bundle for one further process of a job. The launcher reserves the bundle; the job starts the process.
 
     Attributes:
-        role: see `Bundle`.
         memory_gib: limit; None: unlimited.
     """
 

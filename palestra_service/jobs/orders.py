@@ -29,7 +29,6 @@ async def order_of(
 
     Args:
         node_ids: of its own process, then of its bundles.
-        nodes: existing ones, by id.
         base: address of its base server, and the key file; None: it has no base server.
     """
     config = job.config

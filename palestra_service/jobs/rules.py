@@ -160,7 +160,6 @@ class Rules:
             connect to. Others are refused, because they could be in the operator's network.
         programs: whether jobs may play environments that start programs (`CatalogEntry.starts_programs`).
         trackers: allowed values of `tracking`: each is a program of the machine, and some connect to servers.
-        picture_hosts: allowed values of `pictures.hosts`.
         private_picture_hosts: allowed values of `pictures.private_hosts`, whose addresses are not checked. Never add a
             host of the internet: the owner of its name could redirect it into the operator's network.
         engines: allowed engines apart from the embedded one.

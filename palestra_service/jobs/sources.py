@@ -35,7 +35,6 @@ def step_meant(run: Path, job_id: str, wanted: int | None, policies: Collection[
     Args:
         job_id: of the other job, for the error.
         wanted: None: the newest that all of the policies have.
-        policies: that start from it.
     """
     folders = set(checkpoint_folders(run, policies).values())
     steps = sorted(set.intersection(*({checkpoint.step_of(path) for path in checkpoint.found(f)} for f in folders)))
@@ -80,7 +79,6 @@ def check_recorded(run: Path, job_id: str, moment: float) -> None:
 
     Raises:
         NotFound: there is no completed training episode.
-        StoreError: the run can't be read.
     """
     if not completed_until(run, moment):
         raise NotFound(f"job {job_id} has no completed training episode to learn from yet")
@@ -95,10 +93,6 @@ def with_own_episodes(
 
     Args:
         models: the operator's, by the tenants' names.
-
-    Raises:
-        StoreError: the other job's episodes can't be read, or the copy can't be written.
-        ConfigError: its configuration can't be read.
     """
     own = folder / f"{recorded_job(config)}-episodes"
     if not (own / SAVED_CONFIG).exists():

@@ -28,7 +28,6 @@ class BaseLimits:
     """The operator's settings of base servers.
 
     Attributes:
-        resources: of each.
         dtype: precision of engine and trainer.
         slots: adapters in memory with their moments, others are on disk; None: all.
         adapters: limit of all jobs on one base server.
@@ -62,7 +61,6 @@ class RunningBase:
     """A base server, as placement sees it.
 
     Attributes:
-        adapters: of its jobs.
         waiting: requests in its queue at the last report.
         idle_since: Unix seconds without jobs; None: it has jobs, or does not serve.
         held: its resources on a node.
@@ -84,7 +82,6 @@ class BaseDecision:
 
     Attributes:
         chosen: base server by job, for jobs that may start when their own resources are free.
-        waiting: reason by job.
         wanted: by kind, the jobs that need one more base server, in order.
         why: by kind, why the existing ones do not suffice.
         idle: base servers that have been idle for long enough.

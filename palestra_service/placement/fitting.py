@@ -24,7 +24,6 @@ class Amounts(NamedTuple):
     Attributes:
         cpus: in parts of 1/SHARES.
         gpus: in parts of 1/SHARES; above SHARES always a multiple of it.
-        memory: MiB.
     """
 
     cpus: int
@@ -57,7 +56,6 @@ class Node:
         alive: whether the node answers.
         draining: whether running jobs continue, but none starts.
         gpu_kind: such as `H100`; None: none, or unknown.
-        labels: from the operator.
     """
 
     node_id: str
@@ -139,8 +137,6 @@ class Allocation(NamedTuple):
     Attributes:
         since: when the job's start was decided.
         ends: expected end; None: unknown; infinite: it runs until it is stopped.
-        needs: its CPUs and memory.
-        devices: its GPUs.
     """
 
     since: float

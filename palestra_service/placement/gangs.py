@@ -68,7 +68,6 @@ class Gang(NamedTuple):
 
     Attributes:
         parts: its own process first, then its bundles', as in `Resources.parts`.
-        placement: see `Resources`.
     """
 
     parts: tuple[GangPart, ...]
@@ -94,12 +93,7 @@ class GangPlaces:
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
-    """The process of a job that found no node.
-
-    Attributes:
-        part: index in `Gang.parts`.
-        left: what was free then.
-    """
+    """The process of a job that found no node."""
 
     part: int
     left: Free

@@ -71,7 +71,6 @@ class JobStart:
     """A job that starts now.
 
     Attributes:
-        node_id: of its own process.
         devices: GPUs of this process; CPUs and memory equal its needs.
         bundles: of its further processes, in the order of `Resources.parts`.
     """

@@ -58,7 +58,6 @@ class QueueEntry(NamedTuple):
     Attributes:
         below_overdue: classes between the job's own, with aging, and OVERDUE; 0: it is overdue.
         standing: its tenant's dominant share; for an overdue job, since when it is overdue.
-        line: its tenant's queue.
     """
 
     below_overdue: int

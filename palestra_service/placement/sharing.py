@@ -25,7 +25,6 @@ class SharedDecision:
         bases: base server by job, of those that start on one.
         new_bases: where a base server starts now, by its kind.
         ended: reason by base server that ends now; none has jobs.
-        waiting: reason by job.
         impossible: reason by job that can never start, even on an empty cluster.
         again_at: when the same call could decide differently without other changes, Unix seconds; None: never.
     """

@@ -21,7 +21,6 @@ class Quota:
 
     Attributes:
         jobs: live jobs; 0 pauses the tenant.
-        memory_gib: requested memory.
         adapters: on base servers of the service, of unfinished jobs; checked at submission.
         weight: not a limit, but the relative share of a base server's tokens; None: 1.
     """

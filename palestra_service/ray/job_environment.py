@@ -45,7 +45,6 @@ def job_environment(environment: Mapping[str, str], more: Collection[str] = ()) 
     """Return the variables of `environment` allowed in a job's process, with absolute folders.
 
     Args:
-        environment: the operator's.
         more: further names, in addition to `NAMES` and `PREFIXES`.
     """
     found = {name: value for name, value in environment.items() if _passes(name, more)}
@@ -68,7 +67,6 @@ def limit_environment(environment: MutableMapping[str, str], more: Collection[st
 
     Args:
         environment: the process's own, changed in place.
-        more: further allowed names.
     """
     kept = job_environment(environment, more)
     for name in [name for name in environment if name not in kept]:

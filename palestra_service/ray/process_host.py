@@ -250,8 +250,6 @@ class HostedProcess:
     """A `ChildProcess` for a program in a bundle.
 
     Attributes:
-        connection: the job's end.
-        pid: on its machine.
         address: of its machine in the cluster.
     """
 

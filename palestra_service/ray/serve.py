@@ -71,11 +71,6 @@ async def control_plane(
     Args:
         show_key: called before anything else can fail: with the first admin's key, if this start created one, and with
             whether no key of the first admin was ever used.
-
-    Raises:
-        ConfigError: the port or the store is in use, no Ray cluster can be joined or started, or keys are disabled
-            although others could reach the server.
-        StoreError: the control store can't be opened.
     """
     if options.without_keys and options.host not in LOOPBACK:
         raise ConfigError(f"without keys only loopback may be listened on, and not {options.host}")

@@ -26,10 +26,8 @@ class KeyLimits:
     """The limits of one key.
 
     Attributes:
-        requests_per_minute: sustained rate.
         burst: requests that may arrive at the same moment.
         open_jobs: unfinished jobs of its user.
-        body_bytes: of one request.
         episodes_in_flight: claimed episodes of each job submitted with the key.
     """
 

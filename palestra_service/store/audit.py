@@ -21,7 +21,6 @@ class AuditEntry:
         at: Unix seconds.
         who: a user's name, or a part of Palestra.
         key_id: None: not done with a key.
-        what: an Action.
     """
 
     number: int = 0

@@ -51,14 +51,6 @@ def open_backend(url: str) -> Backend:
     """Open the database of a URL, and take the lock of a SQLite file.
 
     A PostgreSQL database's lock is taken by the writing connection.
-
-    Args:
-        url: `sqlite:///relative`, `sqlite:////absolute` or `postgresql://user:password@host/database`.
-
-    Raises:
-        ConfigError: the URL is invalid.
-        StoreError: another scheduler has this store.
-        StoreUnreachable: the database does not answer.
     """
     try:
         parsed = sa.make_url(url)

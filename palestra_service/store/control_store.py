@@ -47,7 +47,6 @@ class ControlStore:
     taken over the store, and this one must change nothing more, in or outside the store.
 
     Attributes:
-        clock: of all recorded times.
         changed: notified when a job or the policy changes, or when another process takes over.
     """
 
@@ -55,7 +54,6 @@ class ControlStore:
         """Open the store.
 
         Args:
-            url: see `backends.open_backend`.
             clock: None: the system's.
         """
         self.clock: Clock = clock or SystemClock()
@@ -106,7 +104,6 @@ class ControlStore:
 
         Raises:
             Superseded: another process has taken it over.
-            StoreUnreachable: the database does not answer, so this is unknown.
         """
         await self.write(lambda _: None)
 
@@ -179,7 +176,6 @@ class ControlStore:
         """Return a page of a tenant's jobs, newest first. Pages are stable while jobs are added.
 
         Args:
-            states: (): any.
             user: None: any.
             name: None: any.
             kind: None: any.
@@ -206,9 +202,6 @@ class ControlStore:
         """Change a job's state and record the change in one transaction, if its present state is an expected one.
 
         STARTING counts a start; a job that is no longer live has no URL.
-
-        Args:
-            expected: one or several states.
 
         Raises:
             Conflict: the job is in another state, or it would be queued although its cancellation was requested.

@@ -25,11 +25,7 @@ class CommandQueue:
         self._failure: str | None = None  # the same reason, where the thread did not end in good order
 
     def put(self, command: Command) -> None:
-        """Queue a command for the engine's thread.
-
-        Raises:
-            EngineFailure: the thread has ended.
-        """
+        """Queue a command for the engine's thread."""
         with self._lock:
             self.check_open()
             self._queue.put(command)

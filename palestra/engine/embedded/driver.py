@@ -119,7 +119,6 @@ def worker_settings(
     """Return each worker's settings, with its part of the cores and of the key-value memory.
 
     Args:
-        cards: from `worker_cards`.
         others: other engine processes that compute on this machine.
     """
     from palestra.models.device import available_cores, memory_bytes

@@ -99,7 +99,6 @@ class Bucket:
     """Rows of one capacity, stored without gaps.
 
     Attributes:
-        capacity: positions of a row.
         storage: [layers, 2, allocated rows, key heads, capacity, head dim].
         captured: prepared decoding passes over this storage, by policy; see `DecodeGraphs`.
     """

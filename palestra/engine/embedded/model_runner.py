@@ -61,7 +61,6 @@ class ModelRunner:
 
     Attributes:
         model: a policy's own model, or the base.
-        passes, prefilled_tokens, sampled_tokens: counters.
     """
 
     def __init__(self, model: CausalLM, deterministic: bool) -> None:

@@ -13,7 +13,6 @@ class NumberChange:
     """A change of the number of workers, independent of the callers that wait for it.
 
     Attributes:
-        replicas: the target.
         ended: None when the target is reached, or the reason why it will not be.
         work: the task that carries it out.
     """

@@ -318,7 +318,6 @@ class InferenceManager:
 
         Raises:
             Conflict: the pool has several kinds of workers, or another call requested another number.
-            PalestraError: a worker has no memory or can't be started; the others continue; or the pool was closed.
         """
         if self._options.kinds:  # it would not be said which kind becomes more, or fewer
             raise Conflict(

@@ -59,7 +59,6 @@ class PoolOptions:
     """Options of a pool.
 
     Attributes:
-        replicas: at the start.
         most: limit, if each needs its own position in the cluster; None: any number.
         sync: whether workers take new weights one after another or all together.
         stuck_seconds: a worker with work but no progress for so long is replaced.

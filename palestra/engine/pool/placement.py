@@ -23,7 +23,6 @@ class Candidate:
 
     Attributes:
         known: prompt tokens whose prefix is in its cache.
-        requests: its present number.
         updating: whether it is taking new weights, so that requests may wait.
     """
 
@@ -91,11 +90,7 @@ class PrefixIndex:
         self._blocks: dict[str, OrderedDict[int, None]] = {}
 
     def known(self, policy: str, hashes: Sequence[int]) -> int:
-        """Return the number of leading tokens that are probably cached.
-
-        Args:
-            hashes: from `block_hashes`.
-        """
+        """Return the number of leading tokens that are probably cached."""
         blocks = self._blocks.get(policy)
         if not blocks:
             return 0

@@ -38,10 +38,6 @@ def missing(wanted: Mapping[str, WantedPolicy], present: Mapping[str, WantedPoli
     """Return the policies that a worker still has to take, in a valid order.
 
     Copies of a policy's first weights come before that policy's own new weights, which would replace them.
-
-    Args:
-        wanted: by name.
-        present: already taken, by name.
     """
     due = [policy for name, policy in wanted.items() if present.get(name) is not policy]
     return sorted(due, key=lambda policy: policy.weights is not None)

@@ -153,11 +153,7 @@ class SessionLink:
             await self._socket.send(text)
 
     async def receive(self) -> ServerMessage:
-        """Return the server's next message.
-
-        Raises:
-            EnvironmentFailed: the server has refused a message, or violates the protocol.
-        """
+        """Return the server's next message."""
         return await _receive(self._url, self._socket)
 
     async def close(self) -> None:

@@ -109,9 +109,6 @@ def observation_of(message: Observed, observed_at: float, known: set[str] | None
     Args:
         observed_at: Unix seconds of the client, whose clock times the actions too.
         known: digests of pictures received before; updated. None: none.
-
-    Raises:
-        EnvironmentFailed: a picture of the message has no file, or a wrong one.
     """
     return Observation(
         id=message.id,

@@ -122,10 +122,6 @@ class Vision:
 
         Args:
             digest: of the picture's bytes.
-
-        Raises:
-            ModelError: there is no picture source.
-            PalestraError: no picture has this digest, or it can't be decoded.
         """
         known = None if self.kept is None else self.kept.get(digest)
         if known is not None:
@@ -163,12 +159,7 @@ class Vision:
         return placed_pictures(ids, media, self.image_token)
 
     def positions(self, ids: Ids, media: Sequence[MediaSpan]) -> Tensor:
-        """Return the positions of a sequence's tokens `ids` [N]: int64 [N], or [3, N] with 2D picture positions.
-
-        Raises:
-            ModelError: a picture has another number of placeholders than embeddings.
-            PalestraError: a picture's size is not supported, or no picture has this digest.
-        """
+        """Return the positions of a sequence's tokens `ids` [N]: int64 [N], or [3, N] with 2D picture positions."""
         pictures = [(picture, self._plane(picture.digest)) for picture in self.placed(ids, media)]
         planes = [(picture, Plane(*plane)) for picture, plane in pictures if plane is not None]
         return torch.from_numpy(plane_positions(len(ids), planes)) if planes else torch.arange(len(ids))

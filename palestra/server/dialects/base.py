@@ -30,7 +30,6 @@ class DialectRequest(Generic[B]):
     """A parsed request body.
 
     Attributes:
-        body: its fields.
         calls: to sample, one for each prompt, all of one policy.
         stream: whether the answer is sent as events during sampling.
         scored: whether the answer has logprobs of the prompts' tokens.

@@ -190,7 +190,6 @@ def reasoning_item(name: str, text: str, status: str) -> dict[str, Any]:
     Args:
         name: id of the answer, the end of the item's id.
         text: empty: the item has no content yet.
-        status: `in_progress`, `completed` or `incomplete`.
     """
     content = [{"type": "reasoning_text", "text": text}] if text else []
     return {"id": f"rs{name}", "type": "reasoning", "summary": [], "content": content, "status": status}
@@ -202,7 +201,6 @@ def message_item(name: str, text: str | None, status: str) -> dict[str, Any]:
     Args:
         name: id of the answer, the end of the item's id.
         text: None: the item has no content yet.
-        status: `in_progress`, `completed` or `incomplete`.
     """
     content = [] if text is None else [text_part(text)]
     return {"id": f"msg{name}", "type": "message", "role": "assistant", "status": status, "content": content}

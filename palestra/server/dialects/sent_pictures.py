@@ -24,9 +24,7 @@ class SentPicture(ImagePart):
 
     Attributes:
         place: path in the body, such as `messages.2.content.1`, for errors.
-        base64: the encoded file.
         media_type: given by the client with `base64`.
-        url: of the file.
         named: the digest of a file sent earlier.
         low: whether a smaller copy is wanted.
     """
@@ -59,11 +57,7 @@ class ImageUrlPart(BaseModel):
 
 
 def from_url(url: str, detail: Detail | None, place: str = "") -> SentPicture:
-    """Return the picture of a URL: a data URL, `sha256:` and a digest, or a web address.
-
-    Args:
-        place: see `SentPicture`.
-    """
+    """Return the picture of a URL: a data URL, `sha256:` and a digest, or a web address."""
     low = detail == "low"
     if url.startswith(_SHA256):
         return SentPicture(place=place, named=url.removeprefix(_SHA256), low=low)

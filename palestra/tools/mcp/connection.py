@@ -57,7 +57,6 @@ class McpConnection:
         """Begin the session.
 
         Raises:
-            EnvironmentFailed: the server can't be reached, or has no tools.
             ProtocolMismatch: server and client have no common version of MCP.
         """
         await self._transport.start(self._receive, self._lose)
@@ -82,11 +81,7 @@ class McpConnection:
         self._transport.listen()
 
     async def list_tools(self) -> list[dict[str, Any]]:
-        """Return the server's descriptions of its tools, from all pages of the list.
-
-        Raises:
-            EnvironmentFailed: the session is lost, or the list is invalid.
-        """
+        """Return the server's descriptions of its tools, from all pages of the list."""
         found: list[dict[str, Any]] = []
         cursor: str | None = None
         seen: set[str] = set()
@@ -107,11 +102,7 @@ class McpConnection:
             seen.add(cursor)
 
     async def request(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return its result. Cancelling the caller cancels the request at the server.
-
-        Raises:
-            EnvironmentFailed: the session is lost.
-        """
+        """Send a request and return its result. Cancelling the caller cancels the request at the server."""
         if self.lost is not None:
             raise EnvironmentFailed(self.lost)
         number = next(self._numbers)

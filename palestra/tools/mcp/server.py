@@ -218,7 +218,6 @@ class McpTools(OpenTools):
         """Create the list; `opened` fills it.
 
         Args:
-            schemas: converts the server's descriptions.
             leave: called when the user no longer needs the tools.
         """
         self._link, self._schemas, self._pictures = link, schemas, pictures
@@ -272,7 +271,6 @@ class McpTool(Tool):
 
         Args:
             name: the server's own name for the tool.
-            schema: in OpenAI's shape.
         """
         self._link, self._name, self._schema, self._pictures = link, name, schema, pictures
 
@@ -293,8 +291,6 @@ class McpTool(Tool):
         Raises:
             BadArguments: the server reports wrong arguments.
             McpToolError: the tool has failed, for the model to read.
-            EpisodeForfeited: the call has ended the session.
-            EnvironmentFailed: the server is lost, before or during the call.
         """
         connection = await self._link.connection()
         try:

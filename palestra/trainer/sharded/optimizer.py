@@ -42,7 +42,6 @@ def part_like(whole: Tensor, parameter: Tensor) -> Tensor:
 
     Args:
         whole: [n, d] or [d]; returned unchanged if it is sharded already.
-        parameter: of the same shape.
     """
     if isinstance(whole, DTensor) or not isinstance(parameter, DTensor):
         return whole
@@ -112,9 +111,6 @@ def take_weights(parameters: Named, weights: Mapping[str, Tensor], path: Any) ->
 
     Args:
         weights: by name, whole: [n, d] or [d].
-
-    Raises:
-        CheckpointError: one is not there, or has another shape.
     """
     for name, parameter in parameters:
         if name not in weights or weights[name].shape != parameter.shape:

@@ -194,9 +194,6 @@ class RankPolicy(TorchPolicy):
         """Write weights and tokenizer, as one process writes them, and this rank's moments. Collective.
 
         The first rank gathers the weights one by one in CPU memory, and writes them.
-
-        Raises:
-            CheckpointError: this rank or another can't write.
         """
         problem = Problem()
         self._write_weights(folder, problem)
@@ -211,11 +208,7 @@ class RankPolicy(TorchPolicy):
             problem.catch(lambda: self.model.save(folder, self._tokenizer, weights))
 
     def read(self, folder: Path) -> None:
-        """Load this rank's part of a checkpoint written by any number of ranks or by one process.
-
-        Raises:
-            CheckpointError: it is of another model, or can't be read.
-        """
+        """Load this rank's part of a checkpoint written by any number of ranks or by one process."""
         problem = Problem()
         problem.catch(lambda: take_weights(self.parameters, self.model.read(folder), folder))
         self._group.check(problem.error)

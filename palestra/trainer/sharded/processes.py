@@ -71,12 +71,7 @@ class RankProcesses:
         return [rank.pid for rank in self._ranks]
 
     async def start(self) -> None:
-        """Start the processes, and wait until they have connected to each other.
-
-        Raises:
-            TrainerLost: a rank died, or did not connect within `rank_timeout_seconds`.
-            ConfigError: there are too few devices.
-        """
+        """Start the processes, and wait until they have connected to each other."""
         from palestra.trainer.sharded.rank import RankOrder  # loads torch, as parts of a job that trains do
 
         count, over_nodes = self._config.devices, self._places.folder is not None
@@ -137,12 +132,7 @@ class RankProcesses:
         return self.lost
 
     async def call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method of `Rank` on the first ranks, and return the results in order.
-
-        Raises:
-            TrainerLost: a rank died, was silent for too long, or failed alone.
-            Exception: a rank failed, and all have undone the request.
-        """
+        """Call a method of `Rank` on the first ranks, and return the results in order."""
         if self.lost is not None:
             raise self._error()
         from palestra.trainer.sharded.rank import Rank

@@ -155,12 +155,7 @@ class ShardedTrainer:
             await self._ranks.gone()
 
     async def renew(self) -> None:
-        """Start new ranks, without policies, in place of lost ones.
-
-        Raises:
-            WorkerCrashLoop: ranks were lost too often since the newest checkpoint.
-            TrainerLost: the new ranks were lost.
-        """
+        """Start new ranks, without policies, in place of lost ones."""
         assert self._ranks is not None
         self._losses += 1
         if self._losses >= MOST_LOSSES:
@@ -187,12 +182,7 @@ class ShardedTrainer:
         mine.version = PolicyVersion(incarnation, mine.version.n)
 
     async def create(self, policy: str, spec: PolicySpec) -> None:
-        """Load a policy on all ranks, and start them if necessary; see `Trainer.create`.
-
-        Raises:
-            ConfigError: the policy has a critic.
-            TrainerLost: the ranks can't be started, or one has died while it loaded the model.
-        """
+        """Load a policy on all ranks, and start them if necessary; see `Trainer.create`."""
         if spec.critic is not None:
             raise ConfigError("a policy with a critic is trained on one device; set trainer.devices = 1")
 

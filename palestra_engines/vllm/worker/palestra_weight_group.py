@@ -69,7 +69,6 @@ def own_address(host: str, port: int, seconds: float) -> str:
 
     Args:
         port: of a listening program on the other machine.
-        seconds: timeout.
     """
     try:
         with socket.create_connection((host, port), seconds) as connection:
@@ -84,7 +83,6 @@ def open_store(host: str, port: int, seconds: float, listening: int) -> Any:
     """Return a store of this process, through which the ranks of groups find each other.
 
     Args:
-        seconds: timeout of an answer.
         listening: socket descriptor, which the store takes over.
     """
     limit = timedelta(seconds=seconds)
@@ -92,11 +90,7 @@ def open_store(host: str, port: int, seconds: float, listening: int) -> Any:
 
 
 def reach_store(host: str, port: int, seconds: float) -> Any:
-    """Return the store in the trainer's process, through which the ranks of a group find each other.
-
-    Args:
-        seconds: timeout of an answer.
-    """
+    """Return the store in the trainer's process, through which the ranks of a group find each other."""
     return _dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 
 
@@ -120,11 +114,7 @@ class SealedStore(_dist.Store):  # type: ignore[misc]
         self._store.set(self._hidden(key), salt + self._seal(key, salt + hidden) + hidden)
 
     def get(self, key: str) -> bytes:
-        """Return an entry, waiting for it.
-
-        Raises:
-            RuntimeError: another program has changed it, or a timeout.
-        """
+        """Return an entry, waiting for it."""
         found = bytes(self._store.get(self._hidden(key)))
         salt, seal, hidden = found[:_SALT], found[_SALT : _SALT + _SEAL], found[_SALT + _SEAL :]
         if not hmac.compare_digest(seal, self._seal(key, salt + hidden)):
@@ -166,15 +156,10 @@ class WeightGroup:
         """Meet the other ranks; with gloo this blocks until all have joined, with NCCL until the first broadcast.
 
         Args:
-            store: see `reach_store`.
             name: unique in the store, and only known to the group's ranks.
-            backend: `gloo` or `nccl`.
             rank: of this process; 0: it sends the weights.
             address: of this machine, for the other ranks; not used by NCCL.
             seconds: timeout of the rendezvous, or of one broadcast.
-
-        Raises:
-            RuntimeError: the other ranks time out, or can't be reached.
         """
         self._device, limit = torch.device(DEVICES[backend]), timedelta(seconds=seconds)
         store.set_timeout(limit)
@@ -203,9 +188,6 @@ class WeightGroup:
         Args:
             weights: [n, d] or [d], with their names, in the layout's order; rounded to its precision.
             sent: called with the bytes of each sent bucket.
-
-        Raises:
-            RuntimeError: a rank is lost, or a timeout.
         """
         left, before = iter(weights), None
         for bucket in layout.buckets():
@@ -222,9 +204,6 @@ class WeightGroup:
         """Yield the weights, [n, d] or [d], that rank 0 sends, receiving the next bucket while one is used.
 
         Tensors stay valid: later buckets do not reuse their memory.
-
-        Raises:
-            RuntimeError: rank 0 is lost, or a timeout.
         """
         buckets = layout.buckets()
         coming = self._begin(self._buffer(buckets[0], layout))
