@@ -52,20 +52,34 @@ class PageActions:
         return [FunctionTool(action) for action in actions]
 
     async def click(self, ref: Ref) -> str:
-        """Click on an element."""
+        """Click on an element.
+
+        Args:
+            ref: The element's number.
+        """
         page = self._page()
         x, y = await page.point(ref)
         await page.operate(lambda: page.page.mouse.click(x, y))
         return DONE
 
     async def click_at(self, x: Pixels, y: Pixels) -> str:
-        """Click at a place of the screen."""
+        """Click at a place of the screen.
+
+        Args:
+            x: Pixels from the left.
+            y: Pixels from the top.
+        """
         page = self._page()
         await page.operate(lambda: page.page.mouse.click(x, y))
         return DONE
 
     async def type(self, ref: Ref, text: Text) -> str:
-        """Replace the text of a field."""
+        """Replace the text of a field.
+
+        Args:
+            ref: The field's number.
+            text: The new text.
+        """
         page = self._page()
         await self.click(ref)
         element = await page.element(ref)
@@ -75,7 +89,11 @@ class PageActions:
         return await self.write(text)
 
     async def write(self, text: Text) -> str:
-        """Type text where the cursor is."""
+        """Type text where the cursor is.
+
+        Args:
+            text: The text.
+        """
         page = self._page()
         await page.operate(lambda: page.page.keyboard.type(text))
         return DONE
@@ -100,6 +118,7 @@ class PageActions:
 
         Args:
             ref: The number of the choice.
+            option: The option's text.
         """
         page = self._page()
         element = await page.element(ref)
@@ -111,6 +130,7 @@ class PageActions:
         """Scroll the page or an element.
 
         Args:
+            direction: up or down.
             ref: The element's number; without it, the page is scrolled.
         """
         page = self._page()
