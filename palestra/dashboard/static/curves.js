@@ -197,7 +197,7 @@ export async function curvesView({ query }) {
   }
 
   const controls = h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
-    h("label", {}, "Below ", h("select", { name: "x", onchange: (event) => { chosen.x = event.target.value; redraw(); } },
+    h("label", {}, "x axis ", h("select", { name: "x", onchange: (event) => { chosen.x = event.target.value; redraw(); } },
       Object.keys(X).map((name) => h("option", { value: name, selected: name === chosen.x }, name)))),
     h("label", { class: "smoothing" }, "Smoothing ", h("input", {
       type: "range", min: 0, max: 0.98, step: 0.02, value: chosen.weight, name: "weight",
