@@ -17,7 +17,7 @@ from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 from palestra.waiting import race, together
 from palestra_engines.external.api import Chunk
-from palestra_engines.external.process import Stillness
+from palestra_engines.external.process import ProgressClock
 from palestra_engines.external.reply import StreamedReply
 from palestra_engines.external.served_adapter import ServedAdapter
 from palestra_engines.external.served_policy import ExternalPolicy
@@ -204,7 +204,7 @@ class ExternalEngine:
         """Return why a policy's server can't go on; a server that was stopped never returns."""
         loop = asyncio.get_running_loop()
         answered = loop.time()
-        problem, stillness = "it does not answer", Stillness(answered, policy.progress)
+        problem, clock = "it does not answer", ProgressClock(answered, policy.progress)
         while True:
             if self._closed:
                 await asyncio.Future()
@@ -218,8 +218,8 @@ class ExternalEngine:
             if loop.time() - answered > SILENT_SECONDS and not self._closed:
                 return f"the engine of {name!r} has not answered for {SILENT_SECONDS:.0f} s: {problem}"
             may_move = policy.running > 0 and self._running.is_set() and not policy.replacing
-            still = stillness.seconds(loop.time(), policy.progress, may_move)
-            if still > self._stuck_seconds and not self._closed:
+            stalled = clock.seconds(loop.time(), policy.progress, may_move)
+            if stalled > self._stuck_seconds and not self._closed:
                 requests = "request" if policy.running == 1 else "requests"
                 return (
                     f"the engine of {name!r} has {policy.running} {requests} and has computed nothing for "

@@ -24,7 +24,7 @@ from palestra.process.keeper import LAST_SECONDS, members_of
 from palestra_engines.external.connection import Address
 
 
-class Stillness:
+class ProgressClock:
     """Detects when a server's progress has stopped, from repeated checks.
 
     A server may answer questions while its computing process is stuck, so answers do not count as progress.

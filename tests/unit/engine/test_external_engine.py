@@ -15,7 +15,7 @@ from palestra.errors import ConfigError, EngineFailure, InvalidRequest, ModelErr
 from palestra.models.weights import LocalWeights
 from palestra.types.calls import PolicyVersion, TokenSequence
 from palestra_engines.external import engine as module
-from palestra_engines.external.process import Stillness
+from palestra_engines.external.process import ProgressClock
 from palestra_engines.external.served_models import read_served_models
 from palestra_engines.vllm.driver import VllmDriver
 from unit.building import engine_request
@@ -292,13 +292,13 @@ async def test_a_server_that_answers_and_computes_nothing_has_failed(vllm, tmp_p
 
 
 def test_a_server_stands_still_only_while_it_could_move():
-    stillness = Stillness(10.0, (0, 0, 0))
-    assert stillness.seconds(12.0, (0, 0, 0), True) == 2.0
-    assert stillness.seconds(13.0, (0, 0, 1), True) == 0.0
-    assert stillness.seconds(20.0, (0, 0, 1), True) == 7.0
-    assert stillness.seconds(21.0, (0, 0, 1), False) == 0.0, "paused, or without requests"
-    assert stillness.seconds(25.0, (0, 0, 1), True) == 4.0
-    assert stillness.seconds(26.0, (0, 0, 0), True) == 0.0, "a server that was started again"
+    clock = ProgressClock(10.0, (0, 0, 0))
+    assert clock.seconds(12.0, (0, 0, 0), True) == 2.0
+    assert clock.seconds(13.0, (0, 0, 1), True) == 0.0
+    assert clock.seconds(20.0, (0, 0, 1), True) == 7.0
+    assert clock.seconds(21.0, (0, 0, 1), False) == 0.0, "paused, or without requests"
+    assert clock.seconds(25.0, (0, 0, 1), True) == 4.0
+    assert clock.seconds(26.0, (0, 0, 0), True) == 0.0, "a server that was started again"
 
 
 async def test_a_server_that_is_silent_has_failed(vllm, tmp_path, monkeypatch):
