@@ -18,7 +18,7 @@ from palestra.trainer.checkpoint import keep_newest
 from palestra_bases.tinker.journal import Journal
 from palestra_bases.tinker.records import FutureRequest, ModelRecord
 from palestra_bases.tinker.sessions import TinkerSessions
-from palestra_bases.tinker.training import Training, Workshop
+from palestra_bases.tinker.training import Training, TrainingContext
 
 log = logging.getLogger("palestra.tinker")
 KEPT = 2  # checkpoints from which a model is restored: the newest, and one for when that is damaged
@@ -36,7 +36,7 @@ class Model:
     def __init__(
         self,
         record: ModelRecord,
-        workshop: Workshop,
+        context: TrainingContext,
         journal: Journal,
         sessions: TinkerSessions,
         settled: Callable[[str], None],
@@ -49,8 +49,8 @@ class Model:
             make_room: awaited before the model is loaded, to free memory.
         """
         self.record = record
-        self._shop, self._journal, self._sessions = workshop, journal, sessions
-        self._trainer = workshop.trainer_of(record.tenant)
+        self._context, self._journal, self._sessions = context, journal, sessions
+        self._trainer = context.trainer_of(record.tenant)
         self._settled, self._make_room = settled, make_room
         self._training: Training | None = None  # None: the model is not in memory
         self._executed, self._dropped = record.executed, record.dropped
@@ -137,7 +137,7 @@ class Model:
         if request.kind == "optim_step":
             self._since_save += 1
         # After a restart there may be a gradient already when enough steps have been done again.
-        if self._since_save >= self._shop.limits.checkpoint_steps and not training.gradients:
+        if self._since_save >= self._context.limits.checkpoint_steps and not training.gradients:
             await self._try_to_save()
         return True
 
@@ -155,7 +155,7 @@ class Model:
         """Return the model in memory, restored if it was not there."""
         if self._training is None:
             await self._make_room()
-            self._training = Training(self.record, self._shop)
+            self._training = Training(self.record, self._context)
             self._since_save, self._saved_at = 0, []
             if not first:
                 try:

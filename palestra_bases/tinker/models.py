@@ -17,7 +17,7 @@ from palestra_bases.tinker.journal import Journal
 from palestra_bases.tinker.model import Model
 from palestra_bases.tinker.records import COPIED, ModelRecord
 from palestra_bases.tinker.sessions import TinkerSessions
-from palestra_bases.tinker.training import Workshop, usable
+from palestra_bases.tinker.training import TrainingContext, usable
 from palestra_bases.tinker.wire import CreateModel, LoadWeights
 
 Spawn = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
@@ -28,7 +28,7 @@ class Models:
 
     def __init__(
         self,
-        workshop: Workshop,
+        context: TrainingContext,
         journal: Journal,
         sessions: TinkerSessions,
         settled: Callable[[str], None],
@@ -39,7 +39,7 @@ class Models:
         Args:
             settled: called with the id of each finished request.
         """
-        self._shop, self._journal, self._sessions = workshop, journal, sessions
+        self._context, self._journal, self._sessions = context, journal, sessions
         self._settled, self._spawn = settled, spawn
         self._models: dict[str, Model] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by model
@@ -76,7 +76,7 @@ class Models:
         lora = asked.lora_config
         if lora is None:
             raise InvalidRequest("lora_config is missing, and only adapters are trained here", "lora_config")
-        base = self._shop.bases.of(asked.base_model)
+        base = self._context.bases.of(asked.base_model)
         adapter = base.adapter(lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed)
         data = {"layers": lora.model_dump(include={"train_attn", "train_mlp", "train_unembed"})}
         record = await self._new_model(
@@ -101,7 +101,7 @@ class Models:
             if asked.model_id is None or asked.seq_id is None:
                 raise InvalidRequest("load_weights has session_id and model_seq_id, or model_id and seq_id")
             return await self.train(tenant, "load_weights", asked.model_id, asked.seq_id, body), asked.model_id
-        found = await usable(self._shop.saved, tenant, asked.path)
+        found = await usable(self._context.saved, tenant, asked.path)
         if asked.base_model is not None and asked.base_model != found.base:
             raise InvalidRequest(
                 f"{asked.path} is an adapter of {found.base}, and base_model is {asked.base_model}", "base_model"
@@ -109,7 +109,7 @@ class Models:
         record = await self._new_model(
             tenant,
             (asked.session_id, asked.model_seq_id),
-            self._shop.bases.of(found.base),
+            self._context.bases.of(found.base),
             found.adapter,
             0,
             {name: value for name, value in found.data.items() if name not in ("user_metadata", COPIED)},
@@ -146,7 +146,7 @@ class Models:
 
     async def _accept_first(self, kind: str, record: ModelRecord, body: bytes) -> str:
         """Accept the request that makes a model, and return its id."""
-        limits = self._shop.limits
+        limits = self._context.limits
         insert = self._sessions.insert_model(record, limits.models, limits.session_seconds)
         request_id, is_new = await self._journal.accept(record.tenant, kind, record.model_id, 0, body, limits, insert)
         if is_new:
@@ -170,7 +170,7 @@ class Models:
                 f"{model_id} has a copy of {record.data[COPIED]}, and is never trained; make a training client from "
                 "the copy's path"
             )
-        limits, identity = self._shop.limits, _identity(kind, body)
+        limits, identity = self._context.limits, _identity(kind, body)
         request_id, _ = await self._journal.accept(tenant, kind, model_id, seq_id, body, limits, identity=identity)
         self.notify(record)
         return request_id
@@ -180,7 +180,7 @@ class Models:
         name = record.model_id
         if name not in self._models:
             self._models[name] = Model(
-                record, self._shop, self._journal, self._sessions, self._settled, self._make_room
+                record, self._context, self._journal, self._sessions, self._settled, self._make_room
             )
             self._tasks[name] = self._spawn(name, self._run(self._models[name]))
         self._models[name].notify()
@@ -200,7 +200,7 @@ class Models:
     async def _make_room(self) -> None:
         """Wait until one more model may be loaded, unloading the least recently used."""
         async with self._room:
-            while sum(model.is_loaded for model in self._models.values()) >= self._shop.limits.loaded_models:
+            while sum(model.is_loaded for model in self._models.values()) >= self._context.limits.loaded_models:
                 idle = [model for model in self._models.values() if model.is_loaded and not model.is_busy]
                 if idle:
                     await min(idle, key=lambda model: model.used_at).unload()

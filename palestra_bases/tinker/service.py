@@ -27,7 +27,7 @@ from palestra_bases.tinker.records import SAMPLER, SCHEME, TRAINING, Checkpoint,
 from palestra_bases.tinker.samples import LoadFolder, Samples
 from palestra_bases.tinker.saved import Saved
 from palestra_bases.tinker.sessions import TinkerSessions
-from palestra_bases.tinker.training import Workshop, check_ttl, files_of, usable
+from palestra_bases.tinker.training import TrainingContext, check_ttl, files_of, usable
 
 log = logging.getLogger("palestra.tinker")
 SWEEP_SECONDS = 30.0  # between two looks for what has expired
@@ -60,10 +60,10 @@ class TinkerService:
         self.journal, self.sessions, self.saved = Journal(db, known), TinkerSessions(db, known), Saved(db, known)
         self.futures, self.bases, self.limits = Futures(self.journal), bases, limits
         self._clock = known
-        workshop = Workshop(trainer_of=trainer_of, bases=bases, saved=self.saved, limits=limits, folder=folder)
+        context = TrainingContext(trainer_of=trainer_of, bases=bases, saved=self.saved, limits=limits, folder=folder)
         self._tasks: set[asyncio.Task[None]] = set()
         settled = self.futures.settled
-        self.models = Models(workshop, self.journal, self.sessions, settled, self._spawn)
+        self.models = Models(context, self.journal, self.sessions, settled, self._spawn)
         parts = (self.journal, self.sessions, self.saved)
         self.samples = Samples(engine, adapters, load, bases, limits, parts, settled, self._spawn)
         self.copies = Copies(self.sessions, self.saved, limits, folder)

@@ -60,7 +60,7 @@ class RequestOutcome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Workshop:
+class TrainingContext:
     """The shared dependencies of one server's models.
 
     Attributes:
@@ -86,13 +86,13 @@ class Training:
         gradients: requests whose gradients the next step applies.
     """
 
-    def __init__(self, record: ModelRecord, workshop: Workshop) -> None:
+    def __init__(self, record: ModelRecord, context: TrainingContext) -> None:
         """Begin without a model in memory."""
-        self._record, self._shop = record, workshop
-        self._base: Base = workshop.bases.of(record.base)
-        self._trainer = workshop.trainer_of(record.tenant)
+        self._record, self._context = record, context
+        self._base: Base = context.bases.of(record.base)
+        self._trainer = context.trainer_of(record.tenant)
         self.steps, self.gradients = 0, 0
-        self.run = RunRecord(workshop.run_folder(record.model_id), record.model_id, record.base, record.adapter)
+        self.run = RunRecord(context.run_folder(record.model_id), record.model_id, record.base, record.adapter)
 
     async def create(self, weights: Path | None = None) -> None:
         """Create the model in the trainer.
@@ -136,7 +136,7 @@ class Training:
             logprobs = found["old_logprobs"]
             loss = await in_thread(partial(loss_without_gradient, batch, logprobs))
             return RequestOutcome(result=output_of(batch, logprobs, loss))
-        if self.gradients >= self._shop.limits.gradients:  # all of which have to be kept, to be done again
+        if self.gradients >= self._context.limits.gradients:  # all of which have to be kept, to be done again
             raise InvalidRequest(f"{self.gradients} requests have added gradients, which is the most; call optim_step")
         try:
             report = await trainer.forward_backward(name, batch.rows, batch.loss, request.request_id, logprobs=True)
@@ -152,7 +152,7 @@ class Training:
         """Return the batch of a body, and whether only logprobs are wanted."""
         request = protobuf.parse("ForwardBackwardRequest", body)
         # The last target of a datum has to fit into the context as well.
-        batch = read_batch(request, self._base.vocab_size, self._base.max_context - 1, self._shop.limits)
+        batch = read_batch(request, self._base.vocab_size, self._base.max_context - 1, self._context.limits)
         return batch, bool(request.forward_only)
 
     async def _optim_step(self, request: FutureRequest, body: bytes, again: bool) -> RequestOutcome:
@@ -178,13 +178,13 @@ class Training:
         asked = parse_body(SaveWeights, body)
         path = self._path(asked, TRAINING)
         before = await self._replaced(path, asked.overwrite)
-        folder = self._shop.folder / TRAINING / request.request_id
+        folder = self._context.folder / TRAINING / request.request_id
         state = {"step": self.steps, "seq": request.seq_id}
         written = await self._trainer.save(self._record.model_id, folder, state, request.request_id)
         saved = await self._checkpoint(path, written, asked)
         return RequestOutcome(
             result=self._answer("save_weights", path=path),
-            record=self._shop.saved.insert_checkpoint(saved),
+            record=self._context.saved.insert_checkpoint(saved),
             removed=None if before is None else files_of(before),
         )
 
@@ -193,7 +193,7 @@ class Training:
         if asked.path is not None:
             return await self._save_weights(request, asked, SAMPLER, "save_weights_for_sampler")
         await self._check_number(asked.sampling_session_seq_id)
-        folder = self._shop.folder / SAMPLER / request.request_id
+        folder = self._context.folder / SAMPLER / request.request_id
         await self._trainer.save_weights(self._record.model_id, folder, self.steps, request.request_id)
         sampler = Sampler(
             sampler_id=sampler_id(self._record.session_id, asked.sampling_session_seq_id or 0),
@@ -205,7 +205,7 @@ class Training:
             is_private=True,
         )
         result = self._answer("save_weights_for_sampler", path=None, sampling_session_id=sampler.sampler_id)
-        return RequestOutcome(result=result, record=self._shop.saved.insert_sampler(sampler))
+        return RequestOutcome(result=result, record=self._context.saved.insert_sampler(sampler))
 
     async def _save_external(self, request: FutureRequest, body: bytes, again: bool) -> RequestOutcome:
         asked = parse_body(SaveWeights, body)
@@ -217,18 +217,18 @@ class Training:
         """Write the adapter alone, in PEFT's format, under a name."""
         path = self._path(asked, kind)
         before = await self._replaced(path, overwrite=False)  # an expired one
-        folder = self._shop.folder / kind / request.request_id
+        folder = self._context.folder / kind / request.request_id
         await self._trainer.save_weights(self._record.model_id, folder, self.steps, request.request_id)
         saved = await self._checkpoint(path, folder, asked)
         return RequestOutcome(
             result=self._answer(answer, path=path),
-            record=self._shop.saved.insert_checkpoint(saved),
+            record=self._context.saved.insert_checkpoint(saved),
             removed=None if before is None else files_of(before),
         )
 
     async def _load(self, request: FutureRequest, body: bytes, again: bool) -> RequestOutcome:
         asked = parse_body(LoadWeights, body)
-        found = await usable(self._shop.saved, self._record.tenant, asked.path)
+        found = await usable(self._context.saved, self._record.tenant, asked.path)
         if found.base != self._record.base or found.adapter != self._record.adapter:
             raise InvalidRequest(
                 f"{asked.path} is an adapter of {found.base} with rank {found.adapter.rank}, and the model is one of "
@@ -260,11 +260,11 @@ class Training:
 
     async def _replaced(self, path: str, overwrite: bool) -> Checkpoint | None:
         """Return the checkpoint that has a path already."""
-        saved, tenant = self._shop.saved, self._record.tenant
+        saved, tenant = self._context.saved, self._record.tenant
         before = await saved.checkpoint(tenant, path)
         if before is not None and not overwrite and not is_over(before, saved):
             raise InvalidRequest(f"there is a checkpoint {path} already; choose another name, or overwrite it", "path")
-        most = self._shop.limits.checkpoints
+        most = self._context.limits.checkpoints
         if before is None and len(await saved.checkpoints(tenant)) >= most:
             raise TooManyRequests(f"this key has {most} checkpoints, which is the most; deleting one frees its place")
         return before
@@ -273,8 +273,8 @@ class Training:
         """Raise an error unless the session may have an unnamed sampler of this number."""
         if number is None:
             raise InvalidRequest("either path or sampling_session_seq_id has to be given", "path")
-        session_id, most = self._record.session_id, self._shop.limits.samplers
-        known, there = await self._shop.saved.known_sampler(session_id, sampler_id(session_id, number))
+        session_id, most = self._record.session_id, self._context.limits.samplers
+        known, there = await self._context.saved.known_sampler(session_id, sampler_id(session_id, number))
         if known is not None:
             raise InvalidRequest(f"the session has a sampler with the number {number}", "sampling_session_seq_id")
         if there >= most:
@@ -284,7 +284,7 @@ class Training:
 
     async def _checkpoint(self, path: str, folder: Path, asked: SaveWeights) -> Checkpoint:
         """Return the record of a checkpoint."""
-        now = self._shop.saved.clock.now()
+        now = self._context.saved.clock.now()
         size = await in_thread(lambda: sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
         return Checkpoint(
             path=path,
