@@ -34,7 +34,7 @@ from palestra.models.kernels import kernels
 from palestra.models.logits import Correction, is_adapted, sharpened
 from palestra.models.quiet import NO_CODE, NO_PICKLE, one_line, quiet_transformers
 from palestra.models.rounded_head import HeadWeights, RoundedHead, is_called_as_it_is
-from palestra.models.vision.loading import load_seeing
+from palestra.models.vision.loading import load_vision_model
 from palestra.models.vision.placed import PictureRows, PlacedPicture
 from palestra.models.vision.processor import sees
 from palestra.models.vision.vision import Vision
@@ -472,7 +472,7 @@ def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = 
         config = AutoConfig.from_pretrained(folder, **NO_CODE)
         read_as = dtype if adapter is None and config.dtype == dtype else torch.float32
         if sees(config):
-            model, vision = load_seeing(folder, read_as, FLAT_ATTENTION)
+            model, vision = load_vision_model(folder, read_as, FLAT_ATTENTION)
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=read_as, attn_implementation=FLAT_ATTENTION, **NO_PICKLE

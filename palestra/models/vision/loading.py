@@ -13,7 +13,7 @@ from palestra.models.vision.towers import tower_of
 from palestra.models.vision.vision import Vision
 
 
-def load_seeing(folder: Path | str, dtype: torch.dtype, attention: str) -> tuple[Any, Vision]:
+def load_vision_model(folder: Path | str, dtype: torch.dtype, attention: str) -> tuple[Any, Vision]:
     """Load a transformers vision-language model and its tower.
 
     Args:
