@@ -36,7 +36,7 @@ from palestra.models.quiet import NO_CODE, NO_PICKLE, one_line, quiet_transforme
 from palestra.models.rounded_head import HeadWeights, RoundedHead, is_called_as_it_is
 from palestra.models.vision.loading import load_vision_model
 from palestra.models.vision.placed import PictureRows, PlacedPicture
-from palestra.models.vision.processor import sees
+from palestra.models.vision.processor import has_vision
 from palestra.models.vision.vision import Vision
 from palestra.types.calls import TokenSequence
 
@@ -471,7 +471,7 @@ def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = 
         # rounded already is read as it is, which takes half the memory.
         config = AutoConfig.from_pretrained(folder, **NO_CODE)
         read_as = dtype if adapter is None and config.dtype == dtype else torch.float32
-        if sees(config):
+        if has_vision(config):
             model, vision = load_vision_model(folder, read_as, FLAT_ATTENTION)
         else:
             model = AutoModelForCausalLM.from_pretrained(
@@ -495,7 +495,7 @@ def check_architecture(folder: Path) -> None:
     """
     with one_line(f"the model in {folder} can't be trained"), quiet_transformers(), torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, **NO_CODE)
-        if not sees(config):
+        if not has_vision(config):
             AutoModelForCausalLM.from_config(config, attn_implementation=FLAT_ATTENTION, **NO_CODE)
 
 

@@ -26,7 +26,7 @@ from palestra.models.adapters import Adapter
 from palestra.models.catalog import cache_folder, exact_model, model_folder
 from palestra.models.causal_lm import FLAT_ATTENTION, CausalLM, load_causal_lm, load_tokenizer
 from palestra.models.quiet import NO_CODE, one_line, quiet_transformers
-from palestra.models.vision.processor import find_layout, sees
+from palestra.models.vision.processor import find_layout, has_vision
 from palestra.renderers import PictureTokens
 from palestra.types.messages import Pictures
 
@@ -238,7 +238,7 @@ def _without_weights(name: str, dtype: torch.dtype) -> CausalLM | None:
     files = PartedFiles(folder)
     with one_line(f"model {name!r} can't be loaded"), quiet_transformers():
         config = AutoConfig.from_pretrained(folder, **NO_CODE)
-        if sees(config) or hasattr(config, "quantization_config"):
+        if has_vision(config) or hasattr(config, "quantization_config"):
             return None
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(

@@ -56,7 +56,7 @@ class PictureProcessor:
         return dict(self._processor(images=image, return_tensors="pt"))
 
 
-def sees(config: Any) -> bool:
+def has_vision(config: Any) -> bool:
     """Return whether a transformers configuration is of a vision-language model."""
     return getattr(config, "vision_config", None) is not None
 
@@ -70,7 +70,7 @@ def find_layout(folder: Path | str) -> PictureLayout | None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, **NO_CODE)
-    if not sees(config):
+    if not has_vision(config):
         return None
     _check_family(config)
     return layout_of(config.to_dict(), processor_files(folder))
