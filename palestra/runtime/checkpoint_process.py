@@ -59,7 +59,7 @@ def main(run: Path, name: str, folder: Path) -> int:
                 lambda kind, data: None,
                 lambda job: tell(
                     url=job.url,
-                    key=job.plane.keys.talk_key,
+                    key=job.plane.keys.playground_key,
                     policies=list(job.plane.sessions.context.policies.names),
                 ),
             )

@@ -35,7 +35,7 @@ TALK = f"{PAGE}/api/runs/{{run}}/talk"
 PORT = 7413
 
 
-class TalkState(BaseModel):
+class PlaygroundState(BaseModel):
     """The page's state of the chat playground for a run."""
 
     able: bool = Field(description="Whether this page can load a checkpoint of the run.")
@@ -93,17 +93,17 @@ def create_folder_app(
             raise NotFound(f"there is no run {name!r} here")
         return known[name]
 
-    async def state_of(run: Run, response: Response) -> TalkState:
+    async def state_of(run: Run, response: Response) -> PlaygroundState:
         response.headers["cache-control"] = "no-store"
-        return await in_thread(lambda: talk_state(run, server.served, host))
+        return await in_thread(lambda: playground_state(run, server.served, host))
 
     @app.get(TALK, tags=["talk"])
-    async def state(run: str, response: Response) -> TalkState:
+    async def state(run: str, response: Response) -> PlaygroundState:
         """Return the loadable checkpoints, and the loading state of the last one."""
         return await state_of(find(run), response)
 
     @app.post(f"{TALK}/load", tags=["talk"])
-    async def load(run: str, body: Load, response: Response) -> TalkState:
+    async def load(run: str, body: Load, response: Response) -> PlaygroundState:
         """Begin to load a checkpoint in its own process, replacing any other; return at once."""
         found = find(run)
         now = await state_of(found, response)
@@ -115,7 +115,7 @@ def create_folder_app(
         return await state_of(found, response)
 
     @app.post(f"{TALK}/end", tags=["talk"])
-    async def end(run: str, response: Response) -> TalkState:
+    async def end(run: str, response: Response) -> PlaygroundState:
         """End the checkpoint that is served."""
         found = find(run)
         await server.end()
@@ -129,7 +129,7 @@ def create_folder_app(
     return app
 
 
-def talk_state(run: Run, now: Served | None, host: str) -> TalkState:
+def playground_state(run: Run, now: Served | None, host: str) -> PlaygroundState:
     """Return the state of the chat playground for a run.
 
     Args:
@@ -144,8 +144,8 @@ def talk_state(run: Run, now: Served | None, host: str) -> TalkState:
         why = str(error)
     mine = now if now is not None and now.run == run.name else None
     if mine is None:
-        return TalkState(able=not why, why=why, checkpoints=checkpoints, state="none")
-    return TalkState(
+        return PlaygroundState(able=not why, why=why, checkpoints=checkpoints, state="none")
+    return PlaygroundState(
         able=not why,
         why=why,
         checkpoints=checkpoints,

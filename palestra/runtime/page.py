@@ -14,8 +14,8 @@ from palestra.dashboard.runs import Run
 from palestra.dashboard.token_text import TokenText
 from palestra.engine.base import WorkerPool
 from palestra.http.app import PUBLIC
+from palestra.runtime.playground import PlaygroundCheckpoints, add_checkpoint_route
 from palestra.runtime.scaling import add_scaling_route
-from palestra.runtime.talking import TalkCheckpoints, add_checkpoint_route
 from palestra.server import DataPlane, create_app
 from palestra.server.auth import JobKey, caller_of
 
@@ -24,7 +24,7 @@ def create_job_app(plane: DataPlane, pool: WorkerPool | None = None, most_replic
     """Return the application of a job: its data plane and its page."""
     app = create_app(plane, public={*PUBLIC, *public_paths()}, page=f"{PAGE}/")
     folder = Path(plane.progress.run_dir)
-    checkpoints = TalkCheckpoints(plane.config, folder, plane.sessions.context.policies)
+    checkpoints = PlaygroundCheckpoints(plane.config, folder, plane.sessions.context.policies)
     add_checkpoint_route(app, plane, checkpoints)
     add_scaling_route(app, plane, pool, most_replicas)
     run = Run(
@@ -54,10 +54,10 @@ class _JobAccess:
 
     def talk(self, request: Request) -> str | None:
         """Return the key for calling the policies to callers with the job's key; see `PageAccess`."""
-        return self._keys.talk_key if isinstance(caller_of(request), JobKey) else None
+        return self._keys.playground_key if isinstance(caller_of(request), JobKey) else None
 
 
-def _live(plane: DataPlane, checkpoints: TalkCheckpoints) -> LiveState:
+def _live(plane: DataPlane, checkpoints: PlaygroundCheckpoints) -> LiveState:
     progress, sessions, gpus = plane.progress, plane.sessions, plane.gpus()
     collected, loads = progress.collected, sessions.context.policies.engine_loads
     return LiveState(

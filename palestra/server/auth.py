@@ -52,12 +52,12 @@ class RoleKey:
 
 
 @dataclass(frozen=True, slots=True)
-class TalkKey:
+class PlaygroundKey:
     """Calls of the job's policies outside episodes, for the chat playground; exists only after the key was checked."""
 
 
 # What the key of a request opens; made once, at the door, after its signature was checked.
-Caller: TypeAlias = JobKey | ViewerKey | EpisodeKey | SeatKey | RoleKey | TalkKey
+Caller: TypeAlias = JobKey | ViewerKey | EpisodeKey | SeatKey | RoleKey | PlaygroundKey
 
 
 class KeyRing:
@@ -99,7 +99,7 @@ class KeyRing:
         return self._viewer_key(self._secret())
 
     @property
-    def talk_key(self) -> str:
+    def playground_key(self) -> str:
         """Return the key for the page's unrecorded calls of policies, derived from the present secret."""
         return self._talk_key(self._secret())
 
@@ -139,7 +139,7 @@ class KeyRing:
         if key.startswith("pv-") and hmac.compare_digest(key.encode(), self._viewer_key(secret).encode()):
             return ViewerKey()
         if key.startswith("pt-") and hmac.compare_digest(key.encode(), self._talk_key(secret).encode()):
-            return TalkKey()
+            return PlaygroundKey()
         prefix, _, _ = key.rpartition(".")
         episode_id, _, fence = prefix.removeprefix("pe-").rpartition(".")
         known = key.startswith("pe-") and fence.isascii() and fence.isdigit() and len(fence) < 10
@@ -179,7 +179,7 @@ class KeyRing:
                 raise Forbidden("this key does not open the page; it takes the job's key, or the viewer's")
         elif isinstance(caller, ViewerKey):
             raise Forbidden("this is the viewer's key, which opens the job's page and nothing else")
-        elif isinstance(caller, TalkKey) and not path.startswith(MODEL_ROUTES):
+        elif isinstance(caller, PlaygroundKey) and not path.startswith(MODEL_ROUTES):
             raise Forbidden(f"this key calls models ({MODEL_ROUTES}…) and opens nothing else")
         request.scope[CALLER] = caller
 
@@ -288,7 +288,7 @@ def require_model(caller: Caller, kind: JobKind) -> None:
     Raises:
         Forbidden: it may not.
     """
-    if isinstance(caller, TalkKey | JobKey if kind == "inference" else TalkKey | EpisodeKey | SeatKey):
+    if isinstance(caller, PlaygroundKey | JobKey if kind == "inference" else PlaygroundKey | EpisodeKey | SeatKey):
         return
     if kind == "inference":
         raise Forbidden("this is the key of an episode, a seat or a talk; this route takes the job's key")

@@ -16,7 +16,7 @@ from palestra.errors import Forbidden
 from palestra.http.app import GuardedApp
 from palestra.http.bodies import read_with
 from palestra.http.disconnects import until_disconnect
-from palestra.server.auth import Caller, EpisodeKey, TalkKey, caller_of, require_model, session_of
+from palestra.server.auth import Caller, EpisodeKey, PlaygroundKey, caller_of, require_model, session_of
 from palestra.server.dialects.base import Dialect, DialectRequest, GenerationResult, TokenCounter
 from palestra.server.dialects.fields import AGENT_HEADER, agent_of
 from palestra.server.dialects.sent_pictures import may_show_pictures, pictures_in
@@ -119,7 +119,7 @@ async def _read(
     require_model(caller, plane.config.kind)
     asked = await read_with(partial(_parsed, parse, request.headers), request, plane.pool)
     policies, players = plane.sessions.context.policies, NO_PLAYERS
-    if isinstance(caller, TalkKey):  # it names the policy and has no role
+    if isinstance(caller, PlaygroundKey):  # it names the policy and has no role
         runtime = policies.runtime(asked.policy)
     else:
         model = asked.policy

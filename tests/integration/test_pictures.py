@@ -207,7 +207,7 @@ async def test_an_upload_is_idempotent_and_takes_a_key_of_the_job(tmp_path):
             assert (await user.http.get(f"/pictures/{DIGEST}", headers=headers)).status_code == status
         headers = {"authorization": f"Bearer {user.job.plane.keys.viewer_key}"}
         assert (await user.http.put(f"/pictures/{DIGEST}", content=PNG, headers=headers)).status_code == 403
-        headers = {"authorization": f"Bearer {user.job.plane.keys.talk_key}"}
+        headers = {"authorization": f"Bearer {user.job.plane.keys.playground_key}"}
         assert (await user.http.put(f"/pictures/{DIGEST}", content=PNG, headers=headers)).status_code == 403
 
 

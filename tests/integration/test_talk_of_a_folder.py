@@ -20,7 +20,7 @@ from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.http.server import listen, served, url_of
 from palestra.runtime import checkpoint_server, folder_page
 from palestra.runtime.checkpoint_server import CheckpointServer
-from palestra.runtime.folder_page import create_folder_app, talk_state
+from palestra.runtime.folder_page import create_folder_app, playground_state
 
 pytestmark = pytest.mark.slow
 TALK = "/dashboard/api/runs/run/talk"
@@ -149,7 +149,7 @@ async def test_only_the_user_of_the_link_on_this_machine_may_load(page, folder, 
         other = path.replace("/run/", "/other/")
         assert (await page.http.request(method, other, json={"checkpoint": "c"})).status_code == 404
     (run,) = runs_of([folder])
-    assert "listens on 0.0.0.0" in talk_state(run, None, "0.0.0.0").why
+    assert "listens on 0.0.0.0" in playground_state(run, None, "0.0.0.0").why
     real = run.config.model_copy(update={"engine": EmbeddedEngineConfig()})
     monkeypatch.setattr(folder_page, "find_spec", lambda name: None)
     assert "palestra[train]" in folder_page._why_not(real, ["policy@step-1"], "127.0.0.1")

@@ -13,8 +13,8 @@ from palestra.server.auth import (
     EpisodeKey,
     JobKey,
     KeyRing,
+    PlaygroundKey,
     RoleKey,
-    TalkKey,
     ViewerKey,
     require_episode,
     require_job,
@@ -89,7 +89,7 @@ def test_the_viewers_key_opens_the_page_and_nothing_else():
         admitted(RING, RING.viewer_key)
     admitted(RING, RING.viewer_key, "/page/x")
     admitted(RING, RING.job_key, "/page/x")
-    for key in (RING.episode_key("e", 1), RING.talk_key):
+    for key in (RING.episode_key("e", 1), RING.playground_key):
         with pytest.raises(Forbidden):
             admitted(RING, key, "/page/x")
     with pytest.raises(Unauthorized):
@@ -99,19 +99,19 @@ def test_the_viewers_key_opens_the_page_and_nothing_else():
 
 
 def test_the_key_of_a_talk_opens_model_calls_and_nothing_else():
-    assert RING.check(RING.talk_key) == TalkKey()
-    calls(TalkKey())
-    calls(TalkKey(), "inference")
+    assert RING.check(RING.playground_key) == PlaygroundKey()
+    calls(PlaygroundKey())
+    calls(PlaygroundKey(), "inference")
     with pytest.raises(Forbidden):
-        admitted(RING, RING.talk_key, "/claim_episode")
-    talk = admitted(RING, RING.talk_key)
+        admitted(RING, RING.playground_key, "/claim_episode")
+    talk = admitted(RING, RING.playground_key)
     for check in (require_job, lambda r: require_seat(r, "e"), lambda r: require_role(r, "white")):
         with pytest.raises(Forbidden):
             check(talk)
     with pytest.raises(Unauthorized):
-        KeyRing(lambda: b"other" * 8, "job").check(RING.talk_key)
+        KeyRing(lambda: b"other" * 8, "job").check(RING.playground_key)
     with pytest.raises(Unauthorized):
-        KeyRing(lambda: SECRET, "other").check(RING.talk_key)
+        KeyRing(lambda: SECRET, "other").check(RING.playground_key)
 
 
 def test_a_job_key_may_be_given():

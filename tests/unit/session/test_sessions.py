@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, NotFound, ServerStopping, TooManyRequests
-from palestra.server.auth import TalkKey, session_of
+from palestra.server.auth import PlaygroundKey, session_of
 from palestra.session import Sessions
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.states import TurnState
@@ -88,15 +88,15 @@ async def test_the_next_lease_has_a_session_of_its_own_without_the_former_calls(
 
 
 async def test_so_many_calls_may_be_in_flight_and_no_more(sessions, bench):
-    async with session_of(TalkKey(), sessions), session_of(TalkKey(), sessions):
+    async with session_of(PlaygroundKey(), sessions), session_of(PlaygroundKey(), sessions):
         assert sessions.in_flight == 2
         with pytest.raises(TooManyRequests, match="2 calls"):
-            async with session_of(TalkKey(), sessions):
+            async with session_of(PlaygroundKey(), sessions):
                 pass
     assert sessions.in_flight == 0
     assert bench.context.counts["calls_refused"] == 1
     with pytest.raises(RuntimeError):
-        async with session_of(TalkKey(), sessions):
+        async with session_of(PlaygroundKey(), sessions):
             raise RuntimeError
     assert sessions.in_flight == 0
 

@@ -14,7 +14,7 @@ from palestra.errors import Forbidden, NotFound
 from palestra.models.saved_weights import SavedWeights
 from palestra.runtime.starting_points import all_checkpoints
 from palestra.server import DataPlane
-from palestra.server.auth import JobKey, TalkKey, caller_of
+from palestra.server.auth import JobKey, PlaygroundKey, caller_of
 from palestra.session.policies import PolicySet
 from palestra.threads import in_thread
 from palestra.trainer import checkpoint
@@ -27,7 +27,7 @@ class LoadedCheckpoint(BaseModel):
     model: str = Field(description="Name under which calls are answered by it, until another one is loaded.")
 
 
-class TalkCheckpoints:
+class PlaygroundCheckpoints:
     """The engine's additional checkpoint: one at a time, because each is a whole model."""
 
     def __init__(self, config: JobConfig, folder: Path, policies: PolicySet) -> None:
@@ -65,7 +65,7 @@ class TalkCheckpoints:
             self._loaded = name
 
 
-def add_checkpoint_route(app: FastAPI, plane: DataPlane, checkpoints: TalkCheckpoints) -> None:
+def add_checkpoint_route(app: FastAPI, plane: DataPlane, checkpoints: PlaygroundCheckpoints) -> None:
     """Add the route that loads a checkpoint."""
 
     @app.post("/v1/checkpoints/{name}", tags=["model"])
@@ -76,7 +76,7 @@ def add_checkpoint_route(app: FastAPI, plane: DataPlane, checkpoints: TalkCheckp
         Calls with the chat playground's key are not recorded. An episode's key is refused: the job chooses the policies
         that play an episode.
         """
-        if not isinstance(caller_of(request), JobKey | TalkKey):
+        if not isinstance(caller_of(request), JobKey | PlaygroundKey):
             raise Forbidden("this is the key of an episode; a checkpoint is loaded with the job's key")
         await checkpoints.load(name)
         return LoadedCheckpoint(model=name)
