@@ -48,7 +48,7 @@ def _settings(config: JobConfig) -> dict[str, Any]:
     return found
 
 
-def check_room(folder: Path) -> None:
+def check_disk(folder: Path) -> None:
     """Check that the disk has space for a tracker's files."""
     if shutil.disk_usage(folder).free < RESERVE:
         raise StoreError(f"less than {RESERVE // 2**20} MiB are free; what is left is for the run itself")
@@ -64,7 +64,7 @@ class Follower:
 
     def look(self) -> int:
         """Send new rows, and return how many."""
-        check_room(self._folder)
+        check_disk(self._folder)
         written = 0
         with browse(self._path) as connection:
             if self._count < 0 or not self._unchanged(connection):

@@ -22,7 +22,7 @@ from palestra.disk import open_own
 from palestra.errors import PalestraError, RunInUse
 from palestra.process.child import with_owner
 from palestra.terminal import say
-from palestra.tracking.follow import FOLDER, check_room, follow_run, tracked_run
+from palestra.tracking.follow import FOLDER, check_disk, follow_run, tracked_run
 from palestra.tracking.registry import create_tracker
 
 OVER = b"over"  # what a job that ends says to its trackers
@@ -37,7 +37,7 @@ def main(folder: Path, name: str) -> int:
     over, killed = threading.Event(), threading.Event()
     atexit.register(_end_group, killed)  # before those of the tracker's library, so that it is called after them
     with_owner(lambda said: _end_soon(said, over, killed))
-    threading.Thread(target=_watch_room, args=(folder, name), daemon=True).start()
+    threading.Thread(target=_watch_disk, args=(folder, name), daemon=True).start()
     with contextlib.suppress(OSError):
         os.nice(10)  # the job's own work comes first
     try:
@@ -69,11 +69,11 @@ def _end_group(killed: threading.Event) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def _watch_room(folder: Path, name: str) -> None:
+def _watch_disk(folder: Path, name: str) -> None:
     """End this process as soon as the disk is too full for the run, even during a tracker's write."""
     while True:
         try:
-            check_room(folder)
+            check_disk(folder)
         except (PalestraError, OSError) as error:
             say(f"{name}: {error}", file=sys.stderr)
             os._exit(1)
