@@ -58,7 +58,7 @@ class AdapterCache:
             if known is None:
                 while (leaving := self._leaving.get(name)) is not None:  # else the engine would have it already
                     await asyncio.wait((leaving,))
-                await self._make_room()
+                await self._free_capacity()
                 known = _Loaded(asyncio.ensure_future(load(name)))
                 known.ready.add_done_callback(partial(self._came, name, known))
                 self.loads += 1
@@ -88,7 +88,7 @@ class AdapterCache:
             del self._leaving[name]
             self._freed.set()
 
-    async def _make_room(self) -> None:
+    async def _free_capacity(self) -> None:
         """Return when one more adapter may be loaded."""
         while len(self._loaded) + len(self._leaving) >= self.most:
             idle = next((name for name, one in self._loaded.items() if not one.users and one.ready.done()), None)

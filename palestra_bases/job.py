@@ -108,7 +108,7 @@ class HostedJob:
         """Give the engine one of the job's policies; see `BaseCalls.sample`."""
         await in_thread(lambda: self._check_folder(spec.model))
         async with self._making:
-            self._check_room(policy, self._sampled)
+            self._check_capacity(policy, self._sampled)
             await self._base.sample(self._named(policy), spec)
             self._sampled.add(policy)
 
@@ -124,7 +124,7 @@ class HostedJob:
             raise NotFound(f"job {self.name} has no policy {policy!r} at this base server")
         return self._named(policy)
 
-    def _check_room(self, policy: str, known: set[str]) -> None:
+    def _check_capacity(self, policy: str, known: set[str]) -> None:
         """Refuse a policy that the job has, one more than it may have, or a name with a slash."""
         check_plain_name(policy, "a policy")
         if policy in known:
@@ -267,7 +267,7 @@ class _JobEngine(_Part):
         async with job._making:
             full = job._full(like, job._sampled)
             if name not in job._sampled:
-                job._check_room(name, job._sampled)
+                job._check_capacity(name, job._sampled)
             await self._target.add_policy(job._named(name), full, version, weights)
             job._sampled.add(name)
 
@@ -285,7 +285,7 @@ class _JobTrainer(_Part):
         job = self._job
         await in_thread(lambda: job._check_spec(spec))
         async with job._making:
-            job._check_room(policy, job._trained)
+            job._check_capacity(policy, job._trained)
             await self._target.create(job._named(policy), spec)
             job._trained.add(policy)
         job.say_version(policy)

@@ -20,7 +20,7 @@ from palestra.threads import in_thread
 if TYPE_CHECKING:
     from palestra.engine.base import Engine
     from palestra.engine.cards import CardTurns
-    from palestra.engine.pool.options import CheckRoom, StartWorker
+    from palestra.engine.pool.options import CheckCapacity, StartWorker
     from palestra.engine.pool.wanted import KeptWeights
     from palestra.engine.pool.worker import StartedWorker
     from palestra.grammars.pool import Grammars
@@ -123,7 +123,7 @@ class Workers:
     count: int
     most: int | None
     policies: Callable[[], Mapping[str, SampledPolicy]]
-    check_room: CheckRoom | None = None
+    check_capacity: CheckCapacity | None = None
     prefix_tokens: int = PREFIX_TOKENS
     start_seconds: float = START_SECONDS
 

@@ -73,7 +73,7 @@ class SessionTable:
             ServerStopping: the server ends.
         """
         await self._take_place(wait_seconds)
-        session = EnvironmentSession(self._make, system, self.limits, self._clock, send, self._make_room)
+        session = EnvironmentSession(self._make, system, self.limits, self._clock, send, self._free_capacity)
         try:
             await self._set_up(session)
             self._opened += 1
@@ -101,7 +101,7 @@ class SessionTable:
         Sessions end between two episodes; clients begin their next one at another server.
         """
         self._refuse("this environment server is draining: it ends, and takes no new sessions")
-        self._make_room()
+        self._free_capacity()
         self._look_empty()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -154,7 +154,7 @@ class SessionTable:
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         self._grant()
-        self._make_room()
+        self._free_capacity()
         try:
             await asyncio.wait((place,), timeout=seconds)
         except asyncio.CancelledError:
@@ -178,7 +178,7 @@ class SessionTable:
             self._waiting.popleft().set_result(None)
             self._taken += 1
 
-    def _make_room(self) -> None:
+    def _free_capacity(self) -> None:
         """End the longest idle sessions, one for each waiting client; all idle ones while the table drains."""
         ending = sum(session.ended.is_set() for session in self._sessions)
         wanted = len(self._sessions) if self._closed is not None else len(self._waiting) - ending

@@ -116,7 +116,7 @@ class Connections:
             self.limits = replace(self.limits, connections=room)
             self._advice = f"the limit of {soft} open files (ulimit -n) allows no more; raise it"
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Raise TooManyRequests for a request that would wait, if nearly all connections are in use.
 
         This reserves some connections for requests that are answered immediately.
@@ -129,7 +129,7 @@ class Connections:
                 retry_after_seconds=AGAIN_SECONDS,
             )
 
-    def make_room(self) -> bool:
+    def free_capacity(self) -> bool:
         """Close a waiting connection if there are too many. Return False if all of them are in use."""
         if len(self.open) <= self.limits.connections:
             return True

@@ -62,7 +62,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Count a new connection, or refuse it with 503 (called by asyncio)."""
         super().connection_made(transport)
         self._all.counts["accepted"] += 1
-        if self._all.make_room():
+        if self._all.free_capacity():
             self._wait()
             return
         with contextlib.suppress(OSError):

@@ -68,7 +68,7 @@ class PackageRenderer(Renderer):
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:
         """Return the prompt of a conversation, int32 [P]. See `Renderer.render`."""
-        self._check_room(messages, room)
+        self._check_capacity(messages, room)
         renderer, given, offered = self._guarded(_dicts(messages), _given(tools))
         return TokenSequence(
             np.asarray(renderer.render_ids(given, tools=offered, add_generation_prompt=True), np.int32)
@@ -86,7 +86,7 @@ class PackageRenderer(Renderer):
 
         None: the package has no bridge for these messages, or its bridge would change earlier ids.
         """
-        self._check_room(new_messages, room)
+        self._check_capacity(new_messages, room)
         prompt, completion = prompt_ids().tolist(), completion_ids.tolist()
         names: dict[str, str] = {}
         if any(m.role == "tool" and m.name is None for m in new_messages):
@@ -141,7 +141,7 @@ class PackageRenderer(Renderer):
         good = [a.name for a in attempts if a.problem is None and json.loads(a.arguments or "") == {"probe": 1}]
         return ids[:end] if good == wanted and len(attempts) == calls and not content else None
 
-    def _check_room(self, messages: Sequence[ChatMessage], room: int | None) -> None:
+    def _check_capacity(self, messages: Sequence[ChatMessage], room: int | None) -> None:
         """Raise TooManyTokens for messages that can't fit with any template.
 
         Every template writes the users' text, except perhaps white space at its edges.

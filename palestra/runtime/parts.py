@@ -164,14 +164,14 @@ async def _opened(job: EngineJob, workers: Workers, host: ProcessHost, places: J
         kinds=tuple(table.kind for table in tables for _ in range(table.worker_count)) if len(tables) > 1 else (),
     )
 
-    async def check_room(count: int) -> None:
-        if workers.check_room is not None:
-            await workers.check_room(count)
+    async def check_capacity(count: int) -> None:
+        if workers.check_capacity is not None:
+            await workers.check_capacity(count)
         elif not host.in_bundles:  # whose memory is their own
             await in_thread(lambda: check_more(job.config, job.weights, count))
 
     keep = driver_of(tables[0]).keeper(tables[0], places.folder)  # all have the same precision
-    pool = InferenceManager(workers.start, list(job.config.policies), keep, options, check_room)
+    pool = InferenceManager(workers.start, list(job.config.policies), keep, options, check_capacity)
     await pool.open()
     return pool
 

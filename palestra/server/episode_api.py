@@ -197,7 +197,7 @@ async def _claim(plane: DataPlane, body: ClaimEpisode, request: Request) -> Epis
         left = until - clock.monotonic()
         if left <= 0:
             return None
-        plane.connections.check_room()
+        plane.connections.check_capacity()
         await episodes.available.wait(left, seen)
 
 

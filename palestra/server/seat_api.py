@@ -29,7 +29,7 @@ def add_seat_routes(app: GuardedApp, plane: DataPlane) -> None:
         body = await read_request(ObserveSeat, request, plane.pool)
         key = require_seat(request, body.episode_id)
         wait = min(body.wait_seconds, plane.config.server.max_wait_seconds)
-        plane.connections.check_room()
+        plane.connections.check_capacity()
         return await until_disconnect(request.scope, plane.seats.observe(key, body.events_seen, wait))
 
     @routes.post("/act_seat", ActSeat)
@@ -58,7 +58,7 @@ async def claim_seat(plane: DataPlane, body: ClaimEpisode, role: str, request: R
     seats, workers, progress = plane.seats, plane.workers, plane.progress
     seats.check_role(role)
     wait = min(body.wait_seconds, plane.config.server.max_wait_seconds)
-    plane.connections.check_room()
+    plane.connections.check_capacity()
     workers.mark_claiming(worker_id, body.request_id)
     fault_point("before_seat_claim")
     try:

@@ -40,18 +40,18 @@ class Model:
         journal: Journal,
         sessions: TinkerSessions,
         settled: Callable[[str], None],
-        make_room: Callable[[], Awaitable[None]],
+        free_capacity: Callable[[], Awaitable[None]],
     ) -> None:
         """Prepare to execute; `run` does.
 
         Args:
             settled: called with the id of each finished request.
-            make_room: awaited before the model is loaded, to free memory.
+            free_capacity: awaited before the model is loaded, to free memory.
         """
         self.record = record
         self._context, self._journal, self._sessions = context, journal, sessions
         self._trainer = context.trainer_of(record.tenant)
-        self._settled, self._make_room = settled, make_room
+        self._settled, self._free_capacity = settled, free_capacity
         self._training: Training | None = None  # None: the model is not in memory
         self._executed, self._dropped = record.executed, record.dropped
         self._saved_at: list[int] = []  # numbers of the requests after which the checkpoints that are kept were written
@@ -154,7 +154,7 @@ class Model:
     async def _loaded(self, first: bool) -> Training:
         """Return the model in memory, restored if it was not there."""
         if self._training is None:
-            await self._make_room()
+            await self._free_capacity()
             self._training = Training(self.record, self._context)
             self._since_save, self._saved_at = 0, []
             if not first:

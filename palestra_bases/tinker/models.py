@@ -180,7 +180,7 @@ class Models:
         name = record.model_id
         if name not in self._models:
             self._models[name] = Model(
-                record, self._context, self._journal, self._sessions, self._settled, self._make_room
+                record, self._context, self._journal, self._sessions, self._settled, self._free_capacity
             )
             self._tasks[name] = self._spawn(name, self._run(self._models[name]))
         self._models[name].notify()
@@ -197,7 +197,7 @@ class Models:
         async with self._room:
             self._room.notify_all()
 
-    async def _make_room(self) -> None:
+    async def _free_capacity(self) -> None:
         """Wait until one more model may be loaded, unloading the least recently used."""
         async with self._room:
             while sum(model.is_loaded for model in self._models.values()) >= self._context.limits.loaded_models:

@@ -51,7 +51,7 @@ class Slots:
             if self._count is None or policy.model.adapter is None:
                 continue
             if name not in self._inside:
-                self._make_room(policies.keys())
+                self._free_capacity(policies.keys())
                 if (folder := self._outside.get(name)) is not None:
                     _unpark(policy, folder)
                     del self._outside[name]
@@ -59,7 +59,7 @@ class Slots:
                 self._inside[name] = policy
             self._inside.move_to_end(name)
 
-    def _make_room(self, wanted: Collection[str]) -> None:
+    def _free_capacity(self, wanted: Collection[str]) -> None:
         """Write the policies that were not used for longest to disk until there is a free slot."""
         assert self._count is not None
         for name in [name for name in self._inside if name not in wanted]:

@@ -157,7 +157,7 @@ class ServerDriver(EngineDriver[Servers]):
             count=table.worker_count,
             most=servers.most,
             policies=lambda: sampled_policies(job, models),
-            check_room=servers.check_room,
+            check_capacity=servers.check_capacity,
         )
 
 

@@ -66,7 +66,7 @@ class ServerWorkers:
             self._free.put_nowait(place)
         self._served: set[int] = set()  # places that have had a worker
 
-    async def check_room(self, count: int) -> None:
+    async def check_capacity(self, count: int) -> None:
         """Raise an error if there is too little memory for more workers, before one is started.
 
         Args:

@@ -191,7 +191,7 @@ class KVCache:
         for bucket in self._buckets.values():
             bucket.captured.pop(policy, None)
 
-    def make_room(self, row: Row) -> None:
+    def free_capacity(self, row: Row) -> None:
         """Move a full row to the next bucket; without memory for that, the row is unchanged."""
         if row.length < row.bucket.capacity:
             return
@@ -231,7 +231,7 @@ class DecodeAttention:
     def of(cls, buckets: Sequence[Bucket]) -> DecodeAttention:
         """Return the attention of all rows of some buckets, each with at least one row and no full row."""
         if any(row.length >= bucket.capacity for bucket in buckets for row in bucket.rows):
-            raise ValueError("a row is full; `make_room` moves it")
+            raise ValueError("a row is full; `free_capacity` moves it")
         return cls(
             [
                 (bucket.storage, torch.tensor([row.length for row in bucket.rows], device=bucket.storage.device))

@@ -147,7 +147,7 @@ class ModelRunner:
         """
         by_row = {request.row: request for request in requests if request.row is not None}
         for row in by_row:
-            self._cache.make_room(row)
+            self._cache.free_capacity(row)
         buckets = self._cache.in_order()
         rows = [row for bucket in buckets for row in bucket.rows]
         if len(rows) == len(requests):

@@ -12,7 +12,7 @@ import numpy as np
 from palestra.engine.base import EngineLoad, EngineRequest, TokenReplay
 from palestra.engine.pool.change import NumberChange
 from palestra.engine.pool.keeper import WorkerKeeper
-from palestra.engine.pool.options import CallCounts, CheckRoom, PoolOptions, StartWorker
+from palestra.engine.pool.options import CallCounts, CheckCapacity, PoolOptions, StartWorker
 from palestra.engine.pool.placement import block_hashes, place_request
 from palestra.engine.pool.state import PoolState
 from palestra.engine.pool.wanted import KeptWeights, WantedPolicy
@@ -40,17 +40,17 @@ class InferenceManager:
         policies: Collection[str],
         keep: Callable[[str, WeightSource], Awaitable[KeptWeights]],
         options: PoolOptions,
-        check_room: CheckRoom | None = None,
+        check_capacity: CheckCapacity | None = None,
     ) -> None:
         """Create a pool; `open` starts its workers.
 
         Args:
             policies: names that every worker has from its start.
             keep: keeps a named policy's weights for workers that need them later.
-            check_room: called before workers are added to a running pool; None: no check.
+            check_capacity: called before workers are added to a running pool; None: no check.
         """
         self._first, self._keep, self._options = frozenset(policies), keep, options
-        self._check_room = check_room
+        self._check_capacity = check_capacity
         self._state = PoolState()
         self._keeper = WorkerKeeper(self._state, start, options.start_seconds)
         self._change: NumberChange | None = None  # of the number of workers: the newest
@@ -328,7 +328,7 @@ class InferenceManager:
         self._state.check_open()
         change = self._change
         if change is None or change.ended.done() or change.replicas != replicas:
-            await self._check_room_for(replicas)
+            await self._check_capacity_for(replicas)
             self._state.check_open()
             change = self._changed_to(replicas)
         await race(asyncio.shield(change.ended), asyncio.shield(self._state.failure))
@@ -345,12 +345,12 @@ class InferenceManager:
                 f"replicas is {replicas}, and this job has room for {self._options.most} workers", "replicas"
             )
 
-    async def _check_room_for(self, replicas: int) -> None:
+    async def _check_capacity_for(self, replicas: int) -> None:
         """Raise an error if the machine has no memory for more workers, before one is started."""
         stay = self._staying()
-        if replicas > len(stay) and self._check_room is not None:
+        if replicas > len(stay) and self._check_capacity is not None:
             # Also those that start now or again are still to take their memory.
-            await self._check_room(replicas - sum(worker.is_ready for worker in stay))
+            await self._check_capacity(replicas - sum(worker.is_ready for worker in stay))
 
     def _staying(self) -> list[InferenceWorker]:
         """Return the workers that are not being taken away."""

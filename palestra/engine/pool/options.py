@@ -50,7 +50,7 @@ START_SECONDS = 900.0  # to load the models, unless the options say otherwise
 StartWorker = Callable[[int], Awaitable[StartedWorker]]
 """Starts the worker of a place, and returns when it has the weights of the start. A PalestraError that is no
 EngineFailure says that no start can succeed."""
-CheckRoom = Callable[[int], Awaitable[None]]
+CheckCapacity = Callable[[int], Awaitable[None]]
 """Raises a PalestraError if the machine has no room for so many workers beside those that serve."""
 
 

@@ -63,11 +63,11 @@ def test_rows_keep_their_content_while_others_come_grow_and_go():
 def test_a_full_row_moves_to_the_next_bucket_with_its_content():
     kv = cache()
     stays, moves = kv.insert(prefix(10, 1.0)), kv.insert(prefix(63, 2.0))
-    kv.make_room(moves)
+    kv.free_capacity(moves)
     assert moves.bucket.capacity == 64  # one place is left
     moves.bucket.storage[:, :, moves.index, :, 63] = 7.0
     moves.length = 64
-    kv.make_room(moves)
+    kv.free_capacity(moves)
     assert [b.capacity for b in kv.in_order()] == [64, 128]
     assert torch.equal(content(moves)[:, :, :, :63], prefix(63, 2.0))
     assert (content(moves)[:, :, :, 63] == 7.0).all()
@@ -152,7 +152,7 @@ def test_nothing_is_left_of_a_row_that_was_not_finite(grown):
     if grown:  # it leaves for the next bucket, and ends there
         other = kv.insert(prefix(100, 3.0))
         gone.length = 64
-        kv.make_room(gone)
+        kv.free_capacity(gone)
         assert gone.bucket is other.bucket
     kv.remove(gone)
     rows = [stays, kv.insert(prefix(5, 4.0)), *([other, kv.insert(prefix(70, 5.0))] if grown else [])]

@@ -77,7 +77,7 @@ async def pool_of(folder: Path, engine, **options):
     )
     workers = ServerWorkers(driver_of(config.engine), EngineJob(config=config), config.engine, [model])
     given = PoolOptions(replicas=config.engine.worker_count, most=workers.most, **options)
-    pool = InferenceManager(workers.start, ["policy"], keep, given, workers.check_room)
+    pool = InferenceManager(workers.start, ["policy"], keep, given, workers.check_capacity)
     await asyncio.wait_for(pool.open(), 60)
     try:
         yield pool

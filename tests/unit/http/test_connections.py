@@ -46,21 +46,21 @@ def test_the_stranger_that_waited_longest_makes_room():
     waiting[0].known = True
     connections.wait(waiting[0], 60)
     connections.wait(waiting[1], 60)
-    assert connections.make_room()
+    assert connections.free_capacity()
     assert [one.over for one in waiting] == [False, False, True]
 
 
 def test_an_answer_that_a_known_client_has_not_taken_yet_is_not_cut_off():
     connections, waiting = full(known=True, flushed=False)
-    assert not connections.make_room()
+    assert not connections.free_capacity()
     waiting[1].flushed = True
-    assert connections.make_room()
+    assert connections.free_capacity()
     assert [one.over for one in waiting] == [False, True, False]
 
 
 def test_an_answer_that_a_stranger_leaves_behind_makes_room():
     connections, waiting = full(flushed=False)
-    assert connections.make_room()
+    assert connections.free_capacity()
     assert [one.over for one in waiting] == [True, False, False]
 
 
@@ -79,12 +79,12 @@ async def test_connections_end_when_their_time_is_over_and_those_in_use_never(cl
 def test_places_are_kept_for_requests_that_do_not_wait():
     connections = Connections(ConnectionLimits(connections=160))
     several = [FakeConnection(connections) for _ in range(150)]
-    connections.check_room()
+    connections.check_capacity()
     several.append(FakeConnection(connections))
     with pytest.raises(TooManyRequests):
-        connections.check_room()
+        connections.check_capacity()
     connections.wait(several[0], 60)
-    connections.check_room()
+    connections.check_capacity()
 
 
 async def test_refusals_are_said_once_a_minute_with_advice_that_fits(clock, caplog, monkeypatch):

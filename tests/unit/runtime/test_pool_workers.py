@@ -179,7 +179,7 @@ class Scripted:
     async def start(self, number):
         raise NotImplementedError
 
-    async def check_room(self, count):
+    async def check_capacity(self, count):
         raise NotImplementedError
 
 

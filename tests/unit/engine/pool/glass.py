@@ -106,9 +106,9 @@ class Glasshouse:
 
 
 @contextlib.asynccontextmanager
-async def pool_of(house, replicas=2, check_room=None, **options):
+async def pool_of(house, replicas=2, check_capacity=None, **options):
     """An open pool of glass workers."""
-    pool = InferenceManager(house.start, ["policy"], keep, PoolOptions(replicas=replicas, **options), check_room)
+    pool = InferenceManager(house.start, ["policy"], keep, PoolOptions(replicas=replicas, **options), check_capacity)
     await asyncio.wait_for(pool.open(), 10)
     try:
         yield pool

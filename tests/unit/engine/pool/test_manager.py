@@ -444,12 +444,12 @@ async def test_a_worker_that_is_added_and_dies_before_it_serves_fails_the_change
 async def test_workers_for_which_there_is_no_room_are_refused_and_none_is_started():
     house, asked = Glasshouse(), []
 
-    async def check_room(count):
+    async def check_capacity(count):
         asked.append(count)
         if count > 2:
             raise Conflict("6.3 GiB are missing")
 
-    async with pool_of(house, check_room=check_room) as pool:
+    async with pool_of(house, check_capacity=check_capacity) as pool:
         assert not asked
         with pytest.raises(Conflict, match="missing"):
             await pool.resize(8)
