@@ -6,6 +6,19 @@ or the table `[judge]` of a configuration. What a judged text says is data to th
 reward. A package of another author brings judges in the same way; see `palestra.envs.judge`.
 """
 
-from palestra_judges.config import Criterion, Relative, Rubric
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from palestra_judges.config import Criterion, Relative, Rubric
 
 __all__ = ["Criterion", "Relative", "Rubric"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'palestra_judges' has no attribute {name!r}")
+    from palestra_judges import config  # when it is used, so that the help of a command loads none of it
+
+    return getattr(config, name)

@@ -170,9 +170,9 @@ async def _relative(config: Relative, judge: RelativeJudge, rows: Sequence[Mappi
         if (text := null.replace("{question}", row["question"])) not in row["replies"]
     ]
     judged = await _each(nulls, scores)
-    low, high = interval(len(taus), lambda places: float(np.nanmean([taus[place] for place in places])))
+    low, high = interval(len(taus), lambda places: _mean([taus[place] for place in places]))
     return {
-        "agreement": _number(float(np.nanmean(taus))),
+        "agreement": _number(_mean(taus)),
         "agreement_interval": [_number(low), _number(high)],
         "position_consistency": _same_pairs(plain, mirrored),
         "self_consistency": _same_pairs(plain, again),
@@ -215,6 +215,12 @@ def _share(config: Rubric, choices: Mapping[str, int]) -> float:
         score = choices[one.name] / (len(one.choices) - 1)
         got += abs(one.weight) * (score if one.weight >= 0 else 1 - score)
     return got / most if most else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean of what is known; NaN if nothing is."""
+    known = [value for value in values if math.isfinite(value)]
+    return float(np.mean(known)) if known else float("nan")
 
 
 def _number(value: float) -> float | None:

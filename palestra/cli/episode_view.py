@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -42,13 +42,23 @@ from palestra.types.calls import MEANINGS, Chat, Fork
 from palestra.types.messages import ChatMessage, ImagePart
 from palestra.types.records import TrainSample, Trajectory
 from palestra.types.states import EpisodeState
+from palestra.types.verdicts import Verdict
 
 Show = Callable[[str, str], RenderableType]  # of a picture's digest, and the policy whose model got it
 
 
-def conversation(trajectory: Trajectory, show: Show) -> Group:
-    """Return every call with its new messages and its reply."""
-    return Group(*_blocks(trajectory, show))
+def conversation(trajectory: Trajectory, show: Show, verdicts: Iterable[Verdict] = ()) -> Group:
+    """Return every call with its new messages and its reply, then the verdicts of a judge."""
+    said = _verdict_lines(verdicts, trajectory.episode.episode_id)
+    return Group(*_blocks(trajectory, show), *(Text(line) for line in said))
+
+
+def _verdict_lines(verdicts: Iterable[Verdict], episode_id: str) -> Iterator[str]:
+    """Yield what a job's judge has said of an episode, with its reasons."""
+    for number, verdict in enumerate(verdicts):
+        for name, score in verdict.scores.get(episode_id, {}).items():
+            reason = verdict.reasons.get(episode_id, {}).get(name)
+            yield f"verdict {number}: {name} {score:g}{f', because: {reason}' if reason else ''}"
 
 
 def _blocks(trajectory: Trajectory, show: Show) -> Iterator[RenderableType]:
@@ -183,6 +193,7 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
                 conversation(
                     view.trajectory,
                     lambda digest, policy: TerminalPicture(pictures, digest, protocol, layouts[policy]),
+                    view.verdicts,
                 )
             )
         else:
@@ -230,6 +241,8 @@ def _show(console: TerminalConsole, view: EpisodeView, connection: Connection, c
             f"{name} {'not scored' if n is None else f'{n:g}'}" for name, n in sorted(episode.named_rewards.items())
         )
         console.print(Text("; ".join(named)))
+    for line in _verdict_lines(view.verdicts, episode.episode_id):
+        console.print(Text(line))
     console.print(Text(f"task {episode.task.task_id}: {episode.task.data}"))
     if episode.players:
         console.print(Text("; ".join(f"{role} is played by {name}" for role, name in episode.players.items())))

@@ -29,8 +29,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--kind", choices=["train", "validation", "adhoc"], help="list only this kind; without it, all")
     parser.add_argument(
         "--state",
+        metavar="STATE",
         choices=["registered", "claimed", "unjudged", "completed", "discarded"],
-        help="list only those in this state; without it, all",
+        help="list only those that are registered, claimed, unjudged, completed or discarded; without it, all",
     )
     parser.add_argument(
         "--claimed", dest="state", action="store_const", const="claimed", help="list only those that a worker holds now"

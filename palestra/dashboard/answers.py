@@ -358,6 +358,14 @@ class RowAnswer(Answer):
     trained: bool
 
 
+class VerdictAnswer(Answer):
+    """What the job's judge has said of an episode, by one name."""
+
+    name: str
+    score: float
+    reason: str | None = Field(description="None: the judge gave none.")
+
+
 class EpisodePage(Answer):
     """An episode with its calls."""
 
@@ -371,6 +379,7 @@ class EpisodePage(Answer):
     named_rewards: dict[str, float | None] | None = Field(
         description="Those of which the reward is the weighted sum, by name; null for one that is not scored."
     )
+    verdicts: list[VerdictAnswer] = Field([], description="Of the job's judge; one for each name and order.")
     step: int | None = Field(description="The step whose batch it is in.")
     trained: bool
     why: str

@@ -19,6 +19,7 @@ from palestra.dashboard.answers import (
     RowAnswer,
     TokensAnswer,
     ToolUse,
+    VerdictAnswer,
 )
 from palestra.dashboard.conversation import MOST_TOOL_CALLS
 from palestra.dashboard.credit import Credit, batch_group, credits_of_group, readable_manifest
@@ -136,6 +137,11 @@ def episode_answer(run: Run, reading: EpisodeReading) -> EpisodePage:
         metadata_cut=metadata_cut,
         step_rewards=None if episode.step_rewards is None else list(episode.step_rewards),
         named_rewards=episode.named_rewards,
+        verdicts=[
+            VerdictAnswer(name=name, score=score, reason=verdict.reasons.get(episode.episode_id, {}).get(name))
+            for verdict in view.verdicts
+            for name, score in verdict.scores.get(episode.episode_id, {}).items()
+        ],
         step=view.step,
         trained=fates.episode.trained,
         why=fates.episode.why,

@@ -24,9 +24,11 @@ from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
 from palestra.store.run_store import store_error
 from palestra.store.tables import SCHEMA, chats, episodes, events, groups, manifests
+from palestra.store.verdicts import verdicts_of
 from palestra.types.calls import ForkReason
 from palestra.types.records import Event, Trajectory
 from palestra.types.states import GroupState
+from palestra.types.verdicts import Verdict
 
 PIECE = 500  # rows of episodes that are in memory at the same time where all are read
 STEPS_BETWEEN = 100_000  # of SQLite's machine between two looks at the time, about a millisecond
@@ -240,12 +242,14 @@ class EpisodeView:
         step: the step whose batch contains it, if any.
         group_state: None: it is in no group that is trained or scored.
         failed_reason: of its last failed attempt, if any.
+        verdicts: of the job's judge on its last attempt.
     """
 
     trajectory: Trajectory
     step: int | None
     group_state: GroupState | None
     failed_reason: str | None
+    verdicts: tuple[Verdict, ...] = ()
 
 
 def read_episode(connection: Connection, episode_id: str, known: Trajectory | None = None) -> EpisodeView:
@@ -269,6 +273,7 @@ def read_episode(connection: Connection, episode_id: str, known: Trajectory | No
         step=step,
         group_state=None if state is None else GroupState(state),
         failed_reason=reason,
+        verdicts=tuple(verdicts_of(connection, found.episode)),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,19 @@ def add(commands: Any) -> None:
     parser.add_argument("what", choices=["check"], help="what to do")
     parser.add_argument("labels", metavar="LABELS", type=Path, help="a JSONL file; the page on judges has its keys")
     parser.add_argument("--config", metavar="FILE", type=Path, required=True, help="a TOML file with the table [judge]")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write what was found as JSON, for judge.checked")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="write what was found as JSON, for judge.checked; without it, it is only shown",
+    )
     add_set(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the judge, and print what it is worth."""
+    import asyncio
+
     from palestra.config import JudgeAccess, load_config
     from palestra_judges.check import check
     from palestra_judges.config import Relative, Rubric

@@ -6,6 +6,7 @@ import asyncio
 import re
 import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -165,7 +166,7 @@ def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
         except ConfigError as error:
             raise InvalidRequest(str(error), f"config.policies.{name}.model") from error
     check_shared(config, rules.bases)
-    config = _with_environment_key(config, rules)
+    config = _with_judge_key(_with_environment_key(config, rules), rules)
     rules.engines.check(config)
     _check_algorithm("algorithm", config.algorithm, rules)
     for name, policy in config.policies.items():
@@ -180,12 +181,28 @@ def _with_environment_key(config: JobConfig, rules: Rules) -> JobConfig:
     if environment.url is None:
         return config
     try:
-        variable = rules.environment_variable(environment.url)
+        variable = rules.host_variable(environment.url, "environment.url")
     except ConfigError as error:
         raise InvalidRequest(str(error), "config.environment.url") from error
     # A variable that the tenant names could be any secret of the job's process.
     named = environment.model_copy(update={"key_variable": variable})
     return config.model_copy(update={"environment": named})
+
+
+def _with_judge_key(config: JobConfig, rules: Rules) -> JobConfig:
+    """Return the configuration with the operator's variable for the key of its judge's server, if it has one."""
+    judge = config.judge
+    if judge is None:
+        return config
+    if named := [name for name, value in judge if isinstance(value, Path)]:
+        raise InvalidRequest(f"config.judge.{named[0]} names a file, which the server does not read", "config.judge")
+    variable = None
+    if judge.url is not None:
+        try:
+            variable = rules.host_variable(judge.url, "judge.url")
+        except ConfigError as error:
+            raise InvalidRequest(str(error), "config.judge.url") from error
+    return config.model_copy(update={"judge": judge.model_copy(update={"key_variable": variable})})
 
 
 def _check_recorded_sources(given: dict[str, Any]) -> None:

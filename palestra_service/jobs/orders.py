@@ -61,10 +61,11 @@ def _with_operators_settings(config: Mapping[str, Any], rules: Rules) -> dict[st
     They are not stored, so that tenants can't read them, and changed rules apply to waiting jobs.
     """
     found = rules.engines.filled(config)
-    environment = found.get("environment") or {}
-    if (url := environment.get("url")) is not None:
-        # A variable that the tenant names could be any secret of the job's process.
-        found["environment"] = {**environment, "key_variable": rules.environment_variable(url)}
+    for name in ("environment", "judge"):
+        table = found.get(name) or {}
+        if (url := table.get("url")) is not None:
+            # A variable that the tenant names could be any secret of the job's process.
+            found[name] = {**table, "key_variable": rules.host_variable(url, f"{name}.url")}
     return found
 
 

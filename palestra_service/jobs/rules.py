@@ -48,6 +48,8 @@ CAPS: Mapping[str, float] = {
     "rollout.max_open_buckets": 16_384,
     "rollout.max_per_worker": 16_384,
     "rollout.max_claimed": 1_000_000,
+    "judge.max_tokens": 65_536,
+    "judge.max_concurrency": 256,
     "algorithm.epochs": 64,
     "algorithm.critic.epochs": 64,
     "algorithm.replay.draws": 1_024,
@@ -106,6 +108,12 @@ EXEMPT: Mapping[str, str] = {
     "policies.*.updates.at": "at most `every`",
     "rollout.min_group_size": "at most group_size",
     "rollout.max_staleness": "JobConfig bounds it, and the open episodes are capped",
+    "judge.wait_seconds": "less is less work, and leases end all waiting",
+    "judge.token_budget": "less is less work",
+    "judge.weight": "costs nothing, and JobConfig bounds it",
+    "judge.criteria.weight": "costs nothing, and JobConfig bounds it",
+    "judge.retries": "JobConfig bounds it",
+    "judge.timeout_seconds": "JobConfig bounds it",
     "algorithm.clip_low": "costs nothing, and JobConfig bounds it",
     "algorithm.clip_high": "costs nothing, and JobConfig bounds it",
     "algorithm.discount": "a number of a formula",
@@ -234,9 +242,9 @@ class Rules:
             )
         return asked
 
-    def environment_variable(self, url: str) -> str:
-        """Return the key's variable for an environment server that jobs may connect to."""
-        host = _host(url)
+    def host_variable(self, url: str, key: str) -> str:
+        """Return the key's variable for a server that jobs may connect to: an environment, or a judge."""
+        host = _host(url, key)
         if host not in self.environment_hosts:
             known = ", ".join(sorted(self.environment_hosts)) or "none"
             raise ConfigError(
@@ -366,15 +374,15 @@ def _programs(path: Path, table: Mapping[str, Any]) -> bool:
     return allowed
 
 
-def _host(url: str) -> str:
+def _host(url: str, key: str) -> str:
     """Return `host:port` of a URL, with the port that its scheme has by default."""
     try:
         parsed = urlsplit(url)
         port = parsed.port or {"http": 80, "https": 443}[parsed.scheme]
     except (ValueError, KeyError):
-        raise ConfigError(f"environment.url is {url!r}, and is no URL of a server") from None
+        raise ConfigError(f"{key} is {url!r}, and is no URL of a server") from None
     if not parsed.hostname or parsed.username is not None:
-        raise ConfigError(f"environment.url is {url!r}, and is no URL of a server")
+        raise ConfigError(f"{key} is {url!r}, and is no URL of a server")
     host = f"[{parsed.hostname}]" if ":" in parsed.hostname else parsed.hostname
     return f"{host}:{port}"
 

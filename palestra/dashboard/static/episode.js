@@ -42,6 +42,7 @@ export async function episodeView({ run, rest, query }) {
       h("div", { class: "tiles" }, tile("reward", number(line.reward, 4)), several.agents && line.rewards ? Object.entries(line.rewards).map(([agent, reward]) => tile(agent, number(reward, 4))) : null,
         Object.entries(found.named_rewards ?? {}).map(([which, reward]) => tile(which, reward === null ? "not scored" : number(reward, 4), "Part of the reward")),
         tile("calls", whole(calls.length)), tile("sampled tokens", whole(line.tokens)), tile("distinct tokens", whole(found.distinct_tokens), "That the model saw, each once"), tile("time", duration(seconds))),
+      found.verdicts.map((one) => h("p", { class: "note verdict" }, `Judge: ${visible(one.name)} ${number(one.score, 4)}${one.reason ? `, because: ${visible(one.reason)}` : ""}`)),
       h("div", { class: "columns" },
         h("aside", {}, h("section", {}, h("h2", {}, "Task ", copyable(line.task_id)), box(pretty(found.task)), notSent(found.task_cut),
           Object.keys(found.metadata).length === 0 && found.metadata_cut === 0 ? null : [h("h2", {}, "Handed in with the reward"), box(pretty(found.metadata)), notSent(found.metadata_cut)]),

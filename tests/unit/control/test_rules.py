@@ -72,6 +72,8 @@ def set_to(key: str, value: float) -> dict:
     *sections, name = key.split(".")
     sections = ["a.b" if part == "*" else part for part in sections]
     found: dict = {("a.b" if name == "*" else name): value}
+    if sections[:1] == ["judge"]:
+        found = {"kind": "relative", "policy": "judge", **found}
     if sections[:1] == ["engine"]:  # the keys of one kind are refused beside another
         kinds = (FakeEngineConfig, EmbeddedEngineConfig, VllmEngineConfig)
         found["kind"] = next(one.model_fields["kind"].default for one in kinds if name in one.model_fields)

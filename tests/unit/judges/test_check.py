@@ -1,0 +1,109 @@
+"""`palestra judge check`: a judge beside labels, itself, and replies that say nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judge_server import Asked, judging
+
+from palestra.cli.main import main
+from palestra_judges.agreement import interval, kappa, tau_b
+from palestra_judges.bounds import doubts
+
+
+def test_the_statistics_are_those_of_scipy_and_of_hand():
+    stats = pytest.importorskip("scipy.stats")
+    first, second = [3, 1, 2, 2, 5, 4], [1, 2, 2, 3, 5, 5]
+    assert tau_b(first, second) == pytest.approx(stats.kendalltau(first, second).statistic)
+    # 20 yes together, 5 and 10 apart, 15 no together: (0.7 - 0.5) / (1 - 0.5).
+    labels = [1] * 20 + [1] * 5 + [0] * 10 + [0] * 15
+    found = [1] * 20 + [0] * 5 + [1] * 10 + [0] * 15
+    assert kappa(labels, found, 2) == pytest.approx(0.4)
+    assert kappa([0, 1, 2, 2], [0, 1, 2, 2], 3) == 1.0
+    low, high = interval(50, lambda places: kappa([labels[n] for n in places], [found[n] for n in places], 2))
+    assert 0.05 < low < 0.25 < 0.55 < high < 0.75
+
+
+def written(folder: Path, table: dict[str, Any], labels: list[dict[str, Any]]) -> list[str]:
+    """The arguments of a check of these labels."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in table.items() if key != "criteria"]
+    for one in table.get("criteria", ()):
+        lines += ["[[judge.criteria]]", *(f"{key} = {json.dumps(value)}" for key, value in one.items())]
+    (folder / "job.toml").write_text("[judge]\n" + "\n".join(lines) + "\n")
+    (folder / "labels.jsonl").write_text("".join(json.dumps(label) + "\n" for label in labels))
+    return ["judge", "check", str(folder / "labels.jsonl"), "--config", str(folder / "job.toml")]
+
+
+RUBRIC = {"kind": "rubric", "model": "m", "criteria": [{"name": "right", "text": "Is it right?"}]}
+
+
+def sums(count: int) -> list[dict[str, Any]]:
+    right = [n % 2 == 0 for n in range(count)]
+    return [
+        {"question": f"1 + {n}?", "reply": str(n + 1 if good else n), "labels": {"right": "yes" if good else "no"}}
+        for n, good in enumerate(right)
+    ]
+
+
+def knows(asked: Asked) -> str:
+    question = asked.data["question"]
+    number = question.removeprefix("1 + ").removesuffix("?")
+    return asked.choose(lambda one: "yes" if number.isdigit() and asked.text == str(int(number) + 1) else "no")
+
+
+def test_a_judge_that_knows_is_within_the_bounds(tmp_path, capsys):
+    with judging(knows) as server:
+        arguments = written(tmp_path, RUBRIC | {"url": server.url}, sums(12))
+        assert main([*arguments, "--out", str(tmp_path / "out.json")]) == 0
+    said = capsys.readouterr().out
+    assert "agreement            1.00" in said
+    assert "below" not in said
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert doubts(tmp_path / "out.json", found["rubric"], found["judge"]) == []
+    assert "another judge" in doubts(tmp_path / "out.json", "other", "m")[0]
+
+
+def test_a_judge_that_always_says_yes_is_below_them(tmp_path, capsys):
+    with judging(lambda asked: asked.choose(lambda one: "yes")) as server:
+        assert main(written(tmp_path, RUBRIC | {"url": server.url}, sums(12))) == 1
+    said = capsys.readouterr().out
+    assert "below the bounds: its agreement with the labels is 0.00, below 0.4" in said
+    assert "below the bounds: its share of empty replies that score is 1.00, above 0.05" in said
+
+
+def test_a_relative_judge_that_prefers_places_is_below_them(tmp_path, capsys):
+    rows = [{"question": f"q{n}", "replies": ["1", "2", "3"], "ranks": [3, 2, 1]} for n in range(6)]
+
+    def value(text: str) -> float:
+        return float(text) if text.isdigit() else -9.0
+
+    table = {"kind": "relative", "model": "m"}
+    with judging(lambda asked: asked.rank(value)) as server:
+        assert main(written(tmp_path, table | {"url": server.url}, rows)) == 0
+    assert "agreement            1.00 (1.00 to 1.00)" in capsys.readouterr().out
+    with judging(lambda asked: asked.rank(value, bias=100.0)) as server:
+        assert main(written(tmp_path, table | {"url": server.url}, rows)) == 1
+    assert "when the order is reversed is 0.00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ([], "0 labels"),
+        (
+            [{"question": "q", "reply": "r", "labels": {"wrong": "yes"}}] * 2,
+            "`labels` has a choice for each of right",
+        ),
+        ([{"question": "q", "reply": "r", "labels": {"right": "perhaps"}}] * 2, "'perhaps' is no choice of 'right'"),
+        ([{"question": "q", "labels": {"right": "yes"}}] * 2, "line 1: `reply` is not a text"),
+    ],
+)
+def test_labels_that_do_not_match_are_one_line(tmp_path, capsys, labels, said):
+    arguments = written(tmp_path, RUBRIC | {"url": "http://127.0.0.1:9"}, labels)
+    assert main(arguments) == 2
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert len(shown.strip().splitlines()) == 1
