@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -17,7 +19,12 @@ from judge_server import Asked, judging
 
 import palestra
 from palestra import JobConfig
-from palestra_judges import Criterion, Rubric
+from palestra.cli.main import main
+from palestra.errors import EpisodesLost
+from palestra.runtime.local import local_job
+from palestra.store.lifecycle import EpisodeEnd
+from palestra.types.records import EpisodeRecord, Task
+from palestra_judges import Criterion, Relative, Rubric
 
 TASKS = [{"id": f"t{n}", "prompt": f"say {n}"} for n in range(3)]
 
@@ -155,3 +162,58 @@ def test_a_group_is_ranked_beside_the_reward_of_its_environment(tmp_path):
         assert named.keys() == {"environment", "rank"}
         assert json.loads(row["rewards"])["agent"] == pytest.approx(named["environment"] + named["rank"])
     assert {row["ordering"] for row in rows(tmp_path / "run", "SELECT ordering FROM verdicts")} == {0, 1}
+
+
+def test_a_reply_is_validated_against_the_first_one_to_its_task(tmp_path):
+    with judging(lambda asked: asked.rank(len)) as server:
+        judge = Relative(url=server.url)
+        settings = config(tmp_path / "run", evaluation={"every_steps": 1})
+        done = palestra.train(reward=judge, tasks=TASKS, validation_tasks=TASKS[:2], config=settings, quiet=True)
+    assert done.metrics[0]["validation/rewards/rank"] == 0.5  # of version 0 with itself
+    validated = rows(tmp_path / "run", "SELECT * FROM verdicts WHERE kind = 'validation' AND group_index >= 2")
+    assert {len(json.loads(row["members"])) for row in validated} == {2}
+    assert {json.loads(row["members"])[0][0] for row in validated} == {"validation-000000-00", "validation-000001-00"}
+
+
+def test_a_frozen_policy_of_the_job_judges(tmp_path):
+    policies = {"policy": {}, "judge": {"frozen": True}}
+    rubric = Rubric(policy="judge", criteria=CRITERIA, retries=0)
+    with pytest.raises(EpisodesLost, match="judge_failed: the judge's answer is no JSON object"):  # it says digits
+        palestra.train(reward=rubric, tasks=TASKS, config=config(tmp_path / "run", policies=policies), quiet=True)
+    assert {row["policy"] for row in rows(tmp_path / "run", "SELECT policy FROM chats")} == {"policy"}
+
+
+def test_an_episode_is_shown_with_its_verdict_and_the_reason(tmp_path, capsys):
+    with judging(long_and_odd) as server:
+        rubric = Rubric(url=server.url, criteria=CRITERIA)
+        palestra.train(reward=rubric, tasks=TASKS, config=config(tmp_path / "run", steps=1), quiet=True)
+    for how in ([], ["--text"]):
+        assert main(["episodes", str(tmp_path / "run"), "train-000000-00", *how]) == 0
+        said = capsys.readouterr().out
+        assert re.search(r"verdict 0: long (0|0.5|1), because: \d digits", said)
+    assert main(["episodes", str(tmp_path / "run"), "train-000000-00", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["verdicts"]
+    assert [one["name"] for one in shown] == ["long", "odd"]
+
+
+async def test_who_does_not_come_in_time_is_discarded_and_the_others_are_judged(tmp_path):
+    rollout = {"group_size": 3, "groups_per_step": 1, "min_group_size": 2}
+    with judging(lambda asked: asked.rank(len)) as server:
+        judge = {"kind": "relative", "url": server.url, "wait_seconds": 0.2}
+        settings = config(tmp_path / "run", rollout=rollout, steps=1, judge=judge, server={"port": 0})
+        async with local_job(settings, lambda kind, data: None) as job:
+            running = asyncio.create_task(job.run())
+            store = job.plane.store
+            await store.tasks.push("train", [Task(task_id="t", data={"prompt": "say"})], "chunk")
+            await store.tasks.seal()
+            claimed: list[EpisodeRecord] = []
+            while len(claimed) < 3:
+                await asyncio.sleep(0.01)
+                if (one := await store.episodes.claim("w", f"r{len(claimed)}", None)) is not None:
+                    claimed.append(one)
+            for one in claimed[:2]:
+                await store.episodes.end(one.episode_id, one.fence, EpisodeEnd(rewards={"agent": 1.0}))
+            await running
+    found = rows(tmp_path / "run", "SELECT state, reason FROM episodes ORDER BY sample_index")
+    assert [row["state"] for row in found] == ["completed", "completed", "discarded"]
+    assert found[2]["reason"].startswith("judge_failed: not played 0.2 s after the first")
