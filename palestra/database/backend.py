@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -12,6 +13,7 @@ from palestra.errors import StoreError
 Explain = Callable[[Exception], Exception]
 Problem = Callable[[], StoreError | None]
 Fence = Callable[[sa.Connection], None]
+Transaction = Callable[[sa.Connection], AbstractContextManager[object]]
 
 
 def no_problem() -> StoreError | None:
@@ -36,6 +38,7 @@ class Backend:
         fence: called in the transaction that opens the database; returns a function that every later transaction calls
             first. If it raises Superseded, nothing is written any more.
         bounded: whether callers wait at most `LONGEST_REPLY_SECONDS`.
+        transaction: commits what a block changes on a connection, or rolls it back if the block raises an error.
         release: releases the lock on the database after all connections are closed.
     """
 
@@ -46,6 +49,7 @@ class Backend:
     watch: Callable[[], Problem] = lambda: no_problem
     fence: Callable[[sa.Connection], Fence] = lambda _: no_fence
     bounded: bool = False
+    transaction: Transaction = sa.Connection.begin
     release: Callable[[], None] = lambda: None
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ class Database:
                 schema.create(connection)
                 fence = backend.fence(connection)
             self._problem = backend.watch()
-            self._writer = Writer(backend.engine, backend.explain, self._problem, fence)
+            self._writer = Writer(backend.engine, backend.explain, self._problem, fence, backend.transaction)
         except BaseException:
             backend.close()
             raise

@@ -17,6 +17,7 @@ from palestra.disk import open_own
 # cache is full, so a long run holds this much memory; further pages come from the operating system's cache.
 WRITER_CACHE, READER_CACHE = 4096, 2048
 MOST_JOURNAL = 2**24  # bytes to which the write-ahead log is cut when it was emptied
+BEGIN = "BEGIN IMMEDIATE"
 MOST_VALUES = 500  # bound values of one statement, which SQLite limits
 
 T = TypeVar("T")
@@ -58,17 +59,36 @@ def open_engine(
         connection.execute("PRAGMA busy_timeout=10000")
         connection.execute(f"PRAGMA cache_size=-{READER_CACHE if read_only else WRITER_CACHE}")
 
-    begin = "BEGIN" if read_only else "BEGIN IMMEDIATE"
+    begin = "BEGIN" if read_only else BEGIN
 
     @sa.event.listens_for(engine, "begin")
     def _begin(connection: sa.Connection) -> None:
         # Given to the driver, because SQLAlchemy takes longer to pass the statement on than SQLite to execute it.
+        if (driver := sqlite_connection(connection)).in_transaction:  # see `transaction`
+            return
         try:
-            sqlite_connection(connection).execute(begin)
+            driver.execute(begin)
         except sqlite3.Error as error:
             raise as_sqlalchemys(error, begin) from error
 
     return engine
+
+
+@contextlib.contextmanager
+def transaction(connection: sa.Connection) -> Iterator[None]:
+    """Commit what the block changes, or roll it back if the block raises an error.
+
+    SQLAlchemy takes part only if a statement of the block is its own: else SQLite begins and commits alone, which takes
+    two thirds of the time.
+    """
+    driver = sqlite_connection(connection)
+    try:
+        driver.execute(BEGIN)
+        yield
+        (connection if connection.in_transaction() else driver).commit()
+    except BaseException:
+        (connection if connection.in_transaction() else driver).rollback()
+        raise
 
 
 def sqlite_connection(connection: sa.Connection) -> sqlite3.Connection:

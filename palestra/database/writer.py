@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from palestra.database.backend import Explain, Fence, Problem, no_fence, no_problem
+from palestra.database.backend import Explain, Fence, Problem, Transaction, no_fence, no_problem
 from palestra.errors import PalestraError, StoreError, Superseded
 from palestra.faults import fault_point
 
@@ -47,7 +47,12 @@ class Writer:
     """
 
     def __init__(
-        self, engine: sa.Engine, explain: Explain, problem: Problem = no_problem, fence: Fence = no_fence
+        self,
+        engine: sa.Engine,
+        explain: Explain,
+        problem: Problem = no_problem,
+        fence: Fence = no_fence,
+        transaction: Transaction = sa.Connection.begin,
     ) -> None:
         """Start the writing thread.
 
@@ -55,8 +60,10 @@ class Writer:
             explain: maps database errors to callers' errors; see `Backend`.
             problem: called after each commit; an error that it returns fails this commit and all later operations.
             fence: called first in each transaction; if it raises Superseded, all later operations fail.
+            transaction: see `Backend`.
         """
         self._engine, self._explain, self._problem, self._fence = engine, explain, problem, fence
+        self._begun = transaction
         self._over: StoreError | None = None
         self._queue: queue.SimpleQueue[list[_Operation] | None] = queue.SimpleQueue()
         self._gathering: dict[asyncio.AbstractEventLoop, list[_Operation]] = {}
@@ -159,7 +166,7 @@ class Writer:
 
     def _transaction(self, connection: sa.Connection, group: list[_Operation]) -> None:
         """Run the operations of a group in one transaction; a PalestraError fails its own operation only."""
-        with connection.begin():
+        with self._begun(connection):
             self._fence(connection)
             for operation in group:
                 try:

@@ -30,7 +30,7 @@ from palestra.types.messages import ChatMessage
 from palestra.types.records import EpisodeRecord, Task
 from palestra.types.states import EpisodeState
 
-SHORT = 512  # bytes: 128 tokens
+SHORT = 4096  # bytes: 1,024 tokens
 _BLOCK = struct.Struct("<3sHH")
 
 
@@ -50,8 +50,8 @@ def _stored(data: bytes) -> bytes:
 
     It is still a zlib stream, so `unpack` needs no second format, and the checksum detects a damaged file.
     """
-    # For a short reply zlib.compress would take ten times as long. Its calls also release the interpreter's lock,
-    # and getting the lock back costs even more under load.
+    # zlib.compress would take longer than all the rest of recording a call (0.1 ms for 300 tokens, for half of the
+    # bytes). It also releases the interpreter's lock, and getting the lock back costs even more under load.
     return _BLOCK.pack(b"\x78\x01\x01", len(data), len(data) ^ 0xFFFF) + data + zlib.adler32(data).to_bytes(4, "big")
 
 

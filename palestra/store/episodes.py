@@ -179,18 +179,18 @@ class Episodes:
         """
         now, kind = self._clock.now(), lifecycle.episode_kind(episode_id)
         judged = self.judged and kind != "adhoc"
-        completed = await self._db.write(
+        players = await self._db.write(
             lambda c: lifecycle.complete(c, episode_id, fence, end, now, judged), "end_commit"
         )
-        if completed is not None:
+        if players is not None:
             if kind == "train" and not judged:
-                self.recent_rewards.append((end.rewards, completed.players))
+                self.recent_rewards.append((end.rewards, players))
             self._lease_over(episode_id, fence)
             if judged:
                 self.played.notify()
             else:
                 self.open_groups.ended(episode_id)
-        return completed is not None
+        return players is not None
 
     @shielded
     async def judge(self, episode: EpisodeRecord, rewards: JudgedRewards | None, reason: str = "") -> None:

@@ -15,7 +15,7 @@ from palestra.store.codec import chat_row, episode_of, rewards_to_json
 from palestra.store.lifecycle import episode_name
 from palestra.store.open_groups import OpenGroups
 from palestra.store.run_log import insert_event
-from palestra.store.tables import chats, episodes, groups
+from palestra.store.tables import Prepared, chats, episodes, groups
 from palestra.types.clock import Clock
 from palestra.types.progress import GroupRecord
 from palestra.types.records import EpisodeKind, EpisodeRecord, RecordedEpisode, Task
@@ -35,6 +35,15 @@ _OPEN = (
     .join(episodes, _OF_GROUP)
     .where(episodes.c.state.in_([state.value for state in OPEN_STATES]))
     .group_by(groups.c.kind, groups.c.group_index)
+)
+_INSERT_EPISODE = Prepared(
+    episodes.insert().values(
+        {
+            name: bindparam(name)
+            for name in ("episode_id", "kind", "group_index", "sample_index", "task_id", "task_data", "state")
+        }
+        | {"fence": 0, "attempts": 0, "lease_seconds": 0.0, "metadata": "{}"}
+    )
 )
 _SETTLED_OF_STEP = (
     select(
@@ -114,8 +123,7 @@ class Groups:
             for index, of_group in new.items():
                 data = [(one.task_id, to_json(one.data)) for one in of_group]
                 rows += [_new_episode(kind, index, sample, *data[sample % len(data)]) for sample in range(size)]
-            if rows:
-                connection.execute(episodes.insert(), rows)
+            _INSERT_EPISODE.change_many(connection, rows)
             return list(new)
 
         added = await self._db.write(register)
@@ -142,7 +150,7 @@ class Groups:
                 tasks = {row.episode_id: (row.task_id, row.task_data) for row in members}
                 new = enumerate(of_group, members[-1].sample_index + 1)
                 rows = [_new_episode(kind, index, sample, *tasks[name]) for sample, name in new]
-                connection.execute(episodes.insert(), rows)
+                _INSERT_EPISODE.change_many(connection, rows)
                 for name in of_group:
                     insert_event(connection, "episode_stale", {"episode_id": name, "step": step}, now)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import orjson
 import sqlalchemy as sa
 from sqlalchemy import Connection, bindparam, func, select
 
@@ -20,7 +21,7 @@ from palestra.store.casting import Casting
 from palestra.store.codec import episode_of, rewards_to_json
 from palestra.store.tables import Prepared, chats, episodes
 from palestra.types.calls import AgentStepReward, StepTimes
-from palestra.types.records import ON_PURPOSE, EpisodeKind, EpisodeRecord
+from palestra.types.records import ON_PURPOSE, EpisodeKind, EpisodeRecord, Task
 from palestra.types.states import EpisodeState, check_transition
 
 _BY_ID = Prepared(select(episodes).where(episodes.c.episode_id == bindparam("episode_id")))
@@ -30,6 +31,48 @@ _NEXT = Prepared(
     .where(episodes.c.state == EpisodeState.REGISTERED.value, episodes.c.kind == bindparam("kind"))
     .order_by(episodes.c.group_index, episodes.c.sample_index)
     .limit(1)
+)
+CLAIM_ORDER: tuple[EpisodeKind, ...] = ("validation", "train")  # ad-hoc episodes are claimed by id only
+_REGISTERED = episodes.alias()
+
+
+def _first(kind: EpisodeKind) -> sa.ScalarSelect[Any]:
+    """Return the id of the next registered episode of a kind as a subquery."""
+    return (
+        select(_REGISTERED.c.episode_id)
+        .where(_REGISTERED.c.state == EpisodeState.REGISTERED.value, _REGISTERED.c.kind == kind)
+        .order_by(_REGISTERED.c.group_index, _REGISTERED.c.sample_index)
+        .limit(1)
+        .scalar_subquery()
+    )
+
+
+_OF_NEXT = ("episode_id", "kind", "group_index", "sample_index", "task_id", "fence", "attempts")
+# REGISTERED → CLAIMED of the next episode, for a job without limits of claims and without pools. If the claim's id is
+# known, nothing is changed.
+_TAKE_NEXT = Prepared(
+    sa.update(episodes)
+    .prefix_with("OR IGNORE")
+    .where(episodes.c.episode_id == func.coalesce(*map(_first, CLAIM_ORDER)))
+    .values(
+        {name: bindparam(f"v_{name}") for name in ("worker_id", "claim_request_id", "lease_seconds", "claimed_at")}
+        | {"state": EpisodeState.CLAIMED.value, "fence": episodes.c.fence + 1, "attempts": episodes.c.attempts + 1}
+    )
+    .returning(*(episodes.c[name] for name in _OF_NEXT), episodes.c.task_data)
+)
+_ENDED = ("rewards", "step_rewards", "named_rewards", "agent_step_rewards", "step_times", "metadata", "facts")
+# CLAIMED → COMPLETED or UNJUDGED of an episode that is held under the fence.
+_COMPLETE = Prepared(
+    sa.update(episodes)
+    .where(
+        episodes.c.episode_id == bindparam("b_id"),
+        episodes.c.fence == bindparam("b_fence"),
+        episodes.c.state == EpisodeState.CLAIMED.value,
+    )
+    .values(
+        {name: bindparam(f"v_{name}") for name in (*_ENDED, "end_digest", "ended_at")} | {"state": bindparam("b_state")}
+    )
+    .returning(episodes.c.players)
 )
 _OTHERS = episodes.alias()
 # The next episode of a group of which the worker holds fewer than `most`.
@@ -58,7 +101,6 @@ _LAST_STEP = Prepared(
         chats.c.episode_id == bindparam("episode_id"), chats.c.fence == bindparam("fence")
     )
 )
-CLAIM_ORDER: tuple[EpisodeKind, ...] = ("validation", "train")  # ad-hoc episodes are claimed by id only
 
 
 def episode_name(kind: EpisodeKind, group_index: int, sample_index: int) -> str:
@@ -128,6 +170,16 @@ def take(
         ClaimOver: the claim of this `request_id` is over.
         NotFound, IllegalTransition: the named episode does not exist, or is not registered.
     """
+    changed: dict[str, Any] = {
+        "worker_id": claim.worker_id,
+        "claim_request_id": claim.request_id,
+        "lease_seconds": claim.lease_seconds,
+        "claimed_at": claim.now,
+    }
+    if claim.episode_id is None and claim.most is None and most_claimed is None and casting is None:
+        row = _TAKE_NEXT.row(connection, {f"v_{name}": value for name, value in changed.items()})
+        if row is not None:
+            return _claimed(row, claim)
     known = _BY_REQUEST.row(connection, {"request_id": claim.request_id})
     if known is not None:
         if known.state != EpisodeState.CLAIMED:
@@ -153,18 +205,31 @@ def take(
         lease_seconds=claim.lease_seconds,
         players={} if casting is None else casting.players(connection, found),
     )
-    changed: dict[str, Any] = {
-        "fence": claimed.fence,
-        "attempts": claimed.attempts,
-        "worker_id": claim.worker_id,
-        "claim_request_id": claim.request_id,
-        "lease_seconds": claim.lease_seconds,
-        "claimed_at": claim.now,
-    }
+    changed |= {"fence": claimed.fence, "attempts": claimed.attempts}
     if claimed.players:
         changed["players"] = to_json(claimed.players)
     _change(connection, found, EpisodeState.CLAIMED, changed)
     return claimed
+
+
+def _claimed(row: Any, claim: Claim) -> EpisodeRecord:
+    """Return the episode that `_TAKE_NEXT` has claimed, of which nothing else is known yet."""
+    return EpisodeRecord(
+        episode_id=row.episode_id,
+        kind=row.kind,
+        group_index=row.group_index,
+        sample_index=row.sample_index,
+        task=Task(task_id=row.task_id, data=orjson.loads(row.task_data)),
+        state=EpisodeState.CLAIMED,
+        fence=row.fence,
+        attempts=row.attempts,
+        rewards=None,
+        step_rewards=None,
+        step_times=None,
+        metadata={},
+        worker_id=claim.worker_id,
+        lease_seconds=claim.lease_seconds,
+    )
 
 
 def held(connection: Connection, episode_id: str, fence: int) -> EpisodeRecord:
@@ -222,7 +287,7 @@ class JudgedRewards:
 
 def complete(
     connection: Connection, episode_id: str, fence: int, end: EpisodeEnd, now: float, judged: bool = False
-) -> EpisodeRecord | None:
+) -> Mapping[str, str] | None:
     """Complete an episode: CLAIMED → COMPLETED. One statement writes its rewards and its state.
 
     Args:
@@ -232,7 +297,7 @@ def complete(
         judged: whether a judge has to score it first: CLAIMED → UNJUDGED.
 
     Returns:
-        The episode as it was before, if it was completed now; None if it was completed before, with the same body.
+        The episode's `players`, if it was completed now; None if it was completed before, with the same body.
 
     Raises:
         Conflict: the episode was completed before with another body.
@@ -252,17 +317,33 @@ def complete(
     body["step_times"] = None if end.step_times is None else to_json([list(times) for times in end.step_times])
     if end.agent_step_rewards is not None:
         body["agent_step_rewards"] = to_json([list(one) for one in end.agent_step_rewards])
+    last = -1 if end.step_rewards is None else _last_step(connection, episode_id, fence)
+    if end.step_rewards is None or len(end.step_rewards) > last:
+        given = {f"v_{name}": body.get(name) for name in _ENDED} | {"v_end_digest": digest, "v_ended_at": now}
+        following = EpisodeState.UNJUDGED if judged else EpisodeState.COMPLETED
+        given |= {"b_id": episode_id, "b_fence": fence, "b_state": following.value}
+        done = _COMPLETE.row(connection, given)
+        if done is not None:
+            players: dict[str, str] = {} if done.players is None else orjson.loads(done.players)
+            return players
     row = _BY_ID.row(connection, {"episode_id": episode_id})
     if row is not None and row.fence == fence and row.state in (EpisodeState.UNJUDGED, EpisodeState.COMPLETED):
         if row.end_digest == digest:
             return None
         raise Conflict(f"episode {episode_id} was ended before with another body; the first one stands")
-    episode = _held(_episode(row, episode_id), fence)
-    if end.step_rewards is not None:
-        _one_for_each_step(connection, episode, len(end.step_rewards))
-    following = EpisodeState.UNJUDGED if judged else EpisodeState.COMPLETED
-    _change(connection, episode, following, {**body, "end_digest": digest, "ended_at": now})
-    return episode
+    _held(_episode(row, episode_id), fence)
+    raise InvalidRequest(
+        f"step_rewards has {len(end.step_rewards or ())} rewards, and the calls of episode {episode_id} belong to "
+        f"TimeSteps 0 to {last}; give one for each, or send `x-palestra-step` with the calls to say which they belong "
+        "to",
+        "step_rewards",
+    )
+
+
+def _last_step(connection: Connection, episode_id: str, fence: int) -> int:
+    """Return the last TimeStep that has a call under a lease; -1: none has."""
+    last = _LAST_STEP.row(connection, {"episode_id": episode_id, "fence": fence})[0]
+    return -1 if last is None else int(last)
 
 
 def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None, reason: str) -> None:
@@ -307,17 +388,6 @@ def discard_open(connection: Connection, kind: str, group_index: int, reason: st
     for episode in found:
         _change(connection, episode, EpisodeState.DISCARDED, {"reason": reason, "ended_at": now})
     return found
-
-
-def _one_for_each_step(connection: Connection, episode: EpisodeRecord, rewards: int) -> None:
-    """Require a reward for each TimeStep that has a call; there may be more, for TimeSteps without a call."""
-    last = _LAST_STEP.row(connection, {"episode_id": episode.episode_id, "fence": episode.fence})[0]
-    if last is not None and rewards <= last:
-        raise InvalidRequest(
-            f"step_rewards has {rewards} rewards, and the calls of episode {episode.episode_id} belong to TimeSteps 0 "
-            f"to {last}; give one for each, or send `x-palestra-step` with the calls to say which they belong to",
-            "step_rewards",
-        )
 
 
 def give_back(
@@ -378,7 +448,7 @@ def _next(connection: Connection, worker_id: str, most: int | None) -> EpisodeRe
 
 
 def _change(connection: Connection, episode: EpisodeRecord, following: EpisodeState, values: Mapping[str, Any]) -> None:
-    """Set an episode's state and other columns. This is the only function that writes the state of an episode."""
+    """Set an episode's state and other columns. Only `_TAKE_NEXT` and `_COMPLETE` write a state as well."""
     check_transition(f"episode {episode.episode_id}", episode.state, following)
     known = {"b_id": episode.episode_id, "b_fence": episode.fence, "b_state": following.value}
     _changing(tuple(values)).change(connection, known | {f"v_{name}": value for name, value in values.items()})

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from palestra.config import PicturesConfig, RolloutConfig, StoreConfig
 from palestra.database import Backend, Database
-from palestra.database.sqlite import make_private, open_engine
+from palestra.database.sqlite import make_private, open_engine, transaction
 from palestra.disk import GO_ON, private_folder, writing
 from palestra.errors import StoreError
 from palestra.pictures.blobs import FOLDER
@@ -195,6 +195,7 @@ def open_run_store(
         readers=1,
         explain=partial(store_error, path),
         watch=lambda: OpenFile(path).problem,
+        transaction=transaction,
     )
     db = Database(backend, tables.SCHEMA)
     try:

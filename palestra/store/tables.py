@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import sqlalchemy as sa
@@ -109,7 +109,6 @@ chats = Table(
     Column("request_digest", String, nullable=False),
     Column("started_at", Float, nullable=False),
     Column("finished_at", Float, nullable=False),
-    sqlite_with_rowid=False,
 )
 
 verdicts = Table(
@@ -179,26 +178,37 @@ class Prepared:
         compiled = statement.compile(dialect=_DIALECT)
         self._sql, self._names = str(compiled), tuple(compiled.positiontup or ())
         self._fixed = {name: value for name, value in compiled.params.items() if value is not None}
-        columns = statement.selected_columns.keys() if isinstance(statement, sa.Select) else []
+        columns = statement.exported_columns.keys()  # those that a select reads or RETURNING gives back
         self._row: Callable[[tuple[Any, ...]], Any] = _namedtuple("Row", columns, rename=True)._make
 
     def change(self, connection: sa.Connection, values: Mapping[str, Any]) -> int:
         """Execute an insert or update, and return the number of changed rows."""
         return self._execute(connection, values, lambda cursor: cursor.rowcount)
 
+    def change_many(self, connection: sa.Connection, values: Iterable[Mapping[str, Any]]) -> None:
+        """Execute an insert or update once for each of some values."""
+        try:
+            sqlite_connection(connection).executemany(self._sql, map(self._given, values))
+        except sqlite3.Error as error:
+            raise as_sqlalchemys(error, self._sql) from error
+
     def rows(self, connection: sa.Connection, values: Mapping[str, Any]) -> list[Any]:
         """Execute a select, and return its rows with columns as attributes, as in SQLAlchemy."""
         return [self._row(found) for found in self._execute(connection, values, sqlite3.Cursor.fetchall)]
 
     def row(self, connection: sa.Connection, values: Mapping[str, Any]) -> Any:
-        """Execute a select, and return its first row or None."""
+        """Execute a select, or a change with RETURNING, and return its first row or None."""
         found = self._execute(connection, values, sqlite3.Cursor.fetchone)
         return None if found is None else self._row(found)
 
     def _execute(self, connection: sa.Connection, values: Mapping[str, Any], take: Callable[[sqlite3.Cursor], T]) -> T:
         """Execute the statement and return the result of `take` for its cursor."""
-        known = {**self._fixed, **values}
         try:
-            return take(sqlite_connection(connection).execute(self._sql, [known[name] for name in self._names]))
+            return take(sqlite_connection(connection).execute(self._sql, self._given(values)))
         except sqlite3.Error as error:
             raise as_sqlalchemys(error, self._sql) from error
+
+    def _given(self, values: Mapping[str, Any]) -> list[Any]:
+        """Return the values of the statement in its order."""
+        known = {**self._fixed, **values}
+        return [known[name] for name in self._names]

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import sqlalchemy as sa
 
-from palestra.database.sqlite import open_engine
+from palestra.database.sqlite import open_engine, sqlite_connection, transaction
 from palestra.database.writer import MAX_BATCH, Writer
 from palestra.errors import Conflict, StoreError
 from palestra.store.run_store import store_error
@@ -22,19 +22,11 @@ def engine(tmp_path):
     engine.dispose()
 
 
-@pytest.fixture
-def writer(engine, tmp_path):
-    writer = Writer(engine, partial(store_error, tmp_path / "t.db"))
+@pytest.fixture(params=[sa.Connection.begin, transaction], ids=["sqlalchemy", "sqlite"])
+def writer(engine, tmp_path, request):
+    writer = Writer(engine, partial(store_error, tmp_path / "t.db"), transaction=request.param)
     yield writer
     writer.close()
-
-
-class Counting:
-    """Counts commits."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self.commits = 0
-        sa.event.listen(engine, "commit", lambda _: setattr(self, "commits", self.commits + 1))
 
 
 def insert(x: int):
@@ -85,17 +77,15 @@ async def test_a_result_is_on_disk_when_it_is_returned(writer, tmp_path):
     assert values(tmp_path / "t.db") == [4]
 
 
-async def test_many_operations_share_one_commit(writer, engine, tmp_path):
-    counting = Counting(engine)
+async def test_many_operations_share_one_commit(writer, tmp_path):
     assert await gathered(writer, [insert(x) for x in range(100)]) == [x * 10 for x in range(100)]
-    assert counting.commits == 2  # the gate's and theirs
+    assert writer.commits == 2  # the gate's and theirs
     assert values(tmp_path / "t.db") == list(range(100))
 
 
-async def test_no_group_is_larger_than_its_limit(writer, engine):
-    counting = Counting(engine)
+async def test_no_group_is_larger_than_its_limit(writer):
     await gathered(writer, [insert(x) for x in range(MAX_BATCH + 1)])
-    assert counting.commits == 3
+    assert writer.commits == 3
 
 
 async def test_operations_run_in_the_order_in_which_they_came(writer):
@@ -104,17 +94,16 @@ async def test_operations_run_in_the_order_in_which_they_came(writer):
     assert order == list(range(50))
 
 
-async def test_an_operation_that_is_refused_takes_no_other_with_it(writer, engine, tmp_path):
+async def test_an_operation_that_is_refused_takes_no_other_with_it(writer, tmp_path):
     def refuse(connection: sa.Connection) -> None:
         raise Conflict("no")
 
-    counting = Counting(engine)
     found = await gathered(writer, [insert(1), refuse, insert(2)])
     assert found[0] == 10
     assert isinstance(found[1], Conflict)
     assert found[2] == 20
     assert values(tmp_path / "t.db") == [1, 2]
-    assert counting.commits == 2
+    assert writer.commits == 2
 
 
 async def test_an_operation_that_breaks_after_writing_takes_no_other_with_it_and_leaves_nothing(writer, tmp_path):
@@ -235,3 +224,19 @@ def test_the_path_may_have_any_characters(tmp_path, name):
     engine.dispose()
     assert values(folder / "t.db") == []
     assert sorted(p.name for p in tmp_path.iterdir()) == [name]
+
+
+async def test_statements_of_the_driver_are_committed_with_those_of_sqlalchemy_or_not_at_all(engine, writer):
+    def driver(x: int, fails: bool = False):
+        def run(connection):
+            sqlite_connection(connection).execute("INSERT INTO t VALUES (?)", (x,))
+            assert not fails
+
+        return run
+
+    await asyncio.gather(writer.submit(driver(1)), writer.submit(insert(2)), writer.submit(driver(3)))
+    with pytest.raises(AssertionError):
+        await writer.submit(driver(4, fails=True))
+    await asyncio.gather(*(writer.submit(driver(x, fails=x == 6)) for x in (5, 6, 7)), return_exceptions=True)
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("SELECT x FROM t ORDER BY x").scalars().all() == [1, 2, 3, 5, 7]

@@ -38,6 +38,16 @@ def test_a_change_says_how_many_rows_it_touched(connection):
     assert ONE.row(connection, {"key": "a"}).value == "y"
 
 
+def test_many_rows_are_changed_at_once_and_a_change_may_return_its_row(connection):
+    INSERT.change_many(connection, ({"key": key, "value": "x"} for key in "ab"))
+    returning = Prepared(sa.update(meta).where(meta.c.key == bindparam("k")).values(value="y").returning(meta.c.value))
+    assert returning.row(connection, {"k": "b"}).value == "y"
+    assert returning.row(connection, {"k": "c"}) is None
+    assert ONE.row(connection, {"key": "a"}).value == "x"
+    with pytest.raises(sa.exc.IntegrityError, match="UNIQUE"):
+        INSERT.change_many(connection, [{"key": "a", "value": "y"}])
+
+
 def test_it_is_part_of_the_transaction_of_its_connection(tmp_path):
     engine = open_engine(tmp_path / "t.db", "NORMAL")
     with engine.begin() as connection:
