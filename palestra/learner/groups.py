@@ -5,9 +5,9 @@ All state is in the store instead of memory, so that a restart finds every submi
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from palestra.config import RolloutConfig
@@ -18,7 +18,7 @@ from palestra.rollout.result import Termination
 from palestra.store import RunStore
 from palestra.store.groups import GroupNow
 from palestra.threads import in_thread
-from palestra.types.records import Task
+from palestra.types.records import Task, Trajectory
 from palestra.types.states import REPLACED, GroupState
 
 GROUPS_AT_ONCE = 64  # whose tasks are read before the first of them are registered
@@ -34,6 +34,7 @@ class Gathered:
     skipped: int
     discarded: int
     stale: int
+    trajectories: list[Trajectory] = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +45,11 @@ class DynamicSampling:
     same manifest.
 
     Attributes:
-        teaches: returns whether completed episodes, by id, have a learning signal.
+        teaches: returns whether completed episodes have a learning signal.
         most: limit of groups of a step replaced for that reason.
     """
 
-    teaches: Callable[[Sequence[str]], Awaitable[bool]]
+    teaches: Callable[[Sequence[Trajectory]], Awaitable[bool]]
     most: int
 
 
@@ -56,7 +57,7 @@ class DynamicSampling:
 class _Used:
     """Of a group that is complete: its episodes that are fresh enough, and how many others it has."""
 
-    fresh: list[str]
+    fresh: list[Trajectory]
     stale: list[str]
     discarded: int
 
@@ -99,8 +100,10 @@ async def gather_groups(
             raise _lost(step, played, await groups.discard_reasons("train", step))
         if count[GroupState.READY] == config.groups_per_step:
             ready = [used[index] for index, state in states.items() if state is GroupState.READY]
+            trajectories = [trajectory for of in ready for trajectory in of.fresh]
             return Gathered(
-                episode_ids=tuple(name for of in ready for name in of.fresh),
+                episode_ids=tuple(trajectory.episode.episode_id for trajectory in trajectories),
+                trajectories=trajectories,
                 dropped=count[GroupState.DROPPED],
                 skipped=count[GroupState.SKIPPED],
                 discarded=sum(of.discarded for of in ready),
@@ -185,23 +188,35 @@ def _complete(group: GroupNow) -> bool:
 
 
 async def _played(store: RunStore, indices: Sequence[int], oldest: Mapping[str, int]) -> dict[int, _Used]:
-    """Return what can be used of groups that are complete, by group index.
-
-    Stale is an episode with a token of a policy of `oldest` that was sampled before that version of it.
-    """
+    """Return what can be used of groups that are complete, by group index."""
     if not indices:
         return {}
     played = await store.groups.played("train", indices)
-    found = await store.calls.oldest_tokens([name for of in played.values() for name in of.completed], tuple(oldest))
-    stale = {name for name, by_policy in found.items() if any(n < oldest[policy] for policy, n in by_policy.items())}
+    names = [name for of in played.values() for name in of.completed]
+    of_groups: defaultdict[int, list[Trajectory]] = defaultdict(list)
+    for trajectory in await store.calls.trajectories(names):
+        of_groups[trajectory.episode.group_index].append(trajectory)
+    stale = await in_thread(
+        lambda: {t.episode.episode_id for of in of_groups.values() for t in of if _stale(t, oldest)}
+    )
     return {
         index: _Used(
-            fresh=[name for name in of.completed if name not in stale],
+            fresh=[one for one in of_groups[index] if one.episode.episode_id not in stale],
             stale=[name for name in of.completed if name in stale],
             discarded=of.discarded,
         )
         for index, of in played.items()
     }
+
+
+def _stale(trajectory: Trajectory, oldest: Mapping[str, int]) -> bool:
+    """Return whether a token was sampled by a version of a policy of `oldest` before that one."""
+    return any(
+        span.version.n < oldest[chat.policy]
+        for chat in trajectory.chats
+        if chat.policy in oldest
+        for span in chat.versions
+    )
 
 
 def _lost(step: int, played: int, reasons: Sequence[str]) -> PalestraError:

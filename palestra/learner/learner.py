@@ -113,10 +113,11 @@ class Learner:
         while finished and not self._budget.is_over(self._run.progress.step) and not self._stopping.is_set():
             self._run.progress.step_began = started = time.monotonic()
             step = self._run.progress.step + 1
-            manifest, gathered = await self._unless_stopped(self._manifest(step)) or (None, {})
-            if manifest is None:
+            found = await self._unless_stopped(self._manifest(step))
+            if found is None:
                 break
-            row = gathered | await self._train(manifest)
+            row = await self._train(*found)
+            del found  # the step's episodes
             row |= {"step": float(step), "time/step_seconds": time.monotonic() - started, **self._playing.rate(row)}
             await self._run.store.log.put_unfinished_metrics(row)  # before a checkpoint makes the step final
             self._run.progress.step, self._run.progress.sampled_tokens = step, self._budget.sampled
@@ -217,19 +218,23 @@ class Learner:
 
     # One step
 
-    async def _manifest(self, step: int) -> tuple[BatchManifest, dict[str, float]]:
-        """Return the manifest of a step, committed before a restart or gathered now, and metrics of the gathering."""
+    async def _manifest(self, step: int) -> tuple[BatchManifest, list[Trajectory], dict[str, float]]:
+        """Return the manifest of a step, committed before a restart or gathered now; its episodes; and metrics."""
         manifest = await self._run.store.log.manifest(step)
         if manifest is not None:
             self._run.progress.enter(f"repeating step {step} from its manifest")
             self._playing.not_played()
-            return manifest, {
-                "time/rollout_seconds": 0.0,
-                "train/groups_dropped": 0.0,
-                "train/groups_skipped": 0.0,
-                "train/episodes_discarded": 0.0,
-                "train/episodes_stale": 0.0,
-            }
+            return (
+                manifest,
+                await self._run.store.calls.trajectories(manifest.episode_ids),
+                {
+                    "time/rollout_seconds": 0.0,
+                    "train/groups_dropped": 0.0,
+                    "train/groups_skipped": 0.0,
+                    "train/episodes_discarded": 0.0,
+                    "train/episodes_stale": 0.0,
+                },
+            )
         self._run.progress.enter(f"gathering step {step}", Phase("train", step))
         started = time.monotonic()
         rollout = self._run.config.rollout
@@ -258,21 +263,26 @@ class Learner:
             config_digest=self._run.config.digest(),
         )
         await self._run.store.log.commit_manifest(manifest)
-        return manifest, {
-            "time/rollout_seconds": time.monotonic() - started,
-            "train/groups_dropped": float(gathered.dropped),
-            "train/groups_skipped": float(gathered.skipped),
-            "train/episodes_discarded": float(gathered.discarded),
-            "train/episodes_stale": float(gathered.stale),
-        }
+        return (
+            manifest,
+            gathered.trajectories,
+            {
+                "time/rollout_seconds": time.monotonic() - started,
+                "train/groups_dropped": float(gathered.dropped),
+                "train/groups_skipped": float(gathered.skipped),
+                "train/episodes_discarded": float(gathered.discarded),
+                "train/episodes_stale": float(gathered.stale),
+            },
+        )
 
-    async def _train(self, manifest: BatchManifest) -> dict[str, float]:
+    async def _train(
+        self, manifest: BatchManifest, trajectories: Sequence[Trajectory], gathered: Mapping[str, float]
+    ) -> dict[str, float]:
         """Update the policies with the episodes of a manifest, and publish the new weights to the engine."""
         self._run.progress.enter(f"training step {manifest.step}")
-        trajectories = await self._run.store.calls.trajectories(manifest.episode_ids)
         await self._budget.count(manifest.step)
         with self._run.progress.inside(Part.TRAINER):
-            row = await self._update(manifest.step, trajectories)
+            row = {**gathered, **await self._update(manifest.step, trajectories)}
         row |= {"rollout/sampled_tokens": float(self._budget.sampled)}
         row |= await in_thread(lambda: role_metrics(trajectories, self._run.policies.roles))
         row |= await self._judged(manifest.step)
@@ -302,8 +312,7 @@ class Learner:
         due = self._due(step)
         most = max((self._algorithms[name].dynamic_sampling for name in due), default=0)
 
-        async def teaches(episode_ids: Sequence[str]) -> bool:
-            trajectories = await self._run.store.calls.trajectories(episode_ids)
+        async def teaches(trajectories: Sequence[Trajectory]) -> bool:
             return any(update.learns_from(trajectories) for update in due.values())
 
         groups = self._run.config.rollout.groups_per_step

@@ -356,4 +356,5 @@ async def gather_recorded(
         await store.groups.register_recorded(index, step, await recordings.episode(task_of(index), version))
     found = await store.groups.of_step("train", step)
     names = tuple(episode.episode_id for _, episodes in found for episode in episodes)
-    return Gathered(episode_ids=names, dropped=0, skipped=0, discarded=0, stale=0)
+    trajectories = await store.calls.trajectories(names)
+    return Gathered(episode_ids=names, trajectories=trajectories, dropped=0, skipped=0, discarded=0, stale=0)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import orjson
 from sqlalchemy import BindParameter, Connection, bindparam, select
 
 from palestra.database import Database
@@ -81,33 +80,6 @@ class Calls:
         # In pieces, because other tasks wait for the connection.
         found = [await self._db.read(partial(read, piece=piece)) for piece in pieces(episode_ids, READ_AT_ONCE)]
         return [trajectory for piece in found for trajectory in piece]
-
-    async def oldest_tokens(self, episode_ids: Sequence[str], policies: Sequence[str]) -> dict[str, dict[str, int]]:
-        """Return for each episode and policy the `n` of the oldest version that sampled a token under its last lease.
-
-        The learner uses it to leave out episodes that are staler than the job allows. Pairs without tokens are left
-        out.
-        """
-
-        def query(connection: Connection, piece: Sequence[str]) -> dict[str, dict[str, int]]:
-            found: dict[str, dict[str, int]] = {}
-            wanted = (
-                select(chats.c.episode_id, chats.c.policy, chats.c.versions)
-                .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
-                .where(chats.c.episode_id.in_(piece))
-                .where(chats.c.policy.in_(policies))
-            )
-            for name, policy, versions in connection.execute(wanted):
-                oldest = min((n for _, n, _ in orjson.loads(versions)), default=None)
-                if oldest is not None:
-                    by_policy = found.setdefault(name, {})
-                    by_policy[policy] = min(oldest, by_policy.get(policy, oldest))
-            return found
-
-        found: dict[str, dict[str, int]] = {}
-        for piece in pieces(episode_ids):
-            found |= await self._db.read(partial(query, piece=piece))
-        return found
 
 
 def read_trajectory(connection: Connection, episode_id: str) -> Trajectory:

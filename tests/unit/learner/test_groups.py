@@ -219,8 +219,8 @@ async def sampled(store, teaches, most: int):
     """A step in which the groups of `teaches` have something to teach, and the groups that were asked about."""
     asked = []
 
-    async def ask(episode_ids) -> bool:
-        asked.append(int(episode_ids[0][6:12]))
+    async def ask(trajectories) -> bool:
+        asked.append(trajectories[0].episode.group_index)
         return asked[-1] in teaches
 
     players = Players(store)

@@ -7,7 +7,6 @@ import pytest
 
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, NotFound
 from palestra.store.lifecycle import EpisodeEnd
-from palestra.types.calls import PolicyVersion, VersionSpan
 from palestra.types.messages import text_message
 from unit.building import TASK, make_chat
 
@@ -116,15 +115,3 @@ async def test_calls_of_one_time_step_are_one_step_and_rewards_are_put_beside_th
     (done,) = await store.calls.trajectories([EPISODE])
     assert [(s.index, len(s.chats), s.reward) for s in done.steps] == [(0, 2, 0.1), (1, 1, 0.2), (3, 1, 0.4)]
     assert [s.terminated for s in done.steps] == [False, False, True]
-
-
-async def test_the_oldest_token_is_told_for_each_policy_that_is_asked_for(store):
-    await store.groups.register("train", 0, 1, TASK, 1)
-    await store.episodes.claim("w", "r", None)
-    for index, (policy, n) in enumerate([("a", 3), ("a", 2), ("b", 0), ("c", 7)]):
-        spans = (VersionSpan(PolicyVersion(0, n), 1), VersionSpan(PolicyVersion(0, n + 1), 1))
-        await store.calls.append(make_chat(index=index, policy=policy, versions=spans))
-    name = "train-000000-00"
-    assert await store.calls.oldest_tokens([name], ["a", "c"]) == {name: {"a": 2, "c": 7}}
-    assert await store.calls.oldest_tokens([name], ["b", "unknown"]) == {name: {"b": 0}}
-    assert await store.calls.oldest_tokens([name], []) == {}
