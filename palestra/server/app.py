@@ -35,7 +35,7 @@ def create_app(
 
     async def authenticate(request: Request) -> int:
         plane.keys.admit(request, page)
-        return largest_picture if is_upload(request) else most
+        return largest_picture if request.scope["method"] == "PUT" and is_upload(request) else most
 
     app = build_app(
         "Palestra data plane",

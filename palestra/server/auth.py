@@ -76,9 +76,8 @@ class KeyRing:
         self._secret, self._job, self._given = secret, job, given
         self._seats = tuple(seats)
         self._derived = (b"", "")  # the last secret, and the job key made from it
-        # A worker sends its key with every call, and signing takes longer than a look-up.
-        self._episode_key = lru_cache(MOST_EPISODES)(self._sign_episode)
-        self._seat_key = lru_cache(MOST_EPISODES)(self._sign_seat)
+        # A worker sends its key with every call, and signing takes longer than a look-up. Only good keys are kept.
+        self._opens = lru_cache(MOST_EPISODES)(self._checked)
 
     @property
     def job_key(self) -> str:
@@ -116,10 +115,10 @@ class KeyRing:
             self._derived = secret, job_key(secret, self._job)
         return self._derived[1]
 
-    def _sign_episode(self, secret: bytes, episode_id: str, fence: int) -> str:
+    def _episode_key(self, secret: bytes, episode_id: str, fence: int) -> str:
         return f"pe-{episode_id}.{fence}.{sign(secret, self._job, 'episode', episode_id, str(fence))}"
 
-    def _sign_seat(self, secret: bytes, seat: SeatKey) -> str:
+    def _seat_key(self, secret: bytes, seat: SeatKey) -> str:
         place = self._seats.index(seat.role)  # the name of a seat may have characters that no header may have
         parts = (seat.episode_id, str(seat.fence), str(place), str(seat.seat_fence))
         return f"ps-{'.'.join(parts)}.{sign(secret, self._job, 'seat-lease', seat.role, *parts)}"
@@ -132,7 +131,10 @@ class KeyRing:
         """
         if not key:
             raise Unauthorized("no key; send the header `Authorization: Bearer <key>`")
-        secret = self._secret()  # once: each look at it asks the file system
+        return self._opens(self._secret(), key)
+
+    def _checked(self, secret: bytes, key: str) -> Caller:
+        """Return what a key opens under a secret."""
         if hmac.compare_digest(key.encode(), self._job_key(secret).encode()):
             return JobKey()
         # The beginning is looked at first, so that the check of an episode's key signs nothing else.

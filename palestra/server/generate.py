@@ -122,14 +122,16 @@ async def _read(
     if isinstance(caller, PlaygroundKey):  # it names the policy and has no role
         runtime = policies.runtime(asked.policy)
     else:
-        model = asked.policy
+        call = asked.calls[0]
+        model, agent = call.policy, call.agent
         if policies.roles.pools and isinstance(caller, EpisodeKey | SeatKey):
             players = await plane.sessions.players(caller.episode_id, caller.fence)
         if isinstance(caller, SeatKey):
             # Whatever name a framework sends, a seat is played by its own policy, and never asks that of an opponent.
-            asked, model = asked.of_agent(_agent_of(caller.role, request)), policies.roles.default
-        runtime = policies.asked(model, asked.agent, players)
-        if runtime.name != asked.policy:
+            model, agent = policies.roles.default, _agent_of(caller.role, request)
+            asked = asked.of_agent(agent)
+        runtime = policies.asked(model, agent, players)
+        if runtime.name != call.policy:
             asked = asked.of_policy(runtime.name)
     check(asked, runtime)
     if asked.pictures:

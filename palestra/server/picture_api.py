@@ -23,8 +23,8 @@ _FILE: dict[str, Any] = {"type": "string", "format": "binary"}
 
 
 def is_upload(request: Request) -> bool:
-    """Return whether a request uploads a picture, which has its own size limit."""
-    return request.method == "PUT" and _PATH.fullmatch(request.scope["path"]) is not None
+    """Return whether a PUT request uploads a picture, which has its own size limit."""
+    return _PATH.fullmatch(request.scope["path"]) is not None
 
 
 def add_picture_routes(app: FastAPI, plane: DataPlane) -> None:

@@ -38,7 +38,7 @@ async def generate(session: CallMaker, calls: Sequence[GenerationRequest]) -> Ge
         session: makes and records the calls.
     """
     top = _TopLogprobs() if any(map(_TOP_LOGPROBS, calls)) else None
-    chats = await sample_calls(session, calls, top)
+    chats = await (session.generate(calls[0], top) if len(calls) == 1 else sample_calls(session, calls, top))
     return GenerationResult(chats=chats, top=[()] * len(chats) if top is None else top.of(len(chats)))
 
 

@@ -48,23 +48,15 @@ class StateTimes:
         self._since: defaultdict[TurnState, float] = defaultdict(float)
         self._inside: Counter[TurnState] = Counter()
 
-    def enter(self, state: TurnState) -> None:
-        """Count a call that enters a state now."""
-        self._since[state] -= self._clock.monotonic()
-        self._inside[state] += 1
-
-    def leave(self, state: TurnState) -> None:
-        """Count a call that leaves a state now."""
-        self._since[state] += self._clock.monotonic()
-        self._inside[state] -= 1
-
-    def move(self, left: TurnState, entered: TurnState) -> None:
-        """Count a call that leaves one state for another now."""
+    def move(self, left: TurnState | None, entered: TurnState | None) -> None:
+        """Count a call that leaves a state now, and enters another; None: no state whose time is measured."""
         now = self._clock.monotonic()
-        self._since[left] += now
-        self._inside[left] -= 1
-        self._since[entered] -= now
-        self._inside[entered] += 1
+        if left is not None:
+            self._since[left] += now
+            self._inside[left] -= 1
+        if entered is not None:
+            self._since[entered] -= now
+            self._inside[entered] += 1
 
     @property
     def seconds(self) -> dict[TurnState, float]:

@@ -118,5 +118,5 @@ class PolicySet:
             players: policies of the episode's roles that have a pool.
         """
         # Frameworks know one name and send it with every call; to them the roles of their agents must not matter.
-        roles = self.roles.of_episode(players)
+        roles = self.roles.of_episode(players) if players else self.roles
         return self.runtime(roles.policy_of(agent) if model == roles.default else model)

@@ -72,7 +72,7 @@ class PromptBuilder:
         picture_pool: WorkPool,
         sameness: Sameness,
         strict: bool,
-        seat_of: Callable[[str], str] = lambda _: "",
+        seat_of: Callable[[str], str] | None = None,
         unseen: Callable[[str], Unseen] = lambda _: frozenset(),
     ) -> None:
         """Create a builder without calls.
@@ -82,7 +82,7 @@ class PromptBuilder:
             sameness: changes of a reply that are ignored; see `History`.
             strict: refuse calls that would lose exact tokens of an earlier call.
             seat_of: returns an agent's player slot, or "". Calls of a slot share nothing with others, so that prompts
-                do not reveal other players' observations.
+                do not reveal other players' observations. None: there are no slots.
         """
         self.calls = 0
         self._pasts: defaultdict[str, _Past] = defaultdict(lambda: _Past(sameness, unseen))  # by seat
@@ -99,7 +99,7 @@ class PromptBuilder:
 
     def _past(self, agent: str) -> _Past:
         """Return the calls that an agent may continue: those of its player slot, or of all agents without one."""
-        return self._pasts[self._seat_of(agent)]
+        return self._pasts[self._seat_of(agent) if self._seat_of else ""]
 
     def add(self, chat: Chat, prompt: Prompt | None = None) -> None:
         """Add a call that is on disk, so that later prompts can continue from it.

@@ -104,13 +104,13 @@ class Session:
             recorded: the calls of this lease, by index.
         """
         self.episode_id, self.fence, self.kind = episode_id, fence, kind
-        self._context = context
+        self._context, self._clock = context, context.clock
         self._prompts = PromptBuilder(
             context.pool,
             context.picture_pool,
             context.sameness,
             context.strict_history,
-            context.seat_of,
+            context.seat_of if context.seats else None,
             context.policies.unseen,
         )
         self._registry = CallRegistry(context.seed, episode_id, recorded)
@@ -243,7 +243,7 @@ class Session:
                 "parallel_tool_calls = false is not supported in this model's format of tool calls",
                 "parallel_tool_calls",
             )
-        started_at = self._context.clock.now()
+        started_at = self._clock.now()
         constraint = UNCONSTRAINED
         if request.tool_choice == "required" or request.response_schema is not None or request.response_choices:
             constraint = constraint_of(request, runtime.renderer)
@@ -262,9 +262,8 @@ class Session:
 
     def _reserve(self, call: _Call, choice: _Choice) -> None:
         """Give a choice its number, its seed and its sampling parameters, and report them to the listener."""
-        reserved = choice.reserved = self._registry.reserve(
-            call.prompt.ids, *self._seeded_for(call.request.policy, call.request.agent)
-        )
+        seeded_for = self._seeded_for(call.request.policy, call.request.agent)
+        reserved = choice.reserved = self._registry.reserve(call.prompt.ids, *seeded_for)
         sampling = choice.sampling = sampling_of(
             call.request,
             call.runtime.config,
@@ -290,7 +289,7 @@ class Session:
     def _seeded_for(self, policy: str, agent: str) -> tuple[str, str]:
         """Return policy and player slot as used for seeds: the default policy is ""."""
         default = policy == self._context.policies.roles.default
-        return "" if default else policy, self._context.seat_of(agent)
+        return "" if default else policy, self._context.seat_of(agent) if self._context.seats else ""
 
     async def _sample(self, call: _Call, choice: _Choice) -> Chat:
         """Sample one choice, parse its reply, and record it."""
@@ -338,7 +337,7 @@ class Session:
             sampling=sampling,
             request_digest=request.choice_digest(number) if number else request.digest,
             started_at=call.started_at,
-            finished_at=self._context.clock.now(),
+            finished_at=self._clock.now(),
         )
         await self._recorder.record(chat, prompt)
         choice.recorded = True

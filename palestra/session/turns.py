@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from palestra.session.context import StateTimes
 from palestra.types.states import TurnState, check_transition
 
-_MEASURED = (TurnState.PENDING, TurnState.GENERATING)  # states whose time a call itself measures
+_MEASURED = {state: state for state in (TurnState.PENDING, TurnState.GENERATING)}  # by the call itself
 
 
 class Turn:
@@ -20,18 +20,13 @@ class Turn:
         """Start as PENDING."""
         self._subject, self._times = subject, times
         self.state = TurnState.PENDING
-        times.enter(self.state)
+        times.move(None, self.state)
 
     def move(self, following: TurnState) -> None:
         """Change to the next state."""
         check_transition(self._subject, self.state, following)
-        left, self.state = self.state, following
-        if left in _MEASURED and following in _MEASURED:
-            self._times.move(left, following)
-        elif left in _MEASURED:
-            self._times.leave(left)
-        elif following in _MEASURED:
-            self._times.enter(following)
+        self._times.move(_MEASURED.get(self.state), _MEASURED.get(following))
+        self.state = following
 
 
 class Turns:
@@ -46,8 +41,7 @@ class Turns:
 
     def begin(self) -> Turn:
         """Add a running call, which ends the agent's action."""
-        if self._acting:
-            self._acted()
+        self._acted()
         turn = Turn(self._subject, self._times)
         self._open.add(turn)
         return turn
@@ -57,13 +51,12 @@ class Turns:
         self._open.difference_update(turns)
         if not self._open and not self._over:
             self._acting = True
-            self._times.enter(TurnState.INTERACTING)
+            self._times.move(None, TurnState.INTERACTING)
 
     def terminate(self) -> None:
         """End the session, and stop measuring the agent's time."""
         self._over = True
-        if self._acting:
-            self._acted()
+        self._acted()
 
     def state(self, called: bool) -> TurnState:
         """Return the state of the session: GENERATING or PENDING if any call is, in this order; INTERACTING between
@@ -82,5 +75,6 @@ class Turns:
 
     def _acted(self) -> None:
         """Stop measuring the time of the agent's action."""
-        self._acting = False
-        self._times.leave(TurnState.INTERACTING)
+        if self._acting:
+            self._acting = False
+            self._times.move(TurnState.INTERACTING, None)
