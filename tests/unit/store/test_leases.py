@@ -161,3 +161,15 @@ def test_a_lease_adds_as_many_bytes_of_pictures_as_it_may_and_none_when_it_is_ov
     add(book, 2, 100)
     with pytest.raises(EpisodeLeaseExpired):
         add(book, 1, 1)
+
+
+def test_a_claim_that_is_answered_again_grants_no_new_lease(book, clock):
+    before = clock.monotonic()
+    book.grant("e", 1, 10.0)
+    assert book.granted_since("e", 1, before)
+    assert not book.granted_since("e", 2, before)
+    clock.ticks += 1
+    book.grant("e", 1, 10.0)
+    assert not book.granted_since("e", 1, clock.monotonic())
+    book.drop("e", 1)
+    assert not book.granted_since("e", 1, before)
