@@ -59,7 +59,7 @@ from palestra.models.causal_lm import CausalLM, load_tokenizer
 from palestra.models.device import precision_of, tune_malloc
 from palestra.runtime.parts import build_parts
 from palestra.trainer.base import OptimParams
-from palestra.trainer.torch_policy import TorchPolicy
+from palestra.trainer.torch_policy import PolicyNetworks, TorchPolicy
 
 sys.path.insert(0, str(ROOT / "recipes"))
 NOMINAL = 989.4e12  # bfloat16 products a second of an H100 or H200 (NVIDIA's data sheets)
@@ -253,7 +253,9 @@ def train_steps(asked: Asked, size: str, tokens: int, rank: int | None, recomput
     if recompute:
         model.recompute_blocks()
     settings = {"device": asked.device, "dtype": "bfloat16", "micro_batch_tokens": tokens}
-    policy = TorchPolicy(model, load_tokenizer(TINY), TrainerConfig.model_validate(settings))
+    policy = TorchPolicy(
+        PolicyNetworks(model=model, tokenizer=load_tokenizer(TINY)), TrainerConfig.model_validate(settings)
+    )
     taken = []
     for step in range(4):
         rows = made_rows(step, prompts=1, samples=1, prompt_tokens=tokens // 8, new_tokens=tokens - tokens // 8)
@@ -283,7 +285,9 @@ def profile(asked: Asked) -> dict[str, Any]:
     with torch.device(asked.device):
         model = CausalLM(Qwen3ForCausalLM(QWEN["tiny" if asked.dry else "0.6b"]).eval())
     settings = {"device": asked.device, "dtype": "bfloat16", "micro_batch_tokens": tokens}
-    policy = TorchPolicy(model, load_tokenizer(TINY), TrainerConfig.model_validate(settings))
+    policy = TorchPolicy(
+        PolicyNetworks(model=model, tokenizer=load_tokenizer(TINY)), TrainerConfig.model_validate(settings)
+    )
 
     def step(number: int) -> None:
         rows = made_rows(number, prompts=1, samples=1, prompt_tokens=tokens // 8, new_tokens=tokens - tokens // 8)
@@ -314,7 +318,9 @@ def shared(asked: Asked) -> dict[str, Any]:
     with torch.device(asked.device):
         model = CausalLM(Qwen3ForCausalLM(QWEN["tiny" if asked.dry else "0.6b"]).eval())
     settings = {"device": asked.device, "dtype": "bfloat16"}
-    policy = TorchPolicy(model, load_tokenizer(TINY), TrainerConfig.model_validate(settings))
+    policy = TorchPolicy(
+        PolicyNetworks(model=model, tokenizer=load_tokenizer(TINY)), TrainerConfig.model_validate(settings)
+    )
     found = {}
     for name, (prompts, each) in {"shared": (groups, samples), "in full": (groups * samples, 1)}.items():
         taken = []

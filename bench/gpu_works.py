@@ -22,7 +22,7 @@ from palestra.models.byte_model import write_random
 from palestra.models.causal_lm import FLAT_ATTENTION, CausalLM, load_tokenizer
 from palestra.runtime.parts import Parts
 from palestra.trainer.base import OptimParams
-from palestra.trainer.torch_policy import TorchPolicy
+from palestra.trainer.torch_policy import PolicyNetworks, TorchPolicy
 from palestra.types.calls import Ids, SamplingParams, TokenSequence
 from palestra.types.records import TrainSample
 
@@ -160,7 +160,9 @@ def train_once(hidden: int, layers: int, tokenizer: Any, device: str, scale: Sca
     with torch.device(device):
         model = CausalLM(LlamaForCausalLM(shape_of(hidden, layers, len(tokenizer))).eval())
     model.recompute_blocks()
-    policy = TorchPolicy(model, tokenizer, TrainerConfig.model_validate({"device": device}))
+    policy = TorchPolicy(
+        PolicyNetworks(model=model, tokenizer=tokenizer), TrainerConfig.model_validate({"device": device})
+    )
     rows = rows_of(scale, 2, 0)
     policy.forward_backward(rows, LOSS)
     policy.optimizer.step(OptimParams(learning_rate=1e-6))

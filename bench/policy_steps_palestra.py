@@ -64,8 +64,8 @@ class SharedBench(Bench):
         """The rows of one policy's episodes, with advantages."""
         agent = "agent" if policy == self.config.players.default else f"agent-of-{policy}"
         played = [self.reward(step, place, chat, agent) for place, chat in enumerate(chats)]
-        algorithm, version = self.config.algorithm_of(policy), self.parts.trainer.version(policy)
-        batch = make_batch(played, self.algorithm, algorithm, NEW_TOKENS, version, policy, self.config.players)
+        version = self.parts.trainer.version(policy)
+        batch = make_batch(played, self.algorithm, NEW_TOKENS, version, policy, self.config.players)
         return batch.with_advantages(self.algorithm.advantages(batch.groups, {}), {}).samples
 
     async def update(self, step: int, policy: str, rows: Sequence[Any]) -> int:

@@ -80,9 +80,7 @@ class Bench:
             with self.clock("batch"):
                 played = [self.reward(number, place, chat) for place, chat in enumerate(chats)]
                 version = parts.trainer.version(name)
-                batch = make_batch(
-                    played, self.algorithm, self.config.algorithm, NEW_TOKENS, version, name, self.config.players
-                )
+                batch = make_batch(played, self.algorithm, NEW_TOKENS, version, name, self.config.players)
                 rows = batch.with_advantages(self.algorithm.advantages(batch.groups, {}), {}).samples
             with self.clock("forward_backward"):
                 loss = self.algorithm.loss()

@@ -214,9 +214,9 @@ class AttentionKernels:
             window: positions that a token attends to, including its own; None: all before it.
         """
         heads, groups = new[0].shape[1], new[1].shape[1]
-        parts, stride = _read(new, runs, window)
+        read = _read(new, runs, window)
         table = runs.of(layer, groups, new[0].shape[3])
-        return self._attended(table, runs, parts, stride, (heads, groups), scale, window, None)
+        return self._attended(table, runs, read, (heads, groups), scale, window, None)
 
     def trees(
         self, new: tuple[Tensor, Tensor, Tensor], runs: Runs, scale: float, window: int | None
@@ -228,10 +228,9 @@ class AttentionKernels:
             window: positions that a token attends to, including its own; None: all before it.
         """
         heads, groups, count = new[0].shape[1], new[1].shape[1], new[0].shape[2]
-        parts, stride = _read(new, runs, window)
+        read = _read(new, runs, window)
         sums = empty(_WHOLE, heads, count)
-        table = self._placed(runs, parts, stride)
-        return self._attended(table, runs, parts, stride, (heads, groups), scale, window, sums), sums
+        return self._attended(self._placed(runs, *read), runs, read, (heads, groups), scale, window, sums), sums
 
     def trees_gradient(
         self,
@@ -287,15 +286,15 @@ class AttentionKernels:
         self,
         table: NDArray[np.void],
         runs: Runs,
-        parts: Sequence[Tensor],
-        stride: int,
+        read: tuple[Sequence[Tensor], int],
         heads: tuple[int, int],
         scale: float,
         window: int | None,
         sums: Tensor | None,
     ) -> Tensor:
         """Return the attention output, bfloat16 [N, H, D]."""
-        (queries, groups), (count, width) = heads, parts[0].shape[2:]
+        (parts, stride), (queries, groups) = read, heads
+        count, width = parts[0].shape[2:]
         blocks, _ = runs.blocks(queries // groups)
         out = empty(_HALF, count, queries, width)
         room = empty(_HALF, 2, groups, runs.places, -(-width // _VECTOR) * _VECTOR)

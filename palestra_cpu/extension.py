@@ -115,7 +115,8 @@ class _Trees:
         """Return the attention output of N nodes, [N, H, D]."""
         if (kernels := attention_kernels(query, key)) is None:
             return None
-        seen: Tensor = RunAttention.apply(query, key, value, self._runs, kernels, scale, window)  # type: ignore[no-untyped-call]
+        how = (scale, window)
+        seen: Tensor = RunAttention.apply(query, key, value, self._runs, kernels, how)  # type: ignore[no-untyped-call]
         return seen
 
     @functools.cached_property

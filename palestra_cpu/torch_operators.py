@@ -31,7 +31,7 @@ def runs_of_trees(trees: Sequence[Sequence[tuple[int, int, int]]]) -> Runs:
 
 
 class RunAttention(torch.autograd.Function):
-    """Attention of the tokens of runs: `apply(query, key, value, runs, kernels, scale, window)`."""
+    """What the tokens of runs see: `apply(query, key, value, runs, kernels, (scale, window))`."""
 
     @staticmethod
     def forward(
@@ -41,13 +41,12 @@ class RunAttention(torch.autograd.Function):
         value: Tensor,
         runs: Runs,
         kernels: AttentionKernels,
-        scale: float,
-        window: int | None,
+        how: tuple[float, int | None],
     ) -> Tensor:
         """Return [N, H, D] for queries [1, H, N, D] and keys and values [1, K, N, D]."""
-        out, sums = kernels.trees((query, key, value), runs, scale, window)
+        out, sums = kernels.trees((query, key, value), runs, *how)
         ctx.save_for_backward(query, key, value, out, sums)
-        ctx.given = runs, scale, window
+        ctx.given = runs, *how
         ctx.kernels = kernels
         return out
 
@@ -57,7 +56,7 @@ class RunAttention(torch.autograd.Function):
         """Return the gradients of queries [1, H, N, D], keys and values [1, K, N, D]."""
         query, key, value, out, sums = ctx.saved_tensors
         found = ctx.kernels.trees_gradient(of_out, (query, key, value), (out, sums), *ctx.given)
-        return *found, None, None, None, None
+        return *found, None, None, None
 
 
 class TorchOperators:

@@ -111,6 +111,7 @@ def _text_of(content: Any) -> str:
     return "".join(part["text"] for part in parts)
 
 
+MAX_ANSWER_BYTES = 16 << 20  # of one answer of the server: results of tools are a few kilobytes
 EXAMPLE = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
 _NOT_TOOLS = ("seed_session", "verify", "aggregate_metrics")  # routes that a model must not call
@@ -143,29 +144,26 @@ class NemoGymEnvironment(ConcurrentEnvironment):
         max_steps: int = 16,
         tool_seconds: float = 30.0,
         verify_seconds: float = 300.0,
-        max_message_bytes: int = 16 << 20,
         clock: Clock | None = None,
     ) -> None:
-        """Store the address of a resources server.
+        """Take the address of a resources server.
 
         Args:
             url: the server's URL, such as `http://127.0.0.1:8000`.
-            key: sent as `Authorization: Bearer`; None: none.
+            key: is sent as `Authorization: Bearer`; None: none is.
             system: system message before the task's input; None: the task's own, if it has one.
-            max_steps: limit of the agent's replies in an episode.
-            tool_seconds: limit for one tool call; a later result is an error that the agent reads.
-            verify_seconds: limit for the verifier, which may call a model.
-            max_message_bytes: limit of one answer of the server.
-            clock: source of observation times; None: the system's clock.
+            max_steps: replies that the agent may make in an episode.
+            tool_seconds: limit for one call of a tool; a later result is an error that the agent reads.
+            verify_seconds: limit for the verifier, which may ask a model.
+            clock: source of the times of observations; None: the system's clock.
 
         Raises:
-            ConfigError: the URL or a number is invalid.
+            ConfigError: the URL is no URL, or a number makes no sense.
         """
         super().__init__(clock)
         self.max_steps = checked_count("max_steps", max_steps)
         self._tool_seconds = checked_amount("tool_seconds", tool_seconds, above_zero=True)
         self._verify_seconds = checked_amount("verify_seconds", verify_seconds, above_zero=True)
-        self._max_bytes = checked_count("max_message_bytes", max_message_bytes)
         self._headers = {"authorization": f"Bearer {checked_key(key)}"} if key else {}
         self._url, self._system = checked_url(url, EXAMPLE), system
         self._http: httpx2.AsyncClient | None = None
@@ -269,8 +267,8 @@ class NemoGymEnvironment(ConcurrentEnvironment):
             ):
                 async for chunk in answer.aiter_bytes():
                     found += chunk
-                    if len(found) > self._max_bytes:
-                        raise _TooLong(f"{self._url}{path} answers with more than {self._max_bytes:,} bytes")
+                    if len(found) > MAX_ANSWER_BYTES:
+                        raise _TooLong(f"{self._url}{path} answers with more than {MAX_ANSWER_BYTES:,} bytes")
         except (httpx2.ReadError, httpx2.RemoteProtocolError) as error:
             raise EpisodeForfeited(f"{self._url}{path} broke off: {str(error) or type(error).__name__}") from error
         except httpx2.HTTPError as error:

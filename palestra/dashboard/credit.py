@@ -104,7 +104,6 @@ def group_credit(
     batch = make_batch(
         group,
         algorithm,
-        config.algorithm_of(policy),
         sampling.max_tokens,
         manifest.versions[policy],
         policy,

@@ -64,12 +64,10 @@ class GrammarWorker:
             kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
             # Ctrl-C at a terminal goes to Palestra's server, which ends this process.
             self._process = process = popen(
-                "palestra.grammars.child",
+                ("-P", "-m", "palestra.grammars.child"),
                 theirs,
                 kept | {"OMP_NUM_THREADS": "1"},
                 apart=True,
-                flags=("-P",),
-                computes=False,
             )
             self._finalizer = weakref.finalize(self, _kill, process, ours)
             self._channel = channel = BlockingChannel(ours)

@@ -157,7 +157,6 @@ class Batch:
 def make_batch(
     trajectories: Sequence[Trajectory],
     algorithm: Algorithm,
-    config: AlgorithmConfig,
     max_tokens: int,
     version: PolicyVersion,
     policy: str,
@@ -166,17 +165,22 @@ def make_batch(
 ) -> Batch:
     """Return the rows of a step for one policy, with loss weights.
 
-    Groups without a learning signal get no rows, but are counted, and still enter the loss weights as rollouts with
-    advantage 0: a batch with little signal makes a small step, instead of one that a few rollouts decide.
+    Groups from which nothing can be learned get no rows, and are counted.
+
+    Such groups still count in the loss weights, as rollouts with advantage 0: a batch from which little can be learned
+    makes a small step, not one that a few rollouts decide.
 
     Args:
         trajectories: completed episodes, in canonical order.
-        version: before the step, from which staleness is counted.
-        roles: calls and tokens of frozen policies are left out, and counted.
-        choices: for an algorithm that trains `every_choice`: each possible reply of a call has a row, and loss weights
-            are shared by calls instead of tokens. None: rows have the sampled replies.
+        algorithm: decides which groups can be learned from, and by its settings which calls are trained.
+        max_tokens: the divisor of `seq-mean-token-sum-norm`.
+        version: the policy before the step, from which staleness is counted.
+        policy: name of the policy that is trained.
+        roles: which policy plays which agent; calls and tokens of frozen policies are left out, and counted.
+        choices: for an algorithm that trains `every_choice`: there is a row for each reply that a call could have
+            given, and loss weights are shared by calls as otherwise by tokens. None: rows have what was sampled.
     """
-    left_out: Counter[str] = Counter()
+    config, left_out = algorithm.config, Counter[str]()
     shares = [_used(share, left_out) for share in shares_of(trajectories, policy, roles)]
     rollouts = [_rollout(share, config, left_out) for share in shares]
     shared = [rollout.tokens if choices is None else len(rollout.trained) for rollout in rollouts]

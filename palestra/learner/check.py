@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,29 +33,36 @@ _SAMPLED = 6  # tokens that each episode samples; divisible by every number of c
 _PROMPT_ID, _PADDING_ID, _FIRST_ID = 1, 2, 1000
 
 
-def made_up_groups(
-    *,
-    rewards: Sequence[Sequence[float]] = GROUPS,
-    prompt: int = 4,
-    pad: int = 0,
-    beside: float = float("nan"),
-    calls: int = 1,
-    rows: int = 1,
-    alike: bool = True,
-    reverse: bool = False,
-) -> list[Group]:
-    """Return groups of episodes whose sampled tokens have unique ids from 1000 on.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cut:
+    """How made-up episodes are written down.
+
+    Attributes:
+        prompt: tokens before the first sampled one.
+        pad: tokens at the end of each row that were not sampled.
+        beside: logprob that stands in a row where a token was not sampled.
+        calls: calls of each episode, all in one TimeStep, each of which continues the one before.
+        rows: rows of each episode, between which the calls are shared out.
+        alike: every episode is cut so; else the first of each group is, and the others have one call and one row.
+        reverse: put the rows of each group in the opposite order.
+    """
+
+    prompt: int = 4
+    pad: int = 0
+    beside: float = float("nan")
+    calls: int = 1
+    rows: int = 1
+    alike: bool = True
+    reverse: bool = False
+
+
+def made_up_groups(rewards: Sequence[Sequence[float]] = GROUPS, **cut: Any) -> list[Group]:
+    """Return groups of episodes whose sampled tokens have ids from 1000 on, each its own.
 
     Args:
-        prompt: tokens before the first sampled one.
-        pad: unsampled tokens at the end of each row.
-        beside: logprob of unsampled tokens in a row.
-        calls: per episode, all in one TimeStep, each continuing the one before.
-        rows: per episode, among which its calls are divided.
-        alike: whether every episode is split like this; otherwise only the first of each group is, and the others have
-            one call and one row.
-        reverse: whether to reverse each group's rows.
+        cut: fields of `_Cut`.
     """
+    how = _Cut(**cut)
     lengths = [
         _SAMPLED + (number + place) % 2 * _SAMPLED
         for number, group in enumerate(rewards)
@@ -70,10 +77,10 @@ def made_up_groups(
             name = f"train-{number:06d}-{place:02d}"
             ids = np.arange(first, first + length, dtype=np.int32)
             first += length
-            parts, pieces = (calls, rows) if alike or place == 0 else (1, 1)
-            episodes.append(_trajectory(name, number, place, reward, _chats(name, ids, prompt, parts)))
-            of_group += _made_up_rows(name, ids, prompt, pad, beside, parts, pieces, next(weights))
-        found.append(Group(trajectories=tuple(episodes), rows=tuple(of_group[::-1] if reverse else of_group)))
+            own = how if how.alike or place == 0 else replace(how, calls=1, rows=1)
+            episodes.append(_trajectory(name, number, place, reward, _chats(name, ids, own.prompt, own.calls)))
+            of_group += _made_up_rows(name, ids, own, next(weights))
+        found.append(Group(trajectories=tuple(episodes), rows=tuple(of_group[::-1] if how.reverse else of_group)))
     return found
 
 
@@ -145,17 +152,15 @@ def _trajectory(name: str, number: int, place: int, reward: float, chats: tuple[
     return Trajectory(episode=episode, steps=(step,))
 
 
-def _made_up_rows(
-    name: str, ids: np.ndarray, prompt: int, pad: int, beside: float, calls: int, rows: int, weight: float
-) -> list[TrainSample]:
+def _made_up_rows(name: str, ids: np.ndarray, cut: _Cut, weight: float) -> list[TrainSample]:
     """Return the rows of an episode, each of which trains the tokens of some of its calls."""
-    row = np.concatenate([np.full(prompt, _PROMPT_ID), ids, np.full(pad, _PADDING_ID)]).astype(np.int32)
+    row = np.concatenate([np.full(cut.prompt, _PROMPT_ID), ids, np.full(cut.pad, _PADDING_ID)]).astype(np.int32)
     of_call = np.full(len(row), -1, np.int32)
-    of_call[prompt : prompt + len(ids)] = np.concatenate(
-        [np.full(len(part), index) for index, part in enumerate(np.array_split(ids, calls))]
+    of_call[cut.prompt : cut.prompt + len(ids)] = np.concatenate(
+        [np.full(len(part), index) for index, part in enumerate(np.array_split(ids, cut.calls))]
     )
     found = []
-    for chosen in np.array_split(np.arange(calls), rows):
+    for chosen in np.array_split(np.arange(cut.calls), cut.rows):
         mask = np.isin(of_call, chosen)
         found.append(
             TrainSample(
@@ -163,7 +168,7 @@ def _made_up_rows(
                 policy="policy",
                 ids=row,
                 loss_mask=mask,
-                logprobs=np.where(mask, _logprobs(row), beside).astype(np.float32),
+                logprobs=np.where(mask, _logprobs(row), cut.beside).astype(np.float32),
                 versions=np.where(mask[:, None], 0, -1).astype(np.int32).repeat(2, axis=1),
                 calls=np.where(mask, of_call, -1).astype(np.int32),
                 advantages=np.zeros(len(row), np.float32),

@@ -188,7 +188,6 @@ class PolicyUpdate:
             make_batch,
             trajectories,
             self._algorithm,
-            self._settings,
             config.policies[self._policy].sampling.max_tokens,
             self._trainer.version(self._policy),
             self._policy,

@@ -151,42 +151,46 @@ async def start_process(
     with theirs:
         try:
             environment = {**os.environ, **variables}
-            return LocalProcess(popen(module, theirs, environment, words, log, prints, computes=computes), ours, log)
+            if computes:
+                environment = computing(environment)
+            return LocalProcess(popen(("-m", module), theirs, environment, words, log, prints), ours, log)
         except OSError:
             ours.close()
             raise
 
 
+def computing(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a program that trains or samples: with settings of malloc."""
+    settings = malloc_without_caches(environment.get(MALLOC_VARIABLE, ""))
+    return {**environment, MALLOC_VARIABLE: settings} if settings else dict(environment)
+
+
 def popen(
-    module: str,
+    program: Sequence[str],
     connection: socket.socket,
     environment: Mapping[str, str],
     words: Sequence[str] = (),
     log: Path | None = None,
     prints: bool = False,
     apart: bool = False,
-    flags: Sequence[str] = (),
-    computes: bool = True,
 ) -> subprocess.Popen[bytes]:
     """Start a program; see `start_process`.
 
     Args:
+        program: flags of Python, `-m`, and the module.
         connection: its end of the socket, which the caller closes.
         apart: whether it leads its own group even without a log.
-        flags: of Python.
-        computes: adds settings of malloc for programs that train or sample.
     """
-    settings = malloc_without_caches(environment.get(MALLOC_VARIABLE, "")) if computes else ""
     with contextlib.ExitStack() as stack:
         out = None if log is None else stack.enter_context(log.open("wb"))
         return subprocess.Popen(
-            [sys.executable, *flags, "-m", module, str(connection.fileno()), *words],
+            [sys.executable, *program, str(connection.fileno()), *words],
             pass_fds=(connection.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=out or (None if prints else subprocess.DEVNULL),
             stderr=out,
             start_new_session=apart or log is not None,
-            env={**environment, MALLOC_VARIABLE: settings} if settings else dict(environment),
+            env=dict(environment),
         )
 
 

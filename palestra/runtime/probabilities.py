@@ -64,12 +64,12 @@ def choice_probabilities(
     from palestra.models.device import device_of
     from palestra.models.loading import load_model
     from palestra.renderers import select_renderer
-    from palestra.trainer.torch_policy import TorchPolicy
+    from palestra.trainer.torch_policy import PolicyNetworks, TorchPolicy
 
     if not (temperature > 0.0 and math.isfinite(temperature)):
         raise ConfigError(f"temperature is {temperature}, and the probabilities of replies need one above 0")
     weights, tokenizer = load_model(weights_of_run(model), torch.float32, device_of("auto", "device"))
-    policy = TorchPolicy(weights, tokenizer, TrainerConfig(dtype="float32"))
+    policy = TorchPolicy(PolicyNetworks(model=weights, tokenizer=tokenizer), TrainerConfig(dtype="float32"))
     try:
         return _answers(policy, select_renderer(tokenizer), questions, temperature)
     finally:

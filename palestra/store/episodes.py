@@ -227,9 +227,8 @@ class Episodes:
             EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
         """
         limit, now = self._rollout.max_attempts, self._clock.now()
-        following = await self._db.write(
-            lambda c: lifecycle.give_back(c, episode_id, fence, reason, discard, limit, now, counts)
-        )
+        given = lifecycle.GivenBack(reason, discard, counts)
+        following = await self._db.write(lambda c: lifecycle.give_back(c, episode_id, fence, given, limit, now))
         self._given_back(episode_id, fence, following)
 
     async def expire_leases(self) -> int:
@@ -250,7 +249,8 @@ class Episodes:
         limit, now = self._rollout.max_attempts, self._clock.now()
 
         def give_back(connection: Connection) -> EpisodeState:
-            following = lifecycle.give_back(connection, episode_id, fence, "lease expired", False, limit, now)
+            expired = lifecycle.GivenBack("lease expired")
+            following = lifecycle.give_back(connection, episode_id, fence, expired, limit, now)
             insert_event(connection, "lease_expired", {"episode_id": episode_id, "fence": fence}, now)
             return following
 

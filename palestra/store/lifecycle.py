@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import sqlalchemy as sa
@@ -390,32 +390,39 @@ def discard_open(connection: Connection, kind: str, group_index: int, reason: st
     return found
 
 
-def give_back(
-    connection: Connection,
-    episode_id: str,
-    fence: int,
-    reason: str,
-    discard: bool,
-    max_attempts: int,
-    now: float,
-    counts: bool = True,
-) -> EpisodeState:
-    """Give an episode back: CLAIMED → REGISTERED, or → DISCARDED on request or after its last attempt.
+class GivenBack(NamedTuple):
+    """Why and how an episode is given back.
 
-    Return the new state.
+    Attributes:
+        discard: whether it must not be played again.
+        counts: whether this attempt is one of them; False: the episode has as many attempts left as before the claim.
+    """
+
+    reason: str
+    discard: bool = False
+    counts: bool = True
+
+
+def give_back(
+    connection: Connection, episode_id: str, fence: int, given: GivenBack, max_attempts: int, now: float
+) -> EpisodeState:
+    """Give an episode back: CLAIMED → REGISTERED, or → DISCARDED on request or when its attempts are used up.
 
     Args:
         connection: in a transaction of the writing thread.
         fence: of the lease under which it was played.
         now: Unix seconds.
-        counts: whether this attempt is one of `max_attempts`.
+
+    Returns:
+        The state that the episode has now.
 
     Raises:
         EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
     """
     episode = held(connection, episode_id, fence)
-    attempts = episode.attempts if counts else episode.attempts - 1
-    final = discard or attempts >= max_attempts
+    reason = given.reason
+    attempts = episode.attempts if given.counts else episode.attempts - 1
+    final = given.discard or attempts >= max_attempts
     following = EpisodeState.DISCARDED if final else EpisodeState.REGISTERED
     if reason.startswith(ON_PURPOSE) and not final:  # says nothing of the episode; what it has failed with does
         reason = _REASON.row(connection, {"episode_id": episode_id})[0] or reason

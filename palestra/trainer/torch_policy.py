@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,24 @@ MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 OPTIMIZER = "optimizer"  # prefix of its files in a checkpoint
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyNetworks:
+    """The networks of a policy.
+
+    Attributes:
+        model: its trained weights are float32.
+        frozen: models that are never trained, by output: `reference_logprobs`, `teacher_logprobs`.
+        critic: a float32 copy of the policy's model; None: no critic.
+        critic_target: target copy of a critic of actions; None: a critic of states.
+    """
+
+    model: CausalLM
+    tokenizer: Any
+    frozen: Mapping[ForwardOutput, CausalLM] = field(default_factory=dict)
+    critic: CausalLM | None = None
+    critic_target: CausalLM | None = None
+
+
 class TorchPolicy:
     """The weights, the optimizer and the version of one policy; the trainer's thread runs its methods.
 
@@ -45,25 +64,18 @@ class TorchPolicy:
 
     def __init__(
         self,
-        model: CausalLM,
-        tokenizer: Any,
+        networks: PolicyNetworks,
         config: TrainerConfig,
-        frozen: Mapping[ForwardOutput, CausalLM] | None = None,
-        critic: CausalLM | None = None,
-        critic_target: CausalLM | None = None,
         make_optimizer: Callable[[Named], Optimizer] = Optimizer,
         device: torch.device | None = None,
     ) -> None:
         """Take over a model's weights as they are, at version 0.0.
 
         Args:
-            model: its trained weights are float32; from now on it computes in the precision of `config`.
-            frozen: models in the precision of `config` that are never trained, by output: `reference_logprobs`,
-                `teacher_logprobs`.
-            critic: a float32 copy of the policy's model; None: no critic.
-            critic_target: target copy of a critic of actions; None: a critic of states.
+            networks: they compute in the precision of `config` from now on.
             device: None: the device of the weights.
         """
+        model, tokenizer = networks.model, networks.tokenizer
         device = device or model.device
         model.compute_in(precision_of(config.dtype, device))
         self.model, self._tokenizer = model, tokenizer
@@ -72,8 +84,8 @@ class TorchPolicy:
         self._grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size), TRAINER_BOUNDS)
         masks = GrammarMasks(self._grammars)
         self._forward = TokenForward(model, config, masks, device)
-        self._frozen = {name: TokenForward(other, config, masks, device) for name, other in (frozen or {}).items()}
-        self._critic = None if critic is None else Critic(critic, config, critic_target)
+        self._frozen = {name: TokenForward(other, config, masks, device) for name, other in networks.frozen.items()}
+        self._critic = None if networks.critic is None else Critic(networks.critic, config, networks.critic_target)
         self.version = PolicyVersion(0, 0)
         self.changed = False
 

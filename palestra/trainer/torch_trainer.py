@@ -24,7 +24,7 @@ from palestra.models.weights import LocalWeights, WeightSource
 from palestra.threads import in_thread
 from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
 from palestra.trainer.serial import Serial
-from palestra.trainer.torch_policy import TorchPolicy
+from palestra.trainer.torch_policy import PolicyNetworks, TorchPolicy
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 
@@ -128,7 +128,8 @@ class TorchTrainer:
             for each in (model, critic):
                 if each is not None:
                     each.recompute_blocks()
-        return TorchPolicy(model, tokenizer, self._config, frozen, critic, target)
+        networks = PolicyNetworks(model=model, tokenizer=tokenizer, frozen=frozen, critic=critic, critic_target=target)
+        return TorchPolicy(networks, self._config)
 
     def _add(self, name: str, policy: TorchPolicy) -> None:
         """Begin to have a policy; runs in the trainer's thread."""

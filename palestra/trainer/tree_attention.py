@@ -246,7 +246,7 @@ class _BranchAttention(torch.autograd.Function):
                 and rows.shape[2] * keys.shape[2] <= _PRODUCT_SCORES
             )
             if few:
-                made = _gradients(*given, call.added(_exact(rows), heads // groups), ctx.scale)
+                made = _gradients(given, call.added(_exact(rows), heads // groups), ctx.scale)
             else:
                 added = call.added(query.dtype, heads // groups)
                 made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -263,18 +263,14 @@ class _BranchAttention(torch.autograd.Function):
         return *(gradient.unsqueeze(0) for gradient in of_inputs), None, None
 
 
-def _gradients(
-    grad: Tensor,
-    rows: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    added: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of one call's queries, keys and values by plain products, in at least float32."""
-    g, q, k, v, o = (part[0].to(sums.dtype) for part in (grad, rows, keys, values, out))
+def _gradients(given: Sequence[Tensor], added: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of one call's queries, keys and values by plain products, in at least float32.
+
+    Args:
+        given: the gradient of the output, queries, keys, values, output, and the logarithms of the scores' sums.
+    """
+    *tensors, sums = given
+    g, q, k, v, o = (tensor[0].to(sums.dtype) for tensor in tensors)
     if added is None:
         added = torch.full((q.shape[1], k.shape[1]), -torch.inf, dtype=q.dtype).triu_(diagonal=1)
     weights = torch.baddbmm(added, q, k.transpose(1, 2), alpha=scale).sub_(sums[0].unsqueeze(-1)).exp_()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import orjson
@@ -41,6 +42,30 @@ class Completion(NamedTuple):
     size: int | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewRequest:
+    """A request that is to be recorded.
+
+    Attributes:
+        seq_id: number among the requests of the target.
+        sequences: how many are to be sampled.
+        identity: what is the same in a request that is sent again; None: its body.
+    """
+
+    tenant: str
+    kind: str
+    target: str
+    seq_id: int
+    body: bytes
+    sequences: int = 0
+    identity: bytes | None = None
+
+    @property
+    def digest(self) -> str:
+        """Return what tells the request from others under its number."""
+        return hashlib.sha256(f"{self.tenant}\0{self.kind}\0".encode() + (self.identity or self.body)).hexdigest()
+
+
 class Journal:
     """The requests of all tenants. A method that changes something returns when the change is on disk."""
 
@@ -49,32 +74,22 @@ class Journal:
         self.db, self.clock = db, clock
 
     async def accept(
-        self,
-        tenant: str,
-        kind: str,
-        target: str,
-        seq_id: int,
-        body: bytes,
-        limits: TinkerLimits,
-        extra: Operation | None = None,
-        sequences: int = 0,
-        identity: bytes | None = None,
+        self, request: NewRequest, limits: TinkerLimits, extra: Operation | None = None
     ) -> tuple[str, bool]:
-        """Record a request unless it is known; return its id, and whether it is new.
+        """Record a request, unless it was recorded before; return its id, and whether it is new.
 
         Args:
-            seq_id: number among the requests of the target.
-            limits: of a tenant's requests without results, in number and bytes.
-            extra: executed in the same transaction if the request is new.
-            identity: equal for retries of one request; None: its body.
+            limits: how many requests of a tenant may have no result, and how long they may be together.
+            extra: is done in the same transaction if the request is new.
 
         Raises:
             InvalidRequest: another request of the target had this number.
-            NotFound: the model was removed.
-            Expired: a model has executed the request, and its result was dropped.
+            NotFound: the model is gone.
+            Expired: a model has executed the request, and nothing of it is known any more.
             TooManyRequests: too many requests of the tenant wait.
         """
-        digest = hashlib.sha256(f"{tenant}\0{kind}\0".encode() + (identity or body)).hexdigest()
+        tenant, kind, target, seq_id = request.tenant, request.kind, request.target, request.seq_id
+        digest, body, sequences = request.digest, request.body, request.sequences
         models, table = tables.models, tables.requests
 
         def insert(connection: Connection) -> tuple[str, bool]:

@@ -13,7 +13,7 @@ from palestra.config import AdapterConfig
 from palestra.errors import InvalidRequest
 from palestra.http.bodies import parse_body
 from palestra_bases.tinker.bases import Base
-from palestra_bases.tinker.journal import Journal
+from palestra_bases.tinker.journal import Journal, NewRequest
 from palestra_bases.tinker.model import Model
 from palestra_bases.tinker.records import COPIED, ModelRecord
 from palestra_bases.tinker.sessions import TinkerSessions
@@ -148,7 +148,8 @@ class Models:
         """Accept the request that makes a model, and return its id."""
         limits = self._context.limits
         insert = self._sessions.insert_model(record, limits.models, limits.session_seconds)
-        request_id, is_new = await self._journal.accept(record.tenant, kind, record.model_id, 0, body, limits, insert)
+        request = NewRequest(tenant=record.tenant, kind=kind, target=record.model_id, seq_id=0, body=body)
+        request_id, is_new = await self._journal.accept(request, limits, insert)
         if is_new:
             self.notify(record)
         return request_id
@@ -170,8 +171,10 @@ class Models:
                 f"{model_id} has a copy of {record.data[COPIED]}, and is never trained; make a training client from "
                 "the copy's path"
             )
-        limits, identity = self._context.limits, _identity(kind, body)
-        request_id, _ = await self._journal.accept(tenant, kind, model_id, seq_id, body, limits, identity=identity)
+        request = NewRequest(
+            tenant=tenant, kind=kind, target=model_id, seq_id=seq_id, body=body, identity=_identity(kind, body)
+        )
+        request_id, _ = await self._journal.accept(request, self._context.limits)
         self.notify(record)
         return request_id
 

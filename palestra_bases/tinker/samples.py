@@ -7,6 +7,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from palestra.http.bodies import parse_body
 from palestra.threads import in_thread
 from palestra_bases.adapter_cache import AdapterCache
 from palestra_bases.tinker.bases import Base, Bases
-from palestra_bases.tinker.journal import Journal
+from palestra_bases.tinker.journal import Journal, NewRequest
 from palestra_bases.tinker.model import INTERNAL
 from palestra_bases.tinker.records import FutureRequest, Sampler, TinkerLimits
 from palestra_bases.tinker.sampling import Plan, plan_of, policy_name, sample_response
@@ -32,14 +33,27 @@ Spawn = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
 LoadFolder = Callable[[str, Path], Awaitable[None]]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """What samples.
+
+    Attributes:
+        engine: has a policy for each base model.
+        adapters: those that the engine has without their being trained.
+        load: loads an adapter's folder.
+    """
+
+    engine: Engine
+    adapters: AdapterCache
+    load: LoadFolder
+
+
 class Samples:
     """Accepts sampling requests, and has the engine answer them."""
 
     def __init__(
         self,
-        engine: Engine,
-        adapters: AdapterCache,
-        load: LoadFolder,
+        sampling: Sampling,
         bases: Bases,
         limits: TinkerLimits,
         parts: tuple[Journal, TinkerSessions, Saved],
@@ -51,7 +65,7 @@ class Samples:
         Args:
             settled: called with the id of each finished request, and its sampler's.
         """
-        self._engine, self._adapters, self._load = engine, adapters, load
+        self._engine, self._adapters, self._load = sampling.engine, sampling.adapters, sampling.load
         self._bases, self._limits = bases, limits
         self._journal, self._sessions, self._saved = parts
         self._settled, self._spawn = settled, spawn
@@ -111,9 +125,15 @@ class Samples:
         """
         sampler = await self._sampler(tenant, asked.sampling_session_id)
         plan_of(asked, self._bases.of(sampler.base), self._limits, "")
-        request_id, is_new = await self._journal.accept(
-            tenant, "sample", sampler.sampler_id, asked.seq_id, body, self._limits, sequences=asked.num_samples
+        request = NewRequest(
+            tenant=tenant,
+            kind="sample",
+            target=sampler.sampler_id,
+            seq_id=asked.seq_id,
+            body=body,
+            sequences=asked.num_samples,
         )
+        request_id, is_new = await self._journal.accept(request, self._limits)
         if is_new:
             self.start(await self._journal.with_body(request_id))
         return request_id

@@ -11,20 +11,18 @@ from typing import Any
 
 from palestra.config import AdapterConfig
 from palestra.database import Database
-from palestra.engine.base import Engine
 from palestra.errors import Conflict, Forbidden, StoreError
 from palestra.threads import in_thread
 from palestra.trainer.base import Trainer
 from palestra.types.clock import Clock, SystemClock
 from palestra.waiting import cancelled
-from palestra_bases.adapter_cache import AdapterCache
 from palestra_bases.tinker.bases import Bases
 from palestra_bases.tinker.copies import Copies
 from palestra_bases.tinker.futures import Futures
 from palestra_bases.tinker.journal import Journal
 from palestra_bases.tinker.models import Models
 from palestra_bases.tinker.records import SAMPLER, SCHEME, TRAINING, Checkpoint, TinkerLimits
-from palestra_bases.tinker.samples import LoadFolder, Samples
+from palestra_bases.tinker.samples import Samples, Sampling
 from palestra_bases.tinker.saved import Saved
 from palestra_bases.tinker.sessions import TinkerSessions
 from palestra_bases.tinker.training import TrainingContext, check_ttl, files_of, usable
@@ -40,21 +38,19 @@ class TinkerService:
     def __init__(
         self,
         trainer_of: Callable[[str], Trainer],
-        engine: Engine,
-        adapters: AdapterCache,
-        load: LoadFolder,
+        sampling: Sampling,
         bases: Bases,
         db: Database,
         folder: Path,
         limits: TinkerLimits,
         clock: Clock | None = None,
     ) -> None:
-        """Assemble the parts; `start` continues interrupted work.
+        """Assemble the parts; `start` continues what was interrupted.
 
         Args:
-            trainer_of: returns a tenant's trainer, which keeps all checkpoints.
-            engine: has a policy for each base model.
-            clock: None: the system's.
+            trainer_of: returns a tenant's trainer, without a policy of this server yet; it keeps all checkpoints.
+            db: see `tables.open_journal`.
+            clock: of all recorded times; None: the system's.
         """
         known = clock or SystemClock()
         self.journal, self.sessions, self.saved = Journal(db, known), TinkerSessions(db, known), Saved(db, known)
@@ -65,7 +61,7 @@ class TinkerService:
         settled = self.futures.settled
         self.models = Models(context, self.journal, self.sessions, settled, self._spawn)
         parts = (self.journal, self.sessions, self.saved)
-        self.samples = Samples(engine, adapters, load, bases, limits, parts, settled, self._spawn)
+        self.samples = Samples(sampling, bases, limits, parts, settled, self._spawn)
         self.copies = Copies(self.sessions, self.saved, limits, folder)
         self._failed: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
 

@@ -20,6 +20,7 @@ from palestra_bases.models import SharedModelOptions, SharedModels, policy_of_ba
 from palestra_bases.tinker.bases import Base, Bases
 from palestra_bases.tinker.records import TinkerLimits
 from palestra_bases.tinker.routes import create_tinker_app
+from palestra_bases.tinker.samples import Sampling
 from palestra_bases.tinker.service import TinkerService
 from palestra_bases.tinker.tables import open_journal
 
@@ -117,8 +118,8 @@ async def _service(options: TinkerOptions, shared: SharedModels, bases: Bases, d
     async def load(policy: str, folder: Path) -> None:
         await shared.add_policy(policy, str(folder))
 
-    parts = (shared.trainer_of, shared.engine, shared.adapters, load)
-    service = TinkerService(*parts, bases, db, options.folder, options.limits)
+    sampling = Sampling(engine=shared.engine, adapters=shared.adapters, load=load)
+    service = TinkerService(shared.trainer_of, sampling, bases, db, options.folder, options.limits)
     await service.saved.forget_brought()
     for name, folder in options.adapters.items():
         await _bring(service, name, folder)

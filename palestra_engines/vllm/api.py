@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,27 @@ _METRICS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VllmPolicy:
+    """What `VllmApi` knows of the policy of its server.
+
+    Attributes:
+        owner: name of this engine alone. A reply that names another owner was sampled from another job's weights.
+        seeded: whether the seeds of calls are sent.
+        sample: by which another tokenizer is found; None: the server was started with the policy's model.
+        rank: of the adapters that it gets; None: it gets whole weights.
+        pictures: prepares those of prompts; None: the model reads text only.
+        folder: of the model with which the server was started; None: it is not compared.
+    """
+
+    owner: str
+    seeded: bool
+    sample: SampleText | None = None
+    rank: int | None = None
+    pictures: VllmPictures | None = None
+    folder: Path | None = None
+
+
 class VllmApi:
     """An `EngineApi` for vLLM.
 
@@ -66,31 +87,19 @@ class VllmApi:
         connection: EngineConnection,
         bounds: ReplyBounds,
         stop_ids: Collection[int],
-        *,
-        owner: str,
-        seeded: bool,
-        sample: SampleText | None = None,
-        rank: int | None = None,
-        pictures: VllmPictures | None = None,
+        policy: VllmPolicy,
         rendezvous: Rendezvous | None = None,
-        folder: Path | None = None,
     ) -> None:
-        """Create the interface.
+        """Prepare to ask a server.
 
         Args:
             stop_ids: tokens that end every reply of the policy.
-            owner: unique name of this engine. A reply with another owner was sampled from another job's weights.
-            seeded: whether to send the calls' seeds.
-            sample: detects another tokenizer; None: the server was started with the policy's model.
-            rank: of its adapters; None: it gets whole weights.
-            pictures: prepares the prompts' pictures; None: the model reads text only.
-            rendezvous: where its workers meet the trainer for broadcasts; None: they read files.
-            folder: of the model with which the server was started; None: not compared.
+            rendezvous: where its workers meet the trainer, which broadcasts new weights; None: they read files.
         """
-        self._folder, self._owner = folder, owner
+        self._folder, self._owner = policy.folder, policy.owner
         self._http, self._bounds = connection, bounds
-        self._stop_ids, self._seeded, self._sample, self._rank = stop_ids, seeded, sample, rank
-        self._pictures, self._weights, self.sees = pictures, "", pictures is not None
+        self._stop_ids, self._seeded, self._sample, self._rank = stop_ids, policy.seeded, policy.sample, policy.rank
+        self._pictures, self._weights, self.sees = policy.pictures, "", policy.pictures is not None
         self._uploads = asyncio.Semaphore(_UPLOADS)
         self._rendezvous, self.ranks = rendezvous, 1
 

@@ -98,19 +98,21 @@ class VllmDriver(ServerDriver[VllmEngineConfig]):
         """Return the routes of a policy's server; see `ServerDriver`."""
         from palestra_engines.external.connection import EngineConnection
         from palestra_engines.external.sample_text import tokenized
-        from palestra_engines.vllm.api import VllmApi
+        from palestra_engines.vllm.api import VllmApi, VllmPolicy
 
         return VllmApi(
             EngineConnection(address),
             model.bounds,
             model.bounds.stop_ids,
-            owner=secrets.token_hex(4),
-            seeded=table.seeds,
-            sample=None if is_started else tokenized(model.tokenizer),
-            rank=None if model.adapter is None else model.adapter.rank,
-            pictures=model.pictures,
+            VllmPolicy(
+                owner=secrets.token_hex(4),
+                seeded=table.seeds,
+                sample=None if is_started else tokenized(model.tokenizer),
+                rank=None if model.adapter is None else model.adapter.rank,
+                pictures=model.pictures,
+                folder=model.files.folder if is_started else None,
+            ),
             rendezvous=None if rounds is None or model.adapter is not None else rounds.rendezvous,
-            folder=model.files.folder if is_started else None,
         )
 
     def images(self, processor: PictureProcessor, pictures: Pictures, trained: bool) -> VllmPictures:

@@ -53,7 +53,7 @@ from palestra_service.placement.bases import part_of_base
 from palestra_service.placement.fitting import GpuShare, Node, PlacedBundle, RunningJob, counted, devices_left
 from palestra_service.placement.placement import JobStart, PlacementPolicy
 from palestra_service.placement.reasons import never_starts, short
-from palestra_service.placement.sharing import no_room, place_all
+from palestra_service.placement.sharing import Cluster, no_room, place_all
 from palestra_service.placement.tenants import Quota
 from palestra_service.store import decisions
 from palestra_service.store.control_store import ControlStore
@@ -252,16 +252,8 @@ class JobScheduler:
         for job_id, failure in self.bases.take_failures(shared).items():
             del shared[job_id]
             self._live(job_id, self._refuse(queue[job_id], failure))
-        decision = place_all(
-            own,
-            shared.values(),
-            running,
-            self.bases.running(),
-            self.nodes,
-            self.policy,
-            self._rules.bases,
-            now,
-        )
+        cluster = Cluster(nodes=self.nodes, running=running, bases=list(self.bases.running()))
+        decision = place_all(own, shared.values(), cluster, self.policy, self._rules.bases, now)
         self.waiting = {**decision.waiting, **decision.impossible, **in_use}
         self.places = {job_id: place for place, job_id in enumerate(decision.waiting, start=1)}
         for ended, reason in decision.ended.items():

@@ -38,30 +38,40 @@ class SharedDecision:
     again_at: float | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """What there is: machines, and what runs on them.
+
+    Attributes:
+        bases: all base servers that have not ended.
+    """
+
+    nodes: Sequence[Node]
+    running: Sequence[RunningJob] = ()
+    bases: Sequence[RunningBase] = ()
+
+
 def place_all(
     queue: Iterable[WaitingJob],
     shared: Iterable[WaitingForBase],
-    running: Iterable[RunningJob],
-    bases: Iterable[RunningBase],
-    nodes: Iterable[Node],
+    cluster: Cluster,
     policy: PlacementPolicy,
     limits: BaseLimits,
     now: float,
 ) -> SharedDecision:
     """Decide which jobs start now, which base servers start for them, and which end.
 
-    A new base server has the turn of the first job that needs it, and is placed with space for that job beside it, if
-    one node can hold both. The quotas of its jobs' tenants count it in parts. One without jobs ends when it has been
-    idle for long enough, or as soon as another job could start with its resources; while a job waits for it, only a job
-    with an earlier turn gets them.
+    A base server that is to start has its turn where the first job that needs it has, and is placed where there is room
+    for that job beside it, if one node can hold both. The quotas of its jobs' tenants count it by parts. One without
+    jobs ends when it has been idle for long enough, or as soon as another job could start with its room; while
+    a job waits for it, only one whose turn is before that job's gets its room.
 
     Args:
-        queue: waiting jobs with their own model.
-        shared: waiting jobs that ask for a shared base.
-        bases: all base servers that have not ended.
+        queue: jobs that wait and have a model of their own.
+        shared: jobs that wait and ask for a shared base.
         now: Unix seconds.
     """
-    own, jobs, known, machines = list(queue), list(running), list(bases), list(nodes)
+    own, jobs, known, machines = list(queue), cluster.running, cluster.bases, cluster.nodes
     by_id = {one.job.job_id: one for one in shared}
     everything = [*own, *(one.job for one in by_id.values())]
     stopped = over_quota((one.job for one in by_id.values()), jobs, policy, now)

@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from palestra.errors import PalestraError, ServerFailed
 from palestra.models.device import CORES_VARIABLE, MEMORY_VARIABLE
-from palestra.process.child import HOSTED, ending, popen
+from palestra.process.child import HOSTED, computing, ending, popen
 from palestra.threads import in_thread
 from palestra.waiting import cancelled, race
 from palestra_service.jobs.launcher import LOG_FILE, BundleOrder, Ended, Ending, ended_text, read_ended
@@ -325,7 +325,8 @@ class _ProcessHost:
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(secret)
-            self._process = popen(module, connection, {**os.environ, **_interface(here), **variables})
+            environment = computing({**os.environ, **_interface(here), **variables})
+            self._process = popen(("-m", module), connection, environment)
         if limit is not None:
             limit.watch(self._process.pid)
         return self._process.pid, here

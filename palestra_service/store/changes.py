@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, and_, case, func, or_, select
 
@@ -15,35 +15,38 @@ StateTimes = dict[tuple[str, JobState], tuple[list[int], float]]
 """By tenant and state: how many jobs left it within each limit and not within the one before, and their seconds."""
 
 
-def add(
-    connection: Connection,
-    tenant: str,
-    job_id: str,
-    change_id: str,
-    previous: JobState | None,
-    following: JobState,
-    reason: str,
-    now: float,
-) -> None:
-    """Record a state change with the next number of its tenant, in a transaction of the writing thread.
+class NewChange(NamedTuple):
+    """A change of a job's state.
+
+    Attributes:
+        change_id: unique, so that a commit whose answer was lost can be repeated.
+        previous: state before; None: the job was submitted.
+    """
+
+    tenant: str
+    job_id: str
+    change_id: str
+    previous: JobState | None
+    following: JobState
+    reason: str
+
+
+def add(connection: Connection, change: NewChange, now: float) -> None:
+    """Record a change of state under the next number of its tenant.
 
     Args:
-        change_id: unique, so that a commit without an answer can be repeated.
-        previous: None: the job was submitted.
+        connection: in a transaction of the writing thread.
         now: Unix seconds.
     """
-    last = select(func.coalesce(func.max(changes.c.number), 0)).where(changes.c.tenant == tenant)
+    last = select(func.coalesce(func.max(changes.c.number), 0)).where(changes.c.tenant == change.tenant)
     connection.execute(
         changes.insert(),
         {
-            "tenant": tenant,
+            **change._asdict(),
             "number": connection.execute(last).scalar_one() + 1,
-            "change_id": change_id,
-            "job_id": job_id,
             "at": now,
-            "previous": None if previous is None else previous.value,
-            "following": following.value,
-            "reason": reason,
+            "previous": None if change.previous is None else change.previous.value,
+            "following": change.following.value,
         },
     )
 

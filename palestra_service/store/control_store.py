@@ -22,7 +22,6 @@ from palestra.types.jobs import (
     LIVE_STATES,
     JobChange,
     JobFields,
-    JobKind,
     JobPage,
     JobRecord,
     JobRequest,
@@ -145,9 +144,10 @@ class ControlStore:
         check_request(request)
         if request_key is not None:
             check_name(request_key, "idempotency_key")
-        job_id, now = f"job-{secrets.token_hex(8)}", self.clock.now()
+        now = self.clock.now()
+        submission = jobs.Submission(tenant, user, request, f"job-{secrets.token_hex(8)}", request_key, most_open)
         return await self.write(
-            lambda c: jobs.submit(c, tenant, user, request, job_id, request_key, most_open, now),
+            lambda c: jobs.submit(c, submission, now),
             self._notify,
             "job_commit",
         )
@@ -166,25 +166,25 @@ class ControlStore:
         tenant: str,
         *,
         states: Collection[JobState] = (),
-        user: str | None = None,
-        name: str | None = None,
-        kind: JobKind | None = None,
         cursor: str | None = None,
         limit: int = 50,
         viewer: str | None = None,
+        **equal: Unpack[jobs.JobFilter],
     ) -> JobPage:
-        """Return a page of a tenant's jobs, newest first. Pages are stable while jobs are added.
+        """Return a page of a tenant's jobs, newest first. Pages do not shift while jobs are added.
 
         Args:
-            user: None: any.
-            name: None: any.
-            kind: None: any.
-            cursor: from the previous page; None: the first page.
-            viewer: user who can't see others' private jobs; None: all jobs.
+            states: only jobs in one of these; (): in any.
+            cursor: from the page before; None: the first page.
+            viewer: user who does not see private jobs of others; None: all jobs are returned.
+            equal: only jobs of this user, name or kind; None: of any.
+
+        Raises:
+            InvalidRequest: the limit is out of range, or the cursor is not of this list.
         """
         _check_limit(limit)
-        equal = {"user_name": user, "name": name, "kind": kind}
-        wanted = {column: value for column, value in equal.items() if value is not None}
+        named = {"user_name": equal.get("user"), "name": equal.get("name"), "kind": equal.get("kind")}
+        wanted = {column: value for column, value in named.items() if value is not None}
         if cursor is not None and not can_match(cursor):
             raise InvalidRequest("this cursor is not of this list; begin again without one", "cursor")
         if not all(can_match(value) for value in wanted.values()):
@@ -207,10 +207,10 @@ class ControlStore:
             Conflict: the job is in another state, or it would be queued although its cancellation was requested.
         """
         _check_job_id(job_id)
-        states, now = _states(expected), self.clock.now()
-        change_id = secrets.token_hex(16)
+        now = self.clock.now()
+        move = jobs.Move(job_id, secrets.token_hex(16), _states(expected), following, reason, fields)
         return await self.write(
-            lambda c: jobs.change_state(c, job_id, change_id, states, following, reason, fields, now),
+            lambda c: jobs.change_state(c, move, now),
             self._notify,
             "job_commit",
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import orjson
 from sqlalchemy import Connection, func, select
@@ -20,6 +20,7 @@ from palestra.types.jobs import (
     OPEN_STATES,
     JobChange,
     JobFields,
+    JobKind,
     JobPage,
     JobRecord,
     JobRequest,
@@ -68,27 +69,42 @@ def record_of(row: Any) -> JobRecord:
     )
 
 
-def submit(
-    connection: Connection,
-    tenant: str,
-    user: str,
-    request: JobRequest,
-    job_id: str,
-    request_key: str | None,
-    most_open: int | None,
-    now: float,
-) -> JobRecord:
-    """Add a QUEUED job, or return the one submitted with the same key; in a transaction of the writing thread.
+class JobFilter(TypedDict, total=False):
+    """Which jobs are wanted; None: of any user, name or kind."""
+
+    user: str | None
+    name: str | None
+    kind: JobKind | None
+
+
+class Submission(NamedTuple):
+    """A job that a user submits.
+
+    Attributes:
+        request_key: the client's idempotency key; None: there is none.
+        most_open: how many jobs of the user may be open; None: any number.
+    """
+
+    tenant: str
+    user: str
+    request: JobRequest
+    job_id: str
+    request_key: str | None
+    most_open: int | None
+
+
+def submit(connection: Connection, submission: Submission, now: float) -> JobRecord:
+    """Add a job in QUEUED, or return the one that was submitted with the same key.
 
     Args:
-        request_key: the client's idempotency key; None: none.
-        most_open: limit of the user's open jobs; None: unlimited.
+        connection: in a transaction of the writing thread.
         now: Unix seconds.
 
     Raises:
         Conflict: the key was used for another request.
-        TooManyRequests: the user has `most_open` open jobs, or the tenant's adapters reach its quota.
+        TooManyRequests: the user has `most_open` open jobs, or the tenant as many adapters as its quota allows.
     """
+    tenant, user, request, job_id, request_key, most_open = submission
     config = to_json(request.config)
     asked = request.resources
     body = [user, request.name, request.kind, request.priority, config, asked.cpus, asked.gpus, asked.memory_gib]
@@ -146,7 +162,7 @@ def submit(
             "adapters": request.adapters,
         },
     )
-    changes.add(connection, tenant, job_id, job_id, None, JobState.QUEUED, "submitted", now)
+    changes.add(connection, changes.NewChange(tenant, job_id, job_id, None, JobState.QUEUED, "submitted"), now)
     return read(connection, tenant, job_id)
 
 
@@ -204,25 +220,36 @@ def in_states(connection: Connection, states: Collection[JobState]) -> list[JobR
     return [record_of(row) for row in rows]
 
 
-def change_state(
-    connection: Connection,
-    job_id: str,
-    change_id: str,
-    expected: Collection[JobState],
-    following: JobState,
-    reason: str,
-    fields: JobFields,
-    now: float,
-) -> JobRecord:
-    """Change a job's state if its present state is an expected one, in a transaction of the writing thread.
+class Move(NamedTuple):
+    """A change of state that is asked for.
+
+    Attributes:
+        change_id: of this change; if it is known, the change was made before.
+        expected: states in which the job may be.
+        fields: what changes with the state.
+    """
+
+    job_id: str
+    change_id: str
+    expected: Collection[JobState]
+    following: JobState
+    reason: str
+    fields: JobFields
+
+
+def change_state(connection: Connection, move: Move, now: float) -> JobRecord:
+    """Change the state of a job, if its present state is an expected one.
 
     Args:
-        change_id: if it is known, the change was made before.
+        connection: in a transaction of the writing thread.
         now: Unix seconds.
 
     Raises:
+        NotFound: there is no such job.
         Conflict: the job is in another state, or it would be queued although its cancellation was requested.
+        IllegalTransition: the lifecycle does not have this move.
     """
+    job_id, change_id, expected, following, reason, fields = move
     job = read(connection, None, job_id)
     if changes.is_known(connection, change_id):
         return job
@@ -245,7 +272,7 @@ def change_state(
     if job.cancel_requested and following in LIVE_STATES:
         values["reason"] = job.reason
     connection.execute(jobs.update().where(jobs.c.job_id == job_id).values(values))
-    changes.add(connection, job.tenant, job_id, change_id, job.state, following, reason, now)
+    changes.add(connection, changes.NewChange(job.tenant, job_id, change_id, job.state, following, reason), now)
     return read(connection, None, job_id)
 
 
@@ -266,7 +293,8 @@ def request_cancel(
     reason = clean(reason, MAX_REASON)
     connection.execute(jobs.update().where(jobs.c.job_id == job_id).values(cancel_requested=True, reason=reason))
     if job.state is JobState.QUEUED:
-        return change_state(connection, job_id, change_id, {JobState.QUEUED}, JobState.CANCELLED, reason, {}, now)
+        move = Move(job_id, change_id, {JobState.QUEUED}, JobState.CANCELLED, reason, {})
+        return change_state(connection, move, now)
     return read(connection, tenant, job_id)
 
 

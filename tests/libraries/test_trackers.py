@@ -99,7 +99,7 @@ def start(name: str, folder: Path) -> tuple[subprocess.Popen[bytes], socket.sock
     words = (str(folder), name)
     with theirs:
         variables = {**os.environ, **BEHIND}
-        return popen("palestra.tracking.process", theirs, variables, words, folder / f"{name}.log"), ours
+        return popen(("-m", "palestra.tracking.process"), theirs, variables, words, folder / f"{name}.log"), ours
 
 
 def wait_for(condition, seconds: float = 60.0) -> None:

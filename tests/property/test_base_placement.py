@@ -14,7 +14,7 @@ from palestra_service.placement.bases import BaseLimits, RunningBase, WaitingFor
 from palestra_service.placement.fitting import Node, RunningJob
 from palestra_service.placement.placement import PlacementPolicy
 from palestra_service.placement.queues import WaitingJob
-from palestra_service.placement.sharing import SERVICE, place_all
+from palestra_service.placement.sharing import SERVICE, Cluster, place_all
 from palestra_service.placement.tenants import Quota
 
 KINDS = [BaseKind("one", False), BaseKind("one", True), BaseKind("two", False)]
@@ -75,7 +75,7 @@ def worlds(draw):
 def test_every_decision_keeps_to_the_rules(world):
     shared, bases, own, nodes = world
     policy = PlacementPolicy(starts_at_once=100, quotas={"u": Quota(jobs=1), "v": Quota(jobs=0)})
-    found = place_all(own, shared, [], bases, nodes, policy, LIMITS, NOW)
+    found = place_all(own, shared, Cluster(nodes=nodes, bases=bases), policy, LIMITS, NOW)
     known = {base.base_id: base for base in bases}
     asked = {one.job.job_id: one for one in shared}
     started = [start.job_id for start in found.starts]
@@ -110,7 +110,9 @@ def test_every_decision_keeps_to_the_rules(world):
 @examples(20, 200)
 @given(worlds(), st.randoms())
 def test_the_order_in_which_things_are_given_does_not_matter(world, random):
-    first = place_all(world[2], world[0], [], world[1], world[3], PlacementPolicy(), LIMITS, NOW)
+    first = place_all(world[2], world[0], Cluster(nodes=world[3], bases=world[1]), PlacementPolicy(), LIMITS, NOW)
     for things in world:
         random.shuffle(things)
-    assert place_all(world[2], world[0], [], world[1], world[3], PlacementPolicy(), LIMITS, NOW) == first
+    assert (
+        place_all(world[2], world[0], Cluster(nodes=world[3], bases=world[1]), PlacementPolicy(), LIMITS, NOW) == first
+    )

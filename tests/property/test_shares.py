@@ -67,7 +67,7 @@ def batches(draw: st.DrawFn) -> list[Trajectory]:
 
 def batch_of(trajectories: list[Trajectory], config: GRPOConfig, policy: str, roles: Roles) -> Batch:
     algorithm = create_algorithm(config)
-    batch = make_batch(trajectories, algorithm, config, 16, PolicyVersion(0, 0), policy, roles)
+    batch = make_batch(trajectories, algorithm, 16, PolicyVersion(0, 0), policy, roles)
     return batch.with_advantages(algorithm.advantages(batch.groups, {}), {}) if batch.samples else batch
 
 

@@ -182,7 +182,7 @@ def make_train_batch(
 ) -> Batch:
     """What a step trains on, with the advantages of the configured algorithm, which needs no forward pass."""
     algorithm = create_algorithm(config, order)
-    batch = make_batch(trajectories, algorithm, config, max_tokens, version, "policy", roles)
+    batch = make_batch(trajectories, algorithm, max_tokens, version, "policy", roles)
     return batch.with_advantages(algorithm.advantages(batch.groups, {}), {})
 
 

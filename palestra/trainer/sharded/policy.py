@@ -35,7 +35,7 @@ from palestra.trainer.sharded.group import Problem, RankGroup, mapped, reserve_f
 from palestra.trainer.sharded.network import ShardedNetwork
 from palestra.trainer.sharded.optimizer import ShardedOptimizer, local_part, take_weights, whole_of
 from palestra.trainer.token_forward import TokenForward, columns_of, flat_hidden, flat_picture_rows
-from palestra.trainer.torch_policy import OPTIMIZER, TorchPolicy
+from palestra.trainer.torch_policy import OPTIMIZER, PolicyNetworks, TorchPolicy
 from palestra.types.calls import Floats
 from palestra.types.records import TrainSample
 
@@ -95,7 +95,8 @@ class RankPolicy(TorchPolicy):
         """
         models = {name: other.model for name, other in frozen.items()}
         # Weights that are offloaded are on the CPU between two passes.
-        super().__init__(network.model, tokenizer, config, models, make_optimizer=ShardedOptimizer, device=group.device)
+        own = PolicyNetworks(model=network.model, tokenizer=tokenizer, frozen=models)
+        super().__init__(own, config, make_optimizer=ShardedOptimizer, device=group.device)
         self._network, self._others, self._group = network, frozen, group
 
     def outputs(self, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]) -> ForwardOutputs:

@@ -58,7 +58,7 @@ def total_loss(logprobs_are_old: bool = True, **algorithm) -> tuple[float, dict[
     """The loss of the batch, and the algorithm's metrics; the policy's logprobs are those before the step, or mu's."""
     config = GRPOConfig(**algorithm)
     made = create_algorithm(config)
-    batch = make_batch(trajectories(), made, config, MAX_TOKENS, PolicyVersion(0, 0), "policy", SOLE)
+    batch = make_batch(trajectories(), made, MAX_TOKENS, PolicyVersion(0, 0), "policy", SOLE)
     old = [
         np.where(row.loss_mask, SAMPLED + np.log(ratios), np.nan).astype(np.float32)
         for row, ratios in zip(batch.samples, ratios_of(batch.samples), strict=True)
@@ -137,7 +137,7 @@ def test_only_an_algorithm_that_corrects_asks_for_a_forward_pass():
 def test_advantages_of_other_rows_than_the_batch_has_are_refused():
     config = GRPOConfig()
     made = create_algorithm(config)
-    batch = make_batch(trajectories(), made, config, MAX_TOKENS, PolicyVersion(0, 0), "policy", SOLE)
+    batch = make_batch(trajectories(), made, MAX_TOKENS, PolicyVersion(0, 0), "policy", SOLE)
     found = made.advantages(batch.groups, {})
     for wrong in (found.advantages[1:], [column[1:] for column in found.advantages]):
         with pytest.raises(InvalidAlgorithm, match="other shapes than the 3 rows"):
@@ -147,7 +147,7 @@ def test_advantages_of_other_rows_than_the_batch_has_are_refused():
 def test_an_advantage_that_is_no_number_names_its_episode():
     config = GRPOConfig()
     made = create_algorithm(config)
-    batch = make_batch(trajectories(), made, config, MAX_TOKENS, PolicyVersion(0, 0), "policy", SOLE)
+    batch = make_batch(trajectories(), made, MAX_TOKENS, PolicyVersion(0, 0), "policy", SOLE)
     found = made.advantages(batch.groups, {})
     odd = [column * np.float32(math.nan) if n == 2 else column for n, column in enumerate(found.advantages)]
     given = batch.with_advantages(replace(found, advantages=odd), {})

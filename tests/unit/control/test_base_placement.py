@@ -11,7 +11,7 @@ from palestra.types.states import BaseState
 from palestra_service.placement.bases import BaseLimits, RunningBase, WaitingForBase, part_of_base
 from palestra_service.placement.fitting import counted
 from palestra_service.placement.placement import PlacementPolicy
-from palestra_service.placement.sharing import SERVICE, no_room, place_all
+from palestra_service.placement.sharing import SERVICE, Cluster, no_room, place_all
 from palestra_service.placement.tenants import Quota
 from unit.control.placing import job, node, runs
 
@@ -39,7 +39,9 @@ def base(base_id, kind=TINY, adapters=0, waiting=0, idle=None, where="a", state=
 
 
 def decide(shared, bases=(), queue=(), running=(), nodes=ONE_NODE, policy=None, limits=LIMITS, now=100.0):
-    return place_all(queue, shared, running, bases, nodes, policy or PlacementPolicy(), limits, now)
+    return place_all(
+        queue, shared, Cluster(nodes=nodes, running=running, bases=bases), policy or PlacementPolicy(), limits, now
+    )
 
 
 @pytest.mark.parametrize(

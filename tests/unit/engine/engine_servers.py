@@ -24,7 +24,7 @@ from palestra_engines.external.sample_text import SampleText
 from palestra_engines.external.served_adapter import ServedAdapter
 from palestra_engines.external.served_policy import ExternalPolicy
 from palestra_engines.sglang.api import SglangApi
-from palestra_engines.vllm.api import VllmApi
+from palestra_engines.vllm.api import VllmApi, VllmPolicy
 from palestra_engines.vllm.served_broadcast import ServedBroadcast
 from palestra_engines.vllm.weight_rounds import WeightRounds
 from palestra_engines.vllm.worker.palestra_weight_group import WeightGroup, WeightLayout, own_address, reach_store
@@ -366,11 +366,13 @@ async def on_server(
                 connection,
                 BOUNDS,
                 BOUNDS.stop_ids,
-                owner=OWNER,
-                seeded=False,
-                sample=sample,
-                rank=None if adapter is None else adapter.rank,
-                pictures=pictures,
+                VllmPolicy(
+                    owner=OWNER,
+                    seeded=False,
+                    sample=sample,
+                    rank=None if adapter is None else adapter.rank,
+                    pictures=pictures,
+                ),
                 rendezvous=rendezvous,
             )
             if isinstance(server, ScriptedVllm)

@@ -18,7 +18,7 @@ from palestra.envs import check_environment
 from palestra.errors import EnvironmentFailed, InvalidEnvironment
 from palestra.http.server import listen, served, url_of
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall
-from palestra_worlds import NemoGymEnvironment
+from palestra_worlds import NemoGymEnvironment, nemo_gym
 from unit.envs.playing import calls, play, says
 
 TOOL = {
@@ -184,16 +184,18 @@ async def test_earlier_turns_and_instructions_are_shown():
         ("nan", EnvironmentFailed, "/verify answers with"),
     ],
 )
-async def test_a_server_that_fails_fails_the_attempt(fault, kind, words):
+async def test_a_server_that_fails_fails_the_attempt(fault, kind, words, monkeypatch):
+    monkeypatch.setattr(nemo_gym, "MAX_ANSWER_BYTES", 5_000)
     async with counter(fault) as (_, url):
-        environment = NemoGymEnvironment(url, max_message_bytes=5_000)
+        environment = NemoGymEnvironment(url)
         with pytest.raises(kind, match=words):
             await played(environment, calls(("increment", {"count": 1})), says("5"))
 
 
-async def test_an_answer_that_is_too_long_is_an_error_that_the_agent_reads():
+async def test_an_answer_that_is_too_long_is_an_error_that_the_agent_reads(monkeypatch):
+    monkeypatch.setattr(nemo_gym, "MAX_ANSWER_BYTES", 5_000)
     async with counter("large") as (_, url):
-        environment = NemoGymEnvironment(url, max_message_bytes=5_000)
+        environment = NemoGymEnvironment(url)
         seen = await played(environment, calls(("increment", {"count": 1})), says("5"))
     assert "answers with more than 5,000 bytes" in seen[1].content[0].text
 

@@ -43,7 +43,7 @@ def alone(trajectory: Trajectory) -> Trajectory:
 def batch_of(trajectories, roles=ROLES, **settings) -> Batch:
     config = GRPOConfig(**settings)
     algorithm = create_algorithm(config)
-    batch = make_batch(trajectories, algorithm, config, 16, PolicyVersion(0, 0), "policy", roles)
+    batch = make_batch(trajectories, algorithm, 16, PolicyVersion(0, 0), "policy", roles)
     return batch.with_advantages(algorithm.advantages(batch.groups, {}), {})
 
 
@@ -104,7 +104,7 @@ def test_staleness_is_that_of_the_trained_policys_tokens():
     theirs = make_chat(index=1, policy="old", agent="opponent")
     games = [make_trajectory(0, sample, float(sample), [mine, theirs]) for sample in range(2)]
     config = GRPOConfig()
-    batch = make_batch(games, create_algorithm(config), config, 16, PolicyVersion(0, 6), "policy", ROLES)
+    batch = make_batch(games, create_algorithm(config), 16, PolicyVersion(0, 6), "policy", ROLES)
     assert batch.staleness == {1: 4}
 
 

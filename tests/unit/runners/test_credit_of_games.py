@@ -46,7 +46,7 @@ async def test_the_critic_of_self_play_learns_what_each_side_is_paid(bench, game
     config = PPOConfig(gae_lambda=1.0, discount=discount, advantage_scale="none")
     algorithm = create_algorithm(config)
     roles = bench.context.policies.roles
-    batch = make_batch(games, algorithm, config, 50, PolicyVersion(0, 0), "policy", roles)
+    batch = make_batch(games, algorithm, 50, PolicyVersion(0, 0), "policy", roles)
     zeros = [0 * sample.logprobs for sample in batch.samples]
     found = algorithm.advantages(batch.groups, {"values": zeros, "next_values": zeros})
     episodes = {game.episode.episode_id: game for game in games}

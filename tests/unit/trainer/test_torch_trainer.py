@@ -25,7 +25,7 @@ from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.loading import LoadedModels
 from palestra.trainer import checkpoint
 from palestra.trainer.base import OptimParams, PolicySpec
-from palestra.trainer.torch_policy import MICRO_BATCH_TOKENS, TorchPolicy
+from palestra.trainer.torch_policy import MICRO_BATCH_TOKENS, PolicyNetworks, TorchPolicy
 from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
@@ -599,6 +599,7 @@ async def test_weights_of_a_removed_policy_are_freed_without_a_collection_by_cha
 
 
 def test_a_policy_whose_weights_are_on_another_device_than_computes_has_the_defaults_of_that_one():
-    made = TorchPolicy(sharp_tiny(), load_tokenizer("tiny-random"), TrainerConfig(), device=torch.device("cuda"))
+    networks = PolicyNetworks(model=sharp_tiny(), tokenizer=load_tokenizer("tiny-random"))
+    made = TorchPolicy(networks, TrainerConfig(), device=torch.device("cuda"))
     assert (made.micro_batch_tokens, made._forward._size) == (MICRO_BATCH_TOKENS["cuda"], TrainerConfig().logit_chunk)
     made.close()
