@@ -283,7 +283,6 @@ class JobConfig(Section):
         left_out: dict[str, Any] = dict.fromkeys(apart.split(), True)
         left_out["rollout"] = {
             "lease_seconds",
-            "max_lease_seconds",
             "max_episode_seconds",
             "max_attempts",
             "max_open_buckets",

@@ -93,9 +93,6 @@ class TeacherServerConfig(Section):
     )
     max_concurrency: Positive = Field(8, description="Rows that are asked for at the same time.")
     timeout_seconds: float = Field(120.0, gt=0, description="Limit of one request.")
-    retry_seconds: float = Field(
-        60.0, ge=0, description="How long a request is sent again while the server can't be reached or is busy."
-    )
 
 
 class CriticConfig(Section):

@@ -37,12 +37,6 @@ class PicturesConfig(Section):
     max_pixels: Positive = Field(
         4096 * 2304, description="Width times height of a picture; it is read from the file before it is decoded."
     )
-    max_in_call: Positive = Field(100, description="Most pictures in the messages of one call.")
-    max_bytes_in_episode: Positive = Field(
-        2**30,
-        description="Most bytes of pictures that one attempt at an episode may add to those of the run by its key; "
-        "pictures that the run has already cost nothing. More are refused.",
-    )
     store_gib: float = Field(
         20.0, gt=0, description="Most that the pictures of the run take on disk, each counted once. More are refused."
     )
@@ -54,7 +48,6 @@ class PicturesConfig(Section):
     private_hosts: list[str] = Field(
         [], description="As `hosts`, of this machine or a private network: their addresses are not looked at."
     )
-    fetch_seconds: Seconds = Field(10.0, description="Longest time in which a URL has to be fetched.")
 
     @field_validator("hosts", "private_hosts")
     @classmethod
@@ -145,7 +138,6 @@ class TrainerConfig(Section):
         description="Most tokens in one forward and backward pass: memory grows with it. None: 1,024 on a CPU, 8,192 "
         "on a GPU.",
     )
-    logit_chunk: Positive = Field(2048, description="Most positions whose logits are in memory at the same time.")
     devices: Positive = Field(
         1,
         description="Devices over which weights, gradients and moments are shared out, each with a process of its own "

@@ -13,6 +13,8 @@ from palestra.extensions import extensions
 
 SERVERS = "palestra.environment_servers"
 
+MAX_LEASE_SECONDS = 3600.0  # that a claim may ask for: a worker that is gone holds its episode no longer
+
 
 class TasksConfig(Section):
     """Files of tasks. Without a file, an environment generates tasks, or clients push them with `POST /tasks`."""
@@ -104,10 +106,10 @@ class RolloutConfig(Section):
     max_attempts: Positive = Field(3, description="Attempts at an episode before it is discarded.")
     lease_seconds: Seconds = Field(
         120.0,
+        le=MAX_LEASE_SECONDS,
         description="A claimed episode is given to another worker after so long without a model call or a heartbeat "
-        "of it. A claim may ask for another time, as `allow_discard_timeout`, up to `max_lease_seconds`.",
+        "of it. A claim may ask for another time, as `allow_discard_timeout`, up to an hour.",
     )
-    max_lease_seconds: Seconds = Field(3600.0, description="The longest lease that a claim may ask for.")
     max_episode_seconds: Seconds = Field(3600.0, description="Longest duration of one attempt at an episode.")
     max_staleness: int = Field(
         0,
@@ -177,8 +179,6 @@ class RolloutConfig(Section):
     def _sizes_fit(self) -> RolloutConfig:
         if self.min_group_size > self.group_size:
             raise ValueError("min_group_size is larger than group_size")
-        if self.lease_seconds > self.max_lease_seconds:
-            raise ValueError("lease_seconds is larger than max_lease_seconds")
         return self
 
 

@@ -30,6 +30,7 @@ PROBE = (
     "The 3 quick foxes (x1, x22, x12345)\n\tdef jump(over: list[str]) -> None:  # antidisestablishmentarianism\n\n!!!!"
 )
 TOKEN_ID = "token_id:"  # with which a server of vLLM may write tokens
+RETRY_SECONDS = 60.0  # for which a request is sent again while the server can't be reached or is busy: one restart
 
 
 class ServedTeacher:
@@ -48,7 +49,7 @@ class ServedTeacher:
             )
         url = checked_url(config.url, "http://127.0.0.1:8000")
         self._config, self._student, self._model = config, student, config.model
-        self._endpoint = Endpoint(url, checked_key(key), config.retry_seconds)
+        self._endpoint = Endpoint(url, checked_key(key), RETRY_SECONDS)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = async_http_client(headers=headers, timeout=config.timeout_seconds)
         self._room = asyncio.Semaphore(config.max_concurrency)

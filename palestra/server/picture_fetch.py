@@ -20,6 +20,7 @@ from palestra.pictures.limits import InvalidPicture
 from palestra.proxies import through_proxy
 
 FETCHES = 8  # at the same time
+FETCH_SECONDS = 10.0  # of one URL with its redirects: the call waits for it
 _HOPS = 3  # redirects that are followed, each to an allowed host
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -56,14 +57,14 @@ class PictureFetcher:
                 file is too long.
         """
         try:
-            async with asyncio.timeout(self._config.fetch_seconds), self._slots:
+            async with asyncio.timeout(FETCH_SECONDS), self._slots:
                 for _ in range(_HOPS + 1):
                     found = await self._get(url)
                     if isinstance(found, bytes):
                         return found
                     url = found
         except TimeoutError:
-            raise InvalidPicture(f"its URL did not answer within {self._config.fetch_seconds:g} s") from None
+            raise InvalidPicture(f"its URL did not answer within {FETCH_SECONDS:g} s") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:  # ValueError: of a redirect's URL
             raise InvalidPicture(f"its URL can't be fetched: {type(error).__name__}{_directly(url)}") from error
         raise InvalidPicture(f"its URL leads through more than {_HOPS} redirects")

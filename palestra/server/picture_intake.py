@@ -25,6 +25,8 @@ from palestra.threads import WorkPool
 LOW_SIDE = 512  # pixels; the longest side of a picture with OpenAI's `detail = "low"`
 _REMEMBERED = 4096  # URLs whose digests, and pictures whose small copies, are remembered
 
+MAX_IN_CALL = 100  # pictures in the messages of one call, all of which are decoded before it is answered
+
 
 class PictureIntake:
     """Replaces pictures of requests by digests of files in the run's folder.
@@ -65,10 +67,10 @@ class PictureIntake:
             raise UnsupportedField(
                 f"{first}: the model of the policy {runtime.name!r} takes no images; leave the picture out", first
             )
-        if len(asked.pictures) > self._config.max_in_call:
+        if len(asked.pictures) > MAX_IN_CALL:
             raise InvalidRequest(
-                f"{asked.pictures[self._config.max_in_call].place}: the messages have {len(asked.pictures)} pictures, "
-                f"and those of a call may have {self._config.max_in_call} (pictures.max_in_call)",
+                f"{asked.pictures[MAX_IN_CALL].place}: the messages have {len(asked.pictures)} pictures, "
+                f"and those of a call may have {MAX_IN_CALL}",
                 "messages",
             )
         digests = {picture.place: await self._settled(picture, charge) for picture in asked.pictures}

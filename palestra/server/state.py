@@ -20,6 +20,8 @@ from palestra.threads import WorkPool
 from palestra.types.gpus import GpuReading
 from palestra.types.progress import JobProgress
 
+EPISODE_BYTES = 2**30  # of pictures that one attempt at an episode adds to the run: a key must not fill the disk
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataPlane:
@@ -65,8 +67,7 @@ class DataPlane:
         """Return what counts the bytes of new pictures of a caller with an episode's key; None: it has another key."""
         if not isinstance(caller, EpisodeKey | SeatKey):
             return None
-        most = self.config.pictures.max_bytes_in_episode
-        return partial(self.store.leases.charge_picture, caller.episode_id, caller.fence, most)
+        return partial(self.store.leases.charge_picture, caller.episode_id, caller.fence, EPISODE_BYTES)
 
     @property
     def seats(self) -> SeatBook:

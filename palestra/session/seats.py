@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from palestra.config import RolloutConfig, SeatsConfig
+from palestra.config.rollout import MAX_LEASE_SECONDS
 from palestra.database import Notifier
 from palestra.errors import (
     Conflict,
@@ -344,7 +345,7 @@ class SeatBook:
         return EpisodeLeaseExpired(f"episode {key.episode_id} is not played any more ({why}); claim a seat again")
 
     def _lease_seconds(self, asked: float | None) -> float:
-        seconds, most = asked or self._rollout.lease_seconds, self._rollout.max_lease_seconds
+        seconds, most = asked or self._rollout.lease_seconds, MAX_LEASE_SECONDS
         if seconds > most:
             raise InvalidRequest(
                 f"allow_discard_timeout is {seconds:g} s and this job allows {most:g} s", "allow_discard_timeout"

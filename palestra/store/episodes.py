@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from sqlalchemy import Connection, func, select
 
 from palestra.config import RolloutConfig
+from palestra.config.rollout import MAX_LEASE_SECONDS
 from palestra.database import Database, Notifier, shielded, to_json
 from palestra.errors import Conflict, InvalidRequest
 from palestra.store import lifecycle
@@ -115,9 +116,9 @@ class Episodes:
             NotFound, IllegalTransition: the named episode does not exist, or is not registered.
         """
         seconds = self._rollout.lease_seconds if lease_seconds is None else lease_seconds
-        if seconds > self._rollout.max_lease_seconds:
+        if seconds > MAX_LEASE_SECONDS:
             raise InvalidRequest(
-                f"allow_discard_timeout is {seconds:g} s and this job allows {self._rollout.max_lease_seconds:g} s",
+                f"allow_discard_timeout is {seconds:g} s and this job allows {MAX_LEASE_SECONDS:g} s",
                 "allow_discard_timeout",
             )
         claim = Claim(

@@ -139,7 +139,7 @@ class LeaseBook:
         if lease.picture_bytes + size > most:
             raise PayloadTooLarge(
                 f"episode {episode_id} has added {lease.picture_bytes:,} of {most:,} bytes of pictures, and this one "
-                f"has {size:,} more; raise pictures.max_bytes_in_episode"
+                f"has {size:,} more"
             )
         lease.picture_bytes += size
         try:

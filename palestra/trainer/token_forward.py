@@ -18,7 +18,6 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint as recompute
 
-from palestra.config import TrainerConfig
 from palestra.errors import ModelError
 from palestra.models.causal_lm import CausalLM
 from palestra.models.logits import Correction, unpack_bits
@@ -125,7 +124,7 @@ def _chosen(scores: Tensor, target: Tensor, total: Tensor) -> Tensor:
 T = TypeVar("T")
 
 # Positions whose logits are computed at a time: 128 x 49,152 floats are 25 MB, and several of them exist together.
-LOGIT_CHUNK = {"cpu": 128, "cuda": 8192}
+LOGIT_CHUNK = {"cpu": 128, "cuda": 2048}
 _IMPOSSIBLE = -1e9  # the score of tokens that can't be sampled: finite, so that 0 x score is 0 in the entropy
 
 
@@ -198,14 +197,10 @@ def flat_pictures(model: CausalLM, micro: MicroBatch) -> list[tuple[PlacedPictur
 class TokenForward:
     """Computes log-probabilities and entropies of trained tokens with one model."""
 
-    def __init__(self, model: CausalLM, config: TrainerConfig, masks: GrammarMasks, device: torch.device) -> None:
-        """Keep the model; nothing is computed yet.
-
-        Args:
-            config: how many positions' logits may exist at a time.
-        """
+    def __init__(self, model: CausalLM, masks: GrammarMasks, device: torch.device) -> None:
+        """Keep the model; nothing is computed yet."""
         self.model, self._masks = model, masks
-        self._size = min(config.logit_chunk, LOGIT_CHUNK[device.type])
+        self._size = LOGIT_CHUNK[device.type]
 
     def __call__(
         self,
@@ -217,7 +212,7 @@ class TokenForward:
     ) -> tuple[Tensor, Tensor]:
         """Return the targets' log-probabilities and the entropies at their positions, float32 [T] each.
 
-        Logits of at most `logit_chunk` positions exist at a time, because [T, V] floats would not fit into memory. With
+        Logits of at most `LOGIT_CHUNK` positions exist at a time, because [T, V] floats would not fit into memory. With
         more positions the backward pass computes the logits again.
 
         Args:

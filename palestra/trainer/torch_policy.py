@@ -83,8 +83,8 @@ class TorchPolicy:
         self.micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[device.type]
         self._grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size), TRAINER_BOUNDS)
         masks = GrammarMasks(self._grammars)
-        self._forward = TokenForward(model, config, masks, device)
-        self._frozen = {name: TokenForward(other, config, masks, device) for name, other in networks.frozen.items()}
+        self._forward = TokenForward(model, masks, device)
+        self._frozen = {name: TokenForward(other, masks, device) for name, other in networks.frozen.items()}
         self._critic = None if networks.critic is None else Critic(networks.critic, config, networks.critic_target)
         self.version = PolicyVersion(0, 0)
         self.changed = False

@@ -95,7 +95,7 @@ def _park(policy: TorchPolicy, folder: Path) -> None:
 
     checkpoint.write_weights_folder(folder, 0, fill, {})
     for _, optimizer in policy.optimizers():
-        free(optimizer)
+        let_go(optimizer)
 
 
 def _unpark(policy: TorchPolicy, folder: Path) -> None:
@@ -107,15 +107,19 @@ def _unpark(policy: TorchPolicy, folder: Path) -> None:
 
 
 def park(optimizer: Optimizer, folder: Path, prefix: str) -> None:
-    """Write weights, gradient and moments into files of an existing folder; `free` may then drop them."""
+    """Write weights, gradient and moments into files of a folder; `let_go` may then drop them.
+
+    Args:
+        folder: where to write; it has to exist.
+    """
     tensors = [(f"{_WEIGHT}.{name}", p.detach()) for name, p in optimizer.parameters]
     tensors += [(f"{_GRADIENT}.{name}", p.grad) for name, p in optimizer.parameters if p.grad is not None]
     write_named(folder, f"{prefix}-{_WEIGHT}", tensors)
     optimizer.write(folder, f"{prefix}-moments")
 
 
-def free(optimizer: Optimizer) -> None:
-    """Drop weights, gradient and moments after `park`; only `unpark` may be called next."""
+def let_go(optimizer: Optimizer) -> None:
+    """Drop weights, gradient and moments, which `park` has written; `unpark` has to come before all else."""
     for _, parameter in optimizer.parameters:
         parameter.grad = None
         parameter.data = parameter.data.new_empty(0)

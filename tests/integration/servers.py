@@ -46,7 +46,7 @@ TINY = {  # the same with a real, tiny model
         }
     },
     "engine": {"threads": 1},
-    "trainer": {"threads": 1, "micro_batch_tokens": 16, "logit_chunk": 1},  # so that a step takes a while
+    "trainer": {"threads": 1, "micro_batch_tokens": 1},  # so that a step takes a while
     "rollout": {"group_size": 3, "groups_per_step": 2},
     "evaluation": {"every_steps": 1},
 }

@@ -24,6 +24,7 @@ from palestra import AsyncClient, Client
 from palestra.pictures.decoding import decode_picture
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.runtime.local_job import LocalJob
+from palestra.server import picture_fetch, state
 
 PNG = encoded()
 DIGEST = hashlib.sha256(PNG).hexdigest()
@@ -230,22 +231,24 @@ async def test_the_quota_of_the_run_is_kept(tmp_path):
 
 
 @pytest.mark.slow
-async def test_an_episode_fills_no_more_of_the_run_than_it_may(tmp_path):
+async def test_an_episode_fills_no_more_of_the_run_than_it_may(tmp_path, monkeypatch):
     most = len(PNG) + len(OTHER) - 1
-    async with speaking(tmp_path, pictures={"max_bytes_in_episode": most}) as user:
+    monkeypatch.setattr(state, "EPISODE_BYTES", most)
+    async with speaking(tmp_path) as user:
         for _ in range(2):  # a picture that is there costs nothing
             assert (await user.chat(shown(url_of(PNG)))).status_code == 200
             assert (await user.upload(PNG)).status_code == 200
-        refused(await user.chat(shown(url_of(OTHER))), 413, "messages.0.content.0", "pictures.max_bytes_in_episode")
-        refused(await user.upload(OTHER), 413, f"{len(PNG):,} of {most:,} bytes", "pictures.max_bytes_in_episode")
+        refused(await user.chat(shown(url_of(OTHER))), 413, "messages.0.content.0", f"of {most:,} bytes")
+        refused(await user.upload(OTHER), 413, f"{len(PNG):,} of {most:,} bytes")
         assert user.stored == [DIGEST]
         assert (await user.upload(OTHER, key=user.job.plane.keys.job_key)).status_code == 200
         assert (await user.chat(shown(url_of(OTHER)))).status_code == 200
 
 
 @pytest.mark.slow
-async def test_a_picture_that_the_disk_does_not_take_costs_its_episode_nothing(tmp_path):
-    async with speaking(tmp_path, pictures={"max_bytes_in_episode": len(PNG)}) as user:
+async def test_a_picture_that_the_disk_does_not_take_costs_its_episode_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "EPISODE_BYTES", len(PNG))
+    async with speaking(tmp_path) as user:
         in_the_way = user.job.plane.store.pictures.path(DIGEST)
         in_the_way.mkdir(parents=True)  # a folder where the file has to be
         assert (await user.upload(PNG)).status_code == 500
@@ -412,7 +415,7 @@ class Host:
 
 
 @pytest.mark.slow
-async def test_urls_are_fetched_from_allowed_hosts_only(tmp_path):
+async def test_urls_are_fetched_from_allowed_hosts_only(tmp_path, monkeypatch):
     host = Host({})
     server = await asyncio.start_server(host, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -428,7 +431,8 @@ async def test_urls_are_fetched_from_allowed_hosts_only(tmp_path):
     }
     base = f"http://localhost:{port}"
     limits = {"private_hosts": [f"localhost:{port}"], "hosts": [f"127.0.0.1:{port}"], "max_bytes": 2000}
-    async with server, speaking(tmp_path, pictures=limits | {"fetch_seconds": 3.0}) as user:
+    monkeypatch.setattr(picture_fetch, "FETCH_SECONDS", 3.0)
+    async with server, speaking(tmp_path, pictures=limits) as user:
         for path in ("/a.png", "/moved", "/a.png"):
             answer = await user.chat(shown(base + path))
             assert answer.status_code == 200, answer.text

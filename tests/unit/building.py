@@ -47,7 +47,7 @@ class FakeClock:
 
 def open_store(folder: Path, clock: FakeClock | None = None, **rollout: Any) -> RunStore:
     """A run store in `folder`; NORMAL, because no test pulls the plug."""
-    settings = RolloutConfig.model_validate({"lease_seconds": 60.0, "max_lease_seconds": 600.0} | rollout)
+    settings = RolloutConfig.model_validate({"lease_seconds": 60.0} | rollout)
     return open_run_store(folder / "run.db", settings, StoreConfig(synchronous="NORMAL"), clock)
 
 

@@ -19,6 +19,7 @@ from palestra.models.mixed_adapters import MixedModel
 from palestra.trainer import optimizer
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.optimizer import Optimizer
+from palestra.trainer.token_forward import LOGIT_CHUNK
 from palestra_bases.training import slots
 from palestra_bases.training.queue import REQUEST_TOKENS, TrainingQueue
 from palestra_bases.training.shared_trainer import SharedTrainer
@@ -124,8 +125,10 @@ async def alone(name: str, steps: int, **config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [{}, {"micro_batch_tokens": 40}, {"logit_chunk": 3}, {"at_once": 2}], ids=str)
-async def test_gradients_and_reports_are_those_of_requests_of_their_own(config):
+@pytest.mark.parametrize("config", [{}, {"micro_batch_tokens": 40}, {"chunk": 3}, {"at_once": 2}], ids=str)
+async def test_gradients_and_reports_are_those_of_requests_of_their_own(config, monkeypatch):
+    config = dict(config)
+    monkeypatch.setitem(LOGIT_CHUNK, "cpu", config.pop("chunk", LOGIT_CHUNK["cpu"]))
     async with tenants_of(*SPECS, deterministic=False, **config) as tenants:
         reports = await tenants.gradients(SPECS)
         for name, found in zip(SPECS, reports, strict=True):
@@ -308,7 +311,7 @@ def test_parked_moments_take_no_memory_and_come_back(monkeypatch, tmp_path):
     for each in (parked, kept):
         moments_step(each, 0)
     slots.park(parked, tmp_path, "policy")
-    slots.free(parked)
+    slots.let_go(parked)
     slots.unpark(parked, tmp_path, "policy")
     for each in (parked, kept):
         moments_step(each, 1)

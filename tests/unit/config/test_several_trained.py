@@ -49,7 +49,7 @@ def test_one_that_is_trained_has_no_rivals():
 def test_the_digest_changes_with_what_is_trained_of_any_policy(changed):
     digests = {parse_config(each).digest() for each in (TWO, of_black(updates={"every": 2}), changed)}
     assert len(digests) == (2 if changed == of_black(updates={"every": 2}) else 3)
-    same = of_black(algorithm={"name": "distill", "teacher_server": {"url": "http://a", "retry_seconds": 1}})
+    same = of_black(algorithm={"name": "distill", "teacher_server": {"url": "http://a", "timeout_seconds": 1}})
     moved = of_black(algorithm={"name": "distill", "teacher_server": {"url": "http://b"}})
     assert parse_config(same).digest() == parse_config(moved).digest()
 

@@ -14,6 +14,7 @@ import pytest
 
 from palestra.config import JobConfig, TeacherServerConfig, parse_config
 from palestra.errors import ConfigError, TeacherFailed
+from palestra.learner import teacher as module
 from palestra.learner.teacher import PROBE, ServedTeacher
 from palestra.renderers import ByteTokenizer
 from palestra.renderers.vocabulary import Vocabulary
@@ -59,8 +60,13 @@ class Server:
         return self.answer(body)
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
+
+
 def teacher(server: Server, **settings) -> ServedTeacher:
-    made = ServedTeacher(TeacherServerConfig(**{"url": "http://there", "retry_seconds": 0.0} | settings), STUDENT)
+    made = ServedTeacher(TeacherServerConfig(**{"url": "http://there"} | settings), STUDENT)
     made._http = httpx2.AsyncClient(transport=httpx2.MockTransport(server), headers=made._http.headers)
     return made
 
@@ -153,14 +159,15 @@ async def test_an_answer_that_is_none_fails_the_step(answer, said):
         await teacher(Server(answer), model="big").logprobs(rows(2))
 
 
-async def test_a_server_that_is_busy_or_restarts_is_asked_again():
+async def test_a_server_that_is_busy_or_restarts_is_asked_again(monkeypatch):
+    monkeypatch.setattr(module, "RETRY_SECONDS", 30.0)
     failures = iter([503, 429, 502])
 
     def answer(body: dict) -> httpx2.Response:
         status = next(failures, None)
         return echo(body) if status is None else httpx2.Response(status)
 
-    found = await teacher(Server(answer), model="big", retry_seconds=30.0).logprobs(rows(2))
+    found = await teacher(Server(answer), model="big").logprobs(rows(2))
     assert np.isfinite(found[0][[2, 4]]).all()
 
 

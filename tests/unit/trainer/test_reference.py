@@ -12,6 +12,7 @@ from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
 from palestra.errors import ConfigError
 from palestra.trainer.base import OptimParams, PolicySpec
+from palestra.trainer.token_forward import LOGIT_CHUNK
 from unit.building import make_sample
 from unit.trainer.networks import load, networks, transformers_model
 from unit.trainer.test_torch_trainer import batch_of_two_groups, close, gradients, weights
@@ -101,7 +102,7 @@ async def test_a_reference_with_another_tokenizer_or_fewer_tokens_is_refused():
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("chunk", [7, 2048])
-async def test_penalty_and_bonus_have_the_gradient_that_is_written_out(estimator, chunk):
+async def test_penalty_and_bonus_have_the_gradient_that_is_written_out(estimator, chunk, monkeypatch):
     samples = batch_of_two_groups()
     spec = LOSS.model_copy(update={"kl_coefficient": 0.3, "kl_estimator": estimator, "entropy_coefficient": 0.05})
     own, reference = transformers_model("sharp"), transformers_model("tiny")
@@ -119,7 +120,8 @@ async def test_penalty_and_bonus_have_the_gradient_that_is_written_out(estimator
         terms.append(kl.detach())
         entropies.append(entropy.detach())
     total.backward()
-    async with networks(reference="tiny", logit_chunk=chunk) as trainer:
+    monkeypatch.setitem(LOGIT_CHUNK, "cpu", chunk)
+    async with networks(reference="tiny") as trainer:
         report = await trainer.forward_backward("policy", await with_reference(trainer, samples), spec, "g")
         close(gradients(trainer), {name: p.grad for name, p in own.named_parameters()}, 2e-5)
     assert report.metrics["loss"] == pytest.approx(float(total.detach()), rel=1e-5)

@@ -25,6 +25,7 @@ from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.loading import LoadedModels
 from palestra.trainer import checkpoint
 from palestra.trainer.base import OptimParams, PolicySpec
+from palestra.trainer.token_forward import LOGIT_CHUNK
 from palestra.trainer.torch_policy import MICRO_BATCH_TOKENS, PolicyNetworks, TorchPolicy
 from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.calls import PolicyVersion
@@ -245,8 +246,10 @@ async def test_how_the_batch_is_cut_into_micro_batches_does_not_matter(tokens):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 32])
-async def test_how_the_logits_are_cut_into_chunks_does_not_matter(chunk):
-    close(await gradients_with(logit_chunk=chunk), await gradients_with(), 3e-6)
+async def test_how_the_logits_are_cut_into_chunks_does_not_matter(chunk, monkeypatch):
+    whole = await gradients_with()
+    monkeypatch.setitem(LOGIT_CHUNK, "cpu", chunk)
+    close(await gradients_with(), whole, 3e-6)
 
 
 async def test_two_calls_add_their_gradients():
@@ -601,5 +604,5 @@ async def test_weights_of_a_removed_policy_are_freed_without_a_collection_by_cha
 def test_a_policy_whose_weights_are_on_another_device_than_computes_has_the_defaults_of_that_one():
     networks = PolicyNetworks(model=sharp_tiny(), tokenizer=load_tokenizer("tiny-random"))
     made = TorchPolicy(networks, TrainerConfig(), device=torch.device("cuda"))
-    assert (made.micro_batch_tokens, made._forward._size) == (MICRO_BATCH_TOKENS["cuda"], TrainerConfig().logit_chunk)
+    assert (made.micro_batch_tokens, made._forward._size) == (MICRO_BATCH_TOKENS["cuda"], LOGIT_CHUNK["cuda"])
     made.close()
