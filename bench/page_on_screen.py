@@ -21,13 +21,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from large_run import long_of, run_of
 from open_pages import serve_link
-from page_reads import GROUPS, make_run
 from playwright.sync_api import sync_playwright
 
 from palestra.disk import RUN_LOCK
 
-LONG = f"train-{GROUPS - 1:06d}-00"
+CALLS = 500_000  # of 100,000 episodes
 SHOW = """([address, selector]) => new Promise((resolve) => {
     const began = performance.now();
     location.hash = address;
@@ -50,8 +50,7 @@ def main() -> None:
     times = parser.parse_args().times
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name) / "large"
-        folder.mkdir()
-        make_run(folder)
+        long = long_of(run_of(folder, CALLS))
         lock = stack.enter_context((folder / RUN_LOCK).open("w"))
         fcntl.flock(lock, fcntl.LOCK_EX)  # so that the run counts as running
         process, link = serve_link(folder)
@@ -64,10 +63,10 @@ def main() -> None:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.goto(link)
         page.wait_for_selector("html[data-ready]", state="attached")
-        show(measured(page, link.partition("#")[0], folder, times))
+        show(measured(page, link.partition("#")[0], folder, long, times))
 
 
-def measured(page: Any, address: str, folder: Path, times: int) -> dict[str, list[float]]:
+def measured(page: Any, address: str, folder: Path, long: str, times: int) -> dict[str, list[float]]:
     """Return the milliseconds of each thing that is waited for."""
     found: dict[str, list[float]] = {}
 
@@ -86,7 +85,7 @@ def measured(page: Any, address: str, folder: Path, times: int) -> dict[str, lis
             page.evaluate(SHOW, ["#/run/large/episodes", "tbody tr:nth-child(50)"]),
         )
         add("the server's answer to it", page.evaluate(ANSWER, "/episodes?"))
-        add("the episode of 100,000 tokens", page.evaluate(SHOW, [f"#/run/large/episode/{LONG}", ".tokens .t"]))
+        add("the episode of 100,000 tokens", page.evaluate(SHOW, [f"#/run/large/episode/{long}", ".tokens .t"]))
     page.evaluate(SHOW, ["#/run/large/steps", "tbody tr"])
     page.wait_for_selector("#live.live")
     for number in range(times):

@@ -177,7 +177,7 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
             limit = LISTED if arguments.limit is None else arguments.limit
             rows = newest_rows(connection, arguments.kind, arguments.state, limit)
             found = readable_summaries(connection, rows)
-            trained = trained_steps(connection, [row.episode_id for row in rows])
+            trained = trained_steps(connection, rows)
             width = console.width if console.is_terminal else None
             for line in episode_lines(found, time.time(), width, trained):
                 console.print(line)

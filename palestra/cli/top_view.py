@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from heapq import nlargest
 from itertools import islice, pairwise
 from typing import Any
 from urllib.parse import quote
@@ -22,7 +23,8 @@ from palestra.dashboard.runs import DAMAGED, Run
 from palestra.dashboard.slow_calls import slow_calls
 from palestra.errors import PalestraError
 from palestra.http_clients import http_client
-from palestra.store.browsing import EpisodeSummary
+from palestra.store.browsing import EpisodeSummary, last_of_states
+from palestra.store.counting import KINDS, SETTLED_STATES
 from palestra.store.run_log import readable_metrics
 from palestra.store.search import readable_summaries
 from palestra.store.tables import episodes
@@ -30,6 +32,7 @@ from palestra.terminal import one_line
 from palestra.types.control_wire import BaseView, ClusterView, JobView, NodeView, ServerView
 from palestra.types.metrics import names_of_policies
 from palestra.types.progress import duration
+from palestra.types.states import EpisodeState
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVES = (
@@ -40,7 +43,8 @@ CURVES = (
     ("rollout/tokens_per_second", "tokens/s"),
     ("time/step_seconds", "step, s"),
 )
-NEWEST = 8  # episodes
+ENDED = (EpisodeState.UNJUDGED, *SETTLED_STATES)
+NEWEST, LOOKED_AT = 8, 500  # episodes, and those of each kind and state among which they are looked for
 LABEL = 12
 BROADEST = 200  # columns of a curve
 
@@ -75,20 +79,32 @@ def _table(found: Sequence[RunAnswer], width: int, now: float) -> Table:
 
 
 def _one(run: Run, width: int, now: float) -> list[RenderableType]:
+    parts: tuple[Callable[[Connection], list[RenderableType]], ...] = (
+        lambda connection: curve_lines(_rows(run, connection), width),
+        lambda connection: [Text(), _ended(connection, width, now)],
+        lambda connection: [Text(), calls_table(slow_calls(connection), width, now)],
+    )
+    return [Text(one_line(run.name), style="bold"), *(line for part in parts for line in _part(run, part))]
+
+
+def _part(run: Run, draw: Callable[[Connection], list[RenderableType]]) -> list[RenderableType]:
+    """Return what is drawn of a run; if it can't be read, why."""
     try:
         with run.open() as connection:
-            return [
-                Text(one_line(run.name), style="bold"),
-                *curve_lines(readable_metrics(connection).rows, width),
-                Text(),
-                _ended(connection, width, now),
-                Text(),
-                calls_table(slow_calls(connection), width, now),
-            ]
+            return draw(connection)
     except PalestraError as error:
         return [Text(one_line(str(error)))]
     except DAMAGED as error:
         return [Text(one_line(f"a record can't be read: {type(error).__name__}: {error}"))]
+
+
+def _rows(run: Run, connection: Connection) -> list[dict[str, float]]:
+    """Return the metrics that have a curve, of all steps; those of steps that were read before are kept."""
+    known = run.memory.rows
+    new = readable_metrics(connection, after=int(known[-1]["step"]) if known else -1).rows
+    names = ["step", *(name for curve, _ in CURVES for name in names_of_policies(new, curve))]
+    known += [{name: row[name] for name in names if name in row} for row in new]
+    return known
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -122,9 +138,10 @@ def curve_lines(rows: Sequence[Mapping[str, float]], width: int) -> list[Rendera
 
 
 def _ended(connection: Connection, width: int, now: float) -> Table:
-    wanted = select(episodes).where(episodes.c.ended_at.is_not(None)).order_by(episodes.c.ended_at.desc()).limit(NEWEST)
-    rows = connection.execute(wanted).all()
-    found = []
+    newest = last_of_states(connection, KINDS, ENDED, LOOKED_AT, episodes.c.episode_id, episodes.c.ended_at)
+    names = [row.episode_id for row in nlargest(NEWEST, newest, key=lambda row: row.ended_at or 0.0)]
+    wanted = select(episodes).where(episodes.c.episode_id.in_(names)).order_by(episodes.c.ended_at.desc())
+    rows, found = connection.execute(wanted).all(), []
     for row, one in zip(rows, readable_summaries(connection, rows), strict=True):
         ended = f"{duration(now - row.ended_at)} ago" if isinstance(row.ended_at, float) else ""
         if isinstance(one, EpisodeSummary):

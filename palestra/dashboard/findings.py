@@ -6,16 +6,19 @@ from dataclasses import asdict
 
 from palestra.dashboard.answers import FindingAnswer, FindingsAnswer
 from palestra.dashboard.runs import Run
-from palestra.doctor.examination import RULES, examine_store
+from palestra.doctor.examination import RULES, Examined, add_facts, examine_store
 
 
-def read_findings(run: Run, kept: dict[int, dict[str, float]]) -> FindingsAnswer:
+def read_findings(run: Run, kept: Examined) -> FindingsAnswer:
     """Return the findings over all steps of a run.
 
     Args:
         kept: cached facts about finished steps; see `examine_store`.
     """
-    config = run.config
+    config, more = run.config, True
+    while more:  # each with the whole time of a connection; what was read is kept where one takes too long
+        with run.open() as connection:
+            more = add_facts(connection, kept)
     with run.open() as connection:
         found = examine_store(connection, config, run.folder, kept)
     return FindingsAnswer(

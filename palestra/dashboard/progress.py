@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy import Connection, UnaryExpression, func, select
+from sqlalchemy import ColumnElement, Connection, func, select
 
 from palestra.config import SAVED_CONFIG, JobConfig
 from palestra.dashboard.answers import MetricsAnswer, RunAnswer, SettingsAnswer, Warned
@@ -20,7 +20,7 @@ from palestra.errors import PalestraError
 from palestra.learner.metrics import metric_tables
 from palestra.store.browsing import last_state
 from palestra.store.run_log import readable_metrics
-from palestra.store.tables import episodes, events
+from palestra.store.tables import events
 from palestra.types.metrics import Metric, of_policy
 
 RECENT = 10  # steps whose pace says how long the others will take
@@ -57,11 +57,6 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
     pace = _pace(rows)
     left = _seconds_left(rows, config) if state == "running" else None
     number = connection.execute(select(func.coalesce(func.max(events.c.event_id), 0))).scalar_one()
-    counts: dict[str, dict[str, int]] = {}
-    for kind, of_state, found in connection.execute(
-        select(episodes.c.kind, episodes.c.state, func.count()).group_by(episodes.c.kind, episodes.c.state)
-    ):
-        counts.setdefault(kind, {})[of_state] = found
     return RunAnswer(
         run=run.name,
         title=run.title or run.name,
@@ -80,14 +75,14 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
         seconds_per_step=pace,
         seconds_left=left if live is None or live.seconds_left is None else live.seconds_left,
         tokens_per_second=newest_value(rows, "rollout/tokens_per_second"),
-        episodes=counts,
+        episodes=run.memory.counts.read(connection),
         warnings=_warnings(connection),
         store_bytes=run.store_bytes,
         disk_free_bytes=shutil.disk_usage(run.folder).free // ROUNDED * ROUNDED,
         serve=serve_command(run, config) if run.serve is None else run.serve,
         damaged=damaged,
-        started_at=_time_of(connection, events.c.event_id.asc()),
-        changed_at=_time_of(connection, events.c.event_id.desc()),
+        started_at=_time_of(connection, func.min(events.c.event_id)),
+        changed_at=_time_of(connection, func.max(events.c.event_id)),
         last_event=number,
         live=live,
     )
@@ -162,10 +157,11 @@ def _state(run: Run, connection: Connection) -> tuple[str, str | None]:
     return last.kind, None if reason is None else str(reason)
 
 
-def _time_of(connection: Connection, order: UnaryExpression[int]) -> float | None:
-    """Return the time of the first event in an order, in Unix seconds; None: no event has a numeric time."""
-    wanted = select(events.c.at).where(func.typeof(events.c.at).in_(("real", "integer")))
-    return connection.execute(wanted.order_by(order).limit(1)).scalar()
+def _time_of(connection: Connection, number: ColumnElement[int]) -> float | None:
+    """Return the time of the event of a number, in Unix seconds; None: there is none, or its time is damaged."""
+    found = connection.execute(select(events.c.at).where(events.c.event_id == select(number).scalar_subquery()))
+    at = found.scalar()
+    return at if isinstance(at, int | float) else None
 
 
 def _warnings(connection: Connection) -> list[Warned]:
@@ -189,8 +185,7 @@ def read_columns(run: Run, after: int) -> MetricsAnswer:
     with run.open() as connection:
         # The number is read first: an event that comes between the two is then sent once more, and never left out.
         number = connection.execute(select(func.coalesce(func.max(events.c.event_id), 0))).scalar_one()
-        known_rows, damaged = readable_metrics(connection)
-    rows = [row for row in known_rows if row["step"] > after]
+        rows, damaged = readable_metrics(connection, after=after)
     names = sorted({name for row in rows for name in row})
     known = _known_metrics()
     for policy in run.config.players.rivals:

@@ -15,6 +15,7 @@ from palestra.dashboard.episode import EpisodeReading, read_reading
 from palestra.dashboard.findings import read_findings
 from palestra.dashboard.progress import describe_run, unreadable
 from palestra.dashboard.runs import DAMAGED, Run
+from palestra.doctor.examination import Examined
 from palestra.errors import NotFound, PalestraError, ServerStopping, StoreError, StoreUnreachable
 from palestra.threads import in_thread
 
@@ -98,7 +99,7 @@ class Reader:
         self._searches: dict[str, _Turn] = {}
         self._described, self._findings = _Kept[RunAnswer](), _Kept[FindingsAnswer]()
         # By run: its `begun`, and what its findings need of episodes of finished steps. One search at a time uses it.
-        self._facts: dict[str, tuple[tuple[int, ...], dict[int, dict[str, float]]]] = {}
+        self._facts: dict[str, tuple[tuple[int, ...], Examined]] = {}
         self._readings: OrderedDict[tuple[str, str], _Reading] = OrderedDict()
         for run in runs:
             self.add(run)
@@ -187,12 +188,12 @@ class Reader:
     async def _find(self, run: Run) -> FindingsAnswer:
         return await self.search(run, lambda: read_findings(run, self._facts_of(run)))
 
-    def _facts_of(self, run: Run) -> dict[int, dict[str, float]]:
+    def _facts_of(self, run: Run) -> Examined:
         """Return cached facts about a run's episodes; empty once another run has its folder."""
         begun = run.begun
         known = self._facts.get(run.name)
         if known is None or known[0] != begun:
-            known = self._facts[run.name] = (begun, {})
+            known = self._facts[run.name] = (begun, Examined())
         return known[1]
 
     async def described_all(self) -> list[RunAnswer]:

@@ -227,7 +227,7 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
 
     @api.get("/{run}/calls")
     async def calls(run: str) -> SlowCallsAnswer:
-        """Return the slowest of the newest calls."""
+        """Return the slowest calls of the newest episodes."""
         found = reader.run(run)
         return await reader.read(found, lambda: read_slow_calls(found))
 

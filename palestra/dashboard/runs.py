@@ -18,12 +18,25 @@ from palestra.dashboard.token_text import TokenText, token_text
 from palestra.disk import RUN_LOCK, is_locked
 from palestra.errors import ConfigError, NotFound, StoreError
 from palestra.store.browsing import browse, newest_event_number
+from palestra.store.counting import EpisodeCounts
 from palestra.store.run_store import UNREADABLE
 
 # Errors of reading a damaged record; `run.open` makes a StoreError of those that SQLite finds.
 DAMAGED = (*UNREADABLE, StoreError, LookupError, TypeError, AttributeError, AssertionError, OverflowError)
 HELD_SECONDS = 5.0  # between two questions whether a process runs the job: all locks of the machine are read
 QUERY_SECONDS = 10.0  # that the queries of one connection may take: a table may be a view without an end
+
+
+class RunMemory:
+    """What was read of a run and does not change any more.
+
+    Attributes:
+        counts: of its episodes.
+        rows: some metrics of its steps, oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.counts, self.rows = EpisodeCounts(), list[dict[str, float]]()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +62,7 @@ class Run:
     serve: str | None = None
     used: Callable[[], bool] | None = None
     _held: dict[str, tuple[float, bool]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _memory: dict[tuple[int, ...], RunMemory] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Connection]:
@@ -90,6 +104,14 @@ class Run:
         except OSError:
             return ()
         return status.st_ino, status.st_mtime_ns
+
+    @property
+    def memory(self) -> RunMemory:
+        """Return what was read of the run before, which is nothing once another run has its folder."""
+        begun = self.begun
+        if begun not in self._memory:
+            self._memory.clear()
+        return self._memory.setdefault(begun, RunMemory())
 
     @property
     def store_bytes(self) -> int:

@@ -1,25 +1,32 @@
-"""The slowest of a run's newest calls."""
+"""The calls of a run that took longest, of its newest episodes."""
 
 from __future__ import annotations
 
+from heapq import nlargest
 from typing import Any
 
 from sqlalchemy import Connection, select
 
 from palestra.dashboard.answers import SlowCall, SlowCallsAnswer
 from palestra.dashboard.runs import Run
-from palestra.store.tables import chats
+from palestra.store.browsing import last_of_states
+from palestra.store.counting import KINDS
+from palestra.store.tables import chats, episodes
+from palestra.types.states import EpisodeState
 
-SLOWEST, LOOKED_AT = 5, 2000  # calls, of the newest ones
+SLOWEST, LOOKED_AT = 5, 200  # calls, and the newest episodes whose calls are looked at
 
 
 def slow_calls(connection: Connection) -> list[SlowCall]:
-    """Return the slowest of the newest calls, slowest first, without damaged ones."""
+    """Return the slowest calls of the newest episodes, slowest first, without damaged ones."""
+    states = [state for state in EpisodeState if state is not EpisodeState.REGISTERED]
+    columns = (episodes.c.episode_id, episodes.c.claimed_at)
+    newest = last_of_states(connection, KINDS, states, LOOKED_AT, *columns)
+    names = [row.episode_id for row in nlargest(LOOKED_AT, newest, key=lambda row: row.claimed_at or 0.0)]
     seconds = (chats.c.finished_at - chats.c.started_at).label("seconds")
-    recent = select(chats.c.episode_id, chats.c.idx, chats.c.agent, chats.c.finished_at, seconds)
-    newest = recent.order_by(chats.c.finished_at.desc()).limit(LOOKED_AT).subquery()
-    found = connection.execute(select(newest).order_by(newest.c.seconds.desc()).limit(SLOWEST))
-    return [one for row in found if (one := _readable(row)) is not None]
+    found = select(chats.c.episode_id, chats.c.idx, chats.c.agent, chats.c.finished_at, seconds)
+    slowest = found.where(chats.c.episode_id.in_(names)).order_by(seconds.desc()).limit(SLOWEST)
+    return [one for row in connection.execute(slowest) if (one := _readable(row)) is not None]
 
 
 def _readable(row: Any) -> SlowCall | None:
@@ -33,6 +40,6 @@ def _readable(row: Any) -> SlowCall | None:
 
 
 def read_slow_calls(run: Run) -> SlowCallsAnswer:
-    """Return the slowest of a run's newest calls."""
+    """Return the slowest calls of the newest episodes of a run."""
     with run.open() as connection:
         return SlowCallsAnswer(run=run.name, calls=slow_calls(connection))

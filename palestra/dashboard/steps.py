@@ -26,7 +26,7 @@ from palestra.dashboard.fate import Fate, episode_fates, whole_fate
 from palestra.dashboard.runs import DAMAGED, Run
 from palestra.errors import InvalidRequest, NotFound
 from palestra.store.browsing import EpisodeSummary, EpisodeView, episode_events, read_episode
-from palestra.store.run_log import readable_metrics
+from palestra.store.run_log import readable_row
 from palestra.store.search import DamagedEpisode, EpisodeFilter, Place, readable_summaries, search_episodes
 from palestra.store.tables import episodes, events, groups
 from palestra.types.calls import Chat
@@ -145,13 +145,13 @@ def read_step(run: Run, step: int) -> StepAnswer:
     """Return a step: its metrics, its groups, and left-out episodes; step 0 is the evaluation before the first."""
     steps = run.config.steps
     with run.open() as connection:
-        rows, damaged = readable_metrics(connection)
-        row = next((row for row in rows if row["step"] == step), {})
+        rows, damaged = readable_row(connection, step)
+        row = rows[0] if rows else {}
         manifest = readable_manifest(connection, step)
         found = _groups(connection, "train", step)
         if not row and manifest is None and not found and not 0 <= step <= steps:
             raise NotFound(f"the run {run.name} has no step {step}")
-        kinds = select(events).where(events.c.kind.in_(LEFT_OUT)).order_by(events.c.event_id)
+        left_out = select(events).where(events.c.step == step, events.c.kind.in_(LEFT_OUT)).order_by(events.c.event_id)
         return StepAnswer(
             run=run.name,
             step=step,
@@ -162,8 +162,8 @@ def read_step(run: Run, step: int) -> StepAnswer:
             groups=found,
             validation=_groups(connection, "validation", step),
             events=[
-                *(_row_damaged(step) for _ in range(damaged.count(step))),
-                *(event for event in map(_event, connection.execute(kinds)) if event.data.get("step") == step),
+                *map(_row_damaged, damaged),
+                *map(_event, connection.execute(left_out)),
             ],
         )
 

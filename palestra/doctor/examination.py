@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 import orjson
 from sqlalchemy import Connection, func, select
@@ -15,14 +17,14 @@ from palestra.doctor.off_policy_rules import OFF_POLICY_RULES
 from palestra.doctor.opponent_rules import OPPONENT_RULES
 from palestra.doctor.rule import JobSize, Row, Rule, RunHistory
 from palestra.doctor.step_rules import REPLY_RULES, STEP_RULES
-from palestra.doctor.store_facts import disk_facts, store_facts
+from palestra.doctor.store_facts import PIECE, disk_facts, store_facts
 from palestra.doctor.store_rules import STORE_RULES
 from palestra.doctor.trend_rules import TREND_RULES
 from palestra.errors import NotFound
 from palestra.store.browsing import EpisodeSummary, browse, last_state
 from palestra.store.run_log import NUMERICS, read_fact, readable_metrics
 from palestra.store.search import readable_summaries
-from palestra.store.tables import episodes, groups
+from palestra.store.tables import episodes, groups, metric_rows
 from palestra.types.metrics import row_of_policy
 from palestra.types.progress import HealthWarning
 from palestra.types.records import ON_PURPOSE
@@ -113,21 +115,144 @@ def examine(folder: Path | str) -> Examination:
         return examine_store(connection, config, folder)
 
 
-def examine_store(
-    connection: Connection, config: JobConfig, folder: Path, kept: dict[int, dict[str, float]] | None = None
-) -> Examination:
+def findings_of(rows: Iterable[Row], job: JobSize, rivals: Sequence[str] = ()) -> list[Finding]:
+    """Return the findings of the rules in rows, without episodes; see `Signs`."""
+    signs = Signs(job, rivals)
+    for row in rows:
+        signs.add(row)
+    return signs.findings()
+
+
+class Signs:
+    """The signs in the rows of a run, which are added step by step."""
+
+    def __init__(self, job: JobSize, rivals: Sequence[str] = ()) -> None:
+        """Begin without rows.
+
+        Args:
+            rivals: the trained policies, if there are several: then each one's rows are examined.
+        """
+        self._rivals = rivals
+        self._of_policies = {name: _Watch(job, OF_A_POLICY, name) for name in rivals}
+        self._of_job = _Watch(job, OF_A_JOB if rivals else RULES, "")
+
+    def add(self, row: Row) -> None:
+        """Add the row of the next step, with the numbers of `store_facts` where known."""
+        if self._rivals:
+            own = {policy: row_of_policy(row, policy, self._rivals) for policy in self._rivals}
+            for policy, of_policy in own.items():
+                self._of_policies[policy].add(of_policy)
+            # The rules of the job need one row a step, of whichever policy was trained in it.
+            row = next((one for one in own.values() if one.get("train/episodes")), own[self._rivals[0]])
+        self._of_job.add(row)
+
+    def findings(self) -> list[Finding]:
+        """Return the findings so far, without episodes; present ones first."""
+        watches = (*self._of_policies.values(), self._of_job)
+        found = [finding for watch in watches for finding in watch.findings()]
+        return sorted(found, key=lambda finding: not finding.holds)
+
+    def copy(self) -> Self:
+        """Return a copy, to which rows can be added apart."""
+        made = copy.copy(self)
+        made._of_policies = {name: watch.copy() for name, watch in self._of_policies.items()}
+        made._of_job = self._of_job.copy()
+        return made
+
+
+class _Watch:
+    """The signs in the rows of a policy, or of the job."""
+
+    def __init__(self, job: JobSize, rules: Sequence[Rule], policy: str) -> None:
+        self._history, self._newest = RunHistory(job), 0
+        self._rules, self._policy = rules, policy
+        self._spells: dict[str, _Spell] = {}
+
+    def add(self, row: Row) -> None:
+        self._history.add(row)
+        if not row.get("train/episodes"):
+            return
+        before, self._newest = self._newest, int(row["step"])
+        for rule in self._rules:
+            if (seen := rule.seen(self._history)) is not None:
+                self._spells.setdefault(rule.code, _Spell(rule)).extend(before, self._newest, seen)
+
+    def findings(self) -> list[Finding]:
+        known = (self._spells[rule.code] for rule in self._rules if rule.code in self._spells)
+        return [spell.finding(self._newest, self._policy) for spell in known]
+
+    def copy(self) -> _Watch:
+        made = copy.copy(self)
+        made._history = self._history.copy()
+        made._spells = {code: copy.copy(spell) for code, spell in self._spells.items()}
+        return made
+
+
+class _Spell:
+    """Consecutive steps that show a sign."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule, self._since, self._until, self._seen, self._count = rule, 0, -1, "", 0
+
+    def extend(self, before: int, step: int, seen: str) -> None:
+        """Add a step; one that does not follow directly begins a new stretch."""
+        if self._until != before:
+            self._since = step
+        self._until, self._seen, self._count = step, seen, self._count + 1
+
+    def finding(self, newest: int, policy: str) -> Finding:
+        """Return the finding, as it is after the newest step."""
+        return Finding(
+            code=self._rule.code,
+            seen=self._seen,
+            since=self._since,
+            until=self._until,
+            holds=self._until == newest,
+            steps=self._count,
+            means=self._rule.means,
+            remedy=self._rule.remedy,
+            policy=policy,
+        )
+
+
+class Examined:
+    """The finished part of a run as far as it was examined. The next examination continues there."""
+
+    def __init__(self) -> None:
+        """Begin before the first step."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin again."""
+        self.facts: dict[int, dict[str, float]] = {}  # of the episodes of steps after `until`
+        self.signs: Signs | None = None
+        self.until = self.read = -1  # newest step in `signs`, and newest step in `facts`
+        self.damaged: list[int] = []  # steps before `until`
+
+
+def examine_store(connection: Connection, config: JobConfig, folder: Path, kept: Examined | None = None) -> Examination:
     """Examine a run whose store is open.
 
     Args:
         folder: of the run, for its size and the free disk space.
-        kept: cached numbers of the episodes of finished steps, updated here; None: all episodes are read.
+        kept: what earlier examinations have read, updated here; None: the whole run is read.
     """
-    rows, damaged = readable_metrics(connection)
-    facts = _facts(connection, {} if kept is None else kept, int(rows[-1]["step"]) if rows else 0)
-    known: list[Row] = [{**row, **facts.get(int(row["step"]), {})} for row in rows]
+    kept = Examined() if kept is None else kept
+    while add_facts(connection, kept):
+        pass
+    rows, damaged = readable_metrics(connection, after=kept.until)
+    known: list[Row] = [{**row, **kept.facts.get(int(row["step"]), {})} for row in rows]
+    kept.signs = kept.signs or Signs(JobSize.of(config), config.players.rivals)
+    for row in known[:-1]:  # the newest may still change
+        kept.signs.add(row)
+        kept.until = int(row["step"])
+        kept.facts.pop(kept.until, None)
+    damaged = [*kept.damaged, *damaged]
+    kept.damaged = [step for step in damaged if step < kept.until]
+    signs = kept.signs.copy()
     if known:
-        known[-1] = {**known[-1], **disk_facts(folder, int(known[-1]["step"]), config.steps)}
-    found = findings_of(known, JobSize.of(config), config.players.rivals)
+        signs.add({**known[-1], **disk_facts(folder, int(known[-1]["step"]), config.steps)})
+    found = signs.findings()
     shown = [_with_episodes(connection, finding) for finding in found]
     newest = int(known[-1]["step"]) if known else 0
     failed, reason = (0, "") if newest else _failed(connection)
@@ -168,75 +293,15 @@ def _failed(connection: Connection) -> tuple[int, str]:
     return len(failed), reason
 
 
-def _facts(connection: Connection, kept: dict[int, dict[str, float]], newest: int) -> Mapping[int, Mapping[str, float]]:
-    """Return the numbers of the episodes of each finished step, and keep them: trained episodes do not change."""
-    if max(kept, default=0) > newest:
+def add_facts(connection: Connection, kept: Examined) -> bool:
+    """Read the episodes of some finished steps, each of which is read once, and return whether there are more."""
+    newest = connection.execute(select(func.max(metric_rows.c.step))).scalar() or 0
+    if kept.read > newest:
         kept.clear()  # the job was resumed from an earlier checkpoint, and trains these steps again
-    found = store_facts(connection, max(kept, default=0))
-    kept.update((step, facts) for step, facts in found.items() if step <= newest)
-    return kept
-
-
-def findings_of(rows: Iterable[Row], job: JobSize, rivals: Sequence[str] = ()) -> list[Finding]:
-    """Return the findings of the rules in rows, without episodes.
-
-    Args:
-        rows: of training steps, oldest first, with the numbers of `store_facts` where known.
-        rivals: the trained policies, if there are several: then each one's rows are examined.
-    """
-    known = list(rows)
-    if not rivals:
-        found = _findings(known, job, RULES, "")
-    else:
-        own = {policy: [row_of_policy(row, policy, rivals) for row in known] for policy in rivals}
-        found = [finding for name, mine in own.items() for finding in _findings(mine, job, OF_A_POLICY, name)]
-        # The rules of the job need one row a step, of whichever policy was trained in it.
-        steps = zip(*own.values(), strict=True)
-        merged = [next((each for each in step if each.get("train/episodes")), step[0]) for step in steps]
-        found += _findings(merged, job, OF_A_JOB, "")
-    return sorted(found, key=lambda finding: not finding.holds)
-
-
-def _findings(rows: Iterable[Row], job: JobSize, rules: Sequence[Rule], policy: str) -> list[Finding]:
-    """Return the findings of rules in the rows of a policy, or of the job."""
-    history, newest = RunHistory(job), 0
-    spells: dict[str, _Spell] = {}
-    for row in rows:
-        history.add(row)
-        if not row.get("train/episodes"):
-            continue
-        before, newest = newest, int(row["step"])
-        for rule in rules:
-            if (seen := rule.seen(history)) is not None:
-                spells.setdefault(rule.code, _Spell(rule)).extend(before, newest, seen)
-    found = [spell.finding(newest) for rule in rules if (spell := spells.get(rule.code)) is not None]
-    return [replace(finding, policy=policy) for finding in found]
-
-
-class _Spell:
-    """Consecutive steps that show a sign."""
-
-    def __init__(self, rule: Rule) -> None:
-        self._rule, self._since, self._until, self._seen, self._count = rule, 0, -1, "", 0
-
-    def extend(self, before: int, step: int, seen: str) -> None:
-        """Add a step; one that does not follow directly begins a new stretch."""
-        if self._until != before:
-            self._since = step
-        self._until, self._seen, self._count = step, seen, self._count + 1
-
-    def finding(self, newest: int) -> Finding:
-        """Return the finding, as it is after the newest step."""
-        return Finding(
-            code=self._rule.code,
-            seen=self._seen,
-            since=self._since,
-            until=self._until,
-            holds=self._until == newest,
-            steps=self._count,
-            means=self._rule.means,
-            remedy=self._rule.remedy,
-        )
+    found = store_facts(connection, kept.read, newest)
+    kept.facts |= found
+    kept.read = max(found, default=kept.read)
+    return len(found) == PIECE
 
 
 def _with_episodes(connection: Connection, finding: Finding) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,12 @@ class RunHistory:
         if len(self.start) < START:
             self.start.append(row)
         self.rows.append(row)
+
+    def copy(self) -> Self:
+        """Return a copy, to which rows can be added apart."""
+        made = copy.copy(self)
+        made.start, made.rows, made.validations = self.start.copy(), self.rows.copy(), self.validations.copy()
+        return made
 
     @property
     def newest(self) -> Row:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import shutil
 import statistics
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import orjson
-from sqlalchemy import Connection, func, select
+from sqlalchemy import ColumnElement, Connection, and_, func, or_, select, true
 
 from palestra.doctor.opponent_rules import (
     AGENT_REWARD,
@@ -30,6 +28,7 @@ from palestra.doctor.store_rules import (
     FREE,
     LATE,
     LATE_CALLS,
+    LATE_SHARE,
     NEEDED,
     REASON,
 )
@@ -45,16 +44,35 @@ def opponent_facts(connection: Connection, steps: Collection[int]) -> dict[int, 
     Episodes outside a step's batch, such as those of dropped groups, are left out: whether they are over when the step
     is trained depends on time.
     """
-    of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
-    columns = (episodes.c.episode_id, episodes.c.rewards, groups.c.step)
-    wanted = select(*columns).join(groups, of_group).where(episodes.c.kind == "train", groups.c.step.in_(steps))
-    order = wanted.order_by(episodes.c.group_index, episodes.c.sample_index)
-    trained = {step: _batch(connection, step) for step in steps}
     by_step: dict[int, list[str | None]] = {step: [] for step in steps}
-    for row in connection.execute(order):
-        if row.episode_id in trained[row.step]:
-            by_step[row.step].append(row.rewards)
+    step_of = steps_of_groups(connection, steps)
+    mine = of_groups(step_of)
+    # Rewards of several agents have a comma; a name with one costs no more than a look at its step.
+    several = select(episodes.c.group_index).where(mine, func.instr(episodes.c.rewards, ",") > 0).distinct()
+    played = {step_of[group] for group in connection.execute(several).scalars() if group in step_of}
+    trained = {step: _batch(connection, step) for step in played}
+    columns = (episodes.c.episode_id, episodes.c.rewards, episodes.c.group_index)
+    wanted = select(*columns).where(mine).order_by(episodes.c.group_index, episodes.c.sample_index)
+    for row in connection.execute(wanted) if played else ():
+        step = step_of.get(row.group_index, 0)
+        if row.episode_id in trained.get(step, ()):
+            by_step[step].append(row.rewards)
     return {step: rewards_of_two(recorded) for step, recorded in by_step.items()}
+
+
+def steps_of_groups(connection: Connection, steps: Collection[int]) -> dict[int, int]:
+    """Return the step of each training group of some steps, by index of the group."""
+    of_steps = select(groups.c.group_index, groups.c.step).where(groups.c.kind == "train", groups.c.step.in_(steps))
+    return {group: step for group, step in connection.execute(of_steps)}
+
+
+def of_groups(step_of: Mapping[int, int]) -> ColumnElement[bool]:
+    """Return the condition of the training episodes between the first of some groups and the last.
+
+    A join with `groups` would take as long as the run: SQLite, which has no statistics of it, begins with all episodes.
+    """
+    first, last = min(step_of, default=0), max(step_of, default=-1)
+    return and_(episodes.c.kind == "train", episodes.c.group_index.between(first, last))
 
 
 def _batch(connection: Connection, step: int) -> frozenset[str]:
@@ -108,58 +126,86 @@ def _rewards(text: str) -> dict[str, float] | None:
 
 
 _OF_CALLS = (COMPLETED, COMPLETED_CALLS, LATE, LATE_CALLS)
+PIECE = 100  # steps whose episodes are read together
 LONGEST_REASON = 80  # characters: of the same failure, what differs from one to the next stands behind
 
 
-def store_facts(connection: Connection, after: int = 0) -> dict[int, dict[str, float]]:
-    """Return numbers about the training episodes of each step, by step.
+def store_facts(connection: Connection, after: int = 0, until: int = 2**62) -> dict[int, dict[str, float]]:
+    """Return numbers of the training episodes of the first `PIECE` steps after a step, by number of the step.
 
-    Attempts include all groups of the step; rewards are those of its batch, as in a running job.
+    Attempts count those of all groups of the step; rewards are those of its batch, as a running job looks at them.
+
+    Args:
+        connection: from `browse`.
+        until: the last step that is read.
     """
-    columns = (episodes.c.state, episodes.c.attempts, episodes.c.reason, groups.c.step)
-    of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
-    wanted = select(*columns).join(groups, of_group).where(episodes.c.kind == "train", groups.c.step > after)
-    by_step: dict[int, list[Any]] = defaultdict(list)
-    for row in connection.execute(wanted):
-        if isinstance(row.step, int):  # otherwise its group's record is damaged
-            by_step[row.step].append(row)
-    rewards, calls = opponent_facts(connection, by_step.keys()), _calls(connection, after)
-    return {step: _attempts(rows) | calls[step] | rewards[step] for step, rows in by_step.items()}
+    number = groups.c.step
+    of_train = select(number).where(groups.c.kind == "train", number > after, number <= until).distinct()
+    steps = list(connection.execute(of_train.order_by(number).limit(PIECE)).scalars())
+    step_of = steps_of_groups(connection, steps)
+    attempts, rewards = _attempts(connection, step_of), opponent_facts(connection, steps)
+    calls = _calls(connection, step_of, attempts)
+    return {step: attempts[step] | calls[step] | rewards[step] for step in steps}
 
 
-def _calls(connection: Connection, after: int) -> dict[int, dict[str, float]]:
-    """Return by step how far episodes got that were completed, and attempts that failed after a call of the model."""
-    of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
-    columns = (groups.c.step, episodes.c.state, episodes.c.reason, episodes.c.fence == chats.c.fence, func.count())
-    wanted = (
-        select(*columns)
-        .select_from(episodes.join(groups, of_group).join(chats, chats.c.episode_id == episodes.c.episode_id))
-        .where(episodes.c.kind == "train", groups.c.step > after, episodes.c.state.in_(("completed", "discarded")))
-        .group_by(chats.c.episode_id, chats.c.fence)
-    )
-    found: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_OF_CALLS, 0.0))
-    for step, state, reason, last, calls in connection.execute(wanted):
-        if last and isinstance(reason, str) and reason.startswith(ON_PURPOSE):
-            continue
-        over, sampled = _OF_CALLS[:2] if last and state == "completed" else _OF_CALLS[2:]
-        found[step][over] += 1
-        found[step][sampled] += calls
+def _calls(
+    connection: Connection, step_of: Mapping[int, int], attempts: Mapping[int, Mapping[str, float]]
+) -> dict[int, dict[str, float]]:
+    """Return by step the attempts that failed after a call of the model, and how far completed episodes got.
+
+    Completed episodes are counted where so many attempts failed that they are compared.
+
+    Args:
+        step_of: the step of each group, by its index.
+        attempts: by step, from `_attempts`.
+    """
+    found = _calls_where(connection, step_of, or_(episodes.c.fence > 1, episodes.c.state == "discarded"))
+    for step, calls in found.items():
+        if 0 < calls[LATE] >= LATE_SHARE * attempts[step][CLAIMS]:
+            own = {group: of for group, of in step_of.items() if of == step}
+            calls |= _calls_where(connection, own, true())[step]
+        else:
+            calls |= {COMPLETED: 0.0, COMPLETED_CALLS: 0.0}
     return found
 
 
-def _attempts(rows: Iterable[Any]) -> dict[str, float]:
-    """Return how many attempts to play the episodes there were, how many failed, and why."""
-    found: dict[str, float] = defaultdict(float, {CLAIMS: 0.0, FAILURES: 0.0})
-    for row in rows:
-        if not isinstance(row.attempts, int):
+def _calls_where(
+    connection: Connection, step_of: Mapping[int, int], condition: ColumnElement[bool]
+) -> dict[int, dict[str, float]]:
+    """Return by step how many attempts with calls the settled episodes for which a condition holds have had."""
+    columns = (episodes.c.group_index, episodes.c.state, episodes.c.reason, episodes.c.fence == chats.c.fence)
+    wanted = (
+        select(*columns, func.count())
+        .where(of_groups(step_of), condition, chats.c.episode_id == episodes.c.episode_id)
+        .where(episodes.c.state.in_(("completed", "discarded")))
+        .group_by(chats.c.episode_id, chats.c.fence)
+    )
+    found = {step: dict.fromkeys(_OF_CALLS, 0.0) for step in step_of.values()}
+    for group, state, reason, last, calls in connection.execute(wanted):
+        if group not in step_of or (last and isinstance(reason, str) and reason.startswith(ON_PURPOSE)):
+            continue
+        over, sampled = _OF_CALLS[:2] if last and state == "completed" else _OF_CALLS[2:]
+        found[step_of[group]][over] += 1
+        found[step_of[group]][sampled] += calls
+    return found
+
+
+def _attempts(connection: Connection, step_of: Mapping[int, int]) -> dict[int, dict[str, float]]:
+    """Return how many attempts to play the episodes of each step there were, how many failed, and why."""
+    found = {step: {CLAIMS: 0.0, FAILURES: 0.0} for step in step_of.values()}
+    columns = (episodes.c.group_index, episodes.c.state, episodes.c.attempts, episodes.c.reason)
+    counted = select(*columns, func.count()).where(of_groups(step_of)).group_by(*columns)
+    for group, state, attempts, why, count in connection.execute(counted):
+        if group not in step_of or not isinstance(attempts, int):
             continue  # a damaged row
-        reason = row.reason if isinstance(row.reason, str) else ""
-        succeeded = row.state in ("completed", "claimed", "unjudged") or reason.startswith(ON_PURPOSE)
-        failures = max(row.attempts - succeeded, 0)
-        found[CLAIMS] += row.attempts
-        found[FAILURES] += failures
+        reason, of_step = why if isinstance(why, str) else "", found[step_of[group]]
+        succeeded = state in ("completed", "claimed", "unjudged") or reason.startswith(ON_PURPOSE)
+        failures = max(attempts - succeeded, 0) * count
+        of_step[CLAIMS] += attempts * count
+        of_step[FAILURES] += failures
         if failures and reason:
-            found[REASON + " ".join(reason.split())[:LONGEST_REASON]] += failures
+            name = REASON + " ".join(reason.split())[:LONGEST_REASON]
+            of_step[name] = of_step.get(name, 0.0) + failures
     return found
 
 

@@ -42,8 +42,9 @@ def _reward_collapse(history: RunHistory) -> str | None:
         return None
     recent, earlier = rows[-RECENT:], rows[:-RECENT]
     now = mean(recent, REWARD) or 0.0
-    windows = [earlier[end - RECENT : end] for end in range(RECENT, len(earlier) + 1)]
-    best_rows = max(windows, key=lambda window: mean(window, REWARD) or 0.0)
+    rewards = [row[REWARD] for row in earlier]
+    end = max(range(RECENT, len(earlier) + 1), key=lambda end: sum(rewards[end - RECENT : end]))
+    best_rows = earlier[end - RECENT : end]
     best, first = mean(best_rows, REWARD) or 0.0, mean(history.start[:RECENT], REWARD) or 0.0
     enough = max(LOST_SHARE * (best - first), SURE * _error(history, [*best_rows, *recent], RECENT))
     if best <= now or best - now <= enough:

@@ -25,7 +25,7 @@ from palestra.learner.open_run import OpenRun
 from palestra.learner.pools import Pools
 from palestra.learner.recordings import Recordings, gather_recorded
 from palestra.learner.reporting import PlayingTime, StepLog, checkpoints_of, role_metrics
-from palestra.learner.schedule import TaskOrder, TrainingBudget
+from palestra.learner.schedule import SAMPLED, TaskOrder, TrainingBudget
 from palestra.learner.update import PolicyUpdate
 from palestra.models.weights import WeightSource
 from palestra.threads import in_thread
@@ -45,7 +45,7 @@ class Learner:
         """Assemble the learner; `run` trains."""
         self._run, self._trainer, self._algorithms = run, trainer, algorithms
         config, trained = run.config, run.policies.trained
-        self._budget = TrainingBudget(config, run.store.groups)
+        self._budget = TrainingBudget(config, run.store.groups, run.store.log)
         self._updates = {name: PolicyUpdate(run, trainer, self._budget, name, algorithms[name]) for name in trained}
         self._checkpoints = CheckpointSchedule(
             config,
@@ -283,7 +283,7 @@ class Learner:
         await self._budget.count(manifest.step)
         with self._run.progress.inside(Part.TRAINER):
             row = {**gathered, **await self._update(manifest.step, trajectories)}
-        row |= {"rollout/sampled_tokens": float(self._budget.sampled)}
+        row |= {SAMPLED: float(self._budget.sampled)}
         row |= await in_thread(lambda: role_metrics(trajectories, self._run.policies.roles))
         row |= await self._judged(manifest.step)
         started = time.monotonic()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from palestra.config import JobConfig, OptimizerConfig
 from palestra.database import to_json
-from palestra.store import Groups
+from palestra.store import Groups, RunLog
 from palestra.store.tasks import StoredTasks
 from palestra.types.records import Task
 
@@ -95,6 +95,9 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int, sampled_share:
     return config.learning_rate * share
 
 
+SAMPLED = "rollout/sampled_tokens"
+
+
 class TrainingBudget:
     """Counts the sampled tokens of a job, step by step.
 
@@ -105,9 +108,9 @@ class TrainingBudget:
             including replaced groups.
     """
 
-    def __init__(self, config: JobConfig, groups: Groups) -> None:
+    def __init__(self, config: JobConfig, groups: Groups, log: RunLog) -> None:
         """Begin without counted steps."""
-        self._config, self._groups = config, groups
+        self._config, self._groups, self._log = config, groups, log
         self.sampled = 0
         self._before = 0  # tokens of the steps before the newest that was counted
 
@@ -117,8 +120,11 @@ class TrainingBudget:
         Args:
             step: newest trained step; 0: none.
         """
-        trained = self._config.trained_policies
-        self._before = await self._groups.sampled_tokens(range(1, step), trained)
+        trained, known = self._config.trained_policies, await self._log.metrics_of(step - 1)
+        if SAMPLED in known:  # the tokens of all steps before
+            self._before = int(known[SAMPLED])
+        else:
+            self._before = await self._groups.sampled_tokens(range(1, step), trained)
         self.sampled = self._before + await self._groups.sampled_tokens(range(step, step + 1), trained)
 
     async def count(self, step: int) -> None:

@@ -8,26 +8,28 @@ import sqlite3
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, Engine, NullPool, Select, func, select, tuple_
+from sqlalchemy import Column, Connection, Engine, NullPool, select, tuple_
 
 from palestra.database.sqlite import MOST_VALUES, open_engine, sqlite_connection
 from palestra.errors import NotFound, PalestraError, StoreError
 from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
+from palestra.store.counting import KINDS
 from palestra.store.run_store import store_error
 from palestra.store.tables import SCHEMA, chats, episodes, events, groups, manifests
 from palestra.store.verdicts import verdicts_of
 from palestra.types.calls import ForkReason
 from palestra.types.records import Event, Trajectory
-from palestra.types.states import GroupState
+from palestra.types.states import EpisodeState, GroupState
 from palestra.types.verdicts import Verdict
 
 PIECE = 500  # rows of episodes that are in memory at the same time where all are read
@@ -170,12 +172,22 @@ def list_episodes(connection: Connection, kind: str | None, state: str | None, l
     return [summary(row, calls.get(row.episode_id, [])) for row in rows]
 
 
-def trained_steps(connection: Connection, episode_ids: Collection[str]) -> dict[str, int]:
-    """Return the step whose batch contains each episode, by id; others are left out."""
-    wanted, found = set(episode_ids), dict[str, int]()
-    for step, names in connection.execute(select(manifests.c.step, manifests.c.episode_ids)):
-        with suppress(ValueError, TypeError):  # a damaged batch says nothing of any episode
-            found |= dict.fromkeys(wanted.intersection(orjson.loads(names)), step)
+def trained_steps(connection: Connection, rows: Sequence[Any]) -> dict[str, int]:
+    """Return the step whose batch has each episode, by its id; one that is in no batch is left out.
+
+    Args:
+        connection: from `browse`.
+        rows: of `episodes`.
+    """
+    members = sorted({row.group_index for row in rows if row.kind == "train"})
+    wanted, found = {row.episode_id for row in rows}, dict[str, int]()
+    for start in range(0, len(members), MOST_VALUES):
+        of_groups = groups.c.group_index.in_(members[start : start + MOST_VALUES])
+        steps = select(groups.c.step).where(groups.c.kind == "train", of_groups)
+        batches = select(manifests.c.step, manifests.c.episode_ids).where(manifests.c.step.in_(steps))
+        for step, names in connection.execute(batches):
+            with suppress(ValueError, TypeError):  # a damaged batch says nothing of any episode
+                found |= dict.fromkeys(wanted.intersection(orjson.loads(names)), step)
     return found
 
 
@@ -185,31 +197,37 @@ def last_state(connection: Connection) -> Any | None:
     return connection.execute(wanted.order_by(events.c.event_id.desc()).limit(1)).first()
 
 
-def _rows_of(kind: str | None, state: str | None) -> Select[Any]:
-    wanted = select(episodes)
-    if kind is not None:
-        wanted = wanted.where(episodes.c.kind == kind)
-    return wanted if state is None else wanted.where(episodes.c.state == state)
-
-
 def newest_rows(connection: Connection, kind: str | None, state: str | None, limit: int) -> list[Any]:
-    """Return the rows of `episodes` for `list_episodes`; see there."""
-    newest = (
-        _rows_of(kind, state)
-        .order_by(
-            func.coalesce(episodes.c.claimed_at, 0).desc(),
-            episodes.c.group_index.desc(),
-            episodes.c.sample_index.desc(),
-        )
-        .limit(limit)
-    )
-    return sorted(connection.execute(newest), key=lambda r: (r.kind, r.group_index, r.sample_index))
+    """Return the rows of `episodes` that `list_episodes` makes summaries of; see there."""
+    kinds = KINDS if kind is None else (kind,)
+    found = last_of_states(connection, kinds, tuple(EpisodeState) if state is None else (state,), limit, *episodes.c)
+    newest = nlargest(limit, found, key=lambda row: (row.claimed_at or 0.0, row.group_index, row.sample_index))
+    return sorted(newest, key=lambda row: (row.kind, row.group_index, row.sample_index))
+
+
+def last_of_states(
+    connection: Connection, kinds: Iterable[str], states: Iterable[str], limit: int, *columns: Column[Any]
+) -> list[Any]:
+    """Return columns of those episodes of each kind and state that are last in the canonical order.
+
+    Episodes are claimed in this order, so those that were claimed or that ended last are among them; an index has it.
+
+    Args:
+        connection: from `browse`.
+        limit: the most episodes of one kind and state.
+    """
+    wanted = select(*columns).order_by(episodes.c.group_index.desc(), episodes.c.sample_index.desc()).limit(limit)
+    pairs = ((kind, state) for kind in kinds for state in states)
+    of_pairs = (wanted.where(episodes.c.state == state, episodes.c.kind == kind) for kind, state in pairs)
+    return [row for one in of_pairs for row in connection.execute(one)]
 
 
 def pieces_of_rows(connection: Connection, kind: str | None, state: str | None) -> Iterator[list[Any]]:
     """Yield all rows of `episodes` in canonical order, in pieces; see `list_episodes`."""
     place = (episodes.c.kind, episodes.c.group_index, episodes.c.sample_index)
-    wanted = _rows_of(kind, state).order_by(*place).limit(PIECE)
+    wanted = select(episodes).order_by(*place).limit(PIECE)
+    for column, value in ((episodes.c.kind, kind), (episodes.c.state, state)):
+        wanted = wanted if value is None else wanted.where(column == value)
     rows = list(connection.execute(wanted))
     while rows:
         yield rows
@@ -259,14 +277,12 @@ def read_episode(connection: Connection, episode_id: str, known: Trajectory | No
         known: its calls, if the caller has them.
     """
     found = read_trajectory(connection, episode_id) if known is None else known
-    step = connection.execute(
-        select(manifests.c.step).where(manifests.c.episode_ids.contains(f'"{episode_id}"'))
-    ).scalar()
-    state = connection.execute(
-        select(groups.c.state).where(
-            groups.c.kind == found.episode.kind, groups.c.group_index == found.episode.group_index
-        )
-    ).scalar()
+    own = (groups.c.kind == found.episode.kind, groups.c.group_index == found.episode.group_index)
+    state = connection.execute(select(groups.c.state).where(*own)).scalar()
+    # A group is trained in its own step, or not at all.
+    batch = manifests.c.step == select(groups.c.step).where(*own).scalar_subquery()
+    in_batch = manifests.c.episode_ids.contains(f'"{episode_id}"')
+    step = connection.execute(select(manifests.c.step).where(batch, in_batch)).scalar()
     reason = connection.execute(select(episodes.c.reason).where(episodes.c.episode_id == episode_id)).scalar()
     return EpisodeView(
         trajectory=found,
@@ -287,9 +303,12 @@ def read_row(connection: Connection, episode_id: str) -> Any:
 
 def episode_events(connection: Connection, view: EpisodeView) -> list[Event]:
     """Return the events that say why an episode was left out of a batch."""
-    name = view.trajectory.episode.episode_id
+    episode = view.trajectory.episode
+    own = (groups.c.kind == episode.kind, groups.c.group_index == episode.group_index)
     wanted = select(events).where(
-        events.c.kind.in_(("episode_untrainable", "episode_stale")), events.c.data.contains(f'"{name}"')
+        events.c.step == select(groups.c.step).where(*own).scalar_subquery(),
+        events.c.kind.in_(("episode_untrainable", "episode_stale")),
+        events.c.data.contains(f'"{episode.episode_id}"'),
     )
     found = []
     for row in connection.execute(wanted.order_by(events.c.event_id)):

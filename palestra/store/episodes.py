@@ -15,6 +15,7 @@ from palestra.database import Database, Notifier, shielded, to_json
 from palestra.errors import Conflict, InvalidRequest
 from palestra.store import lifecycle
 from palestra.store.casting import Casting
+from palestra.store.counting import EpisodeCounts
 from palestra.store.leases import LeaseBook
 from palestra.store.lifecycle import Claim, EpisodeEnd, JudgedRewards
 from palestra.store.open_groups import OpenGroups
@@ -64,6 +65,7 @@ class Episodes:
         self.recent_rewards: deque[tuple[Mapping[str, float], Mapping[str, str]]] = deque(maxlen=64)
         self.casting: Casting | None = None
         self.judged, self.played = False, Notifier()
+        self._counts = EpisodeCounts()
         self._being_claimed = 0  # claims in progress, which have no lease yet
         self.sync_lock = RolloutSyncLock(lambda: len(self.leases) + self._being_claimed, self.available)
         self._limit_reached = False  # whether `max_claimed` prevented a claim since the last end of a lease
@@ -274,9 +276,8 @@ class Episodes:
         """Return the number of episodes in each state, over all kinds."""
 
         def query(connection: Connection) -> Counts:
-            rows = connection.execute(select(episodes.c.state, func.count()).group_by(episodes.c.state))
-            found: dict[str, int] = {state: number for state, number in rows}
-            return Counts(**{state.value: found.get(state.value, 0) for state in EpisodeState})
+            found = self._counts.read(connection).values()
+            return Counts(**{state.value: sum(own.get(state.value, 0) for own in found) for state in EpisodeState})
 
         return await self._db.read(query)
 

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, bindparam, func, select
 from palestra.database import WAKE_SECONDS, Database, Notifier, shielded, to_json
 from palestra.database.sqlite import pieces
 from palestra.store.codec import chat_row, episode_of, rewards_to_json
+from palestra.store.counting import OPEN_STATES, SETTLED_STATES
 from palestra.store.lifecycle import episode_name
 from palestra.store.open_groups import OpenGroups
 from palestra.store.run_log import insert_event
@@ -21,8 +22,6 @@ from palestra.types.progress import GroupRecord
 from palestra.types.records import EpisodeKind, EpisodeRecord, RecordedEpisode, Task
 from palestra.types.states import REPLACED, EpisodeState, GroupState, check_transition
 
-OPEN_STATES = (EpisodeState.REGISTERED, EpisodeState.CLAIMED, EpisodeState.UNJUDGED)
-SETTLED_STATES = (EpisodeState.COMPLETED, EpisodeState.DISCARDED)
 _OF_GROUP = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
 _IS_OPEN = sa.exists().where(_OF_GROUP, episodes.c.state.in_([state.value for state in OPEN_STATES]))
 _OF_STEP = (
@@ -45,23 +44,19 @@ _INSERT_EPISODE = Prepared(
         | {"fence": 0, "attempts": 0, "lease_seconds": 0.0, "metadata": "{}"}
     )
 )
-_SETTLED_OF_STEP = (
-    select(
-        func.count().filter(episodes.c.state.in_([state.value for state in SETTLED_STATES])),
-        func.count(),
-    )
-    .join(groups, _OF_GROUP)
-    .where(
-        episodes.c.kind == bindparam("kind"),
-        groups.c.step == bindparam("step"),
-        groups.c.state.not_in([state.value for state in REPLACED]),
-    )
+# Of a step. SQLite has no statistics of a run; it would begin a join with all episodes.
+_INDICES = select(groups.c.group_index).where(groups.c.kind == bindparam("kind"), groups.c.step == bindparam("step"))
+_SETTLED_OF_STEP = select(
+    func.count().filter(episodes.c.state.in_([state.value for state in SETTLED_STATES])),
+    func.count(),
+).where(
+    episodes.c.kind == bindparam("kind"),
+    episodes.c.group_index.in_(_INDICES.where(groups.c.state.not_in([state.value for state in REPLACED]))),
 )
 _REPLIES_OF_STEP = (
     select(func.count(), func.count().filter(chats.c.finish_reason == "length"))
     .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
-    .join(groups, _OF_GROUP)
-    .where(groups.c.kind == bindparam("kind"), groups.c.step == bindparam("step"))
+    .where(episodes.c.kind == bindparam("kind"), episodes.c.group_index.in_(_INDICES))
 )
 MOST_ADDED = 512  # episodes that one transaction registers, while all other changes wait
 
@@ -222,11 +217,12 @@ class Groups:
 
         It includes calls of last leases, and dropped groups.
         """
+        in_steps = (groups.c.kind == "train", groups.c.step >= steps.start, groups.c.step < steps.stop)
+        of_steps = select(groups.c.group_index).where(*in_steps)
         wanted = (
             select(chats.c.versions)
             .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
-            .join(groups, _OF_GROUP)
-            .where(groups.c.kind == "train", groups.c.step >= steps.start, groups.c.step < steps.stop)
+            .where(episodes.c.kind == "train", episodes.c.group_index.in_(of_steps))
             .where(episodes.c.state == EpisodeState.COMPLETED.value, chats.c.policy.in_(policies))
         )
 
@@ -240,13 +236,13 @@ class Groups:
         """Return the reasons of a step's discarded episodes, including dropped groups."""
         wanted = (
             select(episodes.c.reason)
-            .join(groups, _OF_GROUP)
-            .where(episodes.c.kind == kind, groups.c.step == step, episodes.c.state == EpisodeState.DISCARDED.value)
+            .where(episodes.c.kind == kind, episodes.c.group_index.in_(_INDICES))
+            .where(episodes.c.state == EpisodeState.DISCARDED.value)
             .order_by(episodes.c.group_index, episodes.c.sample_index)
         )
 
         def query(connection: Connection) -> list[str]:
-            return [reason or "" for reason in connection.execute(wanted).scalars()]
+            return [reason or "" for reason in connection.execute(wanted, {"kind": kind, "step": step}).scalars()]
 
         return await self._db.read(query)
 

@@ -96,6 +96,11 @@ class RunLog:
         """Return all finished rows, in order of steps."""
         return await self._db.read(lambda connection: read_metrics(connection))
 
+    async def metrics_of(self, step: int) -> dict[str, float]:
+        """Return the finished row of a step; empty: there is none, or it is damaged."""
+        rows = (await self._db.read(lambda connection: readable_row(connection, step))).rows
+        return rows[0] if rows else {}
+
     async def last_manifest(self) -> int:
         """Return the last step with a fixed batch, or 0."""
         wanted = select(sa.func.coalesce(sa.func.max(manifests.c.step), 0))
@@ -126,10 +131,18 @@ def insert_event(connection: Connection, kind: str, data: Mapping[str, Any], now
         connection: in a transaction of the writing thread.
         now: Unix seconds.
     """
-    result = connection.execute(events.insert(), {"at": now, "kind": kind, "data": to_json(dict(data))})
+    result = connection.execute(
+        events.insert(), {"at": now, "kind": kind, "step": _step_of(data), "data": to_json(dict(data))}
+    )
     key = result.inserted_primary_key
     assert key is not None
     return Event(event_id=key[0], at=now, kind=kind, data=dict(data))
+
+
+def _step_of(data: Mapping[str, Any]) -> int | None:
+    """Return the step that an event is about; None: it names none."""
+    step = data.get("step")
+    return int(step) if isinstance(step, int | float) else None
 
 
 def read_events(connection: Connection, after: int, limit: int) -> list[Event]:
@@ -164,13 +177,25 @@ class RecordedMetrics(NamedTuple):
     damaged: list[int]
 
 
-def readable_metrics(connection: Connection, last: int | None = None) -> RecordedMetrics:
-    """Return finished rows for display; a damaged one does not hide others. Works in any process.
+def readable_metrics(connection: Connection, last: int | None = None, after: int = -1) -> RecordedMetrics:
+    """Return finished rows for people to look at: a damaged one does not hide the others. Works in any process.
 
     Args:
         last: only so many of the newest rows; None: all.
+        after: only rows of later steps; -1: all.
     """
-    wanted = select(metric_rows.c.step, metric_rows.c.data).order_by(metric_rows.c.step.desc()).limit(last)
+    newest = select(metric_rows.c.step, metric_rows.c.data).order_by(metric_rows.c.step.desc()).limit(last)
+    return _recorded(connection, newest.where(metric_rows.c.step > after))
+
+
+def readable_row(connection: Connection, step: int) -> RecordedMetrics:
+    """Return the row of one step, if it is finished, as `readable_metrics` does."""
+    row = select(metric_rows.c.step, metric_rows.c.data).where(metric_rows.c.step == step)
+    return _recorded(connection, row)
+
+
+def _recorded(connection: Connection, wanted: sa.Select[Any]) -> RecordedMetrics:
+    """Return the rows that a statement finds newest first, oldest first."""
     found = RecordedMetrics([], [])
     for step, data in connection.execute(wanted):
         if (row := _readable_row(step, data)) is not None:

@@ -45,7 +45,7 @@ groups = Table(
     Column("task_id", String, nullable=False),
     Column("size", Integer, nullable=False),
     Column("state", String, nullable=False),
-    Index("groups_by_step", "kind", "step"),
+    Index("groups_by_step", "kind", "step", "group_index"),
 )
 
 episodes = Table(
@@ -159,7 +159,10 @@ events = Table(
     Column("event_id", Integer, primary_key=True, autoincrement=True),
     Column("at", Float, nullable=False),
     Column("kind", String, nullable=False),
+    Column("step", Integer),  # that `data` names; NULL: none
     Column("data", Text, nullable=False),
+    Index("events_by_kind", "kind"),
+    Index("events_by_step", "step", "kind"),
 )
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, func, select
 
 from palestra.config import JobConfig, load_saved_config
 from palestra.errors import StoreError
-from palestra.store.browsing import browse
+from palestra.store.browsing import browse, last_state
 from palestra.store.tables import events, metric_rows
 from palestra.tracking.registry import TrackedRun, Tracker, key_of
 
@@ -60,20 +60,20 @@ class Follower:
     def __init__(self, folder: Path, tracker: Tracker) -> None:
         """Create a follower that has sent nothing."""
         self._path, self._folder, self._tracker = folder / "run.db", folder, tracker
-        self._count, self._last, self._digest = -1, -1, b""  # of the rows that were handed over
+        self._begun, self._last, self._digest = False, -1, b""  # of the rows that were handed over
 
     def look(self) -> int:
         """Send new rows, and return how many."""
         check_disk(self._folder)
         written = 0
         with browse(self._path) as connection:
-            if self._count < 0 or not self._unchanged(connection):
+            if not self._begun or not self._unchanged(connection):
                 self._tracker.begin()
-                self._count, self._last = 0, -1
+                self._begun, self._last = True, -1
             while rows := self._next(connection):
                 for step, data, at in rows:
                     self._tracker.write(step, _finite(orjson.loads(data)), at)
-                    self._count, self._last, self._digest = self._count + 1, step, _digest(data)
+                    self._last, self._digest = step, _digest(data)
                     written += 1
         if written:
             self._tracker.flush()
@@ -84,23 +84,17 @@ class Follower:
 
         A resumed job drops the rows after its checkpoint and writes them again, with other times.
         """
-        step = metric_rows.c.step
-        known = connection.execute(select(func.count()).where(step <= self._last)).scalar_one()
-        last = connection.execute(select(metric_rows.c.data).where(step == self._last)).scalar()
-        return known == self._count and (last is None or _digest(last) == self._digest)
+        last = connection.execute(select(metric_rows.c.data).where(metric_rows.c.step == self._last)).scalar()
+        return self._last < 0 or (last is not None and _digest(last) == self._digest)
 
     def _next(self, connection: Connection) -> list[tuple[int, str, float]]:
-        """Return the next rows (step, data, Unix seconds); a row waits for its event."""
-        times = (
-            select(func.json_extract(events.c.data, "$.step").label("step"), func.max(events.c.at).label("at"))
-            .where(events.c.kind == "step")
-            .group_by(func.json_extract(events.c.data, "$.step"))
-            .subquery()
-        )
+        """Return the next rows (step, data, Unix seconds); a row whose event is not there yet waits for it."""
+        ended = func.max(events.c.at).label("at")
         wanted = (
-            select(metric_rows.c.step, metric_rows.c.data, times.c.at)
-            .join(times, times.c.step == metric_rows.c.step)
+            select(metric_rows.c.step, metric_rows.c.data, ended)
+            .join(events, (events.c.step == metric_rows.c.step) & (events.c.kind == "step"))
             .where(metric_rows.c.step > self._last)
+            .group_by(metric_rows.c.step)
             .order_by(metric_rows.c.step)
             .limit(PIECE)
         )
@@ -119,8 +113,8 @@ def _digest(data: str) -> bytes:
 def completed(folder: Path) -> bool:
     """Return whether the job of a run has completed."""
     with browse(folder / "run.db") as connection:
-        wanted = select(events.c.kind).where(events.c.kind.in_(("running", "completed", "failed")))
-        return connection.execute(wanted.order_by(events.c.event_id.desc()).limit(1)).scalar() == "completed"
+        last = last_state(connection)
+        return last is not None and last.kind == "completed"
 
 
 def follow_run(folder: Path, tracker: Tracker, pause: Callable[[], bool]) -> int:

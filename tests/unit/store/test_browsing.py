@@ -14,7 +14,7 @@ from unit.building import TASK, make_chat
 
 async def played(store, clock) -> None:
     """Training: one ended with 2 calls, one ended with none, one discarded, one registered; validation: one claimed."""
-    await store.groups.register("train", 0, 1, TASK, 4)
+    await store.groups.register("train", 0, 3, TASK, 4)
     for request in "abc":
         clock.advance(1)
         await store.episodes.claim("w", request, None)
