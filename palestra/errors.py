@@ -1,10 +1,10 @@
 """Every error that Palestra raises on purpose.
 
     PalestraError                    500
-    ├── InvalidRequest               422  the body, or a value in it, can't be used
+    ├── InvalidRequest               422  the body, or a value in it, cannot be used
     │   ├── UnsupportedField         400  a field of the OpenAI API that is not supported here
     │   ├── ProtocolMismatch         400  server and client of an environment speak no common version
-    │   ├── ControlTokenInText       400  a message spells a control token, and this model's renderer can't write it
+    │   ├── ControlTokenInText       400  a message spells a control token, and this model's renderer cannot write it
     │   └── GrammarRefused           400  a schema that takes too much time or memory
     ├── ContextOverflow              400  prompt and reply do not fit into the model's context
     ├── ConfigError                  400  a job's configuration is wrong
@@ -47,7 +47,7 @@
     ├── WorkerCrashLoop                 500  worker processes die as soon as they are started
     ├── ServerFailed                 503  a model server could not be started
     │   └── NodeLost              503  the machine that was chosen for it is dead
-    ├── ModelError                   500  weights are missing or can't be used
+    ├── ModelError                   500  weights are missing or cannot be used
     ├── CheckpointError              500  no checkpoint can be read
     └── StoreError                   500  a store is damaged, of another version, or in use
         ├── StoreUnreachable         503  the database does not answer at the moment
@@ -122,7 +122,7 @@ class ProtocolMismatch(InvalidRequest):
 
 
 class ControlTokenInText(InvalidRequest):
-    """The text of a message spells a control token of the model, which its renderer can't write as text.
+    """The text of a message spells a control token of the model, which its renderer cannot write as text.
 
     Attributes:
         token: the control token's text.
@@ -247,7 +247,7 @@ class Conflict(PalestraError):
 
 
 class JobOver(Conflict):
-    """The job has ended, and its data plane with it, so that a client can't connect."""
+    """The job has ended, and its data plane with it, so that a client cannot connect."""
 
 
 class IllegalTransition(Conflict):
@@ -448,7 +448,7 @@ class RolloutFailed(PalestraError):
 
 
 class EpisodesLost(PalestraError):
-    """A step can't be trained: group after group lost its episodes, without rewards or by failures."""
+    """A step cannot be trained: group after group lost its episodes, without rewards or by failures."""
 
 
 class JobStuck(PalestraError):
@@ -478,7 +478,7 @@ class ModelError(PalestraError):
 
 
 class CheckpointError(PalestraError):
-    """No checkpoint of the run can be read, or one can't be written, because the disk is full, for example."""
+    """No checkpoint of the run can be read, or one cannot be written, because the disk is full, for example."""
 
 
 class StoreError(PalestraError):
@@ -505,7 +505,7 @@ class Superseded(StoreError):
 def place_of(error: BaseException) -> str:
     """Return the innermost line of a user's code in an error's traceback, as " (agent.py:17, in rollout)".
 
-    Frames of Palestra, of Python itself and of installed packages are skipped, because users can't change them; "": no
+    Frames of Palestra, of Python itself and of installed packages are skipped, because users cannot change them; "": no
     other frame.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

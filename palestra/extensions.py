@@ -1,4 +1,4 @@
-"""What other packages add to Palestra, found by entry points. The packages beside the core are found in the same way.
+"""What other packages add to Palestra, found by entry points. Packages next to the core are found in the same way.
 
 An entry point's name is what users write, and it leads to one object:
 

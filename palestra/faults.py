@@ -1,7 +1,7 @@
 """Named points at which a test may kill or stop the process: `PALESTRA_FAULT=before_manifest_commit:3`.
 
 `fault_point(name)` has no effect unless the environment variable names it. Then the n-th pass sends SIGKILL to this
-process, which runs no handler, flushes nothing and can't be caught. With `:STOP` behind the number it sends SIGSTOP:
+process, which runs no handler, flushes nothing and cannot be caught. With `:STOP` behind the number it sends SIGSTOP:
 the process stops at this point until SIGCONT.
 """
 

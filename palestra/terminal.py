@@ -1,4 +1,4 @@
-"""Output to a terminal: foreign text can't move the cursor, set the title or reorder lines.
+"""Output to a terminal: foreign text cannot move the cursor, set the title or reorder lines.
 
 Reasons, names, metadata, logs and errors may come from anyone who can reach a server. Every control character in them
 is replaced by its control picture (`␛` for escape), so that a terminal shows it instead of executing it.
@@ -42,7 +42,7 @@ def one_line(text: str) -> str:
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """Return the text with `?` for what a stream can't encode: not every terminal is UTF-8.
+    """Return the text with `?` for what a stream cannot encode: not every terminal is UTF-8.
 
     Args:
         encoding: of the stream; None: any text.

@@ -73,7 +73,7 @@ class SharedBase(Protocol):
         ...
 
     def own_folder(self) -> Path | None:
-        """Return the server's own folder, which jobs can't write to; None: it has none."""
+        """Return the server's own folder, which jobs cannot write to, or None."""
         ...
 
     async def sample(self, name: str, spec: SamplerSpec) -> None:
@@ -93,7 +93,7 @@ class SharedBase(Protocol):
         """Check whether the trainer may have a policy.
 
         Raises:
-            ConfigError: a model is of another base, and the message names both; or there is no adapter to train.
+            ConfigError: a model has another base; the message names both; or there is no adapter to train.
         """
         ...
 

@@ -147,7 +147,7 @@ class HostedJob:
                 self._allowed(Path(model))
 
     def _check_spec(self, spec: PolicySpec) -> None:
-        """Refuse a policy that this base can't train, or that is read from files of others."""
+        """Refuse a policy that this base cannot train, or that is read from files of others."""
         for model in (spec.model, spec.reference, spec.teacher):
             self._check_folder(model)
         self._base.check(spec)

@@ -147,7 +147,7 @@ class SharedModels:
 
 
 def policy_of_base(name: str) -> str:
-    """Return the engine's policy name of a base model itself, which jobs and clients can't use."""
+    """Return the engine's policy name of a base model itself, which jobs and clients cannot use."""
     return f"base {name}"
 
 

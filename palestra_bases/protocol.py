@@ -54,7 +54,7 @@ class Welcome(msgspec.Struct):
 
 
 class BaseCalls(Protocol):
-    """What a job calls beside the methods of the engine and the trainer."""
+    """A job's calls besides the methods of the engine and the trainer."""
 
     async def describe(self) -> BaseDescription:
         """Return what a job has to know of the model."""
@@ -64,7 +64,7 @@ class BaseCalls(Protocol):
         """Give the engine one of the job's policies, of version 0.0.
 
         Raises:
-            ConfigError: the model is of another base than the server's, or the adapter does not fit.
+            ConfigError: the model has another base than the server's, or the adapter does not fit.
         """
         ...
 

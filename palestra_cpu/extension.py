@@ -21,7 +21,7 @@ TORCH_VERSION = "2.13.0"  # whose private functions and layouts of oneDNN these 
 
 
 def load() -> Kernels:
-    """Return the kernels, or why they can't be used with the installed torch."""
+    """Return the kernels, or why they cannot be used with the installed torch."""
     found = torch.__version__.partition("+")[0]
     if found != TORCH_VERSION:
         return Kernels(f"palestra_cpu needs torch {TORCH_VERSION}, and {found} is installed")

@@ -52,7 +52,7 @@ class PackedMatrix:
         self.pack([layer.weight for layer in layers])
 
     def __deepcopy__(self, known: dict[int, Any]) -> PackedMatrix:
-        """Return a copy with its own weights; `copy.deepcopy` can't copy oneDNN's data."""
+        """Return a copy with its own weights; `copy.deepcopy` cannot copy oneDNN's data."""
         made = known[id(self)] = object.__new__(PackedMatrix)
         made.names, made._sizes, made.width, made._exact = self.names, self._sizes, self.width, self._exact
         made._biases = copy.deepcopy(self._biases, known)

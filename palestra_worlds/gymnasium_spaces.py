@@ -125,7 +125,7 @@ def _of_json(space: Any, given: Any) -> Any:
 
 
 def _marked(value: Any) -> Any:
-    """Return None for None and a marker for anything else: arrays can't be compared with None by `in`."""
+    """Return None for None and a marker for anything else: arrays cannot be compared with None by `in`."""
     return None if value is None else True
 
 

@@ -51,7 +51,7 @@ class GymnasiumVector(MultiAgentEnvironment):
             **settings: arguments for `gymnasium.make_vec`.
 
         Raises:
-            ConfigError: Gymnasium is not installed, or has no such environment, or its actions can't be said.
+            ConfigError: Gymnasium is not installed, or has no such environment, or its actions cannot be said.
         """
         super().__init__(clock)
         gymnasium = imported_gymnasium()

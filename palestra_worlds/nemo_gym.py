@@ -129,7 +129,7 @@ class NemoGymEnvironment(ConcurrentEnvironment):
     its first reply without a call, or the last of `max_steps` replies, goes to `verify`, which returns the reward.
 
     The agent sees a tool's answers, including errors, as in NeMo Gym. A call that the server aborts without an answer
-    is a forfeit. A server that can't be reached, or does not verify, fails the attempt at the episode, which has no
+    is a forfeit. A server that cannot be reached, or does not verify, fails the attempt at the episode, which has no
     reward.
     """
 

@@ -48,7 +48,7 @@ class OpenSpielEnvironment(MultiAgentEnvironment):
             clock: source of observation times; None: the system's clock.
 
         Raises:
-            ConfigError: OpenSpiel is not installed, or the game does not exist, can't be played, or would read a file.
+            ConfigError: OpenSpiel is not installed, or the game does not exist, cannot be played, or would read a file.
         """
         super().__init__(clock)
         spiel = _imported()
@@ -147,7 +147,7 @@ class OpenSpielEnvironment(MultiAgentEnvironment):
 
 
 def _named_file(parameters: Mapping[str, Any]) -> str | None:
-    """Return the parameter that names a file, in a game or a nested game; None: there is none."""
+    """Return the parameter that names a file, in a game or a nested game, or None."""
     for name, value in parameters.items():
         if "file" in name:
             return name

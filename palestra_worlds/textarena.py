@@ -31,7 +31,7 @@ class TextArenaEnvironment(MultiAgentEnvironment):
             clock: source of observation times; None: the system's clock.
 
         Raises:
-            ConfigError: TextArena is not installed, or the game can't be made here.
+            ConfigError: TextArena is not installed, or the game cannot be made here.
         """
         super().__init__(clock)
         self.roles = tuple(f"player-{number}" for number in range(players))

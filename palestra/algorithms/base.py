@@ -42,7 +42,7 @@ class Group:
 
     Attributes:
         trajectories: the episodes, in order of their sample index.
-        rows: the token rows to train. A group has no rows if the algorithm learns nothing from it; episodes that can't
+        rows: the token rows to train. A group has no rows if the algorithm learns nothing from it; episodes that cannot
             be trained have no rows. `episode_id` and `calls` of a row tell which call sampled each token.
     """
 

@@ -111,7 +111,7 @@ def step_returns(
 def step_places(trajectory: Trajectory, order: StepOrder = "observed") -> list[int]:
     """Return each TimeStep's position in the order of time.
 
-    If several agents act at the same time, an action can't have earned a reward that came before it; so with `acted`,
+    If several agents act at the same time, an action cannot have earned a reward that came before it; so with `acted`,
     TimeSteps are ordered by the times of their actions. Without recorded times both orders are that of the TimeSteps.
     """
     episode = trajectory.episode

@@ -242,7 +242,7 @@ class Loss(BaseLoss):
     def of_sequence(self, inputs: LossInputs) -> Tensor:
         """Return [T] numbers, whose means over whole episodes the trainer puts into `LossInputs.sequence_means`.
 
-        A loss can't compute these means itself, because an episode's tokens may be in several rows and micro-batches.
+        A loss cannot compute these means itself, because an episode's tokens may be in several rows and micro-batches.
 
         Args:
             inputs: of a part of the batch, without `sequence_means`; the means have no gradient.

@@ -39,7 +39,7 @@ class ClippedValueLoss(ValueLoss):
     """The clipped squared error of a critic: max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2.
 
     As in the code of PPO (Schulman et al. 2017; Engstrom et al. 2020, "Implementation Matters in Deep RL", section 3),
-    so that an update can't move a value further than the clip.
+    so that an update cannot move a value further than the clip.
 
     Attributes:
         clip: largest change of a value in a step; 0: unlimited.

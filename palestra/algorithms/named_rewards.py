@@ -142,7 +142,7 @@ def reward_means(named: Sequence[NamedRewards | None]) -> Mapping[str, float]:
     """Return the mean of each named reward over the episodes that have it, by name.
 
     Args:
-        named: each episode's named rewards; None: it has none.
+        named: each episode's named rewards, if any.
     """
     found = {}
     for name in sorted({name for given in named for name in given or ()}):

@@ -84,7 +84,7 @@ def parser() -> CommandParser:
 
 
 def _of_packages() -> Iterator[Any]:
-    """Yield the commands of other packages; one that can't be loaded is named, and the others work."""
+    """Yield the commands of other packages; one that cannot be loaded is named, and the others work."""
     for point in extensions(GROUP).values():
         try:
             yield load_extension(point)

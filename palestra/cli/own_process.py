@@ -24,7 +24,7 @@ def own_process() -> None:
 def end_soon() -> None:
     """End the process with code 1 if it still runs after `EXIT_SECONDS`; no effect in other processes.
 
-    Commands call this when their work is done. Otherwise a task that can't be cancelled, or a thread that does not
+    Commands call this when their work is done. Otherwise a task that cannot be cancelled, or a thread that does not
     return, would keep the process alive.
     """
     if _own.is_set():

@@ -28,7 +28,7 @@ _CHUNK = 4096  # characters of base64 in one of kitty's commands
 
 
 def protocol_of(environment: Mapping[str, str]) -> Protocol | None:
-    """Return the terminal's picture protocol, from environment variables; None: it has none.
+    """Return the terminal's picture protocol, from environment variables, or None.
 
     tmux and screen only pass pictures on if configured to, so there is none inside them.
     """

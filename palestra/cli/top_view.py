@@ -50,7 +50,7 @@ BROADEST = 200  # columns of a curve
 
 
 def view_of(runs: Sequence[Run], width: int, now: float) -> RenderableType:
-    """Return the drawing; a run that can't be read says why.
+    """Return the drawing; a run that cannot be read says why.
 
     Args:
         now: Unix seconds.
@@ -88,7 +88,7 @@ def _one(run: Run, width: int, now: float) -> list[RenderableType]:
 
 
 def _part(run: Run, draw: Callable[[Connection], list[RenderableType]]) -> list[RenderableType]:
-    """Return what is drawn of a run; if it can't be read, why."""
+    """Return what is drawn of a run; if it cannot be read, why."""
     try:
         with run.open() as connection:
             return draw(connection)

@@ -58,7 +58,7 @@ Find = Callable[[], tuple[str, str]]
 class AsyncClient:
     """The asynchronous client of a data plane; see `Client` for leases.
 
-    Every call is idempotent, and is retried for up to `retry_seconds` while the server can't be reached.
+    Every call is idempotent, and is retried for up to `retry_seconds` while the server cannot be reached.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class AsyncClient:
             url: URL of the server, as printed by `palestra run`, e.g. `http://127.0.0.1:7411`.
             api_key: the job's key; None: the environment variable PALESTRA_API_KEY.
             worker_id: a name, recorded with each episode.
-            retry_seconds: how long to retry a call while the server can't be reached.
-            find: returns the server's present URL and key. Called whenever the server can't be reached, because a
+            retry_seconds: how long to retry a call while the server cannot be reached.
+            find: returns the server's present URL and key. Called whenever the server cannot be reached, because a
                 restarted job may have another address.
 
         Raises:

@@ -44,7 +44,7 @@ class Client:
             url: URL of the server, as printed by `palestra run`, e.g. `http://127.0.0.1:7411`.
             api_key: the job's key; None: the environment variable PALESTRA_API_KEY.
             worker_id: a name, recorded with each episode.
-            retry_seconds: how long to retry a call while the server can't be reached, for example while it restarts.
+            retry_seconds: how long to retry a call while the server cannot be reached, for example while it restarts.
                 The first failure and the server's return are logged as warnings of the logger `palestra.client`.
 
         Raises:

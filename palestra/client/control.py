@@ -30,7 +30,7 @@ class ControlClient:
         Args:
             url: URL of the server; None: the environment variable PALESTRA_URL.
             key: your API key; None: the environment variable PALESTRA_KEY.
-            retry_seconds: how long to retry a request while the server can't be reached.
+            retry_seconds: how long to retry a request while the server cannot be reached.
 
         Raises:
             ConfigError: there is no URL, or `url` or `key` is invalid.
@@ -117,7 +117,7 @@ class ControlClient:
             The submitted job, which may still be waiting.
 
         Raises:
-            InvalidRequest, ConfigError: the job can't run, or a number is invalid; the message says why.
+            InvalidRequest, ConfigError: the job cannot run, or a number is invalid; the message says why.
             NotFound: `from_job` or its checkpoint does not exist.
         """
         body = {

@@ -1,7 +1,7 @@
 """The retry rule of requests, without input or output.
 
 Both clients (data plane and control plane) use it. A request is retried for up to `retry_seconds` while the server
-can't be reached, answers 408, 425, 429 or 5xx, or gives an answer that is not Palestra's. Pauses grow from 0.1 s to
+cannot be reached, answers 408, 425, 429 or 5xx, or gives an answer that is not Palestra's. Pauses grow from 0.1 s to
 LONGEST_PAUSE_SECONDS, and are longer if `Retry-After` says so. The first failure of an outage and its end are logged as
 warnings. Permanent errors (an invalid URL, a TLS mismatch, a refusal) are raised at once.
 """

@@ -140,7 +140,7 @@ class Seat(ClaimedSeat):
 
     The iteration gives each observation to answer, and ends when the episode is over and its rewards are on disk; then
     `reward` is known. An unanswered observation is given again. The iteration also ends when the slot is `lost`: its
-    time ran out, or the episode is retried because another player's worker is gone.
+    time ran out, or the episode is retried because another player's worker left.
     """
 
     def __init__(self, run: Callable[[Exchange[Any]], Any], settings: Settings, claimed: Episode, role: str) -> None:
@@ -181,7 +181,7 @@ class AsyncSeat(ClaimedSeat):
     def __init__(
         self, run: Callable[[Exchange[Any]], Awaitable[Any]], settings: Settings, claimed: Episode, role: str
     ) -> None:
-        """Begin to play a seat; see `Seat`."""
+        """Begin to play a claimed slot; see `Seat`."""
         super().__init__(settings, claimed, role)
         self._run = run
 

@@ -108,7 +108,7 @@ class Worker:
         """Play episodes until the job is over, or `drain` is called.
 
         Raises:
-            PalestraError: the server refuses the worker, or can't be reached for long.
+            PalestraError: the server refuses the worker, or cannot be reached for long.
             Exception: the last error of the rollout function, after FAILURES_IN_A_ROW failures in a row.
         """
         try:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_devices(config: JobConfig) -> None:
-    """Raise ValueError for a training job that a sharded trainer can't train, naming the key."""
+    """Raise ValueError for a training job that a sharded trainer cannot train, naming the key."""
     trainer = config.trainer
     if trainer.cpu_offload and (trainer.devices == 1 or trainer.device == "cpu"):
         raise ValueError("trainer.cpu_offload is for several CUDA devices; leave it out, or set trainer.devices")
@@ -77,7 +77,7 @@ _LIKE_CHECKPOINT = re.compile(r"step-\d+")
 
 
 def check_trained(config: JobConfig) -> None:
-    """Raise ValueError for a training job whose policies can't be trained, naming the key."""
+    """Raise ValueError for a training job whose policies cannot be trained, naming the key."""
     names = config.trained_policies
     if not names:
         raise ValueError(

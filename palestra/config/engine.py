@@ -179,7 +179,7 @@ class EngineConfig(Section):
         return dict.fromkeys(self.placement_keys, True)
 
     def check_job(self, job: JobConfig) -> None:
-        """Raise ValueError for a job that an engine with these settings can't sample for, naming the key."""
+        """Raise ValueError for a job that an engine with these settings cannot sample for, naming the key."""
 
     def require_place(self) -> None:
         """Raise ConfigError for a starting job that only a service could start."""
@@ -313,7 +313,7 @@ class MixedEngineConfig(EngineConfig):
         return {**super().not_trained(), "workers": each}
 
     def check_job(self, job: JobConfig) -> None:
-        """Refuse a job that one kind of worker can't sample for; see `EngineConfig`."""
+        """Refuse a job that one kind of worker cannot sample for; see `EngineConfig`."""
         for table in sorted(self.tables, key=lambda table: table.in_process):  # servers can do less
             table.check_job(job)
 

@@ -20,7 +20,7 @@ _OF_TRAINING = ("optimizer", "algorithm", "updates", "vision")  # keys that a fr
 
 
 class SamplingConfig(Section):
-    """Sampling of training episodes. The job fixes these parameters; calls can't change them."""
+    """Sampling of training episodes. The job fixes these parameters; calls cannot change them."""
 
     temperature: float = Field(1.0, gt=0, le=10, description="Softmax temperature, also used by the trainer.")
     max_tokens: Positive = Field(1024, description="Most tokens a call may sample; a call may ask for fewer.")

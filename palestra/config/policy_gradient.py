@@ -61,7 +61,7 @@ class GroupConfig(ClippedConfig):
 
     @property
     def smallest_group(self) -> int:
-        """Return 2: a single episode can't be compared."""
+        """Return 2: a single episode cannot be compared."""
         return 2
 
 

@@ -54,7 +54,7 @@ def group_in_batch(connection: Connection, manifest: BatchManifest, group_index:
 
 
 def batch_group(connection: Connection, manifest: BatchManifest | None, group_index: int) -> list[Trajectory] | None:
-    """Return the episodes of a group that are in a batch; None: there is no batch, or an episode can't be read."""
+    """Return the episodes of a group that are in a batch; None: there is no batch, or an episode cannot be read."""
     try:
         return None if manifest is None else group_in_batch(connection, manifest, group_index)
     except DAMAGED:
@@ -67,8 +67,8 @@ def credits_of_group(
     """Return what each trained policy learned from a group; unknown if an episode's record is damaged.
 
     Args:
-        manifest: of the batch with the group; None: there is none.
-        group: its episodes in the batch; None: one of them can't be read.
+        manifest: of the batch with the group, if any.
+        group: its episodes in the batch; None: one of them cannot be read.
     """
     if manifest is None:
         return {}
@@ -126,7 +126,7 @@ def group_credit(
 
 
 def _algorithm(config: JobConfig, policy: str) -> tuple[Algorithm | None, tuple[str, ...]]:
-    """Return the algorithm that gives a policy's advantages, and what is unknown; None: it can't run here."""
+    """Return the algorithm that gives a policy's advantages, and what is unknown; None: it cannot run here."""
     notes: tuple[str, ...] = ()
     plain = config.algorithm_of(policy)
     if isinstance(plain, OwnAlgorithmConfig):

@@ -30,7 +30,7 @@ def episode_fates(
 
     Args:
         group: the episodes of its group in its step's batch, including itself; see `group_in_batch`. None: one of them
-            can't be read.
+            cannot be read.
         events: of the run, those that may be about this episode.
     """
     # Where nothing is trained, as in an evaluation, the reason is the same for whichever policy is asked for.

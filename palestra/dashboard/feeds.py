@@ -85,7 +85,7 @@ class Feed:
                 self._watching = None
 
     async def after(self, last: int, first: bool) -> FeedNews:
-        """Return up to `EVENTS` events after a number; empty while the run can't be read.
+        """Return up to `EVENTS` events after a number; empty while the run cannot be read.
 
         Args:
             last: newest event that the stream has sent.

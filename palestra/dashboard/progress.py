@@ -30,7 +30,7 @@ NEWEST = 200  # rows among which the newest value of a metric is looked for
 
 
 def describe_run(run: Run) -> RunAnswer:
-    """Return the progress of a run; a run that can't be read says why."""
+    """Return the progress of a run; a run that cannot be read says why."""
     try:
         config = run.config
         with run.open() as connection:
@@ -42,7 +42,7 @@ def describe_run(run: Run) -> RunAnswer:
 
 
 def unreadable(run: Run, why: str) -> RunAnswer:
-    """Return the entry of a run that can't be read."""
+    """Return the entry of a run that cannot be read."""
     return RunAnswer(run=run.name, title=run.title or run.name, folder=str(run.folder), state="unreadable", reason=why)
 
 

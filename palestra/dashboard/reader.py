@@ -164,7 +164,7 @@ class Reader:
                 turn.after = now + min(now - began, MOST_PAUSE_SECONDS)
 
     async def described(self, run: Run) -> RunAnswer:
-        """Return the progress of a run, possibly a little old; a run that can't be read says why."""
+        """Return the progress of a run, possibly a little old; a run that cannot be read says why."""
         return await self._described.get(run.name, lambda: self._describe(run))
 
     async def _describe(self, run: Run) -> RunAnswer:
@@ -177,7 +177,7 @@ class Reader:
         """Return the doctor's findings for a run, possibly a little old.
 
         Args:
-            step: read the run again if the cached answer is of an earlier step.
+            step: read the run again if the cached answer is from an earlier step.
         """
         found = await self._findings.get(run.name, lambda: self._find(run))
         if found.step >= step:
@@ -212,7 +212,7 @@ class Reader:
         return [unreadable(self.runs[name], why) if task in late else task.result() for name, task in asked.items()]
 
     async def reading(self, name: str, episode_id: str) -> EpisodeReading:
-        """Return an episode, cached if it can't have changed."""
+        """Return an episode, cached if it cannot have changed."""
         run, key = self.run(name), (name, episode_id)
         begun, seen = run.begun, run.seen
         known = self._readings.get(key)

@@ -234,7 +234,7 @@ def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
 
 
 def _row_damaged(step: int) -> EventLine:
-    """Return the warning that the row of a step can't be read."""
+    """Return the warning that the row of a step cannot be read."""
     return EventLine(event_id=0, at=0.0, kind="warning", data={"step": step, "text": ROW_DAMAGED.format(step)})
 
 

@@ -1,4 +1,4 @@
-"""A condition variable of an event loop that can't lose a notification."""
+"""A condition variable of an event loop that cannot lose a notification."""
 
 from __future__ import annotations
 

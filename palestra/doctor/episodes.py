@@ -56,5 +56,5 @@ def forked(episodes: Episodes) -> Episodes:
 
 
 def none_of(episodes: Episodes) -> Episodes:
-    """Return no episode, for a sign that episodes can't show."""
+    """Return no episode, for a sign that episodes cannot show."""
     return []

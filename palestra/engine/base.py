@@ -24,7 +24,7 @@ SAMPLE_TEXT = "Tokenizers differ: 1,234.5 km, naïve Zürich, def f(x):\n    ret
 
 
 def check_prompt(prompt: TokenSequence, vocab_size: int, most_tokens: int, sees: bool) -> None:
-    """Raise InvalidRequest for a prompt that the model can't read.
+    """Raise InvalidRequest for a prompt that the model cannot read.
 
     Args:
         prompt: [P] ids and their pictures.
@@ -65,7 +65,7 @@ class TokenReplay:
     """Delivers each token of a reply once, even if the reply is sampled several times.
 
     A request has a seed, so a retry repeats the same tokens unless other weights or another batch changed the
-    arithmetic. Delivered tokens can't be taken back, so tokens of a retry are compared with them, and skipped while
+    arithmetic. Delivered tokens cannot be taken back, so tokens of a retry are compared with them, and skipped while
     they are equal.
     """
 
@@ -176,7 +176,7 @@ class Engine(Protocol):
         """Stream a reply, which ends with a stop token or at `max_tokens`. Closing the iterator cancels the request.
 
         Raises:
-            InvalidRequest: the engine can't answer such a request.
+            InvalidRequest: the engine cannot answer such a request.
             EngineFailure: the reply could not be finished; its tokens must not be used.
             ReplyLost: the worker that sampled the beginning died. A caller that has not passed on any token may retry.
         """
@@ -191,7 +191,7 @@ class Engine(Protocol):
             prompt: [P] ids, at least one, with their images.
 
         Raises:
-            InvalidRequest: the engine can't answer such a request.
+            InvalidRequest: the engine cannot answer such a request.
             EngineFailure: the engine was stopped, or has failed.
         """
         ...

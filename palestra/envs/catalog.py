@@ -90,7 +90,7 @@ def settings_checked(
 ) -> Callable[..., Environment | ConcurrentEnvironment]:
     """Wrap `make` so that its settings are validated against the types of its signature.
 
-    Settings in `hidden` can't be set by a job, and are not listed.
+    Settings in `hidden` cannot be set by a job, and are not listed.
     """
     hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
     fields: dict[str, Any] = {

@@ -18,7 +18,7 @@ class VerdictBook(Protocol):
     """The verdicts of a run, on the disk. A judge records each before it returns, and asks for none that is known."""
 
     async def known(self, key: VerdictKey) -> Verdict | None:
-        """Return a verdict that was given before; None: there is none."""
+        """Return a verdict that was given before, or None."""
         ...
 
     async def record(self, key: VerdictKey, verdict: Verdict) -> None:
@@ -77,7 +77,7 @@ class Judge(Protocol):
             What the user has to know of the judge, such as that it agrees with few labels.
 
         Raises:
-            PalestraError: it can't judge; the job fails.
+            PalestraError: it cannot judge; the job fails.
         """
         ...
 
@@ -86,7 +86,7 @@ class Judge(Protocol):
 
         Raises:
             JudgeFailed: it has no verdict: all waiting episodes of `group` are discarded, and are in no mean.
-            PalestraError: it can't judge any more; the job fails.
+            PalestraError: it cannot judge any more; the job fails.
         """
         ...
 

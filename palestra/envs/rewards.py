@@ -250,7 +250,7 @@ def checked_names(rewards: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _check_names(names: Mapping[Any, Any]) -> None:
-    """Raise an error for names that can't be parts of a metric's name, an empty set, or too many."""
+    """Raise an error for names that cannot be parts of a metric's name, an empty set, or too many."""
     for name in names:
         if not isinstance(name, str) or re.match(REWARD_NAME, name) is None or name.endswith("\n"):
             raise InvalidEnvironment(

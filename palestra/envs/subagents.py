@@ -157,7 +157,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
             system: system message of the task's own agent, if any.
             results: when an agent reads its subagents' results; see above.
             max_steps: limit of replies of the task's own agent; each kind of subagent has its own limit.
-            max_depth: levels of subagents: with 1 a subagent can't start any, with 2 its subagents can't, and so on.
+            max_depth: levels of subagents: with 1 a subagent cannot start any, with 2 its subagents cannot, and so on.
             max_agents: limit of subagents started in one episode.
             timeout_seconds: limit for one tool call; a subagent has no time limit.
             agent: name of the task's own agent.

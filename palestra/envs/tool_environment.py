@@ -82,7 +82,7 @@ class ToolEnvironment(ConcurrentEnvironment):
         """Open the servers of tools, if there are any.
 
         Raises:
-            EnvironmentFailed: a server can't be reached.
+            EnvironmentFailed: a server cannot be reached.
         """
         await self.manager.open()
 

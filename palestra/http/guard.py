@@ -26,7 +26,7 @@ Authenticate = Callable[[Request], Awaitable[int]]
 class RequestGuard:
     """Checks the key of every request before its body is read, and limits the body's size and time.
 
-    It stands before all routes, so that a new one can't forget it. The bodies of all requests together are limited as
+    It stands before all routes, so that a new one cannot forget it. The bodies of all requests together are limited as
     well, so that no number of clients can fill the memory.
     """
 

@@ -198,7 +198,7 @@ class RunFolder:
         write_whole(self.path / SAVED_CONFIG, dump_saved_config(config).encode())
 
     def why_not_resumed(self, config: JobConfig) -> str:
-        """Return why the run can't be resumed with a configuration of another digest."""
+        """Return why the run cannot be resumed with a configuration of another digest."""
         try:
             found = name_differences(load_config(self.path / SAVED_CONFIG), config)
         except ConfigError:  # the file was removed or edited
@@ -282,7 +282,7 @@ def _draw_line(
 
 
 def _finite(row: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the row without infinities and NaN, which JSON can't hold."""
+    """Return the row without infinities and NaN, which JSON cannot hold."""
     return {name: value for name, value in row.items() if value is not None and math.isfinite(value)}
 
 

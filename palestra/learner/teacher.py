@@ -82,7 +82,7 @@ class ServedTeacher:
             )
 
     def unanswerable(self, samples: Sequence[TrainSample]) -> dict[str, str]:
-        """Return the episodes with tokens that the server can't score, each with the reason."""
+        """Return the episodes with tokens that the server cannot score, each with the reason."""
         found = {}
         for sample in samples:
             if sample.grammars:

@@ -196,7 +196,7 @@ class PolicyUpdate:
         )
 
     async def _problems(self, batch: Batch, trajectories: Sequence[Trajectory], request_id: str) -> dict[str, str]:
-        """Return why episodes can't be trained, by their ids."""
+        """Return why episodes cannot be trained, by their ids."""
         problems = await self._trainer.untrainable(self._policy, batch.samples, request_id)
         if self._choices is not None:
             left = [trajectory for trajectory in trajectories if trajectory.episode.episode_id not in problems]
@@ -259,7 +259,7 @@ class PolicyUpdate:
     def _with_advantages(
         self, batch: Batch, forward: ForwardOutputs, waits: bool
     ) -> tuple[Batch, dict[str, float], dict[str, str]]:
-        """Return the batch with its advantages, what the regularization has measured, and why episodes can't be used.
+        """Return the batch with its advantages, what the regularization has measured, and why episodes cannot be used.
 
         In a thread of its own. `waits` says whether the policy is not trained yet.
         """
@@ -282,7 +282,7 @@ class PolicyUpdate:
         return {**own, "teacher_logprobs": await self.teacher.logprobs(batch.samples)}
 
     async def _without(self, step: int, batch: Batch, problems: Mapping[str, str]) -> Batch:
-        """Leave out episodes that can't be trained, and report why."""
+        """Leave out episodes that cannot be trained, and report why."""
         if not problems:
             return batch
         for episode_id, reason in problems.items():

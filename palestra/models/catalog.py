@@ -73,7 +73,7 @@ def model_folder(name: str, ask: bool = True) -> Path | str:
         ask: whether to ask the hub for the model; False: use only its cache.
 
     Raises:
-        ModelError: the weights are missing, and the hub can't be reached.
+        ModelError: the weights are missing, and the hub cannot be reached.
     """
     if name == SMOLLM2:
         return _smollm2()
@@ -109,7 +109,7 @@ def exact_model(name: str) -> Path:
             the Hugging Face hub, downloaded if necessary.
 
     Raises:
-        ServerFailed: the hub can't be reached.
+        ServerFailed: the hub cannot be reached.
     """
     if name in BUILT_IN or Path(name).is_absolute():
         return Path(model_folder(name))

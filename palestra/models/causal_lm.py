@@ -489,7 +489,7 @@ def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = 
 
 
 def check_architecture(folder: Path) -> None:
-    """Raise ModelError for a model that transformers can't load for a trainer, from its configuration alone.
+    """Raise ModelError for a model that transformers cannot load for a trainer, from its configuration alone.
 
     Features that only show in a pass, such as capped logits, are detected when the model is loaded.
     """

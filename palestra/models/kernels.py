@@ -1,7 +1,7 @@
 """Interface of packages with CPU kernels that replace torch's operators.
 
 A package is found by an entry point of the group `palestra.kernels`: a function without arguments that returns a
-`Kernels`. Without one, and wherever kernels can't be used, torch's operators compute the same.
+`Kernels`. Without one, and wherever kernels cannot be used, torch's operators compute the same.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _SOFT = 1  # omp_pause_soft: settings such as the number of threads are kept
 
 
 def release_threads() -> bool:
-    """End the threads of the calling thread's pool; False: torch's OpenMP can't, or torch is not loaded.
+    """End the threads of the calling thread's pool; False: torch's OpenMP cannot, or torch is not loaded.
 
     The next parallel operation starts them again, in about 0.2 ms.
     """

@@ -35,7 +35,7 @@ def one_line(what: str) -> Iterator[None]:
     """Turn any error of transformers about a model's files into one line; out-of-memory errors pass through.
 
     Args:
-        what: what failed, such as "model 'x' can't be loaded".
+        what: what failed, such as "model 'x' cannot be loaded".
     """
     try:
         yield

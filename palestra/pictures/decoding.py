@@ -65,7 +65,7 @@ def decode_picture(data: bytes, limits: PictureLimits | None = None) -> Image.Im
         limits: what it has to keep to; None: `PictureLimits()`.
 
     Raises:
-        InvalidPicture: the file is of no type that is taken, damaged, animated or too large.
+        InvalidPicture: the file type is not accepted, or the file is damaged, animated or too large.
     """
     limits = limits or PictureLimits()
     found = read_container(data, limits)

@@ -122,13 +122,13 @@ class Renderer(ABC):
         """Return the prompt of a conversation, int32 [P], up to the beginning of the assistant's reply.
 
         Args:
-            room: limit that saves work; None: unlimited. A renderer that can't detect the excess early returns all
+            room: limit that saves work; None: unlimited. A renderer that cannot detect the excess early returns all
                 tokens.
 
         Raises:
             TooManyTokens: there are more than `room` tokens; raised before a long prompt is tokenised completely.
-            ControlTokenInText: a text spells a control token, and this renderer can't write it as text.
-            ValueError, KeyError, TemplateError: the format can't represent these messages.
+            ControlTokenInText: a text spells a control token, and this renderer cannot write it as text.
+            ValueError, KeyError, TemplateError: the format cannot represent these messages.
         """
 
     @abstractmethod
@@ -142,7 +142,7 @@ class Renderer(ABC):
     ) -> TokenSequence | None:
         """Return the tokens, int32 [N], that follow a call's exact tokens when `new_messages` follow its reply.
 
-        Positions of images count from the first new token. None: this format can't keep the exact ids here; render the
+        Positions of images count from the first new token. None: this format cannot keep the exact ids here; render the
         whole conversation.
 
         Args:
@@ -185,7 +185,7 @@ class Renderer(ABC):
         """Return a grammar of replies in a form, in the syntax of `llguidance`.
 
         Raises:
-            NotInThisFormat: tool calls can't be constrained in this format.
+            NotInThisFormat: tool calls cannot be constrained in this format.
             RecursionError: a schema is nested too deep.
         """
         return with_ordinary_tokens(self._rules(form), [form.tools, form.schema, form.choices], self.vocabulary.added)

@@ -1,6 +1,6 @@
 r"""Renderer for ChatML (SmolLM2, Qwen2.5): `<|im_start|>role\ncontent<|im_end|>\n`, with tools, reasoning and `extend`.
 
-Messages, tools, calls and results are encoded as plain text: a text that contains `<|im_end|>` can't close its turn.
+Messages, tools, calls and results are encoded as plain text: a text that contains `<|im_end|>` cannot close its turn.
 """
 
 from __future__ import annotations

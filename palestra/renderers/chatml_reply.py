@@ -256,7 +256,7 @@ class _CallScanner:
         return self._next_tag(text) if self._broken else None
 
     def _next_tag(self, text: str) -> int | None:
-        """Return the end of a call that can't be parsed: after its closing tag, or before the next opening tag."""
+        """Return the end of a call that cannot be parsed: after its closing tag, or before the next opening tag."""
         following, closing = text.find(OPEN, self._searched), text.find(CLOSE, self._searched)
         self._searched = max(self._searched, len(text) - len(CLOSE))
         if closing >= 0 and (following < 0 or closing < following):

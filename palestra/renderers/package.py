@@ -142,7 +142,7 @@ class PackageRenderer(Renderer):
         return ids[:end] if good == wanted and len(attempts) == calls and not content else None
 
     def _check_capacity(self, messages: Sequence[ChatMessage], room: int | None) -> None:
-        """Raise TooManyTokens for messages that can't fit with any template.
+        """Raise TooManyTokens for messages that cannot fit with any template.
 
         Every template writes the users' text, except perhaps white space at its edges.
         """

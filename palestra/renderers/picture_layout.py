@@ -306,7 +306,7 @@ def layout_fact(policy: str) -> str:
 
 
 def write_layout(layout: PictureLayout | None) -> str | None:
-    """Return a layout as the value of a fact; None: there is no layout, or its kind can't be restored."""
+    """Return a layout as the value of a fact; None: there is no layout, or its kind cannot be restored."""
     for kind, made in _KINDS.items():
         if isinstance(layout, made):
             return orjson.dumps({"kind": kind, **asdict(layout)}).decode()

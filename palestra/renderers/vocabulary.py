@@ -105,7 +105,7 @@ class Vocabulary:
 class ByteTokenizer:
     """A tokenizer without a file, for the fake engine: one token per byte, and ChatML's control tokens.
 
-    Ids 0 to 255 are bytes; 256, 257 and 258 are `SPECIALS`, which text can't produce.
+    Ids 0 to 255 are bytes; 256, 257 and 258 are `SPECIALS`, which text cannot produce.
     """
 
     eos_token_id = 258

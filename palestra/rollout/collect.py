@@ -139,7 +139,7 @@ class TrajectoryCollectEngine:
         return observation if content is observation.content else replace(observation, content=content)
 
     def _check_moves(self, agent: str, moves: Sequence[str]) -> None:
-        """Raise an error for an agent restricted to legal moves that its policy's vocabulary can't express."""
+        """Raise an error for an agent restricted to legal moves that its policy's vocabulary cannot express."""
         if not moves or not isinstance(self._agent(agent), ModelAgent):
             return
         policy = self.roles.policy_of(agent)

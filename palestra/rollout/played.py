@@ -101,7 +101,7 @@ class PlayedEpisode(Protocol):
         ...
 
     def first_not_writable(self, policy: str, moves: Sequence[str]) -> str | None:
-        """Return the first move that a policy's vocabulary can't express; None: none is known."""
+        """Return the first move that a policy's vocabulary cannot express; None: none is known."""
         ...
 
     def count_observation(self) -> None:

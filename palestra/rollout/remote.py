@@ -102,7 +102,7 @@ class _ServedEpisode:
         return weighted_sum(named_rewards, self._facts.reward_weights.get(policy, {}))
 
     def first_not_writable(self, policy: str, moves: Sequence[str]) -> str | None:
-        """Return None: the server has the vocabularies, and refuses a call with moves that they can't express."""
+        """Return None: the server has the vocabularies, and refuses a call with moves that they cannot express."""
         return None
 
     def count_observation(self) -> None:

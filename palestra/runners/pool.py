@@ -136,7 +136,7 @@ class RunnerPool:
         self._check_in_a_row(name, error)
 
     def _count_forfeit(self, name: str, episode: EpisodeRecord, error: EpisodeForfeited) -> None:
-        """Log a forfeit. Exceptions in every episode from the first on are an environment that can't be played."""
+        """Log a forfeit. Exceptions in every episode from the first on are an environment that cannot be played."""
         log.warning("episode %s: forfeit: %s", name, error, exc_info=self._unseen(error.__cause__))
         if error.__cause__ is None or self._ended_well:
             return

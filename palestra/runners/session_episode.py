@@ -69,7 +69,7 @@ class SessionEpisode:
         return self._algorithm_of(policy).weighted_sum(named_rewards)
 
     def first_not_writable(self, policy: str, moves: Sequence[str]) -> str | None:
-        """Return the first move that the policy's vocabulary can't express, or None."""
+        """Return the first move that the policy's vocabulary cannot express, or None."""
         return self._sessions.context.policies.runtime(policy).renderer.vocabulary.first_not_writable(moves)
 
     def count_observation(self) -> None:

@@ -153,7 +153,7 @@ def _check_rollout(rollout: object) -> None:
 
 
 def _check_two(rollout: Callable[..., Any]) -> None:
-    """Refuse a rollout function that can't be called with a task and an endpoint."""
+    """Refuse a rollout function that cannot be called with a task and an endpoint."""
     try:
         signature = inspect.signature(rollout)
     except ValueError:  # a function in C that does not say what it takes
@@ -169,7 +169,7 @@ def _check_two(rollout: Callable[..., Any]) -> None:
 
 
 def check_prompts(name: str, tasks: Iterable[Any], reward: RewardFunction) -> None:
-    """Raise ConfigError for tasks that can't be asked or scored by a reward function, before the first episode."""
+    """Raise ConfigError for tasks that cannot be asked or scored by a reward function, before the first episode."""
     functions = reward.values() if isinstance(reward, Mapping) else () if isinstance(reward, JudgeConfig) else (reward,)
     needed = {column for function in functions for column in needed_columns(function)}
     for number, task in enumerate(tasks):

@@ -51,7 +51,7 @@ class CheckFinding:
 
     Attributes:
         key: the configuration key to change, dotted.
-        fatal: whether the job can't run or learn; otherwise the finding is a warning.
+        fatal: whether the job cannot run or learn; otherwise the finding is a warning.
     """
 
     key: str
@@ -83,7 +83,7 @@ def _port(config: JobConfig) -> Iterator[CheckFinding]:
 
 
 def _folder(config: JobConfig) -> Iterator[CheckFinding]:
-    """Check the run's folder: whether it holds a run or can't be written."""
+    """Check the run's folder: whether it holds a run or cannot be written."""
     folder = config.folder
     if config.run_dir is not None and (folder / "run.db").exists():
         yield CheckFinding(

@@ -93,7 +93,7 @@ def evaluate(
         ConfigError: no argument says what to play, or several do; there is no task; `concurrency` is below 1; `model`
             is ambiguous; or the environment has no agent named in `random`.
         NotFound: `model` is the folder of a run without a checkpoint.
-        PalestraError: the model can't be loaded, or many episodes in a row have failed.
+        PalestraError: the model cannot be loaded, or many episodes in a row have failed.
         KeyboardInterrupt, SystemExit: after SIGINT, or SIGTERM (exit code 143); episodes stay in `run_dir`.
     """
     environment = adapted(environment)

@@ -138,7 +138,7 @@ class TrainResult:
 
 
 class JobThread:
-    """A job in a thread with its own event loop, which a user's rollout function can't block."""
+    """A job in a thread with its own event loop, which a user's rollout function cannot block."""
 
     def __init__(
         self,

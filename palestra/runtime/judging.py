@@ -1,4 +1,4 @@
-"""`Judging`: has the episodes of a running job judged, on an event loop beside that of the job."""
+"""`Judging`: has the episodes of a running job judged, on an event loop of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Judging:
 
         Args:
             access: how it reaches the job's policies.
-            alone: whether the episodes have no reward but that of the judge.
+            alone: whether the judge gives the only reward.
         """
         self._run, self._config, self._alone = run, config, alone
         self._judge: Judge = config.make(access)

@@ -228,7 +228,7 @@ class LocalJob:
         await self.opened.event(kind, {"step": self.progress.step, "text": text})
 
     async def _engine_failed(self) -> None:
-        """Fail the job when the engine fails: every call would fail, and the job would wait for episodes for ever."""
+        """Fail the job when the engine fails: every call would fail, and the job would wait for episodes forever."""
         raise EngineFailure(await self.opened.engine.failure())
 
     async def _store_lost(self) -> None:

@@ -302,7 +302,7 @@ def _check_rank(config: JobConfig, needed: ModelMemory, rank_memory_gib: float) 
 
 
 def _known_memory(config: JobConfig, weights: Mapping[str, str]) -> ModelMemory | None:
-    """Return the memory of a job's models; None: a model can't be read, which its loading reports."""
+    """Return the memory of a job's models; None: a model cannot be read, which its loading reports."""
     try:  # without the hub: who loads a model asks, once
         models = {name: read_facts(weights.get(name, each.model), ask=False) for name, each in config.policies.items()}
         references = dict(read_facts(model, ask=False) for model in references_of(config).values())

@@ -57,7 +57,7 @@ def choice_probabilities(
     Raises:
         ConfigError: a question has no choices or too many, or the temperature is not above 0.
         NotFound: `model` is the folder of a run without a checkpoint.
-        ModelError: the model can't be loaded.
+        ModelError: the model cannot be loaded.
     """
     import torch
 

@@ -42,7 +42,7 @@ class Renewable(Protocol):
         """Begin again, without policies.
 
         Raises:
-            PalestraError: it was lost again, and `is_lost` says so; or it can't be renewed.
+            PalestraError: it was lost again, and `is_lost` says so; or it cannot be renewed.
         """
         ...
 

@@ -90,7 +90,7 @@ def weights_of_policy(
 
     Args:
         policy: None: the only trained policy.
-        option: of the command, which names a policy, for the error message; None: there is none.
+        option: of the command, which names a policy, for the error message, if any.
         step: of a checkpoint, instead.
     """
     from palestra.trainer.checkpoint import best_weights, found, good, step_of
@@ -113,7 +113,7 @@ def checkpoints_of_run(run_dir: Path, policy: str | None, option: str | None = N
 
     Args:
         policy: None: the only trained policy.
-        option: of the command, which names a policy, for the error message; None: there is none.
+        option: of the command, which names a policy, for the error message, if any.
     """
     from palestra.trainer.checkpoint import found
 

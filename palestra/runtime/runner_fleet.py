@@ -77,7 +77,7 @@ class RunnerFleet:
             await self._give_back_orphans("cancelled: the job was stopped")
 
     async def run(self) -> None:
-        """Play, until a runner can't be kept alive."""
+        """Play, until a runner cannot be kept alive."""
         raise await asyncio.shield(self._failure)
 
     async def _keep(self, number: int) -> None:

@@ -265,7 +265,7 @@ class Evaluation:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Return the 95 confidence interval of the mean over tasks; None: it can't be estimated.
+        """Return the 95 confidence interval of the mean over tasks; None: it cannot be estimated.
 
         If all rewards, including opponents', are 0 or 1, this is Wilson's score interval (1927), which is also defined
         for equal rewards. Otherwise it is Student's t interval, or None if all rewards are equal, as in a game that was

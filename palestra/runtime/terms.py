@@ -1,4 +1,4 @@
-"""How a job is started, beside its configuration: its terms, and where its processes run."""
+"""How a job is started, apart from its configuration: its terms, and where its processes run."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def situation_of(job: LocalJob) -> Situation:
 
 
 def describe_situation(now: Situation, still_seconds: float, holders: Sequence[Holder] = ()) -> str:
-    """Describe what a job is doing, in one line.
+    """Describe a job's present activity in one line.
 
     Args:
         still_seconds: how long the job has made no progress.

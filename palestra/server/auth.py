@@ -169,7 +169,7 @@ class KeyRing:
         """Check the key of a request before its body is read, and put its `Caller` into the scope.
 
         Args:
-            page: the beginning of paths that the job's key and the viewer's open; None: there are none.
+            page: the beginning of paths that the job's key and the viewer's open, if any.
 
         Raises:
             Unauthorized: there is no key, or it is not a key of this job.
@@ -211,13 +211,13 @@ def require_job(request: Request) -> None:
 
 
 def require_role(request: Request, role: str) -> bool:
-    """Check that a request carries the job's key, or the key that claims this seat.
+    """Check that a request carries the job's key, or the key that claims this player slot.
 
     Returns:
-        Whether the key is that of the seat's role, and not the job's.
+        Whether the key is the slot's instead of the job's.
 
     Raises:
-        Forbidden: the key claims another seat, or is that of an episode or a seat.
+        Forbidden: the key claims another slot, or is an episode's or a slot's.
     """
     match caller_of(request):
         case JobKey():
@@ -231,10 +231,10 @@ def require_role(request: Request, role: str) -> bool:
 
 
 def require_seat(request: Request, episode_id: str) -> SeatKey:
-    """Return the seat of an episode that a request's key opens.
+    """Return the player slot of an episode for a request's key.
 
     Raises:
-        Forbidden: the key is not one of a seat of this episode.
+        Forbidden: the key is not one of this episode's slots.
     """
     caller = caller_of(request)
     if not isinstance(caller, SeatKey) or caller.episode_id != episode_id:
@@ -243,7 +243,7 @@ def require_seat(request: Request, episode_id: str) -> SeatKey:
 
 
 async def require_episode(request: Request, episode_id: str, episodes: Episodes) -> EpisodeKey | SeatKey:
-    """Check that a request carries a key of one episode, or of a seat of it, and return what the key opens.
+    """Check that a request carries a key of one episode or of its player slot, and return what the key opens.
 
     Args:
         episodes: the job's episodes, to tell an unknown episode from a wrong key.

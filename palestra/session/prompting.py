@@ -35,7 +35,7 @@ class Prompt:
     Attributes:
         ids: int32 [P].
         sequence: the whole prompt, [P], with all of its images, those of the parent included.
-        parent: earlier call with which the prompt has most leading ids in common; None: there is none.
+        parent: earlier call with which the prompt has most leading ids in common, if any.
         shared: how many leading ids are the parent's.
         shared_messages: how many leading messages are the parent's.
         fork: where exact tokens of an earlier call are lost; None: none are.

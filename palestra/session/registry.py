@@ -189,7 +189,7 @@ class Recorder:
         """Record a call, and return when it is on disk. Cancelling the caller does not stop the recording.
 
         Raises:
-            EpisodeLeaseExpired, EpisodeEnded: the lease is over, and nothing of the call is kept.
+            EpisodeLeaseExpired, EpisodeEnded: the lease is over, and nothing of the call is stored.
         """
         written = self._store.append(chat)
         self._registry.recording(chat, written)

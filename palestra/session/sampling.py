@@ -1,4 +1,4 @@
-"""The sampling of a call: values that the job fixes, that the caller may choose, and that can't be trained."""
+"""The sampling of a call: values that the job fixes, that the caller may choose, and that cannot be trained."""
 
 from __future__ import annotations
 

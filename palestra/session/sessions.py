@@ -16,7 +16,7 @@ class Sessions:
     """Opens sessions, closes them at the end of their leases, and limits running calls.
 
     Attributes:
-        seats: the slots of external players; None: the job has none.
+        seats: the slots of external players, if any.
     """
 
     def __init__(self, context: SessionContext, max_waiting_calls: int, seats: SeatBook | None = None) -> None:

@@ -23,7 +23,7 @@ _COUNT = "SELECT count(*) FROM episodes WHERE state = ? AND kind = ? AND group_i
 
 
 class EpisodeCounts:
-    """Counts the episodes of one run again and again. It keeps the counts of those that can't change any more."""
+    """Counts the episodes of one run again and again. It keeps the counts of those that cannot change any more."""
 
     def __init__(self) -> None:
         """Begin with nothing counted."""

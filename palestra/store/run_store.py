@@ -145,7 +145,7 @@ class RunStore:
         groups: episodes of one task, for the learner.
         trained: logprobs of tokens when they were trained, of the newest steps.
         log: manifests, metrics, events and facts of the run.
-        pictures: of the calls, which name them by digest; files beside the database.
+        pictures: of the calls, which name them by digest; files next to the database.
     """
 
     db: Database

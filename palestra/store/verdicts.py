@@ -31,7 +31,7 @@ class WaitingGroup:
     Attributes:
         step: that trains or validates it.
         waiting: episodes without a verdict, by sample index.
-        judged: episodes of the group that have one already, since some were played again.
+        judged: episodes of the group that have one already, since some were repeated.
         unplayed: how many episodes of the group are still to be played.
         since: when the first of `waiting` ended, Unix seconds.
     """
@@ -99,7 +99,7 @@ class Verdicts:
         return await self._db.read(_waiting)
 
     async def first_validated(self, task_id: str) -> EpisodeRecord | None:
-        """Return the first validation episode of a task that was completed; None: there is none."""
+        """Return the first validation episode of a task that was completed, or None."""
         wanted = (
             select(episodes)
             .where(episodes.c.kind == "validation", episodes.c.task_id == task_id, episodes.c.state == COMPLETED)

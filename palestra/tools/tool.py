@@ -97,7 +97,7 @@ class OpenTools(ABC):
         """Update the list if it has changed, and return whether it has.
 
         Raises:
-            EnvironmentFailed: the source can't be reached any more.
+            EnvironmentFailed: the source cannot be reached any more.
         """
 
     @abstractmethod
@@ -113,5 +113,5 @@ class ToolSource(ABC):
         """Open the source for one user of its tools, such as the environment of one episode.
 
         Raises:
-            EnvironmentFailed: the source can't be reached, or its tools can't be offered to a model.
+            EnvironmentFailed: the source cannot be reached, or its tools cannot be offered to a model.
         """

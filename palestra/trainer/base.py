@@ -211,7 +211,7 @@ class Trainer(Protocol):
             For each output one float32 [N] a row, NaN where the token is not trained.
 
         Raises:
-            ConfigError: the trainer can't compute one of the outputs.
+            ConfigError: the trainer cannot compute one of the outputs.
         """
         ...
 
@@ -245,7 +245,7 @@ class Trainer(Protocol):
         ...
 
     async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
-        """Find episodes that can't be trained because their record contradicts itself.
+        """Find episodes that cannot be trained because their record contradicts itself.
 
         The answer depends only on the rows, so a repeated step leaves out the same episodes. Advantages and loss
         weights are not read.
@@ -276,7 +276,7 @@ class Trainer(Protocol):
             state: JSON stored with the weights; `step` (int) numbers the checkpoint.
 
         Raises:
-            CheckpointError: the disk is full, or can't be written to.
+            CheckpointError: the disk is full, or cannot be written to.
         """
         ...
 
@@ -287,7 +287,7 @@ class Trainer(Protocol):
             folder: replaced if it exists.
 
         Raises:
-            CheckpointError: the disk is full, or can't be written to.
+            CheckpointError: the disk is full, or cannot be written to.
         """
         ...
 

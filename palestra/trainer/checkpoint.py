@@ -199,7 +199,7 @@ def newest_path(folder: Path) -> Path | None:
 
 
 def newest_name(names: Iterable[str]) -> str | None:
-    """Return the name of the newest checkpoint among the names of a folder's entries; None: there is none."""
+    """Return the name of the newest checkpoint among the names of a folder's entries, or None."""
     return max((name for name in names if name[:5] == "step-" and name[5:].isdecimal()), key=_number, default=None)
 
 

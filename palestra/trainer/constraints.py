@@ -97,7 +97,7 @@ def choices_of(grammar: str, max_tokens: int, most: int, grammars: Grammars, eos
 
 
 def grammar_problem(sample: TrainSample, grammars: Grammars) -> str | None:
-    """Return why a row can't be walked through its grammars; None: it can."""
+    """Return why a row cannot be walked through its grammars; None: it can."""
     for span in sample.grammars:
         tokens, wanted = _walk_of(sample, span)
         try:

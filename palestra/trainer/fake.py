@@ -240,7 +240,7 @@ class FakeTrainer:
         """Do nothing: there are no processes and no memory to free."""
 
     def _policy(self, policy: str) -> _Policy:
-        """Return what is kept of a policy."""
+        """Return the stored state of a policy."""
         found = self._policies.get(policy)
         if found is None:
             raise NotFound(f"the trainer has no policy {policy!r}")

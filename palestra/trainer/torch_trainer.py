@@ -169,7 +169,7 @@ class TorchTrainer:
         return await self._do(policy, lambda mine: mine.forward_backward(batch, loss, logprobs), request_id)
 
     async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
-        """Find episodes of `batch` that `policy` can't be trained on; once for each `request_id`.
+        """Find episodes of `batch` that `policy` cannot be trained on; once for each `request_id`.
 
         See `Trainer.untrainable`.
         """

@@ -111,7 +111,7 @@ class PolicyVersion(NamedTuple):
     """Version of a policy's weights, written as "incarnation.n".
 
     Attributes:
-        incarnation: grows by one when a restart can't repeat history bit by bit.
+        incarnation: grows by one when a restart cannot repeat history bit by bit.
         n: grows by one with every published update.
     """
 
@@ -137,7 +137,7 @@ class SamplingParams:
     Attributes:
         temperature: 0: greedy.
         seed: equal seeds on equal prompts and weights give equal tokens.
-        min_tokens: stop tokens can't be sampled before.
+        min_tokens: stop tokens cannot be sampled before.
         top_p: nucleus sampling; 1: all tokens.
         top_k: 0: all tokens.
         stop_ids: tokens that end the reply, in addition to the policy's own.

@@ -20,7 +20,7 @@ class Pictures(Protocol):
         """Return width and height of a picture, in pixels.
 
         Raises:
-            PalestraError: no picture has this digest, or it can't be decoded.
+            PalestraError: no picture has this digest, or it cannot be decoded.
         """
         ...
 

@@ -68,7 +68,7 @@ class Models:
 
         Raises:
             NotFound: no such session or base model.
-            InvalidRequest: the adapter can't be created.
+            InvalidRequest: the adapter cannot be created.
             TooManyRequests: the tenant has too many models.
         """
         asked = parse_body(CreateModel, body)
@@ -91,7 +91,7 @@ class Models:
 
         Raises:
             NotFound: no such session, model or checkpoint.
-            InvalidRequest: the checkpoint is of another base model.
+            InvalidRequest: the checkpoint has another base model.
             TooManyRequests: the tenant has too many models.
         """
         asked = parse_body(LoadWeights, body)

@@ -34,7 +34,7 @@ class ModelRecord:
         data: requested kinds of layers, and the user's metadata.
         created_at, used_at: Unix seconds.
         executed: newest request with a result, as all before it have; -1: none.
-        dropped: requests up to this number exist only in checkpoints, and can't be repeated; -1: none.
+        dropped: requests up to this number exist only in checkpoints, and cannot be repeated; -1: none.
     """
 
     model_id: str

@@ -120,7 +120,7 @@ class Samples:
 
         Raises:
             NotFound: no such sampling session, or its checkpoint was removed.
-            InvalidRequest: it can't be answered.
+            InvalidRequest: it cannot be answered.
             TooManyRequests: too many requests of the tenant wait, or too many sequences in them.
         """
         sampler = await self._sampler(tenant, asked.sampling_session_id)

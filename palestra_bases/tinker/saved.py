@@ -44,7 +44,7 @@ class Saved:
         return insert
 
     async def checkpoint(self, tenant: str, path: str) -> Checkpoint | None:
-        """Return a checkpoint that a tenant may use, even if expired; None: there is none."""
+        """Return a checkpoint that a tenant may use, even if expired, or None."""
         table = tables.checkpoints
         may = sa.or_(table.c.tenant.in_((tenant, "")), table.c.public == 1)
         query = select(table).where(table.c.path == path, may)

@@ -83,7 +83,7 @@ class TinkerService:
             await model.unload()
 
     async def failure(self) -> StoreError:
-        """Wait until the journal can't be written, which ends the server, and return the reason."""
+        """Wait until the journal cannot be written, which ends the server, and return the reason."""
         return await self._failed
 
     # Sessions.

@@ -365,6 +365,6 @@ class TrainingQueue:
 
 
 def _retrieve(result: asyncio.Future[Any]) -> None:
-    """Retrieve the error of a request whose caller may be gone, so that asyncio does not log it."""
+    """Retrieve the error of a request whose caller may have left, so that asyncio does not log it."""
     if not result.cancelled():
         result.exception()

@@ -78,7 +78,7 @@ class TenantTrainer:
         return report
 
     async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
-        """Find episodes of `batch` that `policy` can't be trained on; once for each `request_id`.
+        """Find episodes of `batch` that `policy` cannot be trained on; once for each `request_id`.
 
         See `Trainer.untrainable`.
         """

@@ -48,7 +48,7 @@ class Counters:
 class EngineApi(Protocol):
     """The routes of one server, which samples from one model.
 
-    Every method raises EngineFailure if the server can't be reached, or its answer is invalid.
+    Every method raises EngineFailure if the server cannot be reached, or its answer is invalid.
 
     Attributes:
         splits_versions: whether one reply may be sampled from several known versions of the weights.
@@ -98,7 +98,7 @@ class EngineApi(Protocol):
             adapter: name of a loaded adapter; None: the server's own weights.
 
         Raises:
-            InvalidRequest: the server can't read the prompt.
+            InvalidRequest: the server cannot read the prompt.
         """
         ...
 

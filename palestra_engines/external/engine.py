@@ -201,7 +201,7 @@ class ExternalEngine:
             await policy.close()
 
     async def _watch(self, name: str, policy: ExternalPolicy) -> str:
-        """Return why a policy's server can't go on; a server that was stopped never returns."""
+        """Return why a policy's server cannot go on; a server that was stopped never returns."""
         loop = asyncio.get_running_loop()
         answered = loop.time()
         problem, clock = "it does not answer", ProgressClock(answered, policy.progress)

@@ -84,7 +84,7 @@ class EngineServers:
         """Wait until all servers are ready, and return their engine; servers that were running already are not checked.
 
         Raises:
-            ModelError: a server has ended, for example because it can't serve the model.
+            ModelError: a server has ended, for example because it cannot serve the model.
             EngineFailure: a timeout.
         """
         try:
@@ -181,12 +181,12 @@ def _key(settings: ServerEngineConfig) -> str:
 async def inspect_servers(
     driver: ServerDriver[Any], settings: ServerEngineConfig, model: ServedModel, rounds: Any
 ) -> list[PalestraError]:
-    """Return why running servers can't serve a policy, in the order of their addresses; empty: all fit.
+    """Return why running servers cannot serve a policy, in the order of their addresses; empty: all fit.
 
     Servers are not changed, and jobs that use them are not disturbed.
 
     Args:
-        rounds: see `EngineServers`; a server that can't take part in them does not fit.
+        rounds: see `EngineServers`; a server that cannot take part in them does not fit.
     """
     key = _key(settings)
 

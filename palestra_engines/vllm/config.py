@@ -118,7 +118,7 @@ class VllmEngineConfig(ServerEngineConfig):
         return self
 
     def _check_transfer(self) -> None:
-        """Refuse keys without effect for the kind of weight transfer, and servers that can't reach the trainer."""
+        """Refuse keys without effect for the kind of weight transfer, and servers that cannot reach the trainer."""
         broadcasts = self.weight_transfer != "file"
         if self.weights_address is not None and not broadcasts:
             raise ValueError("weights_address is of weight_transfer = 'gloo' or 'nccl'; leave it out")

@@ -55,7 +55,7 @@ class Rendezvous:
             ) from error
 
     def new_name(self) -> str:
-        """Return a new group name that can't be guessed."""
+        """Return a new group name that cannot be guessed."""
         return secrets.token_urlsafe(24)
 
     def meet(self, name: str, size: int) -> WeightGroup:
@@ -66,6 +66,6 @@ class Rendezvous:
 
 
 def _reason(error: Exception) -> str:
-    """Return why it can't listen, without the address, which Python repeats."""
+    """Return why it cannot listen, without the address, which Python repeats."""
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return said.partition(" (while")[0]

@@ -157,7 +157,7 @@ def result_of(seed: int, rows: Sequence[Row], policy: str = "") -> RunResult:
 
 
 def _unscored(rows: Sequence[Row], policy: str) -> str | None:
-    """Return why a policy's validations of a finished run can't be reported; None: they can.
+    """Return why a policy's validations of a finished run cannot be reported; None: they can.
 
     Without the last one an earlier one would count as the final reward, and without the first one a trained model as
     the untrained one.

@@ -152,7 +152,7 @@ def newest_below(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_submittable(runs: Sequence[PlannedRun], url: str) -> None:
-    """Raise ConfigError for runs that a service can't run, or that were begun elsewhere."""
+    """Raise ConfigError for runs that a service cannot run, or that were begun elsewhere."""
     for run in runs:
         if (why := _not_for_a_service(run)) is not None:
             raise ConfigError(f"scenario {run.scenario} can't run in a service: {why}; leave it out with --only")
@@ -181,7 +181,7 @@ def check_not_submitted(runs: Sequence[PlannedRun]) -> None:
 
 
 def _not_for_a_service(run: PlannedRun) -> str | None:
-    """Return why a run can't be a job of a service; None: it can."""
+    """Return why a run cannot be a job of a service; None: it can."""
     if run.play is not None:
         return f"{run.play} is a function of this machine, and a service runs no code of its users"
     if run.config.environment.name is None:

@@ -118,7 +118,7 @@ def play_matrix(
     Raises:
         ConfigError: fewer than two players, no environment or no task, or an environment without exactly two roles.
         NotFound: a folder is not a run, or has no version.
-        PalestraError: a model can't be loaded, or no game could be finished.
+        PalestraError: a model cannot be loaded, or no game could be finished.
     """
     config = _config(players, config, seed)
     models = {name: weights_of_run(model) for name, model in _models(players).items()}

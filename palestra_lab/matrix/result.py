@@ -119,7 +119,7 @@ class Cell:
 
     Attributes:
         half: half the width of the mean's 95 confidence interval, by Student's t; None: there is only one game, or all
-            rewards are equal, so that it can't be estimated.
+            rewards are equal, so that it cannot be estimated.
     """
 
     mean: float

@@ -170,7 +170,7 @@ class _PageServer(ThreadingHTTPServer):
 def page_server() -> str:
     """Serve MiniWoB's pages on this machine, for the rest of the process, and return `host:port`.
 
-    Unlike files on disk, pages with an HTTP origin can't reach other files of the machine, and have their own storage.
+    Unlike files on disk, pages with an HTTP origin cannot reach other files of the machine, and have their own storage.
     """
     server = _PageServer(("127.0.0.1", 0), partial(_Pages, directory=str(pages_folder())))
     threading.Thread(target=server.serve_forever, name="palestra-miniwob-pages", daemon=True).start()

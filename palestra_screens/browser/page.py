@@ -35,7 +35,7 @@ class BrowserPage:
     failure.
 
     Attributes:
-        failure: why the page can't be used any more; None: it can.
+        failure: why the page cannot be used any more; None: it can.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ _NOBODY = 65534  # the limit of processes does not hold for root, so root's sand
 class Program:
     """A running child process.
 
-    asyncio's processes can't be used: jobs run on uvloop, which does not support `user`, and passes on every
+    asyncio's processes cannot be used: jobs run on uvloop, which does not support `user`, and passes on every
     inheritable descriptor of the job.
     """
 

@@ -199,7 +199,7 @@ class Shell:
 async def start_shell(files: Mapping[str, bytes], limits: SandboxLimits) -> Shell:
     """Start bash on a pseudo-terminal in a new sandbox, and wait until it accepts commands.
 
-    Commands come through a pipe instead of the terminal, where a line can't exceed 4,096 bytes and an open quote would
+    Commands come through a pipe instead of the terminal, where a line cannot exceed 4,096 bytes and an open quote would
     block bash. Exit codes come back through another pipe.
 
     Args:

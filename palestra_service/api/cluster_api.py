@@ -71,7 +71,7 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
 
     @app.get("/healthz", tags=["cluster"])
     async def healthz(response: Response) -> dict[str, str]:
-        """Return, without a key, whether the server can do its work; 503 with the problem if it can't."""
+        """Return, without a key, whether the server can do its work; 503 with the problem if it cannot."""
         if (problem := scheduler.problem) is None:
             return {"status": "ok"}
         response.status_code = 503

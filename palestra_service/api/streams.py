@@ -90,7 +90,7 @@ def events(
 
 
 def number_of(text: str | None) -> int | None:
-    """Return the number of a change in the header `Last-Event-ID`; None: there is none."""
+    """Return the number of a change in the header `Last-Event-ID`, or None."""
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 20):

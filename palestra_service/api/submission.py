@@ -36,7 +36,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
     """Return the validated and completed job of a request body.
 
     Raises:
-        ConfigError, InvalidRequest: the job can't run, for the reason in the message.
+        ConfigError, InvalidRequest: the job cannot run, for the reason in the message.
         NotFound: `from_job` is not a job of this tenant, or has no such checkpoint; or `from_run` has no episode.
         Forbidden: the key does not allow reading that job.
     """

@@ -103,7 +103,7 @@ class BaseServers:
         return [base.held for base in self.running()]
 
     def take_failures(self, shared: Mapping[str, WaitingForBase]) -> dict[str, str]:
-        """Return why queued jobs can't have a base server whose start failed; later jobs try again."""
+        """Return why queued jobs cannot have a base server whose start failed; later jobs try again."""
         kinds, self._failed_kinds = self._failed_kinds, {}
         found = {job_id: kinds[one.kind] for job_id, one in shared.items() if one.kind in kinds}
         return found | {job_id: self._failed_jobs.pop(job_id) for job_id in shared if job_id in self._failed_jobs}
@@ -315,7 +315,7 @@ class BaseServers:
                 await asyncio.sleep(AGAIN_SECONDS)
 
     def _give_up(self, base: _Base, reason: str) -> None:
-        """Fail the jobs of a base server that can't be started or kept alive."""
+        """Fail the jobs of a base server that cannot be started or kept alive."""
         text = f"the base server of {base.record.kind.model} could not go on: {reason}"
         self._failed_kinds[base.record.kind] = text
         self._failed_jobs |= dict.fromkeys((job.job_id for job in base.admitted.jobs), text)

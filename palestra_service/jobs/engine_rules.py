@@ -33,7 +33,7 @@ class ServersInUse:
         self._held.pop(job_id, None)
 
     def waiting(self, jobs: Iterable[JobRecord]) -> dict[str, str]:
-        """Return why jobs can't start now, by the id of each that names a server in use."""
+        """Return why jobs cannot start now, by the id of each that names a server in use."""
         held = frozenset[str]().union(*self._held.values())
         taken = {job.job_id: min(found) for job in jobs if (found := _named(job.config) & held)}
         return {job_id: f"waits for the engine's server {url}, which another job uses" for job_id, url in taken.items()}

@@ -21,7 +21,7 @@ class Processes:
     """Processes of one role in a job's configuration.
 
     Attributes:
-        kinds: groups of equal ones; (): the role can't have its own process.
+        kinds: groups of equal ones; (): the role cannot have its own process.
         in_job: whether a single one runs in the job's own process, unless it has a bundle.
     """
 
@@ -70,7 +70,7 @@ def resources_of(asked: ResourcesBody, config: JobConfig, adapters: int) -> Reso
     """Return the resources of a job. With adapters on a shared base, which computes for it, it needs few cores.
 
     Processes without a bundle are on the job's node, and their cores are added to the requested ones, so that a tenant
-    can't have more ranks or workers than it is counted for.
+    cannot have more ranks or workers than it is counted for.
     """
     processes = processes_of(config)
     for number, body in enumerate(asked.bundles):
@@ -167,7 +167,7 @@ def _check_cards(gpus: float, engine: Processes) -> None:
 
 
 def _unfit_gpus(role: Role, gpus: float, kind: Alike) -> str | None:
-    """Return why processes can't use so many GPUs each, and what to change; None: they can."""
+    """Return why processes cannot use so many GPUs each, and what to change; None: they can."""
     device = kind.device
     if device is None:
         return None

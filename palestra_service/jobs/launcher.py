@@ -221,7 +221,7 @@ class Launcher(Protocol):
         """Start a server, or continue the run in its folder; return when the server listens.
 
         Raises:
-            PalestraError: the server can't be started; all its resources are released.
+            PalestraError: the server cannot be started; all its resources are released.
         """
         ...
 

@@ -58,7 +58,7 @@ async def order_of(
 def _with_operators_settings(config: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
     """Return a configuration with settings that only the operator names: interpreters, folders, and key variables.
 
-    They are not stored, so that tenants can't read them, and changed rules apply to waiting jobs.
+    They are not stored, so that tenants cannot read them, and changed rules apply to waiting jobs.
     """
     found = rules.engines.filled(config)
     for name in ("environment", "judge"):

@@ -180,7 +180,7 @@ class JobScheduler:
 
     @property
     def problem(self) -> str | None:
-        """Describe what this control plane can't do at the moment, without details; None: everything works."""
+        """Describe what this control plane cannot do at the moment, without details; None: everything works."""
         since = self._round_since
         if isinstance(self._failure, StoreError):
             return "the control store can't be used, so no job can be submitted, changed or started"
@@ -315,7 +315,7 @@ class JobScheduler:
             log.error("job %s: %s: %s", job_id, type(error).__name__, error, exc_info=trace)
 
     async def _refuse(self, job: JobRecord, reason: str) -> None:
-        """Fail a queued job whose base server can't be started."""
+        """Fail a queued job whose base server cannot be started."""
         try:
             await self._store.change_state(job.job_id, JobState.QUEUED, JobState.STARTING, "its base server is needed")
         except Conflict:  # the job was cancelled meanwhile

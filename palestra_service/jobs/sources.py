@@ -65,7 +65,7 @@ def with_own_weights(job: JobRecord, folder: Path, source_run: Path) -> dict[str
 
 
 def recorded_job(config: Mapping[str, Any]) -> str | None:
-    """Return the job whose episodes are learned from (`algorithm.from_run`); None: there is none."""
+    """Return the job whose episodes are learned from (`algorithm.from_run`), or None."""
     found = (config.get("algorithm") or {}).get("from_run")
     return None if found is None else str(found)
 

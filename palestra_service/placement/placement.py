@@ -9,7 +9,7 @@ together, with reservations for all of them. No job starves:
 - only a finite number of jobs has been overdue for longer, so it becomes the first;
 - the node reserved for an overdue job is chosen without trusting estimates, and the choice settles (`fitting.reserve`).
 
-Only resources of a dead node that may come back, or of an endless job that may be stopped, can't be promised.
+Only resources of a dead node that may come back, or of an endless job that may be stopped, cannot be promised.
 
 With W waiting jobs, D different needs among them, S starts and N nodes a call takes O(W log W + (S + D) N).
 """

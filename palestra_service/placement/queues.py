@@ -3,7 +3,7 @@
 **Aging.** With every `aging_seconds` of waiting, a job rises by one priority class. A job that would rise above "high"
 is overdue, and goes before all that are not. Overdue jobs ignore shares: the longest overdue is first. A job waits from
 its submission, or from the last start of a running job that its tenant had submitted before it: a queue of a thousand
-jobs ages at its head, and can't push other tenants aside.
+jobs ages at its head, and cannot push other tenants aside.
 
 **Shares.** Within a class it is the turn of the tenant with the smallest dominant share, the largest of its shares of
 CPUs, GPUs and memory (Ghodsi et al., Dominant Resource Fairness, NSDI 2011).

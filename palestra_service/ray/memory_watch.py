@@ -1,7 +1,7 @@
 """Kills a job whose processes use more memory than allowed: a separate process, so that no job can block it.
 
 It only imports the standard library (`python -I -S memory_watch.py …`): it costs about 10 MiB per job, and must not
-need memory or imports when memory is short. It counts memory that the kernel can't reclaim: anonymous and shared
+need memory or imports when memory is short. It counts memory that the kernel cannot reclaim: anonymous and shared
 memory, even if swapped out, but neither reserved address space nor pages of files. Shared memory of a process and its
 children is counted once, by proportional shares.
 """

@@ -68,7 +68,7 @@ def of_tenant(connection: Connection, tenant: str, number: int, viewer: str | No
     """Return changes of a tenant's jobs with a number larger than `number`, in order.
 
     Args:
-        viewer: user who can't see others' private jobs; None: all jobs.
+        viewer: user who cannot see others' private jobs; None: all jobs.
     """
     wanted = select(changes).where(changes.c.tenant == tenant, changes.c.number > number)
     if viewer is not None:

@@ -248,7 +248,7 @@ class ControlStore:
         """Return changes of all jobs of a tenant after a number, oldest first.
 
         Args:
-            viewer: user who can't see others' private jobs; None: all jobs.
+            viewer: user who cannot see others' private jobs; None: all jobs.
         """
         return await self.read(lambda c: changes.of_tenant(c, tenant, _number(after), viewer, limit))
 
@@ -292,7 +292,7 @@ def _number(given: int) -> int:
 
 
 def _check_job_id(job_id: str) -> None:
-    """Refuse a text that can't be the id of a job, without asking the database."""
+    """Refuse a text that cannot be the id of a job, without asking the database."""
     if not (can_match(job_id) and job_id.isascii() and job_id.isprintable()):
         raise NotFound("there is no such job")
 

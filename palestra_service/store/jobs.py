@@ -81,7 +81,7 @@ class Submission(NamedTuple):
     """A job that a user submits.
 
     Attributes:
-        request_key: the client's idempotency key; None: there is none.
+        request_key: the client's idempotency key, if any.
         most_open: how many jobs of the user may be open; None: any number.
     """
 
@@ -193,7 +193,7 @@ def page(
     Args:
         states: empty: any.
         before: last job of the previous page; None: the first page.
-        viewer: user who can't see others' private jobs; None: all jobs.
+        viewer: user who cannot see others' private jobs; None: all jobs.
     """
     wanted = select(jobs).where(jobs.c.tenant == tenant)
     for column, value in equal.items():

@@ -71,7 +71,7 @@ def _refuse_secret(text: str, field: str) -> None:
 
 
 def check_request(request: JobRequest) -> None:
-    """Raise an error for a job that can't be stored unchanged.
+    """Raise an error for a job that cannot be stored unchanged.
 
     Raises:
         InvalidRequest: a value is out of range, or a text contains a key.

@@ -17,7 +17,7 @@ _NUMBERS = ("cpus", "gpus", "memory_gib")
 
 
 def more_resources(resources: Resources) -> str | None:
-    """Return a job's resources without a column of their own, as JSON; None: there are none."""
+    """Return a job's resources without a column of their own, as JSON, or None."""
     rest = {name: value for name, value in asdict(resources).items() if name not in _NUMBERS}
     plain = {name: value for name, value in asdict(Resources()).items() if name not in _NUMBERS}
     return None if rest == plain else to_json(rest)

@@ -42,7 +42,7 @@ class DecodeGraphs:
     def scores(self, bucket: Bucket, policy: str, ids: Sequence[int], compute: Pass) -> Tensor | None:
         """Compute the newest tokens of all rows of a bucket; return logits, float32 [rows, V].
 
-        None: passes of this model can't be captured.
+        None: passes of this model cannot be captured.
 
         Args:
             bucket: with at least one row. Unused rows are computed too, into their own first position.

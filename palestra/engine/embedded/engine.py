@@ -108,7 +108,7 @@ class EmbeddedEngine:
         """Copy new weights into the model of a policy; see `Engine.sync_weights`.
 
         `in_flight_updates` says whether running replies continue under the new weights or are finished first. While the
-        engine is paused they can't be finished, and so continue.
+        engine is paused they cannot be finished, and so continue.
         """
         self._policy(policy)
         served = self._core.policies[policy]

@@ -113,7 +113,7 @@ class WorkerKeeper:
 
 
 async def _failure_of(engine: Engine) -> str:
-    """Return when an engine has failed, and say why; or why that can't be found out."""
+    """Return when an engine has failed, and say why; or why that cannot be found out."""
     try:
         return await engine.failure()
     except Exception as error:

@@ -291,7 +291,7 @@ class InferenceManager:
         )
 
     async def failure(self) -> str:
-        """Wait until a worker can't be kept running, and return which and why."""
+        """Wait until a worker cannot be kept running, and return which and why."""
         return str(await asyncio.shield(self._state.failure))
 
     async def next_loss(self) -> str:
@@ -337,7 +337,7 @@ class InferenceManager:
             raise error
 
     def _check_number(self, replicas: int) -> None:
-        """Refuse a number of workers that the pool can't have."""
+        """Refuse a number of workers that the pool cannot have."""
         if replicas < 1:
             raise InvalidRequest("a pool has at least one worker", "replicas")
         if self._options.most is not None and replicas > self._options.most:
@@ -403,7 +403,7 @@ class InferenceManager:
         return worker
 
     async def _keep_running(self, worker: InferenceWorker) -> None:
-        """Run a worker and its replacements until it is removed or can't be kept running."""
+        """Run a worker and its replacements until it is removed or cannot be kept running."""
         try:
             await race(self._keeper.run(worker), worker.left())
         except PalestraError as error:
@@ -418,7 +418,7 @@ class InferenceManager:
             await self._state.notify()
 
     def _give_up(self, worker: InferenceWorker, error: PalestraError) -> None:
-        """Fail the pool because of a worker that can't be kept running, unless the pool has served without it."""
+        """Fail the pool because of a worker that cannot be kept running, unless the pool has served without it."""
         if not worker.later or worker.has_served:
             self._state.fail(error)
             return

@@ -60,7 +60,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
             url: the server's URL, such as `http://10.0.0.7:7500`.
             key: of the server; None: the variable `PALESTRA_ENVIRONMENT_KEY`.
             system: system message of the agent of an environment with one agent; None: the environment's own.
-            retry_seconds: how long to retry while the server can't be reached.
+            retry_seconds: how long to retry while the server cannot be reached.
             wait_seconds: how long to wait while all of the server's sessions are in use.
             clock: source of observation times; None: the system's clock.
 
@@ -98,7 +98,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
         """Return the facts about the environment before an episode; asks the server if no session has told them.
 
         Raises:
-            PalestraError: the server refuses the key, or can't be reached.
+            PalestraError: the server refuses the key, or cannot be reached.
         """
         if self._facts is None:
             self._facts = self._address.facts()
@@ -126,14 +126,14 @@ class RemoteEnvironment(ConcurrentEnvironment):
 
     @property
     def time_limits(self) -> Mapping[str, None]:
-        """Return the roles with time limits; their clock runs on the server, so they can't be external players."""
+        """Return the roles with time limits; their clock runs on the server, so they cannot be external players."""
         return dict.fromkeys(self.facts.time_limited)
 
     async def setup(self) -> None:
         """Begin a session; wait while all are in use.
 
         Raises:
-            PalestraError: the server refuses the request, can't be reached, or no session became free.
+            PalestraError: the server refuses the request, cannot be reached, or no session became free.
         """
         await self._connect()
 

@@ -63,7 +63,7 @@ class ServerAddress:
 
         Args:
             key: None: the variable `PALESTRA_ENVIRONMENT_KEY`.
-            retry_seconds: how long to retry while the server can't be reached.
+            retry_seconds: how long to retry while the server cannot be reached.
             wait_seconds: how long to wait for a free session.
         """
         found = key or os.environ.get(KEY_VARIABLE)
@@ -105,7 +105,7 @@ class _BoundedClient(httpx2.Client):
         """Return the complete answer.
 
         Raises:
-            httpx2.RequestError: the server can't be reached, or its answer is too long.
+            httpx2.RequestError: the server cannot be reached, or its answer is too long.
         """
         body = bytearray()
         with self.stream(method, url, **settings) as answer:
@@ -162,7 +162,7 @@ class SessionLink:
 
 
 async def open_session(address: ServerAddress, system: str | None) -> SessionLink:
-    """Return a new session; wait while all are in use, and retry while the server can't be reached.
+    """Return a new session; wait while all are in use, and retry while the server cannot be reached.
 
     Raises:
         TooManyRequests: no session became free in time.

@@ -57,7 +57,7 @@ class PictureProcessor:
 
 
 def has_vision(config: Any) -> bool:
-    """Return whether a transformers configuration is of a vision-language model."""
+    """Return whether a transformers configuration describes a vision-language model."""
     return getattr(config, "vision_config", None) is not None
 
 

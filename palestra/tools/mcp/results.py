@@ -20,7 +20,7 @@ class McpToolError(Exception):
 def tool_content(result: Mapping[str, Any], pictures: bool) -> str | list[str | bytes]:
     """Return the result of a call as text, or as a list of texts and picture files, in order.
 
-    Adjacent texts are joined by empty lines. Unsupported parts become a line that says what was left out. Structured
+    Adjacent texts are joined by empty lines. Unsupported parts become a line that names what was left out. Structured
     content alone becomes its JSON.
 
     Args:

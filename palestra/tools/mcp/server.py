@@ -70,7 +70,7 @@ class McpServer(ToolSource):
             max_restarts: limit of a lost shared server's restarts per minute.
             max_message_bytes: limit of one server message; a longer one ends the session.
             pictures: whether images in results reach the model as pictures, for a vision-language model; otherwise a
-                line says what was left out.
+                line names what was left out.
 
         Raises:
             ConfigError: `where` is neither a URL nor a command, an option belongs to the other kind, or a number is
@@ -96,7 +96,7 @@ class McpServer(ToolSource):
         """Begin a session and read the list of tools; or share the existing session.
 
         Raises:
-            EnvironmentFailed: the server can't be reached or started, or its tools can't be offered to a model.
+            EnvironmentFailed: the server cannot be reached or started, or its tools cannot be offered to a model.
             ProtocolMismatch: it has no version of MCP in common with this client.
         """
         if not self.shared:

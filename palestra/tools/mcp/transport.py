@@ -30,7 +30,7 @@ class Transport(ABC):
             lost: called once, with the reason, when no further message can come.
 
         Raises:
-            EnvironmentFailed: the server can't be reached.
+            EnvironmentFailed: the server cannot be reached.
         """
 
     @abstractmethod

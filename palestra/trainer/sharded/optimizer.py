@@ -1,7 +1,7 @@
 """AdamW over sharded weights: the same arithmetic on each part, and one norm over all parts.
 
 A part stays on its own device. With CPU offload that is the CPU although ranks compute on CUDA devices, so
-`DTensor.from_local` and `distribute_tensor`, which move tensors to the ranks' device, can't be used.
+`DTensor.from_local` and `distribute_tensor`, which move tensors to the ranks' device, cannot be used.
 """
 
 from __future__ import annotations

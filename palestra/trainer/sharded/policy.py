@@ -245,7 +245,7 @@ class RankPolicy(TorchPolicy):
 
 
 def _hidden(model: CausalLM, micro: MicroBatch, problem: Problem) -> Tensor | None:
-    """Return the last hidden states of a micro-batch, [N, hidden]; None: an image can't be computed.
+    """Return the last hidden states of a micro-batch, [N, hidden]; None: an image cannot be computed.
 
     Then `problem` has the error, and the caller must make an idle pass: the text model's pass is collective and did not
     run.

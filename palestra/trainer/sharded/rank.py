@@ -218,7 +218,7 @@ class Rank:
         return self._policies[policy].optimizer.step(params)
 
     def untrainable(self, policy: str, batch: Sequence[TrainSample]) -> dict[str, str]:
-        """Return episodes that can't be trained. Only the first rank is called. See `Trainer.untrainable`."""
+        """Return episodes that cannot be trained. Only the first rank is called. See `Trainer.untrainable`."""
         return self._policies[policy].untrainable(batch)
 
     def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:

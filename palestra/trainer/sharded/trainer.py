@@ -258,7 +258,7 @@ class ShardedTrainer:
         return await self._serial.run_idempotent(policy, request_id, work)
 
     async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
-        """Find episodes of `batch` that can't be trained; see `Trainer.untrainable`."""
+        """Find episodes of `batch` that cannot be trained; see `Trainer.untrainable`."""
         self._policy(policy)
 
         async def work() -> dict[str, str]:

@@ -103,7 +103,7 @@ class SealedStore(_dist.Store):  # type: ignore[misc]
     """
 
     def __init__(self, store: Any, name: str) -> None:
-        """Encrypt entries of a store under a group's name, which can't be guessed."""
+        """Encrypt entries of a store under a group's name, which cannot be guessed."""
         super().__init__()
         self._store, self._keys = store, {use: _keyed(name.encode(), use) for use in ("name", "value", "seal")}
 
