@@ -66,6 +66,7 @@ async def test_a_response_has_the_reply_as_items_and_a_status(tmp_path):
         cut = await ai.responses.create(model="policy", input="text", max_output_tokens=3)
     assert [item.type for item in found.output] == ["reasoning", "message", "function_call", "function_call"]
     assert found.output[0].content[0].text == "two"
+    assert found.usage.output_tokens_details.reasoning_tokens == len("<think>two")
     assert found.output_text == "Let me see."
     assert json.loads(found.output[2].arguments) == ARGUMENTS
     assert (found.status, found.instructions) == ("completed", "Be brief.")

@@ -28,6 +28,7 @@ class Said(NamedTuple):
     why: str  # length, calls or stop
     prompt_tokens: int
     sampled: int
+    thought: int = 0  # tokens of the reasoning; the messages of Anthropic do not say
 
 
 class Reply(NamedTuple):
@@ -98,7 +99,9 @@ def chat(served: Any, reply: Reply, stream: bool) -> tuple[Said, list[Any], list
         why, usage = found[-2]["choices"][0]["finish_reason"], found[-1]["usage"]
     assert len({call["id"] for call in calls}) == len(calls)
     why = {"tool_calls": "calls"}.get(why, why)
-    said = Said(reasoning, text or "", arguments(calls), why, usage["prompt_tokens"], usage["completion_tokens"])
+    thought = usage["completion_tokens_details"]["reasoning_tokens"]
+    tokens = (usage["prompt_tokens"], usage["completion_tokens"], thought)
+    said = Said(reasoning, text or "", arguments(calls), why, *tokens)
     return said, logprobs, ids
 
 
@@ -126,7 +129,8 @@ def responses(served: Any, reply: Reply, stream: bool) -> Said:
     why = "length" if cut else "calls" if calls else "stop"
     usage = found["usage"]
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
-    return Said(parts["reasoning"], parts["message"], tuple(calls), why, usage["input_tokens"], usage["output_tokens"])
+    tokens = (usage["input_tokens"], usage["output_tokens"], usage["output_tokens_details"]["reasoning_tokens"])
+    return Said(parts["reasoning"], parts["message"], tuple(calls), why, *tokens)
 
 
 def anthropic(served: Any, reply: Reply, stream: bool) -> tuple[Said, str | None]:
@@ -235,6 +239,8 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 @example(reply=Reply(f"{CALL} b", 500, ["</tool_call>"], 3))
 @example(reply=Reply("a\x85b\u2028c\u2029d", 500, [], 1))  # ends of lines for some clients
 @example(reply=Reply(CALL.replace("1", "9" * 30), 500, [], 1))
+@example(reply=Reply("<think>hm, é", 12, [], 0))
+@example(reply=Reply("<think>hm, é\n</think>\n\nhm", 500, [], 0))
 @example(reply=Reply(f"Well.\n{CALL}\nEND", 500, ["END"], 1))
 def test_whatever_is_replied_is_told_alike(served, reply):
     served.engine.says(reply)
@@ -248,7 +254,9 @@ def test_whatever_is_replied_is_told_alike(served, reply):
     assert all(len(entry["top_logprobs"]) == 2 for entry in logprobs)
     messages = anthropic(served, reply, False)
     assert anthropic(served, reply, True) == messages
-    assert messages[0] == said
+    assert messages[0] == said._replace(thought=0)
+    end = raw.find(said.reasoning) + len(said.reasoning)
+    assert said.thought == (min(len(raw[:end].encode()), len(tokens)) if said.reasoning else 0)
     assert (messages[1] in reply.stop) if messages[1] is not None else (why != "stop" or tokens[-1] == STOP)
     if not reply.stop:  # a field that responses do not have
         assert responses(served, reply, False) == responses(served, reply, True) == said

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import isfinite
 from typing import Any
 
@@ -25,6 +27,18 @@ def answer_id(kind: str, call: Chat | CallStart) -> str:
 def fingerprint(chats: Sequence[Chat]) -> str:
     """Return OpenAI's `system_fingerprint`: the version of the policy that sampled the last token."""
     return f"version-{chats[-1].versions[-1].version}"
+
+
+def reasoning_tokens(chat: Chat, bytes_of: TokenBytes) -> int:
+    """Return how many of the sampled tokens wrote the reasoning, the tags before it included."""
+    reasoning = chat.reply.reasoning_content
+    if not reasoning:
+        return 0
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    texts = [decoder.decode(bytes_of(token)) for token in chat.completion_ids.tolist()]
+    texts[-1] += decoder.decode(b"", final=True)  # a character that the token limit has cut
+    end = "".join(texts).find(reasoning) + len(reasoning)
+    return min(bisect_left(list(accumulate(map(len, texts))), end) + 1, len(texts))
 
 
 def usage_of(chats: Sequence[Chat], choices: int) -> dict[str, Any]:

@@ -10,7 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from palestra.errors import InvalidRequest
 from palestra.http.bodies import parse_body
 from palestra.renderers import MessageDelta
-from palestra.server.dialects.answers import TokenBytes, answer_id, chat_logprobs, fingerprint, usage_of
+from palestra.server.dialects.answers import (
+    TokenBytes,
+    answer_id,
+    chat_logprobs,
+    fingerprint,
+    reasoning_tokens,
+    usage_of,
+)
 from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult
 from palestra.server.dialects.fields import (
     Count,
@@ -187,7 +194,7 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
             "created": int(first.finished_at),
             "model": first.policy,
             "choices": choices,
-            "usage": usage_of(result.chats, len(result.chats)),
+            "usage": _usage(result.chats, runtime.token_bytes),
             "system_fingerprint": fingerprint(result.chats),
             **({"prompt_token_ids": first.prompt_ids.tolist()} if return_ids else {}),
         }
@@ -211,6 +218,11 @@ def _message(reply: ChatMessage) -> dict[str, Any]:
     return message
 
 
+def _usage(chats: Sequence[Chat], bytes_of: TokenBytes) -> dict[str, Any]:
+    thought = sum(reasoning_tokens(chat, bytes_of) for chat in chats)
+    return usage_of(chats, len(chats)) | {"completion_tokens_details": {"reasoning_tokens": thought}}
+
+
 def _finish_reason(chat: Chat) -> str:
     return "tool_calls" if chat.reply.tool_calls and chat.finish_reason == "stop" else chat.finish_reason
 
@@ -220,6 +232,7 @@ class _ChatChunks(EventWriter):
 
     def __init__(self, wanted: ChatRequest, runtime: PolicyRuntime, created: float) -> None:
         super().__init__()
+        self._token_bytes = runtime.token_bytes
         self._bytes_of: TokenBytes | None = runtime.token_bytes if wanted.logprobs else None
         self._ids, self._usage = bool(wanted.return_token_ids), wanted.usage_wanted
         self._head: dict[str, Any] = {"id": "", "object": "chat.completion.chunk", "created": int(created)}
@@ -265,7 +278,7 @@ class _ChatChunks(EventWriter):
     def ended(self, chats: Sequence[Chat]) -> None:
         """Write the chunk with the usage, if it was asked for, and `[DONE]`."""
         if self._usage:
-            self.write(self._head | {"choices": [], "usage": usage_of(chats, len(chats))})
+            self.write(self._head | {"choices": [], "usage": _usage(chats, self._token_bytes)})
         self.write(b"[DONE]")
 
     def _deltas(self, choice: int, added: MessageDelta) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from palestra.errors import InvalidRequest
 from palestra.http.bodies import parse_body
-from palestra.server.dialects.answers import answer_id
+from palestra.server.dialects.answers import TokenBytes, answer_id, reasoning_tokens
 from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult, TokenCounter
 from palestra.server.dialects.fields import (
     Count,
@@ -176,7 +176,7 @@ Streamed, function calls come after the text, when the reply is complete."""
     ) -> dict[str, Any]:
         """Return the response object for `request` and the one choice in `result`."""
         (chat,) = result.chats
-        return _response(request, chat)
+        return _response(request, chat, runtime.token_bytes)
 
     def sse(self, request: DialectRequest[ResponsesRequest], runtime: PolicyRuntime, created: float) -> EventWriter:
         """Return the writer of the response's events.
@@ -184,7 +184,7 @@ Streamed, function calls come after the text, when the reply is complete."""
         Args:
             created: of the request, in Unix seconds.
         """
-        return _ResponseEvents(request, created)
+        return _ResponseEvents(request, created, runtime.token_bytes)
 
 
 def _prompt_fields(wanted: InputRequest) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _schema(text: TextOptions | None) -> dict[str, Any] | None:
     return dict(text.format.schema_)
 
 
-def _response(request: DialectRequest[ResponsesRequest], chat: Chat) -> dict[str, Any]:
+def _response(request: DialectRequest[ResponsesRequest], chat: Chat, bytes_of: TokenBytes) -> dict[str, Any]:
     """Return the whole response, from the recorded call."""
     cut = chat.finish_reason == "length"
     return _frame(request, answer_id("resp", chat), chat.finished_at) | {
@@ -224,7 +224,7 @@ def _response(request: DialectRequest[ResponsesRequest], chat: Chat) -> dict[str
             "input_tokens": chat.prompt_tokens,
             "input_tokens_details": {"cached_tokens": chat.shared, "cache_write_tokens": 0},
             "output_tokens": len(chat.completion_ids),
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens(chat, bytes_of)},
             "total_tokens": chat.tokens,
         },
     }
@@ -263,9 +263,9 @@ def _frame(request: DialectRequest[ResponsesRequest], name: str, created: float)
 class _ResponseEvents(EventWriter):
     """Writes the events of one response. An item is closed before the next one opens."""
 
-    def __init__(self, request: DialectRequest[ResponsesRequest], created: float) -> None:
+    def __init__(self, request: DialectRequest[ResponsesRequest], created: float, bytes_of: TokenBytes) -> None:
         super().__init__()
-        self._request, self._created = request, created
+        self._request, self._created, self._bytes_of = request, created, bytes_of
         self._sequence = 0
         self._name = ""
         self._output: list[dict[str, Any]] = []  # items so far, the open one included
@@ -298,7 +298,7 @@ class _ResponseEvents(EventWriter):
                 self._begin(item["type"])
                 self._close(item)
         kind = "response.incomplete" if chat.finish_reason == "length" else "response.completed"
-        self._event(kind, response=_response(self._request, chat) | {"created_at": int(self._created)})
+        self._event(kind, response=_response(self._request, chat, self._bytes_of) | {"created_at": int(self._created)})
 
     def failed(self, body: Mapping[str, Any]) -> None:
         """Write the error as an event of the type `error`."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +9,8 @@ from palestra.errors import InvalidRequest, UnsupportedField
 from palestra.server.dialects.base import GenerationResult
 from palestra.server.dialects.responses import Responses
 from unit.building import make_chat
+
+RUNTIME = SimpleNamespace(token_bytes=lambda token: bytes([token % 256]))
 
 
 def parse(**fields):
@@ -67,7 +70,7 @@ def test_what_would_have_to_be_kept_is_refused_by_name(field):
 def test_a_response_tells_of_the_reply_and_its_tokens():
     chat = make_chat(prompt=(1, 2, 3), completion=(104, 105, 258), reply="hi")
     result = GenerationResult(chats=(chat,), top=[()])
-    body = Responses().render(parse(tools=[{"type": "function", "name": "f"}]), result, None)
+    body = Responses().render(parse(tools=[{"type": "function", "name": "f"}]), result, RUNTIME)
     assert body["output"][0]["content"][0]["text"] == "hi"
     assert (body["usage"]["input_tokens"], body["usage"]["total_tokens"]) == (3, 6)
     assert body["tools"] == [{"type": "function", "name": "f"}]
