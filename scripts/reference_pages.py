@@ -5,23 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from commands_page import commands_page
+from configuration_page import configuration_page
 from python_reference import python_page
 
-from palestra.config import JobConfig
-from palestra.config.section import Section, chosen_kind, sections_of
 from palestra.doctor.examination import RULES
 from palestra.doctor.rule import KEPT, RECENT
 from palestra.learner.metrics import metric_tables
 from palestra.terminal import say
 from palestra.types.metrics import METRICS, OF_THE_JOB
-from palestra_service.jobs.rules import CAPS
 
 _HEADER = "<!-- made by `make docs` from the code; do not edit -->\n\n"
 
@@ -89,57 +85,6 @@ def doctor_page() -> str:
     return _HEADER + "\n".join(lines) + "\n"
 
 
-def configuration_page() -> str:
-    """docs/reference/configuration.md."""
-    lines = [
-        "# Configuration",
-        "",
-        "A job is a TOML file; every key is optional. An unknown key is refused, with the nearest known name. "
-        "`palestra run job.toml --set key=value` changes one key, and `--set key=none` takes it out, so that its "
-        "default holds.",
-        "",
-        "Relative paths in a file are relative to the file: `tasks`, `run_dir`, `weights_dir`, `python`, and `model`, "
-        "`reference` and `from_run` where they begin with `./` or `../` or such a folder is there. "
-        "Those of `--set` and of scripts are relative to the present folder.",
-    ]
-    _section(JobConfig, "", lines)
-    lines += [
-        "",
-        "## Keys that may change when a run is resumed",
-        "",
-        "A run is resumed with the configuration that it was started with. Only these keys may have other values then; "
-        "a refusal names the key that differs, with both values.",
-        "",
-        *(f"- {line}" for line in _free_keys()),
-        "",
-        "## Caps of a service",
-        "",
-        "`palestra serve` refuses a job with a larger number than these; its operator may "
-        "[change each of them](../how-to/operations.md). `palestra run` and `palestra train` have no caps but the "
-        "bounds of the keys themselves.",
-        "",
-        "| key | at most |",
-        "|---|---|",
-        *(f"| `{key}` | {cap:,} |" for key, cap in CAPS.items()),
-    ]
-    return _HEADER + "\n".join(lines) + "\n"
-
-
-def _free_keys() -> list[str]:
-    """Return the keys of a job that decide nothing of what is trained, as lines."""
-    config = JobConfig(roles={"agent": "policy"})
-    fixed, top, lines = config.what_is_trained(), [], []
-    for name, value in config.model_dump(mode="json").items():
-        if not isinstance(value, dict):
-            # A run that trained can't be resumed to serve its model, or the other way round.
-            top += [] if name in fixed or name == "kind" else [f"`{name}`"]
-        elif name not in fixed:
-            lines.append(f"all of `[{name}]`")
-        elif name not in ("policies", "roles") and (free := [key for key in value if key not in fixed[name]]):
-            lines.append(f"in `[{name}]`: " + ", ".join(f"`{key}`" for key in free))
-    return [", ".join(top) + " (`steps` only while `optimizer.schedule` is `constant`)", *lines]
-
-
 def api_page(document: Mapping[str, Any]) -> str:
     """docs/reference/api.md, from the data plane's OpenAPI document."""
     schemas = document["components"]["schemas"]
@@ -197,119 +142,11 @@ def pages() -> dict[str, str]:
     return {
         "metrics.md": metrics_page(),
         "doctor.md": doctor_page(),
-        "configuration.md": configuration_page(),
+        "configuration.md": _HEADER + configuration_page(),
         "api.md": api_page(openapi_document()),
         "python.md": _HEADER + python_page(),
+        "commands.md": _HEADER + commands_page(),
     }
-
-
-def _section(model: type[Section], path: str, lines: list[str], kind: str | None = None) -> None:
-    """Add a section's table, and those of the sections in it.
-
-    Args:
-        model: the section.
-        path: its dotted name in TOML; empty: the whole file.
-        lines: what is added to.
-        kind: the value of the key that chooses it, where a section of another kind may stand in its place.
-    """
-    doc = (model.__doc__ or "").strip().split("\n")[0]
-    lines += [
-        "",
-        _heading(path) if kind is None else f'### `{model.chosen_by} = "{kind}"`',
-        "",
-        doc,
-        "",
-        "| key | type | default | meaning |",
-        "|---|---|---|---|",
-    ]
-    inner: list[tuple[str, type[Section], str | None]] = []
-    unions: list[tuple[str, str]] = []
-    same: list[str] = []
-    for name, field in model.model_fields.items():
-        kinds = sections_of(field.annotation)
-        within = f"{path}.{name}" if path else name
-        if len(kinds) > 1 and field.default is None and path:  # the tables stand where there is always one of them
-            lines.append(f"| `{name}` | table | `none` | {field.description} |")
-            continue
-        if kinds and get_origin(field.annotation) is tuple:  # their keys stand elsewhere on the page
-            lines.append(f"| `{name}` | list of tables | required | {field.description} |")
-            continue
-        if len(kinds) > 1:
-            unions.append((within, kinds[0].chosen_by))
-        for nested in kinds:
-            chosen = chosen_kind(nested) if len(kinds) > 1 else None
-            table = {dict: f"{within}.NAME", list: f"[{within}]"}.get(get_origin(field.annotation), within)
-            inner.append((table, nested, chosen))
-        if kinds:
-            continue
-        row = _row(name, field, lines if kind is not None else [])
-        known = kind is not None and (name == model.chosen_by or _stands_above(row, name, lines))
-        (same if known else lines).append(name if known else row)
-    _end_table(lines, [name for name in same if name != model.chosen_by])
-    for within, nested, chosen in inner:
-        if unions and unions[0][0] == within:
-            _, key = unions.pop(0)
-            lines += [
-                "",
-                _heading(within),
-                "",
-                f"One of these tables, which `{key}` chooses. It refuses the keys of others.",
-            ]
-        _section(nested, within, lines, chosen)
-
-
-def _end_table(lines: list[str], same: Sequence[str]) -> None:
-    """Remove a table without rows, and name the keys that stand above already."""
-    if lines[-1] == "|---|---|---|---|":
-        del lines[-3:]
-    if same:
-        lines += ["", f"As above: {', '.join(f'`{name}`' for name in same)}."]
-
-
-def _row(name: str, field: FieldInfo, above: Sequence[str]) -> str:
-    """Return the line of a key; a meaning that stands above already is not written again."""
-    meaning = field.description or ""
-    default = "required" if field.default is PydanticUndefined else f"`{_toml(field.default)}`"
-    known = any(_is_of(line, name, meaning) for line in above)
-    return f"| `{name}` | {_type(field.annotation)} | {default} | {'As above.' if known else meaning} |"
-
-
-def _stands_above(row: str, name: str, above: Sequence[str]) -> bool:
-    """Return whether the nearest line of a key has the type, the default and the meaning of its row."""
-    nearest = next((line for line in reversed(above) if line.startswith(f"| `{name}` |")), "")
-    return row.endswith("| As above. |") and nearest.startswith(row.removesuffix("As above. |"))
-
-
-def _heading(path: str) -> str:
-    """Return the heading of the table at a dotted name."""
-    return f"## `[{path}]`" if path else "## Top level"
-
-
-def _is_of(line: str, name: str, meaning: str) -> bool:
-    """Return whether a line of a table has this key and its meaning."""
-    return line.startswith(f"| `{name}` |") and line.endswith(f"| {meaning} |")
-
-
-def _type(annotation: Any) -> str:
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _type(get_args(annotation)[0])
-    if origin is Literal:
-        return " or ".join(f"`{value!r}`".replace("'", '"') for value in get_args(annotation))
-    if origin in (Union, UnionType):
-        return " or ".join(_type(a) for a in get_args(annotation) if a is not type(None))
-    if origin is tuple:
-        return "[" + ", ".join("…" if a is ... else _type(a) for a in get_args(annotation)) + "]"
-    name = str(annotation.__name__)
-    return {"str": "text", "Path": "path", "bool": "true or false"}.get(name, name)
-
-
-def _toml(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(list(value) if isinstance(value, tuple) else value)
 
 
 def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> list[str]:

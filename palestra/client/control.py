@@ -98,7 +98,7 @@ class ControlClient:
             cpus: cores of the running job. None: 1, or 0.25 on a shared base, which computes for it.
             gpus: GPUs of the running job: a fraction of one below 1, whole ones above.
             memory_gib: memory of the running job, in GiB; a job that uses more is killed. 0: a share of its machine
-                (docs/how-to/operations.md).
+                (docs/how-to/service-rules.md).
             gpu_kind: required kind of GPU of its node, such as `H100`. None: any.
             labels: required labels of its node, by name. None: none.
             bundles: of processes that may be on other nodes, each with `role` (`engine`, `trainer` or `runner`) and the

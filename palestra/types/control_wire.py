@@ -35,7 +35,7 @@ class ProcessBody(Body):
         ge=0,
         allow_inf_nan=False,
         description="Its processes are ended together when they use more. 0: not counted, and a share of the "
-        "node is what they may use (docs/how-to/operations.md).",
+        "node is what they may use (docs/how-to/service-rules.md).",
     )
     gpu_kind: Name | None = Field(
         None, description="The kind of GPU that its node has to have, as `GET /cluster` shows it. None: any."

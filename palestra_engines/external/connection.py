@@ -119,7 +119,7 @@ class EngineConnection:
                 said = f"{_shown(body)}, which is no JSON"
         raise ConfigError(
             f"{self._address} answers, but is no {program} server (GET {path}: {said}); start {program} there as "
-            "docs/how-to/engines.md says, or correct engine.url"
+            "docs/how-to/vllm-server.md says, or correct engine.url"
         )
 
     async def get_text(self, path: str, seconds: float) -> str:

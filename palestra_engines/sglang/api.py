@@ -188,7 +188,7 @@ class SglangApi:
         answer = await self._http.post("/load_lora_adapter", body, _LOADING)
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise EngineFailure(
-                f"the server did not take the adapter: {one_line_of(answer)}; docs/how-to/engines.md has its command"
+                f"the server did not take the adapter: {one_line_of(answer)}; docs/how-to/sglang.md has its command"
             )
 
     async def unload_adapter(self, name: str) -> None:

@@ -171,7 +171,7 @@ class VllmApi:
         elif (settings.get("weight_transfer_config") or {}).get("backend") != BACKEND:
             raise ConfigError(
                 f"the engine's server needs --weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}' and Palestra's "
-                "--worker-extension-cls; docs/how-to/engines.md has the command"
+                "--worker-extension-cls; docs/how-to/vllm-server.md has the command"
             )
         if self._folder is not None and model.get("model", str(self._folder)) != str(self._folder):
             raise ConfigError(

@@ -53,8 +53,8 @@ class VllmEngineConfig(ServerEngineConfig):
     url: Urls | None = Field(
         None,
         description="URL of a vLLM server that runs already, for a job of one policy; it has to be started as "
-        "`docs/how-to/engines.md` says. A list of several, on any machines: each is an inference worker. None: the job "
-        "starts them.",
+        "`docs/how-to/vllm-server.md` says. A list of several, on any machines: each is an inference worker. "
+        "None: the job starts them.",
     )
     weight_transfer: Literal["file", "gloo", "nccl"] = Field(
         "file",

@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
         "--rules",
         type=Path,
         metavar="FILE",
-        help="TOML: the largest numbers of a job's configuration, and the models (docs/how-to/operations.md); "
+        help="TOML: the largest numbers of a job's configuration, and the models (docs/how-to/service-rules.md); "
         "without it, the caps of docs/reference/configuration.md",
     )
     parser.add_argument(
@@ -56,8 +56,8 @@ def add(commands: Any) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="a variable of this process that jobs get, such as HF_TOKEN or HTTPS_PROXY (docs/how-to/operations.md has "
-        "those that they get in any case); may be given several times",
+        help="a variable of this process that jobs get, such as HF_TOKEN or HTTPS_PROXY (docs/how-to/service-rules.md "
+        "has those that they get in any case); may be given several times",
     )
     parser.add_argument(
         "--new-admin-key", action="store_true", help="print one more key of the first admin, for when all are lost"

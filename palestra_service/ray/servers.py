@@ -307,9 +307,9 @@ def _limit_memory(order: ServerOrder | BaseOrder) -> None:
         return
     os.environ[MEMORY_VARIABLE] = f"{limit:g}"
     if isinstance(order, BaseOrder):
-        remedy = "the operator can give base servers more (memory_gib), or fewer slots (docs/how-to/operations.md)"
+        remedy = "the operator can give base servers more (memory_gib), or fewer slots (docs/how-to/service-engines.md)"
     else:
-        remedy = "submit it with more --memory-gib, or make it smaller (docs/how-to/operations.md)"
+        remedy = "submit it with more --memory-gib, or make it smaller (docs/how-to/service-rules.md)"
     why = f"it asked for {asked:g} GiB" if asked else f"it asked for none, and its share of the node is {limit:.3g} GiB"
     reason = f"out of memory: its processes had {memory_watch.USED} GiB, and {why}; {remedy}"
     text = ended_text(Ended(ending=Ending.FAILED, reason=reason))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from documents.blocks import ROOT, Block
@@ -25,8 +27,13 @@ def lines_of(block: Block) -> Iterator[list[str]]:
                 yield words
 
 
-def trouble(words: list[str]) -> str | None:
-    """Return what is wrong with a command; None: it can be given so."""
+def saved_by(page: Path) -> list[str]:
+    """Return the scripts that a reader of a page has saved."""
+    return re.findall(r"\b[Ss]ave(?: this)?\s+as\s+`(\S+\.py)`", page.read_text())
+
+
+def trouble(words: list[str], saved: Sequence[str] = ()) -> str | None:
+    """Return what is wrong with a command; None: it can be given so. `saved`: scripts that the reader has."""
     match words:
         case ["palestra", *arguments]:
             return palestra_trouble(arguments)
@@ -37,8 +44,12 @@ def trouble(words: list[str]) -> str | None:
             return pip_trouble(arguments)
         case ["export", *settings]:
             return None if all(re.match(r"PALESTRA_[A-Z_]+=", setting) for setting in settings) else "not ours"
+        case ["python", "-m", "venv", *_]:
+            return None
+        case ["python", "-c", code]:
+            return None if ast.parse(code).body else "it does nothing"
         case ["python", script, *_]:
-            return None if (ROOT / script).is_file() else f"there is no {script}"
+            return None if script in saved or (ROOT / script).is_file() else f"there is no {script}"
         case ["curl", *arguments]:
             return curl_trouble(arguments)
         case [first, *_] if re.match(r"[A-Z_]+=", first):  # a variable for the next lines

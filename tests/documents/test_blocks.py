@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from documents.blocks import BLOCKS, BY_LANGUAGE, BY_MARK, PAGES, ROOT, SIGNATURE, Block, prose_of, summary, with_rule
-from documents.commands import lines_of, trouble
+from documents.commands import lines_of, saved_by, trouble
 from documents.links import broken, links_of
 from palestra.config import JobConfig, parse_config
 from palestra.config.section import Section, sections_of
@@ -75,7 +75,8 @@ def test_json_is_json():
 def test_commands_can_be_given_so(block):
     commands = list(lines_of(block))
     assert commands
-    assert {" ".join(words): said for words in commands if (said := trouble(words)) is not None} == {}
+    saved = saved_by(block.page)
+    assert {" ".join(words): said for words in commands if (said := trouble(words, saved)) is not None} == {}
 
 
 @named(with_rule(SIGNATURE))

@@ -8,7 +8,7 @@ import runpy
 
 import numpy as np
 import pytest
-from frameworks.playing import ENVIRONMENT, missing
+from frameworks.playing import PEERS, missing
 from machine import require
 
 from documents.blocks import ROOT
@@ -174,7 +174,7 @@ def test_without_its_framework_a_recipe_says_what_to_install(tmp_path):
 @pytest.mark.frameworks
 @pytest.mark.skipif(missing() is not None, reason=f"{missing()}; `make frameworks` makes it")
 def test_the_recipe_with_a_framework(tmp_path):
-    (packages,) = ENVIRONMENT.glob("lib/python3*/site-packages")
+    (packages,) = PEERS.glob("frameworks/lib/python3*/site-packages")
     done = run("framework_agent", tmp_path, *SMALL, PYTHONPATH=str(packages))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1/1" in done.stdout

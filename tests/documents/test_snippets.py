@@ -17,7 +17,7 @@ from documents.blocks import BY_LANGUAGE, BY_MARK, ROOT, Block, blocks_of, with_
 from documents.recipes import environment_of
 from palestra_worlds import FrozenLake
 
-README, WAYS = ROOT / "README.md", ROOT / "docs/how-to/start.md"
+README, WAYS = ROOT / "README.md", ROOT / "docs/how-to/ways-to-train.md"
 URL, RUN = "http://127.0.0.1:7411", "runs/job"  # where the snippets look for a server
 SERVED = "http://127.0.0.1:7500"  # where they look for an environment server
 JOB_ID = "job-1f3a5c7e9b2d4f60"  # that of a snippet

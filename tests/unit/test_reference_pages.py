@@ -21,7 +21,7 @@ def made():
     return pages()
 
 
-@pytest.mark.parametrize("name", ["metrics.md", "doctor.md", "configuration.md", "api.md", "python.md"])
+@pytest.mark.parametrize("name", ["metrics.md", "doctor.md", "configuration.md", "api.md", "python.md", "commands.md"])
 def test_the_page_in_the_repository_is_what_the_code_says(made, name):
     assert (DOCS / name).read_text() == made[name], "run `make docs`"
 
