@@ -47,7 +47,7 @@ def describe(kind: str, data: Mapping[str, Any], policy: str) -> str:
         return _step(data, one_line(policy))
     if kind == "warning":
         return one_line(f"warning: {data['text']}")
-    if kind in (*LOSSES, "tasks_grouped"):
+    if kind in (*LOSSES, "tasks_grouped", "judge_doubtful"):
         return one_line(data["text"])
     if kind == "serving":
         return one_line(f"serving {data['model']}")

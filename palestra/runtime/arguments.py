@@ -134,6 +134,11 @@ def with_judge(config: JobConfig, reward: RewardFunction | None) -> JobConfig:
         return config
     if config.judge not in (None, reward):
         raise ConfigError("`reward` is a judge, and the configuration has another one in `judge`; leave one out")
+    if type(reward) not in JudgeConfig.alternatives():
+        name = type(reward).__name__
+        raise ConfigError(
+            f"the judge {name} is not installed: its package names it by an entry point of palestra.judges"
+        )
     if config.trains_several:
         raise ConfigError("a judge scores whole episodes, and several policies are trained; train one policy a job")
     return config.model_copy(update={"judge": reward})

@@ -99,7 +99,7 @@ class Console:
             self._say(self._step_line(data))
         elif kind == "warning":
             self._say(_warning(data["text"]))
-        elif kind in (*LOSSES, STUCK, "tasks_grouped"):
+        elif kind in (*LOSSES, STUCK, "tasks_grouped", "judge_doubtful"):
             self._say(one_line(data["text"]))
 
     def finished(self, state: str, checkpoints: Mapping[str, Path]) -> None:

@@ -12,7 +12,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from judge_server import Asked, judging
@@ -20,11 +20,14 @@ from judge_server import Asked, judging
 import palestra
 from palestra import JobConfig
 from palestra.cli.main import main
-from palestra.errors import EpisodesLost
+from palestra.config import JudgeConfig
+from palestra.envs.judge import JudgedGroup, VerdictBook
+from palestra.errors import ConfigError, EpisodesLost
 from palestra.runtime.local import local_job
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.records import EpisodeRecord, Task
 from palestra_judges import Criterion, Relative, Rubric
+from palestra_judges.relative import RelativeJudge
 
 TASKS = [{"id": f"t{n}", "prompt": f"say {n}"} for n in range(3)]
 
@@ -217,3 +220,34 @@ async def test_who_does_not_come_in_time_is_discarded_and_the_others_are_judged(
     found = rows(tmp_path / "run", "SELECT state, reason FROM episodes ORDER BY sample_index")
     assert [row["state"] for row in found] == ["completed", "completed", "discarded"]
     assert found[2]["reason"].startswith("judge_failed: not played 0.2 s after the first")
+
+
+class Longest(JudgeConfig):
+    """A judge that no entry point names."""
+
+    kind: Literal["longest"] = "longest"
+
+
+def test_a_judge_that_no_package_names_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"names it by an entry point of palestra\.judges"):
+        palestra.train(reward=Longest(), tasks=TASKS, config=config(tmp_path / "run"), quiet=True)
+
+
+def test_what_a_judge_leaves_out_is_discarded_and_so_is_what_it_breaks_on(tmp_path, monkeypatch, capsys):
+    async def opened(self: RelativeJudge, book: VerdictBook) -> list[str]:
+        return ["a doubtful judge"]
+
+    async def judge(self: RelativeJudge, group: JudgedGroup, book: VerdictBook) -> dict[str, dict[str, float]]:
+        if group.group_index == 1:
+            raise ZeroDivisionError("a bug of the judge")
+        return {name: {"rank": 1.0} for name in sorted(group.waiting)[1:]}
+
+    monkeypatch.setattr(RelativeJudge, "open", opened)
+    monkeypatch.setattr(RelativeJudge, "judge", judge)
+    palestra.train(reward=Relative(url="http://127.0.0.1:9"), tasks=TASKS, config=config(tmp_path / "run", steps=1))
+    assert "a doubtful judge" in capsys.readouterr().out
+    found = rows(tmp_path / "run", "SELECT * FROM episodes ORDER BY group_index, sample_index")
+    reasons = [row["reason"] for row in found]
+    assert reasons[:4] == ["judge_failed: the judge left it out", None, None, None]
+    assert all(reason.startswith("judge_failed: ZeroDivisionError: a bug") for reason in reasons[4:8])
+    assert [row["state"] for row in found[:4]] == ["discarded", *["completed"] * 3]
