@@ -1,7 +1,7 @@
 """Compiled functions for the operations between a Llama layer's matrix products, and for decoding layers.
 
 Between two products torch has a dozen small operators. In an engine they take longer to call than to compute, and in a
-trainer's gradient each reads and writes memory once more (docs/explanation/benchmarks.md). `cpu_kernels.c` has them as
+trainer's gradient each reads and writes memory once more (docs/benchmarks.md). `cpu_kernels.c` has them as
 a few bfloat16 functions, which the machine's C compiler compiles in a second or two on first use. Without a compiler
 `TorchOperators` computes the same, and rounds at the same points. A decoding pass has few rows, so its products take as
 long as reading the weights; each of its layers is one call.
