@@ -130,7 +130,7 @@ engines: $(DEV) $(VLLM)/installed.txt  ## sample from the real vLLM, and train w
 	$(BIN)/pytest tests/engines tests/unit/bench -m engines
 
 PROGRAMS := chromium chromium-headless-shell bwrap git tar Xvfb xdotool prlimit
-DEBIAN := chromium chromium-headless-shell bubblewrap git tar xvfb xdotool util-linux python3-tk
+DEBIAN := chromium chromium-headless-shell bubblewrap libseccomp2 git tar xvfb xdotool util-linux python3-tk
 
 machine:  ## install the programs that tests use beside Python (a browser, a sandbox, a screen), where apt-get is and one is missing
 	@for one in $(PROGRAMS); do command -v $$one > /dev/null || missing=1; done; test -z "$$missing" \
