@@ -18,14 +18,12 @@ class Bounds:
         compile_cpu_seconds: of compiling and a few random replies.
         compile_wall_seconds: of compiling on a busy machine.
         lexer_states: states of the lexer's automaton, about 2 kB each.
-        tree_places: a grammar with at most so many positions in its replies is stored as a `GrammarTree`; 0: none.
     """
 
     compile_cpu_seconds: float = 2.0
     memory_mib: int = 128
     compile_wall_seconds: float = 20.0
     lexer_states: int = 50_000
-    tree_places: int = 256
 
 
 BOUNDS = Bounds()

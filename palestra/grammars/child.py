@@ -14,7 +14,6 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -25,24 +24,22 @@ from palestra.grammars.vocabulary import GrammarVocabulary
 from palestra.grammars.walking import compile_grammar, make_tokenizer, walk_grammar
 from palestra.process.channel import BlockingChannel, Call, Failed, Result, raw
 from palestra.process.child import die_with_parent
-from palestra.process.codec import SentError, decode, encode
+from palestra.process.codec import SentError
 from palestra.process.stub import method_of
 
 _PAGE = resource.getpagesize()
 _STACK = 1 << 20  # less than a thread has, which compiles the same grammar afterwards
 _PROBES, _PROBE_TOKENS = 3, 12  # how many random replies of a new grammar are tried, and their length
-_MOST_BRANCHES = 64  # tokens that may follow at one place of a grammar that is walked whole
-Tree = tuple[list[list[tuple[int, int]]], int]
 
 
 class GrammarCompiler:
     """Executes the calls of `GrammarWorker`, one after the other."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Create the compiler.
+        """Load nothing yet.
 
         Args:
-            connection: anything that arrives there cancels the running compilation.
+            connection: anything that arrives there while a grammar is compiled ends that.
         """
         self._connection = connection
         self._tokenizer: LLTokenizer  # made by `load`, the first call
@@ -51,15 +48,13 @@ class GrammarCompiler:
         """Load the tokenizer of a vocabulary; None: every byte is a token."""
         self._tokenizer = make_tokenizer(vocabulary)
 
-    def examine(self, grammar: str, bounds: Bounds) -> Tree | None:
-        """Compile a grammar in a fork, try some of its replies, and return its tree and the length of a mask.
-
-        The tree lists for each position the allowed tokens and the position after each, -1 at the end of the reply.
-        None: it has too many positions.
+    def examine(self, grammar: str, bounds: Bounds) -> None:
+        """Compile a grammar in a fork, and walk some of its replies.
 
         Raises:
-            InvalidRequest: `llguidance` cannot read the grammar.
-            GrammarRefused: the grammar exceeds a limit.
+            InvalidRequest: `llguidance` can't read the grammar.
+            GrammarRefused: the grammar is over a bound.
+            EngineFailure: the fork was ended from outside, or by the caller.
         """
         reading, writing = os.pipe()
         pid = os.fork()
@@ -74,12 +69,8 @@ class GrammarCompiler:
             found = answer.read()
         if status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
             raise _reason(status, bounds)
-        problem: str
-        tree: Tree | None
-        problem, tree = decode(tuple[str, Tree | None], found)
-        if problem:
-            raise refusal(problem)
-        return tree
+        if found:
+            raise refusal(found.decode())
 
 
 def main(connection: socket.socket) -> None:
@@ -103,7 +94,7 @@ def _fork(answer: int, tokenizer: LLTokenizer, grammar: str, bounds: Bounds) -> 
         for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
             signal.setitimer(timer, 0.0)
         with open(answer, "wb") as file:
-            file.write(encode(found))
+            file.write(found.encode())
         code = 0
     except MemoryError:
         code = 1
@@ -125,66 +116,28 @@ def _confine(bounds: Bounds) -> None:
     signal.setitimer(signal.ITIMER_REAL, bounds.compile_wall_seconds)
 
 
-def _examine(tokenizer: LLTokenizer, grammar: str, bounds: Bounds) -> tuple[str, Tree | None]:
-    """Return the reason for refusing a grammar ("": it is usable), and its tree, if it has few replies.
+def _examine(tokenizer: LLTokenizer, grammar: str, bounds: Bounds) -> str:
+    """Return why a grammar can't be used, "" if it can.
 
-    A few random replies are tried, because some grammars compile quickly and become expensive after a few tokens.
+    A few random replies are walked, because some grammars compile quickly and become expensive after a few tokens.
     """
     try:
         start = compile_grammar(tokenizer, grammar, bounds.lexer_states)
-        masks = [mask for seed in range(_PROBES) for mask in _probe(start, tokenizer.eos_token, random.Random(seed))]
+        for seed in range(_PROBES):
+            _probe(start, tokenizer.eos_token, random.Random(seed))
     except ValueError as error:
-        return str(error), None
-    nodes = _tree(start, tokenizer.eos_token, bounds.tree_places)
-    return "", None if nodes is None else (nodes, len(masks[0]))
+        return str(error)
+    return ""
 
 
-def _probe(start: LLMatcher, eos: int, draw: random.Random) -> Iterator[bytes]:
-    """Walk a random reply, and yield its masks."""
+def _probe(start: LLMatcher, eos: int, draw: random.Random) -> None:
+    """Walk a random reply."""
     matcher, tokens = start.deep_copy(), list[int]()
     for _ in range(_PROBE_TOKENS):
         (mask,) = walk_grammar(matcher, tokens[-1:], [len(tokens[-1:])])
-        yield mask
         tokens.append(_choose(mask, draw))
         if matcher.is_stopped() or tokens[-1] == eos:
             break
-
-
-def _tree(start: LLMatcher, eos: int, most: int) -> list[list[tuple[int, int]]] | None:
-    """Return all positions of the grammar's replies: the allowed tokens, and the position after each, -1 at the end.
-
-    None: there are too many positions, or one exceeds a limit; a reply that reaches it gets the error.
-    """
-    nodes: list[list[tuple[int, int]]] = [[]]
-    open_places = [(0, start)]
-    while open_places:
-        number, matcher = open_places.pop()
-        tokens = _tokens_of(matcher.compute_bitmask(), _MOST_BRANCHES)
-        if tokens is None or matcher.is_error():
-            return None
-        for token in tokens:
-            if token == eos:
-                nodes[number].append((token, -1))
-                continue
-            after = matcher.deep_copy()
-            if len(nodes) >= most or not after.consume_token(token):
-                return None
-            nodes[number].append((token, len(nodes)))
-            open_places.append((len(nodes), after))
-            nodes.append([])
-    return nodes
-
-
-def _tokens_of(mask: bytes, most: int) -> list[int] | None:
-    """Return the tokens that a mask allows, in order; None: more than `most`."""
-    bits = int.from_bytes(mask, "little")
-    if bits.bit_count() > most:
-        return None
-    tokens = []
-    while bits:
-        tokens.append((bits & -bits).bit_length() - 1)
-        bits &= bits - 1
-    return tokens
 
 
 def _choose(mask: bytes, draw: random.Random) -> int:

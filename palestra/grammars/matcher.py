@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,20 +14,20 @@ from palestra.grammars.walking import walk_grammar
 _LIMITS = ("fuel", "too many", "too large", "too complex", "unable to determine", "max is")  # in llguidance's errors
 
 
-class Matcher(ABC):
+class Matcher:
     """A reply's position in its grammar. `Grammars.advance` updates the masks of many matchers together.
 
     Attributes:
         mask: int32 [ceil(V / 32)], little-endian, as bytes: one bit for each token that may follow.
     """
 
-    def __init__(self, mask: bytes) -> None:
-        """Begin a reply.
+    def __init__(self, matcher: LLMatcher, mask: bytes) -> None:
+        """Stand at the beginning of a reply.
 
         Args:
-            mask: the tokens that may come first.
+            mask: the tokens with which a reply may begin.
         """
-        self.mask = mask
+        self._matcher, self.mask = matcher, mask
         self.pending: list[int] = []
         self.closed = False
 
@@ -36,29 +35,12 @@ class Matcher(ABC):
         """Append a token that the mask allows; `Grammars.advance` then checks it and computes the next mask."""
         self.pending.append(token)
 
-    @abstractmethod
     def advance(self) -> None:
-        """Accept the pending tokens and update the mask.
+        """Accept the pending tokens and renew the mask.
 
         Raises:
-            InvalidRequest: a token does not match the grammar.
-            GrammarRefused: a token exceeds a limit.
+            InvalidRequest: a token does not match the grammar, or is over a limit.
         """
-
-    @abstractmethod
-    def walk(self, tokens: Sequence[int], wanted: Sequence[int], keep: bool = True) -> NDArray[np.int32]:
-        """Return the masks at some positions of a reply, int32 [W, B]; see `Grammars.walk`."""
-
-
-class WalkedMatcher(Matcher):
-    """A reply's position in a grammar that `llguidance` evaluates."""
-
-    def __init__(self, matcher: LLMatcher, mask: bytes) -> None:
-        super().__init__(mask)
-        self._matcher = matcher
-
-    def advance(self) -> None:
-        """Accept the pending tokens and update the mask; errors as in `Matcher.advance`."""
         try:
             (self.mask,) = walk_grammar(self._matcher, self.pending, [len(self.pending)])
         except ValueError as error:
@@ -66,7 +48,7 @@ class WalkedMatcher(Matcher):
         self.pending = []
 
     def walk(self, tokens: Sequence[int], wanted: Sequence[int], keep: bool = True) -> NDArray[np.int32]:
-        """Return the masks at some positions of a reply; requires a matcher at the start of its reply."""
+        """Return the masks at some places of a reply, int32 [W, B], from its beginning; see `Grammars.walk`."""
         masks = bytearray()  # writable, as torch wants it
         try:
             for mask in walk_grammar(self._matcher, tokens, frozenset(wanted)):

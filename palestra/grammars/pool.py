@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, PalestraError, TooManyRequests
 from palestra.grammars.bounds import BOUNDS, Bounds
-from palestra.grammars.matcher import Matcher, WalkedMatcher, refusal
-from palestra.grammars.tree import GrammarTrees, TreeMatcher
+from palestra.grammars.matcher import Matcher, refusal
 from palestra.grammars.verdicts import Verdicts
 from palestra.grammars.vocabulary import GrammarVocabulary
 from palestra.grammars.walking import compile_grammar, make_tokenizer, walk_grammar
 from palestra.grammars.worker import GrammarWorker
 
-MOST_KEPT = 32  # compiled grammars
+MOST_KEPT = 256  # compiled grammars, of about 20 kB each; every position of a game may have one
 MOST_WAITING = 256  # grammars that wait to be compiled; more are refused with 429
 
 
@@ -71,7 +70,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         # By digest of the grammar's text; least recently used first.
         self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
-        self._trees, self._verdicts = GrammarTrees(), Verdicts()
+        self._verdicts = Verdicts()
         self._compiling: dict[tuple[bytes, bool], _Compilation] = {}
 
     async def check(self, grammar: str, field: str) -> None:
@@ -167,12 +166,10 @@ class Grammars:
         """Return a matcher of a compiled grammar, else None."""
         with self._lock:
             self._verdicts.is_usable(key)
-            if (tree := self._trees.get(key)) is not None:
-                return TreeMatcher(tree)
             if (found := self._compiled.get(key)) is None:
                 return None
             self._compiled.move_to_end(key)
-        return WalkedMatcher(found.start.deep_copy(), found.mask)
+        return Matcher(found.start.deep_copy(), found.mask)
 
     def _blocking_matcher(self, grammar: str) -> Matcher:
         """Return a matcher for a thread that may block, as `matcher` does for tasks."""
@@ -239,29 +236,26 @@ class Grammars:
 
     def _examine(self, key: bytes, grammar: str, compilation: _Compilation) -> None:
         """Have a grammar compiled where it can do no harm, and remember the verdict."""
-        refused, tree = None, None
+        refused = None
         self._worker.start()
         with self._lock:
             if compilation.given_up:
                 raise CancelledError
             compilation.examined = True
         try:
-            tree = self._worker.examine(grammar, self._bounds)
+            self._worker.examine(grammar, self._bounds)
         except InvalidRequest as error:
             refused = error
         with self._lock:
             compilation.examined = False
             self._verdicts.learn(key, refused)
-            if tree is not None:
-                for forgotten in self._trees.keep(key, tree):
-                    self._verdicts.forget(forgotten)
         if refused is not None:
             raise refused
 
     def _compile(self, key: bytes, grammar: str) -> None:
-        """Compile a grammar that can be used, and keep it, unless its tree is known."""
+        """Compile a grammar that can be used, and keep it."""
         with self._lock:
-            if self._trees.get(key) is not None or key in self._compiled:
+            if key in self._compiled:
                 return
         if self._tokenizer is None:
             self._tokenizer = make_tokenizer(self._vocabulary)

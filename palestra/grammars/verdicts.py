@@ -44,10 +44,6 @@ class Verdicts:
         if len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
 
-    def forget(self, key: bytes) -> None:
-        """Remove the result of a grammar."""
-        self._known.pop(key, None)
-
     def clear(self) -> None:
         """Remove all results."""
         self._known.clear()

@@ -14,12 +14,9 @@ from typing import Any
 
 from palestra.errors import EngineFailure
 from palestra.grammars.bounds import Bounds
-from palestra.grammars.child import Tree
-from palestra.grammars.tree import GrammarTree
 from palestra.grammars.vocabulary import GrammarVocabulary
 from palestra.process.channel import BlockingChannel, Call, Cancel, Failed, Message, Result, raw
 from palestra.process.child import popen
-from palestra.process.codec import decode
 
 _START_SECONDS = 120.0  # enough to load a tokenizer of a few hundred thousand tokens on a busy machine
 # The environment variables that the process inherits: none that holds a key.
@@ -79,24 +76,23 @@ class GrammarWorker:
             raise EngineFailure("the process for grammars did not start; see the server's log") from error
         ours.settimeout(None)
 
-    def examine(self, grammar: str, bounds: Bounds) -> GrammarTree | None:
-        """Compile a grammar, try some replies, and return its tree, or None if it is too large; call `start` first.
+    def examine(self, grammar: str, bounds: Bounds) -> None:
+        """Compile a grammar and try some replies; call `start` first.
 
         Raises:
             InvalidRequest: `llguidance` cannot read the grammar.
             GrammarRefused: the grammar exceeds a limit.
         """
-        tree = decode(Tree | None, self._ask("examine", grammar, bounds))
-        return None if tree is None else GrammarTree(*tree)
+        self._ask("examine", grammar, bounds)
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        """Return the answer to a call, or raise its error."""
+    def _ask(self, method: str, *arguments: Any) -> None:
+        """Wait for the answer to a call, or raise its error."""
         with contextlib.suppress(OSError), self._lock:
             if self._channel is not None:
                 self._channel.send(Call(next(self._ids), method, raw(arguments)))
         match next(self._answers, None):
-            case Result(value=value):
-                return value
+            case Result():
+                return
             case Failed(error=error) if error is not None:
                 raise error.error()
         self._end()

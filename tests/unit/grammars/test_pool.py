@@ -19,12 +19,10 @@ import pytest
 
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, TooManyRequests
 from palestra.grammars import pool, verdicts
-from palestra.grammars import tree as trees
-from palestra.grammars.bounds import BOUNDS as SHIPPED
+from palestra.grammars.bounds import BOUNDS
 from palestra.grammars.pool import Grammars
 
 WORDS = 'start: "ab" | "cd"\n'
-BOUNDS = replace(SHIPPED, tree_places=0)  # llguidance walks a small grammar, too
 ROOMY = replace(BOUNDS, memory_mib=4096)
 
 
@@ -295,71 +293,13 @@ async def test_a_reply_that_is_over_is_not_walked(make):
     assert grammars.advance([matcher]) == [None]
 
 
-LETTERS = of_schema({"enum": list("ABCDEFGHI")})
-
-
-def paths(follow, tokens=()):
-    """Yield every reply and beginning of a reply of at most twelve tokens, and the tokens that may follow it."""
-    following = allowed(follow(tokens))
-    yield tokens, following
-    for token in sorted(following - {EOS}):
-        if len(tokens) < 12:
-            yield from paths(follow, (*tokens, token))
-
-
-EOS = 261  # of the tokenizer in which every byte is a token
-
-
-@pytest.mark.parametrize(
-    "grammar", [WORDS, LETTERS, 'start: "a" | "ab" | "abc"\n', 'start: ""\n', 'start: "\u00e4" | "\u00f6"\n']
-)
-async def test_a_small_grammar_has_the_masks_of_llguidance_and_needs_none_of_it(make, grammar):
-    walked, tree = make(), make(SHIPPED)
-    await tree.check(grammar, "choices")
-    found = list(paths(lambda tokens: tree.following(grammar, tokens).tobytes()))
-    assert not tree._compiled
-    assert found == list(paths(lambda tokens: walked.following(grammar, tokens).tobytes()))
-    for tokens, following in found:
-        if EOS in following:
-            reply = [*tokens, EOS]
-            walks = [one.walk(grammar, reply, range(len(reply))) for one in (tree, walked)]
-            assert np.array_equal(*walks)
-            assert tree.walk(grammar, reply, range(len(reply)), keep=False).shape == (0, walks[0].shape[1])
-        stray = next(token for token in range(256) if token not in following)
-        with pytest.raises(InvalidRequest, match=f"token {stray} does not satisfy"):
-            tree.walk(grammar, [*tokens, stray], [])
-
-
-async def test_replies_of_a_small_grammar_advance_apart_and_a_wrong_token_ends_one(make):
-    grammars = make(SHIPPED)
-    one, other = await grammars.matcher(WORDS), await grammars.matcher(WORDS)
-    one.accept(ord("a"))
-    assert grammars.advance([one, other]) == [None, None]
-    assert (allowed(one.mask), allowed(other.mask)) == ({ord("b")}, {ord("a"), ord("c")})
-    one.accept(ord("x"))
-    other.accept(ord("c"))
-    error, fine = grammars.advance([one, other])
-    assert isinstance(error, GrammarRefused)
-    assert fine is None
-    assert allowed(other.mask) == {ord("d")}
-    for matcher in (one, other):
-        grammars.release(matcher)
-        grammars.release(matcher)
-
-
-@pytest.mark.parametrize("grammar", ["start: /[a-z]{3}/\n", "start: /a+/\n", of_schema({"type": "integer"})])
-async def test_a_large_grammar_has_no_tree(make, grammar):
-    grammars = make(SHIPPED)
-    await grammars.matcher(grammar)
-    assert (len(grammars._trees), len(grammars._compiled)) == (0, 1)
-
-
-async def test_trees_used_least_recently_are_forgotten_and_found_again(make, monkeypatch):
-    monkeypatch.setattr(trees, "MOST_TREE_TOKENS", 14)
-    grammars = make(SHIPPED)
-    texts = [f'start: "{word}" | "cd"\n' for word in ("ab", "xy", "uv")]  # six tokens each
-    for text in texts:
-        await grammars.check(text, "choices")
-    assert (len(grammars._trees), grammars._trees.tokens) == (2, 12)
-    assert allowed((await grammars.matcher(texts[0])).mask) == {ord("a"), ord("c")}
-    assert (len(grammars._trees), grammars._trees.tokens) == (2, 12)
+@pytest.mark.parametrize("grammar", [WORDS, 'start: "a" | "ab" | "abc"\n', 'start: "\u00e4" | "\u00f6"\n'])
+async def test_a_stray_token_of_a_reply_is_refused_wherever_it_stands(make, grammar):
+    grammars, reply = make(), list(grammar.split('"')[1].encode())
+    for place in range(len(reply)):
+        (mask,) = grammars.walk(grammar, reply[:place], [place])
+        assert allowed(grammars.following(grammar, reply[:place]).tobytes()) == allowed(mask.tobytes())
+        assert reply[place] in allowed(mask.tobytes())
+        with pytest.raises(InvalidRequest):
+            grammars.walk(grammar, [*reply[:place], ord("!")], [])
+    assert grammars.walk(grammar, reply, range(len(reply)), keep=False).size == 0
