@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from sqlalchemy import Column, Connection, Engine, NullPool, select, tuple_
+from sqlalchemy import Column, Connection, Engine, NullPool, bindparam, select, tuple_
 
 from palestra.database.sqlite import MOST_VALUES, open_engine, sqlite_connection
 from palestra.errors import NotFound, PalestraError, StoreError
@@ -179,15 +179,14 @@ def trained_steps(connection: Connection, rows: Sequence[Any]) -> dict[str, int]
         connection: from `browse`.
         rows: of `episodes`.
     """
-    members = sorted({row.group_index for row in rows if row.kind == "train"})
     wanted, found = {row.episode_id for row in rows}, dict[str, int]()
-    for start in range(0, len(members), MOST_VALUES):
-        of_groups = groups.c.group_index.in_(members[start : start + MOST_VALUES])
-        steps = select(groups.c.step).where(groups.c.kind == "train", of_groups)
-        batches = select(manifests.c.step, manifests.c.episode_ids).where(manifests.c.step.in_(steps))
-        for step, names in connection.execute(batches):
-            with suppress(ValueError, TypeError):  # a damaged batch says nothing of any episode
-                found |= dict.fromkeys(wanted.intersection(orjson.loads(names)), step)
+    step_of = select(groups.c.step).where(groups.c.kind == "train", groups.c.group_index == bindparam("group"))
+    members = {row.group_index for row in rows if row.kind == "train"}
+    # One by one: for a list of groups SQLite would read an index of all.
+    for step in {connection.execute(step_of, {"group": group}).scalar() for group in members}:
+        names = connection.execute(select(manifests.c.episode_ids).where(manifests.c.step == step)).scalar() or "[]"
+        with suppress(ValueError, TypeError):  # a damaged batch says nothing of any episode
+            found |= dict.fromkeys(wanted.intersection(orjson.loads(names)), step)
     return found
 
 

@@ -31,7 +31,8 @@ _OF_STEP = (
 )
 _OPEN = (
     select(groups.c.kind, groups.c.step, groups.c.group_index, func.count())
-    .join(episodes, _OF_GROUP)
+    # The sum keeps SQLite from looking up the episodes of every group.
+    .join(episodes, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index + 0))
     .where(episodes.c.state.in_([state.value for state in OPEN_STATES]))
     .group_by(groups.c.kind, groups.c.group_index)
 )
