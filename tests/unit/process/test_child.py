@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.process.child import MALLOC_VARIABLE, kept_command, kept_ending, malloc_without_caches, popen
+from palestra.process.child import MALLOC_VARIABLE, computing, kept_command, kept_ending, malloc_without_caches, popen
 from palestra.process.keeper import members_of
 
 PROGRAM = """
@@ -47,7 +47,8 @@ def test_a_program_gets_its_variables_and_the_settings_if_it_computes(tmp_path, 
     with ours:
         with theirs:
             variables = kept | {"PYTHONPATH": str(tmp_path), "MARK": "ä b"}
-            process = popen("says_its_variables", theirs, variables, computes=computes)
+            given = computing(variables) if computes else variables
+            process = popen(("-m", "says_its_variables"), theirs, given)
         ours.settimeout(60)
         said = ours.makefile("rb").read().decode()
     assert process.wait(60) == 0
