@@ -54,10 +54,11 @@ async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the
             own -= {metric.name for metric in IMPORTANCE_METRICS} if mode == "none" else set()
             expected = {metric.name for metric in metric_tables()["Every run"]} | {f"train/{name}" for name in own}
             expected -= {"train/rewards/NAME", "validation/rewards/NAME"}  # of jobs with named rewards
+            expected -= {name for name in expected if name.startswith("judge/")}  # of jobs with a judge
             assert set().union(*rows(tmp_path / f"{name} {mode}")) == expected
             named |= expected
     unused = {"nll", "log_ratio_squared"}  # of losses of the Tinker API that no policy gradient names
-    beside = {name for name in metric_names() if name.startswith((*WITH_A_CRITIC, "train/teacher_kl"))}
+    beside = {name for name in metric_names() if name.startswith((*WITH_A_CRITIC, "train/teacher_kl", "judge/"))}
     beside |= {metric.name for metric in ROLE_METRICS}  # where several agents are rewarded
     beside |= {f"train/{metric.name}" for metric in (*SAC.metrics, *TwinValueLoss.metrics)}
     unused |= {"rewards/NAME"}
