@@ -44,7 +44,7 @@ def trouble(words: list[str], saved: Sequence[str] = ()) -> str | None:
             return pip_trouble(arguments)
         case ["export", *settings]:
             return None if all(re.match(r"PALESTRA_[A-Z_]+=", setting) for setting in settings) else "not ours"
-        case ["python", "-m", "venv", *_]:
+        case ["python", "-m", "venv", *_] | ["source", ".venv/bin/activate"]:
             return None
         case ["python", "-c", code]:
             return None if ast.parse(code).body else "it does nothing"
