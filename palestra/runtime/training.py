@@ -205,12 +205,7 @@ async def play_until_over(server: JobThread, user: Rollouts) -> None:
     job = await server.start()
     try:
         async with AsyncClient(job.url, job.api_key, worker_id=OWN_WORKER) as client:
-            if user.tasks or user.validation_tasks:
-                await client.push_tasks(user.tasks, user.validation_tasks)
-            if user.rollout is None:
-                await server.ended.wait()
-                return
-            await race(Worker(client, user.rollout, user.concurrency).run(), server.ended.wait())
+            await race(_push_and_play(client, user, server.ended), server.ended.wait())
     except Exception:
         # The job saves what it has trained before the error is raised: the job's thread ends with the process.
         server.stop()
@@ -220,3 +215,12 @@ async def play_until_over(server: JobThread, user: Rollouts) -> None:
         raise
     finally:
         server.stop()
+
+
+async def _push_and_play(client: AsyncClient, user: Rollouts, ended: asyncio.Event) -> None:
+    if user.tasks or user.validation_tasks:
+        await client.push_tasks(user.tasks, user.validation_tasks)
+    if user.rollout is None:
+        await ended.wait()
+    else:
+        await Worker(client, user.rollout, user.concurrency).run()

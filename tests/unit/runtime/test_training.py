@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,23 @@ def test_a_role_that_the_environment_lacks_and_a_policy_that_plays_nothing_are_r
     with pytest.raises(ConfigError, match=said):
         palestra.train(environment=environment, tasks=tasks, config=config, quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+class DyingJob:
+    """A job whose server is gone before it takes a request."""
+
+    def __init__(self, port: int) -> None:
+        self.url, self.api_key, self.ended = f"http://127.0.0.1:{port}", "key", asyncio.Event()
+
+    async def start(self) -> DyingJob:
+        asyncio.get_running_loop().call_later(0.2, self.ended.set)
+        return self
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rollout", [None, lambda task, endpoint: 1.0])
+async def test_a_job_that_ends_before_it_has_its_tasks_is_not_waited_for(unused_tcp_port, rollout):
+    async with asyncio.timeout(10):
+        await training.play_until_over(DyingJob(unused_tcp_port), training.Rollouts(rollout, [{"a": 1}], [], 1))
