@@ -85,7 +85,7 @@ def model_folder(name: str, ask: bool = True) -> Path | str:
         return _made_once(f"{TINY_QWEN_VL}-1", make_tiny_qwen)
     if Path(name).is_dir():
         return Path(name)
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") != 1:
         raise ModelError(
             f"model {name!r}: no such folder; known names are {', '.join(map(repr, BUILT_IN))}, "
             "anything else is a folder or a Hugging Face name such as 'org/model'"

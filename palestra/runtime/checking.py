@@ -280,9 +280,7 @@ def _models(config: JobConfig) -> Iterator[CheckFinding]:
         try:
             models[name] = _, facts = read_facts(policy.model)
         except ModelError as error:
-            yield CheckFinding(
-                key=f"policies.{name}.model", text=f"model {policy.model!r}: {str(error).splitlines()[0]}"
-            )
+            yield CheckFinding(key=f"policies.{name}.model", text=_of_model(policy.model, error))
             continue
         if facts.context is not None and policy.max_context > facts.context and policy.max_context != DEFAULT_CONTEXT:
             yield CheckFinding(
@@ -294,7 +292,7 @@ def _models(config: JobConfig) -> Iterator[CheckFinding]:
             folder, facts = read_facts(model)
             references[folder] = facts
         except ModelError as error:
-            yield CheckFinding(key=key, text=f"model {model!r}: {str(error).splitlines()[0]}")
+            yield CheckFinding(key=key, text=_of_model(model, error))
     needed = memory_of(config, models, references)
     if (found := shortage(config, needed)) is not None:
         yield CheckFinding(key="engine" if config.engine.started_count > 1 else "model", text=str(found))
@@ -337,3 +335,8 @@ def _disk(config: JobConfig, sizes: ModelMemory) -> Iterator[CheckFinding]:
     elif sizes.versions > GIB // 10:
         text = f"the past versions of pools take up to {sizes.versions / GIB:.1f} GiB of the disk"
         yield CheckFinding(key="roles", text=text, fatal=False)
+
+
+def _of_model(model: str, error: Exception) -> str:
+    text = str(error).splitlines()[0]
+    return text if repr(model) in text else f"model {model!r}: {text}"

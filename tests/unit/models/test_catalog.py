@@ -15,7 +15,7 @@ def test_a_folder_is_taken_as_it_is(tmp_path):
     assert model_folder(str(tmp_path)) == tmp_path
 
 
-@pytest.mark.parametrize("name", ["nonsense", "./not/there", "/not/there", "~/not/there", "a/b/c"])
+@pytest.mark.parametrize("name", ["nonsense", "./not/there", "/not/there", "~/not/there", "a/b/c", "nope/"])
 def test_another_name_is_refused_with_the_known_ones(name):
     with pytest.raises(ModelError, match=r"SmolLM2-135M-Instruct.*tiny-random"):
         model_folder(name)
