@@ -11,7 +11,7 @@ from rich.text import Text
 from palestra.store.browsing import EpisodeSummary
 from palestra.store.search import DamagedEpisode
 from palestra.terminal import one_line
-from palestra.types.progress import duration
+from palestra.types.progress import duration, short_number
 
 NOTE = 24  # columns of a terminal below which a note gets a line of its own
 INDENT = "    "
@@ -70,8 +70,8 @@ def episode_lines(
 def rewards_of(row: EpisodeSummary) -> str:
     """Return an episode's reward as text; for several agents each one's, because those of a game sum to 0."""
     if row.rewards is None or len(row.rewards) < 2:
-        return "" if row.reward is None else f"{row.reward:.3g}"
-    found = [f"{agent} {reward:.3g}" for agent, reward in row.rewards.items()]
+        return "" if row.reward is None else short_number(row.reward)
+    found = [f"{agent} {short_number(reward)}" for agent, reward in row.rewards.items()]
     more = [f"… ({len(found)} agents)"] if len(found) > AGENTS else []
     return one_line(", ".join([*found[:AGENTS], *more]))
 

@@ -31,7 +31,7 @@ from palestra.store.tables import episodes
 from palestra.terminal import one_line
 from palestra.types.control_wire import BaseView, ClusterView, JobView, NodeView, ServerView
 from palestra.types.metrics import names_of_policies
-from palestra.types.progress import duration
+from palestra.types.progress import duration, short_number
 from palestra.types.states import EpisodeState
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -132,7 +132,8 @@ def curve_lines(rows: Sequence[Mapping[str, float]], width: int) -> list[Rendera
     for label, name in found:
         values = [row[name] for row in rows if name in row]
         bars = sparkline(values, min(max(width - room - 30, 8), BROADEST))
-        text = f"{one_line(label):<{room}}{bars} {values[-1]:.3g} ({min(values):.3g} to {max(values):.3g})"
+        last, least, most = map(short_number, (values[-1], min(values), max(values)))
+        text = f"{one_line(label):<{room}}{bars} {last} ({least} to {most})"
         lines.append(Text(text))
     return lines
 
@@ -180,14 +181,14 @@ def calls_table(calls: Sequence[SlowCall], width: int, now: float) -> Table:
 
 def number(value: float | None) -> str:
     """Return a number with three digits; empty for None."""
-    return "" if value is None else f"{value:.3g}"
+    return "" if value is None else short_number(value)
 
 
 def _rewards(sole: float | None, by_policy: Mapping[str, float]) -> str:
     """Return a mean reward as text; each policy's if several are trained."""
     if not by_policy:
         return number(sole)
-    return one_line(" ".join(f"{policy} {value:.3g}" for policy, value in by_policy.items()))
+    return one_line(" ".join(f"{policy} {short_number(value)}" for policy, value in by_policy.items()))
 
 
 JOBS = 30  # the newest

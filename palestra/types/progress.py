@@ -190,6 +190,11 @@ class JobProgress:
         return max(steps * a_step - done, 0.0) + evaluations
 
 
+def short_number(value: float) -> str:
+    """Return a number with three digits: `0.0333`, `1.5`, `1,350`; from a million `1.35e+06`."""
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
 def duration(seconds: float) -> str:
     """Return a rounded duration, such as `8 s`, `3 min` or `2.5 h`."""
     if seconds < 100:

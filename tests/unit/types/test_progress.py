@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from palestra.errors import IllegalTransition
-from palestra.types.progress import JobProgress, exact_duration
+from palestra.types.progress import JobProgress, exact_duration, short_number
 from palestra.types.states import JobState
 
 
@@ -59,3 +59,19 @@ def test_a_first_step_that_warms_up_and_evaluations_that_come_are_seen_after_the
 )
 def test_an_exact_duration_is_not_rounded(seconds, words):
     assert exact_duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.03333, "0.0333"),
+        (-1.5, "-1.5"),
+        (999.4, "999"),
+        (999.6, "1,000"),
+        (-1352.4, "-1,352"),
+        (2e6, "2e+06"),
+    ],
+)
+def test_a_short_number_of_thousands_is_written_out(value, text):
+    assert short_number(value) == text
