@@ -87,7 +87,8 @@ def transaction(connection: sa.Connection) -> Iterator[None]:
         yield
         (connection if connection.in_transaction() else driver).commit()
     except BaseException:
-        (connection if connection.in_transaction() else driver).rollback()
+        connection.rollback()  # also after a COMMIT that failed, when SQLAlchemy holds a transaction that is inactive
+        driver.rollback()
         raise
 
 

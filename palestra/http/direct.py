@@ -28,13 +28,13 @@ class Direct(Request):
             ClientDisconnect: the client closed the connection.
         """
         message = await receive()
-        body = message.get("body", b"")
+        found = [message.get("body", b"")]
         while message.get("more_body"):
             message = await receive()
-            body += message.get("body", b"")
+            found.append(message.get("body", b""))
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        self._body = body
+        self._body = b"".join(found)
 
 
 class JsonAnswer(Response):

@@ -32,7 +32,8 @@ async def until_disconnect(scope: Scope, work: Coroutine[Any, Any, T]) -> T:
     caller = asyncio.current_task()
     assert caller is not None
     cancelled_before = caller.cancelling()
-    connection.on_lost = caller.cancel
+    connection.flow.resume_reading()  # uvicorn pauses it for a long body, and a paused socket does not say that it ends
+    mine = connection.on_lost = caller.cancel
     try:
         return await work
     except asyncio.CancelledError:
@@ -40,4 +41,5 @@ async def until_disconnect(scope: Scope, work: Coroutine[Any, Any, T]) -> T:
             raise ClientDisconnect from None
         raise
     finally:
-        connection.on_lost = None
+        if connection.on_lost is mine:  # else of the next request on this connection
+            connection.on_lost = None

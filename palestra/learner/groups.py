@@ -153,7 +153,7 @@ async def _settle(
 ) -> tuple[dict[int, GroupState], bool]:
     """Settle the groups of a step that are complete: with dynamic sampling only up to the first one that is not.
 
-    Returns the states of all by group index, and whether one has to be replaced now.
+    Returns the states of all by group index, and whether there is something new to play.
     """
     now = await store.groups.now("train", step)
     states = {group.group_index: group.state for group in now}
@@ -180,7 +180,7 @@ async def _settle(
         await store.groups.settle("train", following)
     if again:
         await store.groups.register_again("train", step, again)
-    return states | following, any(state in REPLACED for state in following.values())
+    return states | following, bool(again) or any(state in REPLACED for state in following.values())
 
 
 def _complete(group: GroupNow) -> bool:

@@ -53,7 +53,11 @@ _OF_NEXT = ("episode_id", "kind", "group_index", "sample_index", "task_id", "fen
 _TAKE_NEXT = Prepared(
     sa.update(episodes)
     .prefix_with("OR IGNORE")
-    .where(episodes.c.episode_id == func.coalesce(*map(_first, CLAIM_ORDER)))
+    .where(
+        episodes.c.episode_id == func.coalesce(*map(_first, CLAIM_ORDER)),
+        # An episode that this claim took and gave back still has its id, so that no other row forbids the change.
+        episodes.c.claim_request_id.is_distinct_from(bindparam("v_claim_request_id")),
+    )
     .values(
         {name: bindparam(f"v_{name}") for name in ("worker_id", "claim_request_id", "lease_seconds", "claimed_at")}
         | {"state": EpisodeState.CLAIMED.value, "fence": episodes.c.fence + 1, "attempts": episodes.c.attempts + 1}

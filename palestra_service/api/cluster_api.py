@@ -1,7 +1,5 @@
 """Routes for the cluster: machines, free resources, and draining."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import accumulate

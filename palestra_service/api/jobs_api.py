@@ -1,7 +1,5 @@
 """Routes for jobs: submit, list, cancel, and read their logs, events and files."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import stat

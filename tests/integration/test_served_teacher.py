@@ -31,6 +31,11 @@ TASKS = [{"id": f"t{number}", "prompt": f"{number} + 2 ="} for number in range(4
 FLOAT32 = {"dtype": "float32", "threads": 1}
 
 
+@pytest.fixture(autouse=True)
+def without_retries(monkeypatch):
+    monkeypatch.setattr("palestra.learner.teacher.RETRY_SECONDS", 0.0)
+
+
 @pytest.fixture
 def teacher_model(tmp_path) -> Path:
     """Another model than the student's: its matrices are larger."""
@@ -95,7 +100,7 @@ def distance(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> floa
 
 
 def address(job, **more) -> dict:
-    return {"teacher_server": {"url": job.url, "key_variable": "TEACHERS_KEY", "retry_seconds": 0.0} | more}
+    return {"teacher_server": {"url": job.url, "key_variable": "TEACHERS_KEY"} | more}
 
 
 async def test_a_server_finds_of_each_token_what_the_trainers_copy_does(tmp_path, teacher_model, monkeypatch):

@@ -240,6 +240,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 @example(reply=Reply("a\x85b\u2028c\u2029d", 500, [], 1))  # ends of lines for some clients
 @example(reply=Reply(CALL.replace("1", "9" * 30), 500, [], 1))
 @example(reply=Reply("<think>hm, é", 12, [], 0))
+@example(reply=Reply("<think>think</think>x", 500, [], 0))
 @example(reply=Reply("<think>hm, é\n</think>\n\nhm", 500, [], 0))
 @example(reply=Reply(f"Well.\n{CALL}\nEND", 500, ["END"], 1))
 def test_whatever_is_replied_is_told_alike(served, reply):
@@ -255,7 +256,7 @@ def test_whatever_is_replied_is_told_alike(served, reply):
     messages = anthropic(served, reply, False)
     assert anthropic(served, reply, True) == messages
     assert messages[0] == said._replace(thought=0)
-    end = raw.find(said.reasoning) + len(said.reasoning)
+    end = raw.find(said.reasoning, raw.find(">") + 1) + len(said.reasoning)
     assert said.thought == (min(len(raw[:end].encode()), len(tokens)) if said.reasoning else 0)
     assert (messages[1] in reply.stop) if messages[1] is not None else (why != "stop" or tokens[-1] == STOP)
     if not reply.stop:  # a field that responses do not have

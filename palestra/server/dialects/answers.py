@@ -30,14 +30,16 @@ def fingerprint(chats: Sequence[Chat]) -> str:
 
 
 def reasoning_tokens(chat: Chat, bytes_of: TokenBytes) -> int:
-    """Return how many of the sampled tokens wrote the reasoning, the tags before it included."""
+    """Return how many of the sampled tokens wrote the reasoning, the tag before it included."""
     reasoning = chat.reply.reasoning_content
     if not reasoning:
         return 0
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = [decoder.decode(bytes_of(token)) for token in chat.completion_ids.tolist()]
     texts[-1] += decoder.decode(b"", final=True)  # a character that the token limit has cut
-    end = "".join(texts).find(reasoning) + len(reasoning)
+    text = "".join(texts)
+    start = text.find(reasoning, text.find(">") + 1)  # after the tag, which may have the same words
+    end = max(start, 0) + len(reasoning)
     return min(bisect_left(list(accumulate(map(len, texts))), end) + 1, len(texts))
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
+from palestra.http.app import build_app
 from palestra.http.disconnects import until_disconnect
 from palestra.http.protocol import CONNECTION
+from palestra.http.server import listen, served
+from palestra.types.wire import ErrorAnswer
 
 
 class Connection:
@@ -17,6 +22,7 @@ class Connection:
 
     def __init__(self) -> None:
         self.lost = False
+        self.flow = SimpleNamespace(resume_reading=lambda: None)
         self.on_lost: Callable[[], object] | None = None
         self.scope = {CONNECTION: self}
 
@@ -107,3 +113,43 @@ async def test_work_for_a_client_that_has_gone_is_not_begun():
     with pytest.raises(ClientDisconnect):
         await until_disconnect(connection.scope, work())
     assert begun == []
+
+
+async def test_the_watch_of_the_next_request_outlasts_the_one_before_it():
+    connection = Connection()
+    first = asyncio.create_task(until_disconnect(connection.scope, asyncio.sleep(0.02)))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(until_disconnect(connection.scope, asyncio.sleep(60)))
+    await first
+    connection.go()
+    with pytest.raises(ClientDisconnect):
+        await second
+
+
+@pytest.mark.parametrize("size", [1_000, 300_000])  # uvicorn stops reading a socket of which 64 KiB wait
+async def test_a_server_notices_that_the_client_of_a_long_body_goes(size):
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def authenticate(request: Request) -> int:
+        return 1_000_000
+
+    app = build_app("t", "t", authenticate, 1_000_000)
+
+    async def work(request: Request) -> Response:
+        began.set()
+        try:
+            await until_disconnect(request.scope, asyncio.sleep(60))
+        finally:
+            ended.set()
+        return Response()
+
+    app.add_direct("/work", work, ErrorAnswer)
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    async with served(app, listener), asyncio.timeout(20):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /work HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size)
+        await writer.drain()
+        await began.wait()
+        writer.close()
+        await ended.wait()
