@@ -78,7 +78,8 @@ class HostedJob:
         """Tell a connection that is new which versions the trainer has."""
         self._said.clear()
         for policy in sorted(self._trained):
-            self.say_version(policy)
+            with contextlib.suppress(NotFound):  # it is being removed
+                self.say_version(policy)
 
     def say_version(self, policy: str) -> None:
         """Tell the job which version the trainer has of a policy, where it has changed."""

@@ -139,7 +139,7 @@ class Link:
         if isinstance(message, Call):
             self._check_open()
             streams = is_stream(message.method)
-            oldest = message.id if streams else min(self._calls, default=message.id)
+            oldest = min(self._calls, default=message.id)
             data = _checked(written(event("oldest", oldest), message), self._most_bytes)
             (self._replies if streams else self._calls)[message.id] = data
         elif isinstance(message, Cancel) and self._replies.pop(message.id, None) is not None:

@@ -215,7 +215,7 @@ def kept_command(lifeline: int, seconds: float, command: Sequence[str], folders:
 
 def kept_ending(code: int) -> str:
     """Return how a program has ended that a `keeper` has run, by the keeper's exit code."""
-    return ending(128 - code if code > 128 else code)
+    return ending(128 - code if 128 < code <= 192 else code)  # 255 is a code that programs end with
 
 
 def last_line(log: Path) -> str:

@@ -78,7 +78,7 @@ def check_values(data: bytes, most: int) -> None:
     at, left, found = 0, 1, 0
     while left:
         found, left = found + 1, left - 1
-        if found > most or left > len(data) - at:
+        if found > most or left >= len(data) - at:
             raise InvalidRequest(f"a message has at most {most:,} values")
         length, extra, each = _LAYOUT[data[at]]
         at += 1 + length

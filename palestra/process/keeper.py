@@ -2,7 +2,8 @@
 
 A program of its own, `python keeper.py DESCRIPTOR SECONDS [--remove FOLDER]… COMMAND …`, that leads a session. It
 imports nothing of Palestra, so that it starts fast and stays small. The descriptor is a pipe whose other end the owner
-keeps: it is closed however the owner ends, also by SIGKILL. The command has the keeper's standard input, output and
+keeps: it is closed however the owner ends, also by SIGKILL. SIGTERM, SIGHUP and SIGINT do the same as its end, and
+SIGQUIT gives the command no time. The command has the keeper's standard input, output and
 error, and SECONDS from SIGTERM to SIGKILL. The folders are removed at the end: sockets, and weights in shared memory.
 """
 
@@ -17,6 +18,7 @@ import time
 
 LAST_SECONDS = 3.0  # for what is left when the command has ended: Python's process that removes shared memory, say
 _LOOK_SECONDS = 0.02
+_ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)  # the command, if its keeper gets it
 
 
 def main() -> int:
@@ -29,20 +31,23 @@ def main() -> int:
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    caught = [number for number in _ENDS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    for number in (signal.SIGCHLD, *caught):
+        signal.signal(number, lambda number, frame: None)
     child = os.fork()
     if child == 0:
-        _become(command, lifeline)
+        _become(command, lifeline, caught)
     with contextlib.suppress(OSError):  # the child does the same, and may have been first
         os.setpgid(child, child)
     for descriptor in (0, 1):  # the command's alone, so that it sees the end of its input, and its reader its end
         os.close(descriptor)
-    ended, status = 0, 0
-    while not ended and lifeline not in select.select([lifeline, woken], [], [])[0]:
-        os.read(woken, 512)
+    ended, status, numbers = 0, 0, b""
+    while not (ended or set(caught) & set(numbers)) and lifeline not in select.select([lifeline, woken], [], [])[0]:
+        numbers = os.read(woken, 512)
         ended, status = os.waitpid(child, os.WNOHANG)
     _signal(child, signal.SIGTERM)
-    until = time.monotonic() + (min(seconds, LAST_SECONDS) if ended else seconds)
+    seconds = 0.0 if signal.SIGQUIT in numbers else min(seconds, LAST_SECONDS) if ended else seconds
+    until = time.monotonic() + seconds
     while (not ended or _others()) and time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)
         if not ended:
@@ -61,13 +66,14 @@ def main() -> int:
     return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
-def _become(command: list[str], lifeline: int) -> None:
+def _become(command: list[str], lifeline: int, caught: list[signal.Signals]) -> None:
     """Turn this process, a new one, into the command."""
     try:
         os.setpgid(0, 0)
         os.close(lifeline)
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, *caught):
+            signal.signal(number, signal.SIG_DFL)
         os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"{command[0]}: {error.strerror}\n".encode())

@@ -69,7 +69,8 @@ class Method:
 @cache
 def method_of(kind: Any, name: str) -> Method:
     """Return the signature of a public method of a class or protocol."""
-    function = None if name.startswith("_") else inspect.getattr_static(kind, name, None)
+    classes = () if name.startswith("_") else getattr(kind, "__mro__", ())  # not its metaclass, which has `register`
+    function = next((vars(one)[name] for one in classes if name in vars(one)), None)
     if not inspect.isfunction(function):
         raise InvalidRequest(f"there is no method {name!r}")
     return Method.of(function)

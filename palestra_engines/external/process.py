@@ -159,7 +159,10 @@ class ServerProcess:
 
         The keeper, and Python's process that removes what the server has in shared memory, end by themselves then.
         """
-        for process in members_of(self._popen.pid):
+        members = members_of(self._popen.pid)
+        if not members:  # the system does not tell, or all have ended
+            self._popen.send_signal(signal.SIGQUIT)
+        for process in members:
             if process != self._popen.pid and not _is_tracker(process):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)

@@ -28,6 +28,8 @@ from palestra.errors import (
     Unauthorized,
 )
 from palestra.models.saved_weights import SavedWeights
+from palestra.process.channel import Call, raw
+from palestra.process.codec import decode
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.calls import GrammarSpan, MediaSpan, PolicyVersion, SamplingParams
@@ -35,6 +37,7 @@ from palestra_bases import link
 from palestra_bases.base import SamplerSpec
 from palestra_bases.engine import RemoteEngine
 from palestra_bases.link import Link
+from palestra_bases.protocol import read
 from palestra_bases.server import BackendServer
 from palestra_bases.trainer import RemoteTrainer
 from unit.building import engine_request, make_sample
@@ -286,6 +289,17 @@ async def test_a_connection_that_is_lost_is_made_again_and_each_call_is_executed
     assert await asyncio.wait_for(reading, 30) == wanted  # every token once, in order
     assert trainer.version("policy") == PolicyVersion(0, 5)
     assert not engine._link.is_lost
+
+
+async def test_a_reply_does_not_say_that_earlier_calls_are_answered(base):
+    _, trainer = await base.job()
+    link = trainer._link
+    link._is_connected.clear()  # nothing is sent
+    link.send(Call(901, "trainer.weights", raw(("policy",))))
+    link.send(Call(902, "engine.generate", raw(())))
+    event, _ = read(link._replies[902])
+    assert decode(int, event.value) == 901
+    link._calls.clear()
 
 
 async def test_a_job_that_does_not_come_back_is_forgotten_and_one_that_says_goodbye_at_once(base, parts):

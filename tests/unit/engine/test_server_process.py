@@ -91,6 +91,16 @@ def test_a_server_is_ready_when_it_answers_and_ends_with_all_of_its_processes(tm
     process.stop()  # once more changes nothing
 
 
+def test_a_server_is_killed_where_the_system_does_not_tell_its_processes(tmp_path, monkeypatch):
+    process, address = process_of(SERVER, tmp_path)
+    process.wait_until_ready(address, "/health", 30)
+    monkeypatch.setattr("palestra_engines.external.process.members_of", lambda session: [])
+    process.kill()
+    until_gone(process.pid)
+    assert "SIGKILL" in process.ended() or "SIGTERM" in process.ended()
+    process.stop()
+
+
 def test_a_server_that_ends_says_why(tmp_path):
     process, address = process_of(LOG, tmp_path)
     with pytest.raises(ModelError, match="can't serve this model: ValueError: Head size 16 is not supported") as raised:

@@ -200,3 +200,9 @@ async def test_a_call_of_a_closed_channel_fails(ends):
 @pytest.mark.parametrize(("code", "said"), [(3, "code 3"), (-9, "SIGKILL"), (-40, "signal 40")])
 def test_how_a_process_ended_is_said_in_words(code, said):
     assert said in ending(code)
+
+
+@pytest.mark.parametrize("name", ["register", "mro", "__init__", "none"])
+def test_what_is_no_method_of_a_protocol_is_refused(name):
+    with pytest.raises(InvalidRequest, match="there is no method"):
+        method_of(Adder, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -76,3 +77,27 @@ def test_a_keeper_ends_all_that_a_program_has_left_and_says_how_that_ended(numbe
     assert kept_ending(kept.wait(30)) == words
     assert not members_of(kept.pid)
     os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [("SIGTERM", "SIGTERM"), ("SIGHUP", "SIGTERM"), ("SIGINT", "SIGTERM"), ("SIGQUIT", "SIGKILL")],
+)
+def test_a_keeper_that_is_asked_to_end_ends_its_program(number, words):
+    theirs, ours = os.pipe()
+    ignores = "import signal; signal.signal(15, signal.SIG_IGN); " if number == "SIGQUIT" else ""
+    command = [sys.executable, "-S", "-c", f"{ignores}print('up', flush=True); import time; time.sleep(600)"]
+    seconds = 600.0  # which SIGQUIT does not wait
+    with subprocess.Popen(
+        kept_command(theirs, seconds, command), pass_fds=(theirs,), stdout=subprocess.PIPE, start_new_session=True
+    ) as kept:
+        os.close(theirs)
+        assert kept.stdout.readline() == b"up\n"
+        kept.send_signal(getattr(signal, number))
+        assert kept_ending(kept.wait(30)) == f"was killed by {words}"
+    assert not members_of(kept.pid)
+    os.close(ours)
+
+
+def test_a_code_that_is_no_signals_is_said_as_it_is():
+    assert kept_ending(255) == "ended with code 255"

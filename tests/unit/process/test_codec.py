@@ -176,6 +176,11 @@ def test_too_many_values_are_refused_before_they_are_made(unit):
     tracemalloc.stop()
 
 
+def test_bytes_that_end_before_their_last_value_are_refused():
+    with pytest.raises(InvalidRequest):
+        check_values(b"\x92\xa9123456789", 5)
+
+
 def test_a_path_leads_to_the_same_file_in_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert decode(Path, encode(Path("run"))) == tmp_path / "run"

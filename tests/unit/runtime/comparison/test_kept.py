@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
+from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra_lab.comparison.kept import KeptResults
 from palestra_lab.comparison.results import machine, read_results
@@ -87,3 +89,9 @@ def test_a_file_of_a_later_version_is_refused(tmp_path):
     (tmp_path / "results.json").write_text('{"format": 2, "runs": {}}')
     with pytest.raises(ConfigError, match="format 2"):
         kept_of(tmp_path)
+
+
+def test_the_comparison_of_this_repository_can_be_extended():
+    found = json.loads(Path(__file__).parents[4].joinpath("docs", "comparison.json").read_bytes())
+    for entry in found["runs"].values():
+        JobConfig.model_validate(entry["settings"]["config"])
