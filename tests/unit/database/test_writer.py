@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 from functools import partial
 
@@ -240,3 +241,23 @@ async def test_statements_of_the_driver_are_committed_with_those_of_sqlalchemy_o
     await asyncio.gather(*(writer.submit(driver(x, fails=x == 6)) for x in (5, 6, 7)), return_exceptions=True)
     with engine.connect() as connection:
         assert connection.exec_driver_sql("SELECT x FROM t ORDER BY x").scalars().all() == [1, 2, 3, 5, 7]
+
+
+async def test_the_writer_goes_on_after_a_commit_that_failed(tmp_path):
+    engine = open_engine(tmp_path / "t.db", "NORMAL")
+    with engine.begin() as connection:
+        connection.exec_driver_sql("CREATE TABLE t (x INTEGER PRIMARY KEY)")
+        connection.exec_driver_sql("CREATE TABLE u (x REFERENCES t (x) DEFERRABLE INITIALLY DEFERRED)")
+
+    def strict(connection: sqlite3.Connection, _: object) -> None:
+        connection.execute("PRAGMA foreign_keys=ON")  # so that COMMIT fails, and no statement before it
+
+    sa.event.listen(engine, "connect", strict)
+    engine.dispose()
+    writer = Writer(engine, partial(store_error, tmp_path / "t.db"), transaction=transaction)
+    with pytest.raises(sa.exc.IntegrityError):
+        await writer.submit(lambda connection: connection.exec_driver_sql("INSERT INTO u VALUES (1)") and None)
+    assert await writer.submit(insert(1)) == 10
+    writer.close()
+    engine.dispose()
+    assert values(tmp_path / "t.db") == [1]

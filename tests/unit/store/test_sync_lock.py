@@ -91,3 +91,12 @@ async def test_a_cancelled_sync_lets_episodes_be_claimed(store):
     syncing.cancel()
     await asyncio.gather(syncing, return_exceptions=True)
     assert await store.episodes.claim("w", "r1", None) is not None
+
+
+async def test_a_repeated_claim_of_an_episode_that_was_given_back_is_over_even_if_it_is_the_next_one(store):
+    await register(store, size=1)
+    first = await claim(store, "r0")
+    await store.episodes.abort(first.episode_id, first.fence, "given back", discard=False)
+    with pytest.raises(ClaimOver):
+        await store.episodes.claim("w", "r0", None)
+    assert (await store.episodes.claim("w", "r1", None)).fence == 2
