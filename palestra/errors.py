@@ -35,6 +35,7 @@
     ├── TeacherFailed                503  the server that teaches did not score a step's tokens
     ├── JudgeFailed              503  a judge gave no verdict that can be used
     ├── JudgeBudgetSpent         500  a judge has used up the tokens that it may
+    ├── JudgeUnavailable         500  a judge could not be asked for a long time
     ├── InvalidAlgorithm         500  an algorithm or a loss does not keep to what these have to do
     ├── InvalidEnvironment       500  an environment does not keep to what environments have to do
     ├── EnvironmentFailed        500  an environment has failed, and no action of an agent is to blame
@@ -390,6 +391,10 @@ class JudgeFailed(PalestraError):
 
 class JudgeBudgetSpent(PalestraError):
     """A judge has used up `judge.token_budget`: the job ends, and goes on with a larger one where it stopped."""
+
+
+class JudgeUnavailable(PalestraError):
+    """A judge could not be asked for a long time: the job ends, discards nothing, and goes on where it stopped."""
 
 
 class InvalidEnvironment(PalestraError):

@@ -13,7 +13,7 @@ import httpx2
 import orjson
 
 from palestra.envs.judge import VerdictBook
-from palestra.errors import ConfigError, JudgeBudgetSpent, JudgeFailed
+from palestra.errors import ConfigError, JudgeBudgetSpent, JudgeFailed, JudgeUnavailable
 from palestra.http_clients import async_http_client
 from palestra_judges.questions import Question
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MOST_BYTES = 256 * 1024  # of an answer
 LONGEST_PAUSE_SECONDS = 10.0
+OUTAGE_SECONDS = 60.0  # for which a server that can't be asked is waited for
 REFUSED = (401, 403, 404)  # asking again, or about another episode, would change nothing
 TOO_MUCH = (400, 413, 422)  # this question can't be answered, perhaps because it is too long
 
@@ -87,24 +88,31 @@ class JudgeModel:
         Raises:
             JudgeFailed: no answer could be read.
             JudgeBudgetSpent: the tokens are used up.
+            JudgeUnavailable: the server could not be asked for OUTAGE_SECONDS.
         """
-        tokens, started = 0, time.monotonic()
+        number, calls, tokens, started = 0, 0, 0, time.monotonic()
+        outage: _Outage | None = None
         async with self._free:
-            for number in range(self._config.retries + 1):
+            while True:
                 self._check_budget()
+                calls += 1
                 try:
                     text, used = await self._once(question, number, question.seed + number + 1000 * repeat)
                     self._spent += used
                     tokens += used
+                    if not text.strip():
+                        raise JudgeFailed("the judge said nothing")
                     value = read(text)
+                except _Unavailable as error:
+                    outage = outage or _Outage()
+                    await outage.wait(error)
                 except JudgeFailed as error:
                     if number == self._config.retries or isinstance(error, _Final):
                         raise JudgeFailed(str(error)) from error
                     await asyncio.sleep(min(0.1 * 4**number, LONGEST_PAUSE_SECONDS))
+                    number, outage = number + 1, None
                 else:
-                    seconds = time.monotonic() - started
-                    return Answered(value=value, calls=number + 1, tokens=tokens, seconds=seconds)
-        raise AssertionError("the last attempt returns or raises")
+                    return Answered(value=value, calls=calls, tokens=tokens, seconds=time.monotonic() - started)
 
     def _check_budget(self) -> None:
         budget = self._config.token_budget
@@ -115,7 +123,7 @@ class JudgeModel:
             )
 
     async def _once(self, question: Question, number: int, seed: int) -> tuple[str, int]:
-        """Return the model's text, and the tokens of prompt and reply."""
+        """Return the model's text, which may be empty, and the tokens of prompt and reply."""
         body = {
             "model": self._model,
             "messages": question.messages,
@@ -130,13 +138,12 @@ class JudgeModel:
         except TimeoutError:
             raise JudgeFailed(f"the judge did not answer within {limit:g} s") from None
         except httpx2.HTTPError as error:
-            raise JudgeFailed(f"the judge can't be asked: {str(error) or type(error).__name__}") from error
+            raise _Unavailable(f"the judge can't be asked: {str(error) or type(error).__name__}") from error
         try:
             text = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise JudgeFailed("the judge's server answered with something that is no chat completion") from None
-        if not isinstance(text, str) or not text.strip():
-            raise JudgeFailed("the judge said nothing")
+        text = text if isinstance(text, str) else ""
         return text, _tokens(answer, question, text)
 
     async def _sent(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
@@ -149,12 +156,15 @@ class JudgeModel:
                 data += piece
                 if len(data) > MOST_BYTES:
                     raise JudgeFailed(f"the judge's answer has more than {MOST_BYTES // 1024} KiB")
-            status = reply.status_code
+            status, pause = reply.status_code, reply.headers.get("retry-after", "")
         said = data[:200].decode(errors="replace")
         if status in REFUSED:
             raise ConfigError(f"judge: {self._url} refuses to judge ({status}): {said!r}")
         if status in TOO_MUCH:
             raise _Final(f"the judge's server refused the question ({status}): {said!r}")
+        if status == 429 or status >= 500:
+            seconds = float(pause) if pause.isdecimal() else 0.0
+            raise _Unavailable(f"the judge's server answered {status}: {said!r}", seconds)
         if status != 200:
             raise JudgeFailed(f"the judge's server answered {status}: {said!r}")
         try:
@@ -165,6 +175,32 @@ class JudgeModel:
 
 class _Final(JudgeFailed):
     """A failure that asking again would not mend."""
+
+
+class _Unavailable(JudgeFailed):
+    """The server can't be asked now; `pause` seconds are what it asks for."""
+
+    def __init__(self, text: str, pause: float = 0.0) -> None:
+        super().__init__(text)
+        self.pause = pause
+
+
+class _Outage:
+    """The time since a server can't be asked."""
+
+    def __init__(self) -> None:
+        self._until, self._pause = time.monotonic() + OUTAGE_SECONDS, 0.1
+
+    async def wait(self, error: _Unavailable) -> None:
+        """Wait before the next attempt; raise JudgeUnavailable when it has lasted too long."""
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise JudgeUnavailable(
+                f"{error} (for {OUTAGE_SECONDS:g} s); no episode was discarded: when the judge can be asked again, go "
+                "on with --resume (in a script resume=True)"
+            ) from error
+        await asyncio.sleep(min(max(error.pause, self._pause), left))
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
 
 
 def _tokens(answer: Any, question: Question, text: str) -> int:

@@ -58,7 +58,9 @@ class JudgeServer:
     asked: list[Asked] = field(default_factory=list)
 
 
-Answer = Callable[[Asked], Any]  # a text; or (status, body) of the whole HTTP answer
+Answer = Callable[
+    [Asked], Any
+]  # a text; or (status, body, retry-after) of the whole HTTP answer, the last of which may be left out
 
 
 @contextmanager
@@ -86,8 +88,10 @@ def judging(answer: Answer) -> Iterator[JudgeServer]:
             whole = {"choices": [{"message": {"content": said}}], "usage": {"total_tokens": 100}}
             self.send(200, json.dumps(whole).encode())
 
-        def send(self, status: int, body: bytes) -> None:
+        def send(self, status: int, body: bytes, retry_after: str = "") -> None:
             self.send_response(status)
+            if retry_after:
+                self.send_header("retry-after", retry_after)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

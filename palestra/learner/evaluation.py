@@ -10,6 +10,7 @@ from palestra.config import AlgorithmConfig, Roles
 from palestra.store import Groups
 from palestra.types.metrics import of_policy
 from palestra.types.records import EpisodeRecord, Task
+from palestra.types.states import EpisodeState
 
 
 async def validate(
@@ -32,16 +33,17 @@ async def validate(
     await groups.register_many("validation", done, {first + n: (task,) for n, task in enumerate(tasks)}, 1)
     await groups.wait_settled("validation", done)
     episodes = [episode for _, members in await groups.of_step("validation", done) for episode in members]
+    scored = [e for e in episodes if e.state is EpisodeState.COMPLETED and e.rewards is not None]
     replies, cut = await groups.replies_of_step("validation", done)
     row = {
-        "validation/scored": float(sum(e.rewards is not None for e in episodes)),
+        "validation/scored": float(len(scored)),
         "validation/total": float(len(episodes)),
         "validation/replies": float(replies),
         "validation/replies_cut": float(cut),
         "validation/attempts_replayed": float(sum(e.replays for e in episodes)),
         "time/validation_seconds": time.monotonic() - started,
     }
-    return row | (_means_of_rivals(episodes, roles) if roles.rivals else _means(episodes, roles, algorithm))
+    return row | (_means_of_rivals(scored, roles) if roles.rivals else _means(scored, roles, algorithm))
 
 
 def _means(episodes: Sequence[EpisodeRecord], roles: Roles, algorithm: AlgorithmConfig) -> dict[str, float]:

@@ -348,7 +348,7 @@ def summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
         sample_index=row.sample_index,
         task_id=row.task_id,
         state=row.state,
-        rewards=None if row.rewards is None else _object(row.rewards, float, int),
+        rewards=None if row.rewards is None or row.state != "completed" else _object(row.rewards, float, int),
         calls=len(lengths),
         completion_tokens=sum(lengths),
         cut=sum(call.finish_reason == "length" for call in calls),

@@ -366,7 +366,9 @@ def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None
     if episode.state is not EpisodeState.UNJUDGED:
         return
     if rewards is None:
-        _change(connection, episode, EpisodeState.DISCARDED, {"reason": reason})
+        # What the environment gave alone is no reward of the episode.
+        unscored = dict.fromkeys(("rewards", "named_rewards", "step_rewards", "agent_step_rewards"))
+        _change(connection, episode, EpisodeState.DISCARDED, {"reason": reason, **unscored})
         return
     values: dict[str, Any] = {
         "rewards": rewards_to_json(rewards.rewards),

@@ -87,7 +87,7 @@ def episodes_of_step(connection: Connection, step: int) -> Iterator[RunSpan]:
         begins = [at for at in (row.claimed_at, began) if at is not None]
         left_out = row.reason is not None and row.reason.startswith(ON_PURPOSE)
         agent = "agent" if first is None else first
-        rewards = {} if row.rewards is None else orjson.loads(row.rewards)
+        rewards = {} if row.rewards is None or row.state != "completed" else orjson.loads(row.rewards)
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": "invoke_agent",
             "gen_ai.provider.name": PROVIDER,

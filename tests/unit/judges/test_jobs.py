@@ -22,11 +22,12 @@ from palestra import JobConfig
 from palestra.cli.main import main
 from palestra.config import JudgeConfig
 from palestra.envs.judge import JudgedGroup, VerdictBook
-from palestra.errors import ConfigError, EpisodesLost
+from palestra.errors import ConfigError, EpisodesLost, JudgeUnavailable
 from palestra.runtime.local import local_job
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.records import EpisodeRecord, Task
 from palestra_judges import Criterion, Relative, Rubric
+from palestra_judges import model as judge_model
 from palestra_judges.relative import RelativeJudge
 
 TASKS = [{"id": f"t{n}", "prompt": f"say {n}"} for n in range(3)]
@@ -100,7 +101,7 @@ def breaks(text: str) -> bool:
 
 def test_a_judge_that_fails_leaves_the_weights_of_a_run_without_those_episodes(tmp_path):
     def judge(asked: Asked) -> Any:
-        return (500, b"down") if breaks(asked.text) else long_and_odd(asked)
+        return (400, b"too long") if breaks(asked.text) else long_and_odd(asked)
 
     def reward(task: dict[str, Any], answer: str) -> dict[str, float] | None:
         digits = sum(character.isdigit() for character in answer)
@@ -113,10 +114,47 @@ def test_a_judge_that_fails_leaves_the_weights_of_a_run_without_those_episodes(t
     palestra.train(reward=reward, tasks=TASKS, config=weighed, quiet=True)
     lost = rows(tmp_path / "judged", "SELECT reason FROM episodes WHERE state = 'discarded'")
     assert len(lost) >= 2
-    assert all(row["reason"].startswith("judge_failed: the judge's server answered 500") for row in lost)
+    assert all(row["reason"].startswith("judge_failed: the judge's server refused the question (400)") for row in lost)
     query = "SELECT step, episode_ids FROM manifests"
     assert rows(tmp_path / "judged", query) == rows(tmp_path / "plain", query)
     assert weights(tmp_path / "judged") == weights(tmp_path / "plain")
+
+
+async def test_what_the_environment_gave_to_an_unjudged_episode_is_no_reward(tmp_path):
+    """In validation, in an evaluation, and in the store."""
+
+    def judge(asked: Asked) -> Any:
+        return (400, b"too long") if asked.data["question"] == "say 0" else asked.choose(lambda one: "yes")
+
+    with judging(judge) as server:
+        rubric = Rubric(url=server.url, criteria=[Criterion(name="good", text="?")])
+        settings = config(tmp_path / "run", evaluation={"every_steps": 1}, steps=1)
+        settings = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"groups_per_step": 1})})
+        done = await asyncio.to_thread(
+            palestra.train, reward=rubric, tasks=TASKS[1:], validation_tasks=TASKS, config=settings, quiet=True
+        )
+        scored = await asyncio.to_thread(
+            palestra.evaluate, config=config(tmp_path / "scored"), reward=rubric, tasks=TASKS, quiet=True
+        )
+    assert done.metrics[0]["validation/scored"] == 2
+    assert done.metrics[0]["validation/reward_mean"] == 1.0
+    assert [one.reward for one in scored.outcomes] == [None, 1.0, 1.0]
+    columns = "rewards, named_rewards, step_rewards, agent_step_rewards"
+    (lost,) = rows(tmp_path / "scored", f"SELECT {columns} FROM episodes WHERE state = 'discarded'")
+    assert set(lost.values()) == {None}
+
+
+def test_a_judge_that_is_away_ends_the_job_which_goes_on_without_a_loss(tmp_path, monkeypatch):
+    away = True
+    monkeypatch.setattr(judge_model, "OUTAGE_SECONDS", 0.3)
+    with judging(lambda asked: (503, b"busy") if away else long_and_odd(asked)) as server:
+        rubric, settings = Rubric(url=server.url, criteria=CRITERIA), config(tmp_path / "run", steps=1)
+        with pytest.raises(JudgeUnavailable, match=r"answered 503: 'busy' \(for 0.3 s\); no episode was discarded"):
+            palestra.train(reward=rubric, tasks=TASKS, config=settings, quiet=True)
+        assert {row["state"] for row in rows(tmp_path / "run", "SELECT state FROM episodes")} == {"unjudged"}
+        away = False
+        palestra.train(reward=rubric, tasks=TASKS, config=settings, resume=True, quiet=True)
+    assert {row["state"] for row in rows(tmp_path / "run", "SELECT state FROM episodes")} == {"completed"}
 
 
 SCRIPT = """

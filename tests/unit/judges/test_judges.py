@@ -202,6 +202,26 @@ async def test_a_failure_is_asked_again_and_what_can_be_read_then_counts():
     assert [(verdict.calls, verdict.tokens) for verdict in book.rows.values()] == [(2, 100)]
 
 
+async def test_a_server_that_is_away_for_a_while_is_waited_for_beside_the_retries():
+    def answer(asked: Asked) -> Any:
+        away = (429, b"slowly", "1"), (503, b"busy"), (502, b"")
+        return [*away, asked.choose(lambda one: "yes")][len(server.asked) - 1]
+
+    started = time.monotonic()
+    with judging(answer) as server:
+        (found,) = await judged(Rubric(url=server.url, criteria=[GOOD], retries=0), [group(["4"])])
+    assert found == {"train-0-0": {"good": 1.0}}
+    assert time.monotonic() - started >= 1.0
+
+
+async def test_empty_answers_count_for_the_budget():
+    with judging(lambda asked: "") as server:
+        made = Rubric(url=server.url, criteria=[GOOD], token_budget=150, max_concurrency=1)
+        found = await judged(made, [group([str(n)], n) for n in range(3)])
+        assert len(server.asked) == 2
+    assert [type(one) for one in found] == [JudgeFailed, JudgeBudgetSpent, JudgeBudgetSpent]
+
+
 async def test_a_server_that_refuses_and_a_spent_budget_end_the_job():
     with judging(lambda asked: (401, b"no key")) as server:
         (found,) = await judged(Rubric(url=server.url, criteria=[GOOD]), [group(["4"])])
