@@ -23,6 +23,7 @@ from palestra.grammars.walking import compile_grammar, make_tokenizer, walk_gram
 from palestra.grammars.worker import GrammarWorker
 
 MOST_KEPT = 256  # compiled grammars, of about 20 kB each; every position of a game may have one
+MOST_BYTES = 2 * 2**20  # of the texts of those that are kept, unless one alone has more
 MOST_WAITING = 256  # grammars that wait to be compiled; more are refused with 429
 
 
@@ -31,6 +32,7 @@ class _Compiled(NamedTuple):
 
     start: LLMatcher
     mask: bytes
+    size: int  # of its text
 
 
 class _Compilation:
@@ -265,9 +267,10 @@ class Grammars:
         except ValueError as error:
             raise refusal(str(error)) from None
         with self._lock:
-            self._compiled[key] = _Compiled(start, mask)
-            if len(self._compiled) > MOST_KEPT:
-                self._compiled.popitem(last=False)
+            self._compiled[key] = _Compiled(start, mask, len(grammar.encode()))
+            size = sum(one.size for one in self._compiled.values())
+            while len(self._compiled) > 1 and (len(self._compiled) > MOST_KEPT or size > MOST_BYTES):
+                size -= self._compiled.popitem(last=False)[1].size
 
 
 def _key(grammar: str) -> bytes:

@@ -237,6 +237,15 @@ async def test_no_more_compiled_grammars_are_kept_than_a_fixed_number(make, monk
     assert [allowed(matcher.mask) for matcher in matchers] == [{ord("z")}] * 3
 
 
+async def test_the_texts_of_kept_grammars_are_bounded_and_the_newest_is_kept(make, monkeypatch):
+    monkeypatch.setattr(pool, "MOST_BYTES", 40)
+    grammars, kept = make(), []
+    for text in ("a", "b", "c" * 20, "d" * 50, "e"):
+        await grammars.matcher(f'start: "{text}"\n')
+        kept.append([one.size for one in grammars._compiled.values()])
+    assert kept == [[11], [11, 11], [30], [60], [11]]
+
+
 async def test_what_can_not_be_compiled_is_refused_as_what_it_is(make):
     grammars = make()
     for _ in range(2):
