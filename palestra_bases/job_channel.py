@@ -11,6 +11,45 @@ from palestra.process.codec import SentError, decode
 from palestra_bases.protocol import is_stream
 
 MOST_CALLS = 4096  # of a job that are executed, or have answers that may be asked for again
+MOST_DUE = 1024  # messages that wait for the connection before nothing more is taken from it, and replies wait
+MOST_TOGETHER = 64  # messages that are sent in one, unless fewer have
+MOST_BYTES_TOGETHER = 2**20
+
+
+class Outbox:
+    """What is sent over one connection. A client that does not read has to wait, rather than fill the memory."""
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self._due: asyncio.Queue[Message] = asyncio.Queue()
+        self._room, self._closed = asyncio.Event(), False
+        self._room.set()
+
+    def put(self, message: Message) -> None:
+        """Send a message after all earlier ones."""
+        self._due.put_nowait(message)
+        if self._due.qsize() > MOST_DUE and not self._closed:
+            self._room.clear()
+
+    async def take(self) -> list[Message]:
+        """Wait for messages, and return those that are sent in one."""
+        due = [await self._due.get()]
+        size = _size(due[0])
+        while len(due) < MOST_TOGETHER and size < MOST_BYTES_TOGETHER and not self._due.empty():
+            due.append(self._due.get_nowait())
+            size += _size(due[-1])
+        if self._due.qsize() <= MOST_DUE:
+            self._room.set()
+        return due
+
+    async def room(self) -> None:
+        """Wait until there is room for more, or the connection has ended."""
+        await self._room.wait()
+
+    def close(self) -> None:
+        """Let nobody wait any more."""
+        self._closed = True
+        self._room.set()
 
 
 class JobChannel:
@@ -23,12 +62,12 @@ class JobChannel:
     def __init__(self) -> None:
         """Begin without a connection."""
         self._arrived: asyncio.Queue[Message | None] = asyncio.Queue()
-        self._outbox: asyncio.Queue[Message] | None = None
+        self._outbox: Outbox | None = None
         self._running: dict[int, bool] = {}  # calls that are executed, and whether they stream
         self._answers: dict[int, Message] = {}
         self._closed = False
 
-    def attach(self, waiting: Collection[int]) -> asyncio.Queue[Message]:
+    def attach(self, waiting: Collection[int]) -> Outbox:
         """Begin with a new connection, and return what has to be sent over it.
 
         Args:
@@ -36,11 +75,13 @@ class JobChannel:
         """
         self.detach()
         self._answers = {number: answer for number, answer in self._answers.items() if number in waiting}
-        self._outbox = asyncio.Queue()
+        self._outbox = Outbox()
         return self._outbox
 
     def detach(self) -> None:
         """End what belongs to the connection that was lost."""
+        if self._outbox is not None:
+            self._outbox.close()
         self._outbox = None
         for number in [number for number, streams in self._running.items() if streams]:
             self._cancel(number)
@@ -94,9 +135,14 @@ class JobChannel:
             self._end()
         self._post(message)
 
+    async def room(self) -> None:
+        """Wait until the connection has room for another piece of a reply."""
+        if self._outbox is not None:
+            await self._outbox.room()
+
     def _post(self, message: Message) -> None:
         if self._outbox is not None:
-            self._outbox.put_nowait(message)
+            self._outbox.put(message)
 
     async def frames(self) -> AsyncIterator[list[Message]]:
         """Yield what arrives, until the channel is closed and all calls have been executed."""
@@ -112,3 +158,7 @@ class JobChannel:
     def _end(self) -> None:
         if self._closed and not self._running:
             self._arrived.put_nowait(None)
+
+
+def _size(message: Message) -> int:
+    return len(memoryview(message.value)) if isinstance(message, Result | Piece | Event) else 0

@@ -23,11 +23,12 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from palestra.errors import ConfigError, PalestraError, Unauthorized
-from palestra.process.channel import Event, Message
+from palestra.process.channel import Event
 from palestra.threads import in_thread
 from palestra.waiting import cancelled
 from palestra_bases.base import SharedBase
 from palestra_bases.job import HostedJob, check_plain_name
+from palestra_bases.job_channel import Outbox
 from palestra_bases.protocol import (
     MOST_BYTES,
     MOST_VALUES,
@@ -160,9 +161,7 @@ class BackendServer:
             if job is not None and self._connections.get(job) is connection:
                 self._left(job)
 
-    async def _open(
-        self, tenant: str, hello: Hello, connection: ServerConnection
-    ) -> tuple[HostedJob, asyncio.Queue[Message]]:
+    async def _open(self, tenant: str, hello: Hello, connection: ServerConnection) -> tuple[HostedJob, Outbox]:
         """Return the job of a connection, and what is sent over it after the answer to its first message."""
         if hello.protocol != PROTOCOL:
             raise ConfigError(
@@ -193,7 +192,7 @@ class BackendServer:
             raise
         return job, outbox
 
-    async def _serve(self, job: HostedJob, outbox: asyncio.Queue[Message], connection: ServerConnection) -> None:
+    async def _serve(self, job: HostedJob, outbox: Outbox, connection: ServerConnection) -> None:
         """Hand over messages until the connection ends, or the job says goodbye."""
         sending = asyncio.create_task(_send_all(outbox, connection))
         try:
@@ -202,6 +201,7 @@ class BackendServer:
                     if isinstance(message, Event) and message.name == "goodbye":
                         await self._end_alone(job, connection)
                         return
+                    await outbox.room()
                     if self._connections.get(job) is connection:
                         job.channel.take(message)
         finally:
@@ -239,13 +239,13 @@ class BackendServer:
         await job.close()
 
 
-async def _send_all(outbox: asyncio.Queue[Message], connection: ServerConnection) -> None:
-    """Send messages; those that are there at the same time in one."""
-    while True:
-        due = [await outbox.get()]
-        while not outbox.empty():
-            due.append(outbox.get_nowait())
-        await connection.send(written(*due))
+async def _send_all(outbox: Outbox, connection: ServerConnection) -> None:
+    """Send messages; those that are there at the same time in one, up to a bound."""
+    try:
+        while True:
+            await connection.send(written(*await outbox.take()))
+    finally:
+        outbox.close()
 
 
 def _url(server: Server) -> str:

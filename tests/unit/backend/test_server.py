@@ -33,11 +33,12 @@ from palestra.process.codec import decode
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.calls import GrammarSpan, MediaSpan, PolicyVersion, SamplingParams
-from palestra_bases import link
+from palestra_bases import job_channel, link
 from palestra_bases.base import SamplerSpec
 from palestra_bases.engine import RemoteEngine
+from palestra_bases.job_channel import JobChannel
 from palestra_bases.link import Link
-from palestra_bases.protocol import read
+from palestra_bases.protocol import PROTOCOL, Hello, Welcome, event, first, read, written
 from palestra_bases.server import BackendServer
 from palestra_bases.trainer import RemoteTrainer
 from unit.building import engine_request, make_sample
@@ -250,6 +251,50 @@ async def test_bytes_that_are_no_message_close_their_own_connection_alone(base, 
     assert await reply(engine)
 
 
+async def test_a_job_that_does_not_read_is_not_read_either_and_gets_every_answer_later(base):
+    hello, name, count = Hello(PROTOCOL, "job", "process", []), "trainer." + "x" * 4_000, 3_000
+
+    async def send(connection) -> None:
+        for number in range(1, count + 1):
+            await connection.send(written(event("oldest", number), Call(number, name, raw(()))))
+
+    keys = [("authorization", "Bearer key-of-ada")]
+    path = base.address.removeprefix("unix:")
+    async with unix_connect(path, additional_headers=keys, max_queue=1, compression=None) as connection:
+        await connection.send(written(event("hello", hello)))
+        first(await connection.recv(), "welcome", Welcome)
+        sending = asyncio.create_task(send(connection))
+        assert not (await asyncio.wait({sending}, timeout=1.5))[0]
+        answered = []
+        while len(answered) < count:
+            found = read(await asyncio.wait_for(connection.recv(), 30))
+            assert len(found) <= 64
+            answered += [one.id for one in found]
+        await sending
+    assert answered == list(range(1, count + 1))
+
+
+async def test_replies_wait_for_room_and_for_no_connection_that_has_ended(monkeypatch):
+    monkeypatch.setattr(job_channel, "MOST_DUE", 3)
+    channel = JobChannel()
+    outbox = channel.attach([])
+    for number in range(4):
+        await asyncio.wait_for(channel.room(), 1)
+        channel.send(event("version", number))
+    waiting = asyncio.create_task(channel.room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert len(await outbox.take()) == 4
+    await asyncio.wait_for(waiting, 1)
+    for number in range(4):
+        channel.send(event("version", number))
+    waiting = asyncio.create_task(channel.room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    channel.detach()
+    await asyncio.wait_for(waiting, 1)
+
+
 async def test_two_keys_of_one_connection_are_refused(base, caplog):
     keys = [("authorization", "Bearer key-of-ada")] * 2
     with pytest.raises(InvalidStatus, match="401"):
@@ -297,8 +342,8 @@ async def test_a_reply_does_not_say_that_earlier_calls_are_answered(base):
     link._is_connected.clear()  # nothing is sent
     link.send(Call(901, "trainer.weights", raw(("policy",))))
     link.send(Call(902, "engine.generate", raw(())))
-    event, _ = read(link._replies[902])
-    assert decode(int, event.value) == 901
+    oldest, _ = read(link._replies[902])
+    assert decode(int, oldest.value) == 901
     link._calls.clear()
 
 
