@@ -61,16 +61,23 @@ def digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()
 
 
-def work_of(trajectory: Trajectory, sees: str, task_keys: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a judge sees of an episode: what was asked, and what was done."""
+def work_of(
+    trajectory: Trajectory, agent: str | None, sees: str, task_keys: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a judge sees of an episode: what was asked, and what was done.
+
+    Args:
+        agent: whose answer is judged; None: that of the one that spoke last.
+    """
     task = {key: trajectory.episode.task.data[key] for key in task_keys if key in trajectory.episode.task.data}
     asked: dict[str, Any] = {"task": task} if task else {}
     chats = trajectory.chats
     if not chats:
         return asked, {"reply": None}
     if sees == "answer":
-        asked["question"] = next((m.text for m in reversed(chats[-1].messages) if m.role != "assistant"), "")
-        return asked, {"reply": _message(chats[-1].reply)}
+        answer = next((chat for chat in reversed(chats) if agent in (None, chat.agent)), chats[-1])
+        asked["question"] = next((m.text for m in reversed(answer.messages) if m.role != "assistant"), "")
+        return asked, {"reply": _message(answer.reply)}
     last = {chat.agent: chat for chat in chats}  # of each agent, whose last call has its conversation
     asked["question"] = _opening(chats[0])
     done: dict[str, Any] = {"messages": [_message(m) for m in _said(chats[-1])]}

@@ -59,7 +59,8 @@ class RelativeJudge:
 
     async def judge(self, group: JudgedGroup, book: VerdictBook) -> Mapping[str, Mapping[str, float]]:
         """Return the mean rank of each waiting episode, from 0 to 1; see `Judge.judge`."""
-        works = [work_of(one, self._config.sees, self._config.task_keys) for one in group.trajectories]
+        sees, keys = self._config.sees, self._config.task_keys
+        works = [work_of(one, group.judged.get(one.episode.episode_id), sees, keys) for one in group.trajectories]
         asked, done = works[0][0], [work for _, work in works]
         if any(other != asked for other, _ in works):  # each entry has its own question
             asked, done = {}, [{**other, **work} for other, work in works]

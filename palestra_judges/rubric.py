@@ -52,7 +52,7 @@ class RubricJudge:
         key = group.key(self.rubric, self._model.version)
         if (verdict := await book.known(key)) is None:
             name = trajectory.episode.episode_id
-            asked, done = work_of(trajectory, self._config.sees, self._config.task_keys)
+            asked, done = work_of(trajectory, group.judged.get(name), self._config.sees, self._config.task_keys)
             verdict = await self.ask({**asked, **done}, name)
             await book.record(key, verdict)
         return verdict.scores

@@ -7,7 +7,7 @@ is the table `[judge]` of a job, and whose `make` returns the judge. See `palest
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from palestra.types.records import EpisodeKind, Trajectory
@@ -38,6 +38,7 @@ class JudgedGroup:
         trajectories: the episodes with their calls: those that wait for a verdict and, for a judge of whole groups,
             those that they are compared with. A validation episode is compared with the first validated of its task.
         waiting: ids of the episodes that wait for a verdict.
+        judged: by episode, the agent that earns what the judge gives: the one that learns and spoke last.
     """
 
     kind: EpisodeKind
@@ -45,6 +46,7 @@ class JudgedGroup:
     trajectories: tuple[Trajectory, ...]
     waiting: frozenset[str]
     seed: int
+    judged: Mapping[str, str] = field(default_factory=dict)
 
     def key(self, rubric: str, judge: str, ordering: int = 0) -> VerdictKey:
         """Return the key of a verdict on these episodes; the arguments are those of `VerdictKey`."""

@@ -16,12 +16,14 @@ from palestra.errors import ConfigError, JudgeFailed, PalestraError, place_of
 from palestra.learner import OpenRun
 from palestra.store.lifecycle import JudgedRewards
 from palestra.store.verdicts import WaitingGroup
-from palestra.types.calls import AgentStepReward
+from palestra.types.calls import AgentStepReward, Chat
 from palestra.types.records import SOLE_AGENT, EpisodeRecord, Trajectory
 from palestra.waiting import cancelled
 
 ENVIRONMENT = "environment"  # name of what the environment has given without a name
 FAILED = "judge_failed"  # with which the reason of an episode begins that has no verdict
+END_SECONDS = 5.0  # limit for ending what a judge does when its job ends
+MOST_AT_ONCE = 256  # questions whose trajectories are in memory
 T = TypeVar("T")
 
 
@@ -37,10 +39,12 @@ class Judging:
         """
         self._run, self._config, self._alone = run, config, alone
         self._judge: Judge = config.make(access)
+        self._began = 0.0
         run.store.episodes.judged = True
 
     async def run(self) -> NoReturn:
         """Judge until the caller is cancelled."""
+        self._began = self._run.store.clock.now()
         await self._run.sampling.wait()  # a policy that judges does not answer before
         tasks: dict[str, asyncio.Task[None]] = {}  # by group, or by episode
         with _own_loop() as loop:
@@ -53,7 +57,7 @@ class Judging:
                         name = f"{group.kind} {group.group_index}"
                         if not self._judge.whole_groups:
                             name = waiting[0].episode_id
-                        if name not in tasks:
+                        if name not in tasks and len(tasks) < MOST_AT_ONCE:
                             tasks[name] = asyncio.create_task(self._score(loop, group, waiting))
                     waking = asyncio.ensure_future(self._run.store.episodes.played.wait(WAKE_SECONDS, seen))
                     await asyncio.wait((waking, *tasks.values()), return_when=asyncio.FIRST_COMPLETED)
@@ -80,7 +84,8 @@ class Judging:
     def _waited_enough(self, group: WaitingGroup) -> bool:
         wait, played = self._config.wait_seconds, len(group.waiting) + len(group.judged)
         enough = group.kind == "train" and played >= self._run.config.rollout.min_group_size
-        return wait is not None and enough and self._run.store.clock.now() - group.since > wait
+        since = max(group.since, self._began)  # while no server ran, nobody could play
+        return wait is not None and enough and self._run.store.clock.now() - since > wait
 
     async def _score(
         self, loop: asyncio.AbstractEventLoop, group: WaitingGroup, waiting: tuple[EpisodeRecord, ...]
@@ -99,6 +104,7 @@ class Judging:
             trajectories=tuple(trajectories),
             waiting=frozenset(episode.episode_id for episode in waiting),
             seed=self._run.config.seed,
+            judged={one.episode.episode_id: said[-1].agent for one in trajectories if (said := self._spoken(one))},
         )
         scores: Mapping[str, Mapping[str, float]] = {}
         reason = "the judge left it out"
@@ -115,6 +121,11 @@ class Judging:
             if name in asked.waiting:
                 rewards = self._rewards(one, scores[name]) if name in scores else None
                 await store.episodes.judge(one.episode, rewards, f"{FAILED}: {reason}")
+
+    def _spoken(self, trajectory: Trajectory) -> list[Chat]:
+        """Return the calls of the agents that learn."""
+        roles = self._run.config.players.of_episode(trajectory.episode.players)
+        return [chat for step in trajectory.steps for chat in step.chats if roles.learns(chat.agent)]
 
     def _rewards(self, trajectory: Trajectory, scores: Mapping[str, float]) -> JudgedRewards:
         """Return the rewards of an episode with those of the judge, earned by the agent that learns and spoke last."""
@@ -135,7 +146,7 @@ class Judging:
                 ]
         if taken := sorted(named.keys() & given.keys()):
             raise ConfigError(f"the judge and the environment both give the reward {taken[0]!r}; rename one of them")
-        spoken = [chat for step in trajectory.steps for chat in step.chats if roles.learns(chat.agent)]
+        spoken = self._spoken(trajectory)
         agent = spoken[-1].agent if spoken else next(iter(rewards), SOLE_AGENT)
         more = algorithm.weighted_sum(given)
         rewards[agent] = rewards.get(agent, 0.0) + more
@@ -157,9 +168,19 @@ def _own_loop() -> Iterator[asyncio.AbstractEventLoop]:
     try:
         yield loop
     finally:
+        asyncio.run_coroutine_threadsafe(_end_others(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+async def _end_others() -> None:
+    """End all other tasks of this event loop."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=END_SECONDS)
 
 
 async def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:

@@ -262,9 +262,10 @@ class Watchdog:
                     f"{why or NO_WORKER} (watchdog.seconds = {self._config.seconds:g})"
                 )
 
-    def _done(self) -> tuple[int, int]:
-        """Return numbers that grow with every accepted token and every step."""
-        return self._plane.sessions.context.counts["completion_tokens"], self._plane.progress.step
+    def _done(self) -> tuple[int, int, int]:
+        """Return numbers that grow with every accepted token, every step and every verdict."""
+        tokens, verdicts = self._plane.sessions.context.counts["completion_tokens"], self._plane.store.verdicts.recorded
+        return tokens, self._plane.progress.step, verdicts
 
     async def _why(self) -> str | None:
         """Return which part is stuck, possibly the store; see `stuck_part`."""

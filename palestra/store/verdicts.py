@@ -53,6 +53,7 @@ class Verdicts:
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db, self._clock = db, clock
+        self.recorded = 0  # since the start
 
     async def known(self, key: VerdictKey) -> Verdict | None:
         """Return a verdict that was given before."""
@@ -76,6 +77,7 @@ class Verdicts:
         await self._db.write(
             lambda connection: connection.execute(insert(verdicts).on_conflict_do_nothing(), row), "verdict_commit"
         )
+        self.recorded += 1
 
     async def tokens(self) -> int:
         """Return how many tokens all verdicts of the run have cost."""

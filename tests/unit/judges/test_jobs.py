@@ -11,6 +11,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from palestra.cli.main import main
 from palestra.config import JudgeConfig
 from palestra.envs.judge import JudgedGroup, VerdictBook
 from palestra.errors import ConfigError, EpisodesLost, JudgeUnavailable
+from palestra.runtime.judging import _own_loop
 from palestra.runtime.local import local_job
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.records import EpisodeRecord, Task
@@ -258,6 +260,58 @@ async def test_who_does_not_come_in_time_is_discarded_and_the_others_are_judged(
     found = rows(tmp_path / "run", "SELECT state, reason FROM episodes ORDER BY sample_index")
     assert [row["state"] for row in found] == ["completed", "completed", "discarded"]
     assert found[2]["reason"].startswith("judge_failed: not played 0.2 s after the first")
+
+
+@pytest.mark.slow
+async def test_the_time_in_which_no_server_ran_is_no_time_to_wait_for_who_plays(tmp_path):
+    rollout = {"group_size": 3, "groups_per_step": 1, "min_group_size": 2}
+    with judging(lambda asked: asked.rank(len)) as server:
+
+        def settings(wait: float) -> JobConfig:
+            judge = {"kind": "relative", "url": server.url, "wait_seconds": wait}
+            return config(tmp_path / "run", rollout=rollout, steps=1, judge=judge, server={"port": 0})
+
+        claimed: list[EpisodeRecord] = []
+        async with local_job(settings(60.0), lambda kind, data: None) as job:
+            running = asyncio.create_task(job.run())
+            store = job.plane.store
+            await store.tasks.push("train", [Task(task_id="t", data={"prompt": "say"})], "chunk")
+            await store.tasks.seal()
+            while len(claimed) < 3:
+                await asyncio.sleep(0.01)
+                if (one := await store.episodes.claim("w", f"r{len(claimed)}", None)) is not None:
+                    claimed.append(one)
+            for one in claimed[:2]:
+                await store.episodes.end(one.episode_id, one.fence, EpisodeEnd(rewards={"agent": 1.0}))
+            running.cancel()
+            await asyncio.wait((running,))
+        await asyncio.sleep(1.0)
+        async with local_job(settings(1.0), lambda kind, data: None) as job:
+            running = asyncio.create_task(job.run())
+            await asyncio.sleep(0.4)
+            states = [
+                row["state"] for row in rows(tmp_path / "run", "SELECT state FROM episodes ORDER BY sample_index")
+            ]
+            running.cancel()
+            await asyncio.wait((running,))
+    assert states[:2] == ["unjudged"] * 2
+    assert states[2] != "discarded"
+
+
+def test_a_job_that_ends_while_it_judges_leaves_no_task_behind():
+    ended = []
+
+    async def asks() -> None:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            await asyncio.sleep(0.05)  # as a connection takes to be closed
+            ended.append(True)
+
+    with _own_loop() as loop:
+        asyncio.run_coroutine_threadsafe(asks(), loop)
+        time.sleep(0.05)
+    assert ended == [True]
 
 
 class Longest(JudgeConfig):

@@ -277,6 +277,18 @@ def test_a_judge_brings_the_weights_of_its_rewards_which_the_algorithm_may_repla
     assert moved.digest() != parse_config({"judge": table | {"sees": "conversation"}}).digest()
 
 
+async def test_the_last_answer_of_the_judged_agent_is_shown_and_not_that_of_another():
+    one = played("train-0-0", "mine")
+    later = make_chat(messages=(text_message("user", "And you?"),), reply="theirs", index=1, agent="other")
+    chats = [*one.chats, later]
+    both = replace(make_trajectory(0, 0, 0.0, chats), episode=one.episode)
+    asked = replace(group(["mine"]), trajectories=(both,), judged={"train-0-0": "agent"})
+    with judging(lambda asked: asked.choose(lambda one: "yes")) as server:
+        await judged(Rubric(url=server.url, criteria=[GOOD]), [asked])
+    assert server.asked[0].data["reply"]["text"] == "mine"
+    assert server.asked[0].data["question"] == "What is 2 + 2?"
+
+
 def test_a_policy_that_is_not_there_cant_judge():
     with pytest.raises(ConfigError, match="is no frozen policy of the job"):
         Rubric(policy="judge", criteria=[GOOD]).make(JudgeAccess(url="http://h:1", key="k", frozen=("other",)))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 
+from palestra.config import WatchdogConfig
 from palestra.engine.base import EngineLoad, WorkerLoad
-from palestra.runtime.watchdog import JobActivity, stuck_part
+from palestra.runtime.watchdog import JobActivity, Watchdog, stuck_part
+from palestra.types.clock import SystemClock
 from palestra.types.progress import Counts, Part
 
 
@@ -58,3 +63,18 @@ def test_the_part_that_holds_up_the_others_is_named(now, stuck):
 @pytest.mark.parametrize("now", [moment(), moment(Part.TASKS)], ids=["no worker", "no tasks"])
 def test_that_nobody_plays_is_no_fault_of_the_job(now):
     assert stuck_part(now) is None
+
+
+async def test_a_job_whose_judge_gives_verdicts_is_not_stuck():
+    verdicts = SimpleNamespace(recorded=0)
+    plane = SimpleNamespace(
+        sessions=SimpleNamespace(context=SimpleNamespace(counts={"completion_tokens": 5})),
+        progress=SimpleNamespace(step=1),
+        store=SimpleNamespace(verdicts=verdicts),
+    )
+    watching = asyncio.create_task(Watchdog(WatchdogConfig(seconds=0.4), plane, False, SystemClock()).run())
+    for _ in range(10):
+        await asyncio.sleep(0.1)
+        verdicts.recorded += 1
+    assert not watching.done()
+    watching.cancel()
