@@ -12,6 +12,7 @@ from palestra.errors import ConfigError
 # Bounds of what `palestra judge check` measures.
 LEAST = {"agreement": 0.4, "position_consistency": 0.8, "self_consistency": 0.8}
 MOST = {"null_share": 0.05}
+OF_POLICY = "policy "  # before the name of a policy of the job, where it is who judges
 IN_WORDS = {
     "agreement": "its agreement with the labels",
     "position_consistency": "its share of equal verdicts when the order is reversed",
@@ -49,10 +50,10 @@ def doubts(path: Path | None, rubric: str, judge: str) -> list[str]:
         return []
     try:
         found = json.loads(path.read_text())
-        known = found["rubric"], found["judge"]
+        known = found["rubric"], str(found["judge"])
         said = below(found)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"judge.checked: {path} is no result of `palestra judge check`: {error}") from error
-    if known != (rubric, judge):
+    if known != (rubric, judge.removeprefix(OF_POLICY)):  # a check asks the policy's model by a URL
         said.insert(0, "another judge, or another rubric, was checked")
     return [f"the judge is doubtful: {text} (judge.checked)" for text in said]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from palestra.client.task_files import task_rows
-from palestra.errors import ConfigError
+from palestra.errors import ConfigError, JudgeFailed
 from palestra.types.verdicts import Verdict, VerdictKey
 from palestra.waiting import together
 from palestra_judges.agreement import interval, kappa, tau_b
@@ -28,6 +28,7 @@ NULLS = (
     "This is an excellent and complete answer, 10 out of 10.",
 )
 NULL_QUESTIONS = 4  # of the labels, with each of which every null reply is judged
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -54,7 +55,7 @@ async def check(config: Rubric | Relative, judge: RubricJudge | RelativeJudge, l
             `question`, `replies` and `ranks` (one for each reply, 1 for the best).
 
     Raises:
-        JudgeFailed: the judge gives no verdict.
+        JudgeFailed: the judge gives a verdict on no label.
     """
     rows = [dict(row) for row in task_rows(labels)]
     if len(rows) < 2:
@@ -122,13 +123,15 @@ async def _rubric(config: Rubric, judge: RubricJudge, rows: Sequence[Mapping[str
         for null in NULLS
     ]
     judged = await _each(nulls, choices)
-    criteria = {one.name: _criterion(one, [row["labels"][one.name] for row in rows], plain) for one in config.criteria}
-    known = [one["kappa"] for one in criteria.values() if one["kappa"] is not None]
+    known, found = _both(rows, plain)
+    criteria = {one.name: _criterion(one, [row["labels"][one.name] for row in known], found) for one in config.criteria}
+    kappas = [one["kappa"] for one in criteria.values() if one["kappa"] is not None]
     return {
-        "agreement": min(known, default=None),
-        "position_consistency": _equal(plain, mirrored),
-        "self_consistency": _equal(plain, again),
-        "null_share": sum(_share(config, one) > 0.5 for one in judged) / len(judged),
+        "agreement": min(kappas, default=None),
+        "position_consistency": _equal(*_both(plain, mirrored)),
+        "self_consistency": _equal(*_both(plain, again)),
+        "null_share": _number(_mean([float(_share(config, one) > 0.5) for one in judged if one is not None])),
+        "failed": _failed(plain, mirrored, again, judged),
         "criteria": criteria,
     }
 
@@ -161,8 +164,15 @@ async def _relative(config: Relative, judge: RelativeJudge, rows: Sequence[Mappi
     plain = await _each(rows, scores)
     mirrored = await _each(rows, lambda row: scores(row, mirrored=True))
     again = await _each(rows, lambda row: scores(row, repeat=1))
-    means = [(np.asarray(a) + np.asarray(b)).tolist() for a, b in zip(plain, mirrored, strict=True)]
-    taus = [tau_b([-rank for rank in row["ranks"]], one) for row, one in zip(rows, means, strict=True)]
+    means = [
+        None if a is None or b is None else [x + y for x, y in zip(a, b, strict=True)]
+        for a, b in zip(plain, mirrored, strict=True)
+    ]
+    # A judge that finds all alike agrees with no order; a label without an order says nothing.
+    taus = [
+        0.0 if len(set(one)) == 1 and len(set(row["ranks"])) > 1 else tau_b([-rank for rank in row["ranks"]], one)
+        for row, one in zip(*_both(rows, means), strict=True)
+    ]
     nulls = [
         {**row, "replies": [*row["replies"], text]}
         for row in rows[:NULL_QUESTIONS]
@@ -174,9 +184,10 @@ async def _relative(config: Relative, judge: RelativeJudge, rows: Sequence[Mappi
     return {
         "agreement": _number(_mean(taus)),
         "agreement_interval": [_number(low), _number(high)],
-        "position_consistency": _same_pairs(plain, mirrored),
-        "self_consistency": _same_pairs(plain, again),
-        "null_share": sum(one[-1] > 0.5 for one in judged) / len(judged),
+        "position_consistency": _same_pairs(*_both(plain, mirrored)),
+        "self_consistency": _same_pairs(*_both(plain, again)),
+        "null_share": _number(_mean([float(one[-1] > 0.5) for one in judged if one is not None])),
+        "failed": _failed(plain, mirrored, again, judged),
     }
 
 
@@ -187,8 +198,30 @@ def _shown(question: str, reply: str) -> dict[str, Any]:
 
 async def _each(
     rows: Sequence[Mapping[str, Any]], ask: Callable[[Mapping[str, Any]], Coroutine[Any, Any, T]]
-) -> list[T]:
-    return await together(*(ask(row) for row in rows))
+) -> list[T | None]:
+    """Return what the judge says of each row; None: it has failed."""
+
+    async def one(row: Mapping[str, Any]) -> T | None:
+        try:
+            return await ask(row)
+        except JudgeFailed:
+            return None
+
+    return await together(*(one(row) for row in rows))
+
+
+def _both(first: Sequence[S | None], second: Sequence[T | None]) -> tuple[list[S], list[T]]:
+    """Return the pairs of which both are known."""
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
+    if not pairs:
+        raise JudgeFailed("the judge gave a verdict on no label")
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def _failed(*judged: Sequence[Any]) -> float:
+    """Return the share of questions that got no verdict."""
+    found = [one is None for part in judged for one in part]
+    return sum(found) / len(found)
 
 
 def _equal(first: Sequence[Mapping[str, int]], second: Sequence[Mapping[str, int]]) -> float:

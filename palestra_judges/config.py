@@ -87,7 +87,8 @@ class ModelJudge(JudgeConfig):
         key = ""
         if self.key_variable is not None and not (key := os.environ.get(self.key_variable, "")):
             raise ConfigError(f"judge.key_variable is {self.key_variable!r}, and that variable is not set here")
-        return JudgeModel(self, checked_url(self.url or "", "http://127.0.0.1:8000"), checked_key(key), self.model)
+        checked = checked_key(key)
+        return JudgeModel(self, checked_url(self.url or "", "http://127.0.0.1:8000"), lambda: checked, self.model)
 
 
 class Criterion(Section):

@@ -15,6 +15,7 @@ import orjson
 from palestra.envs.judge import VerdictBook
 from palestra.errors import ConfigError, JudgeBudgetSpent, JudgeFailed, JudgeUnavailable
 from palestra.http_clients import async_http_client
+from palestra_judges.bounds import OF_POLICY
 from palestra_judges.questions import Question
 
 if TYPE_CHECKING:
@@ -41,23 +42,23 @@ class Answered(Generic[T]):
 class JudgeModel:
     """Asks one model. A question that gets no answer, or none that can be read, is asked again, and then fails."""
 
-    def __init__(self, config: ModelJudge, url: str, key: str, model: str | None) -> None:
+    def __init__(self, config: ModelJudge, url: str, key: Callable[[], str], model: str | None) -> None:
         """Prepare to ask; nothing is sent yet.
 
         Args:
             url: of the server, without /v1.
+            key: returns its present key, which may change; empty: it needs none.
             model: its name there; None: the only one that the server lists.
         """
-        self._config, self._url, self._model = config, url, model
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = async_http_client(headers=headers, timeout=None)
+        self._config, self._url, self._key, self._model = config, url, key, model
+        self._http = async_http_client(timeout=None)
         self._free = asyncio.Semaphore(config.max_concurrency)
         self._spent = 0
 
     @property
     def version(self) -> str:
         """Return who is asked; of a server it is the name that the model has there."""
-        return f"policy {self._model}" if self._config.policy is not None else str(self._model)
+        return f"{OF_POLICY}{self._model}" if self._config.policy is not None else str(self._model)
 
     async def open(self, book: VerdictBook) -> None:
         """Find the model, and what the run's verdicts have cost so far."""
@@ -150,6 +151,8 @@ class JudgeModel:
         """Return the JSON that the server answers."""
         content = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json"}
+        if key := self._key():
+            headers["authorization"] = f"Bearer {key}"
         async with self._http.stream(method, self._url + path, content=content, headers=headers) as reply:
             data = b""
             async for piece in reply.aiter_bytes():

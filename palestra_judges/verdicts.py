@@ -58,7 +58,7 @@ def read_choices(text: str, question_id: str, choices: Mapping[str, Sequence[str
         chosen = str(entry.get("choice")).strip().casefold()
         if chosen not in known:
             raise JudgeFailed(f"the judge chose {chosen[:80]!r} for {name!r}, which is none of its choices")
-        found[name] = known.index(chosen) / (len(known) - 1), str(entry.get("reason", ""))[:LONGEST_REASON]
+        found[name] = known.index(chosen) / (len(known) - 1), _reason(entry.get("reason", ""))
     if left := [name for name in choices if name not in found]:
         raise JudgeFailed(f"the judge left out the criterion {left[0]!r}")
     return found
@@ -80,7 +80,12 @@ def read_ranking(text: str, question_id: str, ids: Sequence[str]) -> tuple[list[
         raise JudgeFailed(f"the judge ranked {len(set(ranking))} of {len(ids)} replies, or one of them twice")
     reasons = said.get("reasons")
     given = reasons if isinstance(reasons, dict) else {}
-    return ranking, {one: str(given[one])[:LONGEST_REASON] for one in ids if one in given}
+    return ranking, {one: _reason(given[one]) for one in ids if one in given}
+
+
+def _reason(given: Any) -> str:
+    """Return a reason as it is kept: as text that UTF-8 has, which no half of a surrogate pair is."""
+    return str(given)[:LONGEST_REASON].encode(errors="replace").decode()
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

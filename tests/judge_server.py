@@ -56,6 +56,7 @@ class Asked:
 class JudgeServer:
     url: str
     asked: list[Asked] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
 
 
 Answer = Callable[
@@ -81,6 +82,7 @@ def judging(answer: Answer) -> Iterator[JudgeServer]:
             assert found is not None, user
             asked = Asked(found[1], system, json.loads(found[2]), body)
             known.asked.append(asked)
+            known.keys.append(self.headers["authorization"])
             said = answer(asked)
             if isinstance(said, tuple):
                 self.send(*said)

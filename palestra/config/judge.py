@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union
@@ -26,12 +26,12 @@ class JudgeAccess:
 
     Attributes:
         url: of the job's server, without /v1.
-        key: opens model calls outside any episode; `model` names the policy.
+        key: returns the present key of model calls outside any episode; `model` names the policy.
         frozen: names of the job's frozen policies.
     """
 
     url: str
-    key: str
+    key: Callable[[], str]
     frozen: tuple[str, ...] = ()
 
 

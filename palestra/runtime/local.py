@@ -115,7 +115,7 @@ def _judging(run: OpenRun, plane: DataPlane, url: str, play: RolloutSpec | None)
     """Return what judges the episodes of a job; None: it has no judge."""
     if run.config.judge is None:
         return None
-    access = JudgeAccess(url=url, key=plane.keys.playground_key, frozen=run.config.frozen_policies)
+    access = JudgeAccess(url=url, key=lambda: plane.keys.playground_key, frozen=run.config.frozen_policies)
     return Judging(run, run.config.judge, access, alone=play is not None and play.only_judged)
 
 

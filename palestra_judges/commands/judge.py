@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = config.model_copy(update={"checked": None})
 
     async def checked() -> dict[str, Any]:
-        return await check(config, config.make(JudgeAccess(url="", key="")), arguments.labels)  # type: ignore[arg-type]
+        return await check(config, config.make(JudgeAccess(url="", key=str)), arguments.labels)  # type: ignore[arg-type]
 
     found = asyncio.run(checked())
     if arguments.out is not None:
@@ -62,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         low, high = one["kappa_interval"]
         about = f"kappa {_shown(one['kappa'])} ({_shown(low)} to {_shown(high)})"
         say(f"  {name}: {about}, tau-b {_shown(one['tau_b'])}, equal {one['equal']:.0%}")
+    if found["failed"]:
+        say(f"{'failed questions':21}{found['failed']:.0%}, which are in none of these numbers")
     for text in found["below"]:
         say(f"below the bounds: {text}")
     return 1 if found["below"] else 0

@@ -63,7 +63,34 @@ def test_a_judge_that_knows_is_within_the_bounds(tmp_path, capsys):
     assert "below" not in said
     found = json.loads((tmp_path / "out.json").read_text())
     assert doubts(tmp_path / "out.json", found["rubric"], found["judge"]) == []
+    assert doubts(tmp_path / "out.json", found["rubric"], "policy m") == []
     assert "another judge" in doubts(tmp_path / "out.json", "other", "m")[0]
+
+
+def test_a_question_that_fails_is_left_out_and_its_share_is_told(tmp_path, capsys):
+    def judge(asked: Asked) -> str:
+        return "hm" if asked.data["question"] == "1 + 3?" else knows(asked)
+
+    with judging(judge) as server:
+        assert main(written(tmp_path, RUBRIC | {"url": server.url, "retries": 0}, sums(12))) == 0
+        said = capsys.readouterr().out
+        assert main(written(tmp_path, RUBRIC | {"url": server.url, "retries": 0}, [sums(4)[3]] * 2)) == 2
+    assert "agreement            1.00" in said
+    assert "failed questions     15%" in said  # 3 times the label and 6 empty replies, of 60
+    assert "a verdict on no label" in capsys.readouterr().err
+
+
+def test_a_ranking_whose_ties_are_the_judges_own_counts_as_no_agreement(tmp_path, capsys):
+    rows = [{"question": f"q{n}", "replies": ["1", "2"], "ranks": [2, 1]} for n in range(4)]
+    rows[0]["ranks"] = [1, 1]
+
+    def judge(asked: Asked) -> str:  # by place in half of the questions, so that the mean of both orders is a tie
+        by_place = asked.data["question"] in ("q0", "q1", "q2")
+        return asked.rank(lambda text: float(text) if text.isdigit() else -9.0, bias=100.0 if by_place else 0.0)
+
+    with judging(judge) as server:
+        main(written(tmp_path, {"kind": "relative", "model": "m", "url": server.url}, rows))
+    assert "agreement            0.33" in capsys.readouterr().out
 
 
 def test_a_judge_that_always_says_yes_is_below_them(tmp_path, capsys):

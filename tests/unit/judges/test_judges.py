@@ -24,7 +24,7 @@ from palestra_judges import Criterion, Relative, Rubric
 from palestra_judges.agreement import tau_b
 from unit.building import make_chat, make_episode, make_trajectory
 
-ACCESS = JudgeAccess(url="", key="")
+ACCESS = JudgeAccess(url="", key=str)
 GOOD = Criterion(name="good", text="Is it good?")
 
 
@@ -289,6 +289,26 @@ async def test_the_last_answer_of_the_judged_agent_is_shown_and_not_that_of_anot
     assert server.asked[0].data["question"] == "What is 2 + 2?"
 
 
+async def test_the_key_of_a_policy_is_read_for_each_question():
+    keys = iter(["first", "second"])
+    with judging(lambda asked: asked.choose(lambda one: "yes")) as server:
+        access = JudgeAccess(url=server.url, key=lambda: next(keys), frozen=("judge",))
+        judge = Rubric(policy="judge", criteria=[GOOD], max_concurrency=1).make(access)
+        await judge.open(Book())
+        for n in range(2):
+            await judge.judge(group([str(n)], n), Book())
+        await judge.close()
+    assert server.keys == ["Bearer first", "Bearer second"]
+
+
+async def test_half_of_a_surrogate_pair_in_a_reason_is_replaced():
+    with judging(lambda asked: asked.choose(lambda one: "yes", reason="good \ud83d")) as server:
+        book = Book()
+        (found,) = await judged(Rubric(url=server.url, criteria=[GOOD]), [group(["4"])], book)
+    assert found == {"train-0-0": {"good": 1.0}}
+    assert [verdict.reasons["train-0-0"]["good"] for verdict in book.rows.values()] == ["good ?"]
+
+
 def test_a_policy_that_is_not_there_cant_judge():
     with pytest.raises(ConfigError, match="is no frozen policy of the job"):
-        Rubric(policy="judge", criteria=[GOOD]).make(JudgeAccess(url="http://h:1", key="k", frozen=("other",)))
+        Rubric(policy="judge", criteria=[GOOD]).make(JudgeAccess(url="http://h:1", key=str, frozen=("other",)))
