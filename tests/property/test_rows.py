@@ -122,7 +122,7 @@ def test_neither_the_order_of_arrival_nor_the_indices_change_the_rows(data):
     name = {chat.index: number for number, chat in others.items()} | {-1: -1}
     for a, b in zip(one, other, strict=True):
         assert (a.policy, edges_of(a)) == (b.policy, edges_of(b))
-        for field in ("sampled", "logprobs", "versions", "temperatures"):
+        for field in ("loss_mask", "logprobs", "versions", "temperatures"):
             assert getattr(a, field).tobytes() == getattr(b, field).tobytes(), field
         assert a.calls.tolist() == [name[index] for index in b.calls.tolist()]
 
