@@ -356,13 +356,13 @@ def started(folder: Path, **more) -> dict:
     return {"kind": "vllm", "python": str(write_interpreter(folder)), "replicas": 2, "dtype": "float32"} | more
 
 
-def group_of(process: int) -> list[psutil.Process]:
-    return [one for one in psutil.process_iter() if _group(one) == process]
+def session_of(process: int) -> list[psutil.Process]:
+    return [one for one in psutil.process_iter() if _session(one) == process]
 
 
-def _group(process: psutil.Process) -> int | None:
+def _session(process: psutil.Process) -> int | None:
     try:
-        return os.getpgid(process.pid) if process.status() != psutil.STATUS_ZOMBIE else None
+        return os.getsid(process.pid) if process.status() != psutil.STATUS_ZOMBIE else None
     except (ProcessLookupError, psutil.NoSuchProcess):
         return None
 
@@ -375,21 +375,22 @@ async def test_a_server_that_is_killed_or_stopped_is_replaced_and_its_calls_end_
         calls = [asyncio.create_task(reply_of(pool, seed=seed, max_tokens=40)) for seed in range(6)]
         await until(lambda: pool.load().sampled_tokens >= 12)
         hurt, other = (worker.process for worker in pool.load().workers)
-        assert len(group_of(hurt)) == 2  # the one that leads, and the server
-        os.killpg(hurt, how) if how == signal.SIGSTOP else max(group_of(hurt), key=lambda p: p.pid).kill()
+        assert len(session_of(hurt)) == 2  # the one that leads, and the server
+        for process in session_of(hurt) if how == signal.SIGSTOP else [max(session_of(hurt), key=lambda p: p.pid)]:
+            process.send_signal(how)
         found = await asyncio.wait_for(asyncio.gather(*calls), 60)
         assert found == [[(100 + number, SECOND) for number in range(40)]] * 6
         assert pool.load().sampled_tokens == 240
         await until(lambda: all(worker.state == "ready" for worker in pool.load().workers), 60)
         assert [worker.restarts for worker in pool.load().workers] == [1, 0]
         assert hurt not in (worker.process for worker in pool.load().workers)
-        assert not group_of(hurt)
+        assert not session_of(hurt)
         assert {version for _, version in await reply_of(pool)} == {SECOND}
         processes = [worker.process for worker in pool.load().workers]
         assert other in processes
         logs = {path.name for path in (tmp_path / "run").glob("*.log")}
         assert logs == {"engine-policy-0.log", "engine-policy-1.log"}
-    await until(lambda: not any(group_of(process) for process in processes))
+    await until(lambda: not any(session_of(process) for process in processes))
 
 
 async def test_an_only_server_that_is_killed_is_replaced_and_its_calls_are_sampled_again(tmp_path):
@@ -398,13 +399,13 @@ async def test_an_only_server_that_is_killed_is_replaced_and_its_calls_are_sampl
         calls = [asyncio.create_task(reply_of(pool, seed=seed, max_tokens=40)) for seed in range(3)]
         await until(lambda: pool.load().sampled_tokens >= 12)
         hurt = pool.load().workers[0].process
-        max(group_of(hurt), key=lambda process: process.pid).kill()
+        max(session_of(hurt), key=lambda process: process.pid).kill()
         found = await asyncio.wait_for(asyncio.gather(*calls), 60)
         assert found == [[(100 + number, SECOND) for number in range(40)]] * 3
         assert pool.load().sampled_tokens == 120
         (worker,) = pool.load().workers
         assert (worker.restarts, worker.state, worker.versions) == (1, "ready", {"policy": str(SECOND)})
-        assert not group_of(hurt)
+        assert not session_of(hurt)
 
 
 @pytest.mark.long

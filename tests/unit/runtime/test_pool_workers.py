@@ -32,7 +32,7 @@ from unit.building import engine_request
 from unit.engine import engine_servers
 from unit.engine.engine_servers import ScriptedSglang, ScriptedVllm, listening, of_tiny_random
 from unit.engine.scripted_vllm import write_interpreter
-from unit.engine.test_served_pool import dead, group_of, until
+from unit.engine.test_served_pool import dead, session_of, until
 from unit.engine.test_server_places import model_of
 
 PROMPT = np.arange(40, 44, dtype=np.int32)
@@ -263,26 +263,26 @@ async def test_vllm_runs_beside_the_process_of_a_worker_and_is_replaced_with_it(
         assert {version for _, _, versions in await replies_of(pool) for version in versions} == {SECOND}
         processes = [worker.process for worker in pool.load().workers]
         servers = [psutil.Process(one).children()[0].pid for one in processes]
-        assert all(len(group_of(server)) == 2 for server in servers)
+        assert all(len(session_of(server)) == 2 for server in servers)
         calls = [asyncio.create_task(reply_of(pool, seed=seed, max_tokens=40, min_tokens=40)) for seed in range(6)]
         sampled = pool.load().sampled_tokens
         await until(lambda: pool.load().sampled_tokens >= sampled + 12)
-        max(group_of(servers[0]), key=lambda one: one.pid).kill()  # the server itself
+        max(session_of(servers[0]), key=lambda one: one.pid).kill()  # the server itself
         for ids, _, versions in await asyncio.wait_for(asyncio.gather(*calls), 60):
             assert (ids, versions) == ([100 + number for number in range(40)], {SECOND})
         await until(lambda: all(worker.state == "ready" for worker in pool.load().workers), 60)
         assert [worker.restarts for worker in pool.load().workers] == [1, 0]
-        await until(lambda: not group_of(servers[0]))
+        await until(lambda: not session_of(servers[0]))
         assert all(worker.versions == {"policy": str(SECOND)} for worker in pool.load().workers)
         os.kill(processes[1], signal.SIGKILL)  # the worker's process: its server ends with it
-        await until(lambda: not group_of(servers[1]))
+        await until(lambda: not session_of(servers[1]))
         await until(lambda: [worker.restarts for worker in pool.load().workers] == [1, 1])
         await until(lambda: all(worker.state == "ready" for worker in pool.load().workers), 60)
         assert {version for _, _, versions in await replies_of(pool) for version in versions} == {SECOND}
         logs = {path.name for path in (tmp_path / "run").glob("*.log")}
         assert logs == {"engine-policy-0.log", "engine-policy-1.log"}
         last = [psutil.Process(worker.process).children()[0].pid for worker in pool.load().workers]
-    await until(lambda: not any(group_of(server) for server in last))
+    await until(lambda: not any(session_of(server) for server in last))
 
 
 @pytest.mark.slow
