@@ -97,7 +97,7 @@ def command() -> int:
 
     def begin(trains: bool) -> None:
         if trains:
-            from palestra.cli.own_process import start_without_caches  # loads asyncio, which others do without
+            from palestra.cli.own_process import start_without_caches
 
             start_without_caches()
         if any(name.lower().endswith("_proxy") for name in os.environ):

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 
-from palestra.process.child import MALLOC_VARIABLE, NO_CACHES, malloc_without_caches
 from palestra.terminal import say
 
 EXIT_SECONDS = 4.0  # for the process to end by itself when its work is done
@@ -47,6 +46,8 @@ def start_without_caches() -> None:
     process under a debugger continues unchanged, and so does one with another C library than glibc. Child processes get
     the original environment.
     """
+    from palestra.process.child import MALLOC_VARIABLE, malloc_without_caches
+
     given = os.environ.get(MALLOC_VARIABLE, "")
     if os.environ.pop(_STARTED, None) == str(os.getpid()):
         _restore(given)
@@ -63,6 +64,8 @@ def start_without_caches() -> None:
 
 def _restore(given: str) -> None:
     """Restore the tunables in the environment to those before the restart."""
+    from palestra.process.child import MALLOC_VARIABLE, NO_CACHES
+
     before = given.removesuffix(NO_CACHES).removesuffix(":")
     if before:
         os.environ[MALLOC_VARIABLE] = before

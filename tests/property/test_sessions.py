@@ -252,7 +252,15 @@ async def episode(
                 for after in script:  # whatever is asked next
                     request = GenerationRequest(policy="policy", messages=asked(done, *after))
                     prompts = [await p.build(request, runtime.renderer, None) for p in (before, session._prompts)]
-                    one, other = (replace(p, ids=p.ids.tobytes(), parent=p.parent and p.parent.index) for p in prompts)
+                    one, other = (
+                        replace(
+                            p,
+                            ids=p.ids.tobytes(),
+                            sequence=p.sequence.ids.tobytes(),
+                            parent=p.parent and p.parent.index,
+                        )
+                        for p in prompts
+                    )
                     assert one == other
                 done = list(recorded)
         return done, session._prompts

@@ -158,6 +158,11 @@ CASES: dict[str, list[list[str]]] = {
         [HOSTILE],
     ],
     "matrix": [[HOSTILE], ["--add", HOSTILE], ["--add", f"{HOSTILE}=tiny-random"], ["run", "--add", f"a={HOSTILE}"]],
+    "judge": [
+        ["check", "tasks.jsonl", "--config", "hostile.toml"],
+        ["check", HOSTILE, "--config", "job.toml"],
+        [HOSTILE],
+    ],
     "environments": [[HOSTILE]],
     "algorithms": [[HOSTILE]],
     "episodes": [

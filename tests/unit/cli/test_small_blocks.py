@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from palestra.cli import own_process as small_blocks
+from palestra.cli import own_process
 from palestra.cli.main import command, main, parser
 from palestra.cli.options import commands_of
 
@@ -77,17 +77,17 @@ def test_where_no_program_may_be_started_the_command_runs_and_says_so(monkeypatc
 
     monkeypatch.setattr(os, "execve", refuse)
     monkeypatch.setattr(sys, "gettrace", lambda: None)
-    monkeypatch.setattr(small_blocks, "malloc_without_caches", lambda given: "glibc.malloc.tcache_count=0")
+    monkeypatch.setattr("palestra.process.child.malloc_without_caches", lambda given: "glibc.malloc.tcache_count=0")
     before = dict(os.environ)
-    small_blocks.start_without_caches()
+    own_process.start_without_caches()
     assert "need more memory: [Errno 1] Operation not permitted" in capsys.readouterr().err
     assert os.environ == before
 
 
 COMMAND = """
-import os, sys
-sys.modules["palestra.cli.own_process"] = type(sys)("small_blocks")
-sys.modules["palestra.cli.own_process"].start_without_caches = lambda: print("again")
+import sys
+from palestra.cli import own_process
+own_process.start_without_caches = lambda: print("again")
 from palestra.cli.main import command, main
 {call}
 """

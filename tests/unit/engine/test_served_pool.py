@@ -419,7 +419,8 @@ async def test_an_only_server_that_dies_again_and_again_ends_the_pool_with_the_r
             for process in (worker.process for worker in pool.load().workers):
                 if process not in killed:
                     killed.append(process)
-                    os.killpg(process, signal.SIGKILL)
+                    for one in session_of(process):
+                        one.kill()
             await asyncio.sleep(0.02)
         said = failure.result()
         assert re.search(r"inference worker 0 .*\(the last of 5 failures in a row\)", said), said
