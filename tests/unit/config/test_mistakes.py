@@ -47,9 +47,9 @@ def test_keys_that_do_not_fit_together_are_found_after_those_that_are_wrong_in_t
     assert config is None
     assert [mistake.place for mistake in mistakes] == [("seed",), ()]
     assert "there is no such policy" in mistakes[1].text
-    config, mistakes = find_mistakes(write("seed = -1\n[rollout]\nlease_seconds = 9000.0\n"))
+    config, mistakes = find_mistakes(write("seed = -1\n[environment]\nrunners = 1\n"))
     assert config is not None
-    assert [mistake.place for mistake in mistakes] == [("seed",), ("rollout",)]
+    assert [mistake.place for mistake in mistakes] == [("seed",), ("environment",)]
 
 
 def test_a_file_that_can_not_be_read_is_refused(write, tmp_path):

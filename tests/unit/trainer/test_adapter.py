@@ -193,7 +193,7 @@ async def test_the_reference_is_the_base_without_the_adapter_and_no_second_copy_
         for first, reference, now in zip(before, found["reference_logprobs"], found["old_logprobs"], strict=True):
             assert np.array_equal(first, reference, equal_nan=True)
             assert not np.array_equal(now, reference, equal_nan=True)
-        reference = trainer._policies["policy"]._frozen["reference_logprobs"]._model
+        reference = trainer._policies["policy"]._frozen["reference_logprobs"].model
         own = {name: p.data_ptr() for name, p in model_of(trainer).named_parameters() if ".lora_" not in name}
         assert {name: p.data_ptr() for name, p in reference.named_parameters()} == own
 
