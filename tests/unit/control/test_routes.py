@@ -15,6 +15,7 @@ from palestra.errors import Unauthorized
 from palestra.http import sse
 from palestra.http.bodies import LONG_BODY
 from palestra.server import KeyRing
+from palestra.server.auth import JobKey
 from palestra.store.key_files import SecretFile, write_private
 from palestra_service import api as control
 from palestra_service.api import jobs_api
