@@ -31,7 +31,8 @@ def main() -> int:
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    caught = [number for number in _ENDS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    # nohup ignores SIGHUP, and a shell's background jobs SIGINT; SIGQUIT they ignore too, but the owner sends it.
+    caught = [one for one in _ENDS if one == signal.SIGQUIT or signal.getsignal(one) != signal.SIG_IGN]
     for number in (signal.SIGCHLD, *caught):
         signal.signal(number, lambda number, frame: None)
     child = os.fork()
