@@ -68,7 +68,9 @@ def _processor() -> str:
         said = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return os.uname().machine
-    names = re.findall(
-        r"^(?:model name|cpu family|model|stepping)\s*:\s*(.*)$", said.partition("\n\n")[0], re.MULTILINE
-    )
-    return " ".join(names) or os.uname().machine
+    first = re.findall(r"^([^\t\n]+?)\s*: (.*)$", said.partition("\n\n")[0], re.MULTILINE)
+    known = {key: value for key, value in first if key in ("model name", "cpu family", "model", "stepping")}
+    if "model name" not in known:
+        return os.uname().machine
+    details = ", ".join(f"{key.removeprefix('cpu ')} {value}" for key, value in known.items() if key != "model name")
+    return known["model name"] + (f" ({details})" if details else "")

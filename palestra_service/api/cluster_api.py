@@ -1,5 +1,7 @@
 """Routes for the cluster: machines, free resources, and draining."""
 
+# Annotations are not deferred here: FastAPI could not resolve those that name `plane`, a local of the function.
+
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import accumulate

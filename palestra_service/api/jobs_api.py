@@ -1,5 +1,7 @@
 """Routes for jobs: submit, list, cancel, and read their logs, events and files."""
 
+# Annotations are not deferred here: FastAPI could not resolve those that name `plane`, a local of the function.
+
 import asyncio
 import os
 import stat
