@@ -260,7 +260,7 @@ class _JobEngine(_Part):
         if request.prompt.ids.size + request.sampling.max_tokens > most:  # the engine has reserved no memory for more
             raise InvalidRequest(f"prompt and reply have at most {most} tokens together", "max_tokens")
         async for piece in self._target.generate(replace(request, policy=full)):
-            await self._job.channel.room()
+            await self._job.channel.drain()
             yield piece
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:

@@ -22,14 +22,14 @@ class Outbox:
     def __init__(self) -> None:
         """Begin empty."""
         self._due: asyncio.Queue[Message] = asyncio.Queue()
-        self._room, self._closed = asyncio.Event(), False
-        self._room.set()
+        self._drained, self._closed = asyncio.Event(), False
+        self._drained.set()
 
     def put(self, message: Message) -> None:
         """Send a message after all earlier ones."""
         self._due.put_nowait(message)
         if self._due.qsize() > MOST_DUE and not self._closed:
-            self._room.clear()
+            self._drained.clear()
 
     async def take(self) -> list[Message]:
         """Wait for messages, and return those that are sent in one."""
@@ -39,17 +39,17 @@ class Outbox:
             due.append(self._due.get_nowait())
             size += _size(due[-1])
         if self._due.qsize() <= MOST_DUE:
-            self._room.set()
+            self._drained.set()
         return due
 
-    async def room(self) -> None:
-        """Wait until there is room for more, or the connection has ended."""
-        await self._room.wait()
+    async def drain(self) -> None:
+        """Wait until few enough messages are due, or the connection has ended."""
+        await self._drained.wait()
 
     def close(self) -> None:
         """Let nobody wait any more."""
         self._closed = True
-        self._room.set()
+        self._drained.set()
 
 
 class JobChannel:
@@ -135,10 +135,10 @@ class JobChannel:
             self._end()
         self._post(message)
 
-    async def room(self) -> None:
-        """Wait until the connection has room for another piece of a reply."""
+    async def drain(self) -> None:
+        """Wait until the connection takes another piece of a reply."""
         if self._outbox is not None:
-            await self._outbox.room()
+            await self._outbox.drain()
 
     def _post(self, message: Message) -> None:
         if self._outbox is not None:

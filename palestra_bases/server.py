@@ -201,7 +201,7 @@ class BackendServer:
                     if isinstance(message, Event) and message.name == "goodbye":
                         await self._end_alone(job, connection)
                         return
-                    await outbox.room()
+                    await outbox.drain()
                     if self._connections.get(job) is connection:
                         job.channel.take(message)
         finally:

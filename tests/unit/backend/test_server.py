@@ -279,16 +279,16 @@ async def test_replies_wait_for_room_and_for_no_connection_that_has_ended(monkey
     channel = JobChannel()
     outbox = channel.attach([])
     for number in range(4):
-        await asyncio.wait_for(channel.room(), 1)
+        await asyncio.wait_for(channel.drain(), 1)
         channel.send(event("version", number))
-    waiting = asyncio.create_task(channel.room())
+    waiting = asyncio.create_task(channel.drain())
     await asyncio.sleep(0)
     assert not waiting.done()
     assert len(await outbox.take()) == 4
     await asyncio.wait_for(waiting, 1)
     for number in range(4):
         channel.send(event("version", number))
-    waiting = asyncio.create_task(channel.room())
+    waiting = asyncio.create_task(channel.drain())
     await asyncio.sleep(0)
     assert not waiting.done()
     channel.detach()
