@@ -202,7 +202,8 @@ class Episodes:
         Args:
             reason: why the judge has failed.
         """
-        await self._db.write(lambda c: lifecycle.judge(c, episode.episode_id, rewards, reason))
+        if not await self._db.write(lambda c: lifecycle.judge(c, episode.episode_id, rewards, reason)):
+            return
         if rewards is not None and episode.kind == "train":
             self.recent_rewards.append((rewards.rewards, episode.players))
         self.open_groups.ended(episode.episode_id)

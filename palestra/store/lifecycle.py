@@ -350,10 +350,10 @@ def _last_step(connection: Connection, episode_id: str, fence: int) -> int:
     return -1 if last is None else int(last)
 
 
-def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None, reason: str) -> None:
+def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None, reason: str) -> bool:
     """End what waits for its verdict: UNJUDGED → COMPLETED; without rewards, UNJUDGED → DISCARDED.
 
-    Does nothing if the episode is over already.
+    Return False, without a change, if the episode is over already.
 
     Args:
         connection: in a transaction of the writing thread.
@@ -364,12 +364,12 @@ def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None
     """
     episode = read_episode(connection, episode_id)
     if episode.state is not EpisodeState.UNJUDGED:
-        return
+        return False
     if rewards is None:
         # What the environment gave alone is no reward of the episode.
         unscored = dict.fromkeys(("rewards", "named_rewards", "step_rewards", "agent_step_rewards"))
         _change(connection, episode, EpisodeState.DISCARDED, {"reason": reason, **unscored})
-        return
+        return True
     values: dict[str, Any] = {
         "rewards": rewards_to_json(rewards.rewards),
         "named_rewards": rewards_to_json(rewards.named_rewards),
@@ -379,6 +379,7 @@ def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None
     if rewards.agent_step_rewards is not None:
         values["agent_step_rewards"] = to_json([list(one) for one in rewards.agent_step_rewards])
     _change(connection, episode, EpisodeState.COMPLETED, values)
+    return True
 
 
 def discard_open(connection: Connection, kind: str, group_index: int, reason: str, now: float) -> list[EpisodeRecord]:

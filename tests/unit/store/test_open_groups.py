@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from palestra.store.lifecycle import EpisodeEnd
+from palestra.store.lifecycle import EpisodeEnd, JudgedRewards
 from palestra.store.open_groups import OpenGroups
 from unit.building import TASK, open_store
 
@@ -54,3 +54,16 @@ async def test_a_store_that_is_opened_again_knows_its_open_groups(tmp_path):
         assert last.episode_id == "train-000001-01"
         await store.episodes.end(last.episode_id, 1, EpisodeEnd(rewards={"agent": 1.0}))
         assert store.groups.open.number("train", 1) == 0
+
+
+async def test_a_verdict_on_an_episode_that_is_over_counts_nothing(tmp_path):
+    with open_store(tmp_path) as store:
+        store.episodes.judged = True
+        await store.groups.register("train", 0, 1, TASK, 2)
+        claim = await store.episodes.claim("w", "c", None)
+        await store.episodes.end(claim.episode_id, 1, EpisodeEnd(rewards={"agent": 1.0}))
+        verdict = JudgedRewards(rewards={"agent": 2.0}, named_rewards={"right": 2.0})
+        for _ in range(2):
+            await store.episodes.judge(claim, verdict)
+        assert store.groups.open.number("train", 1) == 1, "the other episode is not played"
+        assert [rewards for rewards, _ in store.episodes.recent_rewards] == [{"agent": 2.0}]
