@@ -165,7 +165,6 @@ class Learner:
         known = await self._known_digest()
         if known is None:
             await self._run.store.log.set_fact("config_digest", self._run.config.digest())
-        self._run.folder.write_config(self._run.config)
         state = await self._checkpoints.load()
         # Also without a checkpoint: a job that has lost its base server has made steps in this process already.
         self._run.progress.step = 0 if state is None else int(state["step"])
@@ -174,6 +173,9 @@ class Learner:
         await self._pools.check(self._run.progress.step)
         await self._budget.restore(self._run.progress.step)
         self._run.progress.sampled_tokens = self._budget.sampled
+        unfinished = await self._run.store.log.restore_metrics(self._run.progress.step)
+        # Written after rows were dropped: `dashboard.runs` keeps what it has read until this file is another one.
+        self._run.folder.write_config(self._run.config)
         self._playing.resumed = known is not None
         if known is not None and not self._run.config.deterministic:
             incarnation = int(await self._run.store.log.fact("incarnation") or 0) + 1
@@ -181,7 +183,6 @@ class Learner:
             for policy in self._run.policies.trained:
                 self._trainer.begin_incarnation(policy, incarnation)
         await self._publish(self._run.policies.trained)
-        unfinished = await self._run.store.log.restore_metrics(self._run.progress.step)
         rows = await self._run.store.log.metrics()
         if rows:  # a step is evaluated after its checkpoint, so its row may be of a later time
             self._wall_before = max(self._wall_before, rows[-1].get("wall_seconds", 0.0))

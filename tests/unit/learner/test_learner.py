@@ -14,11 +14,13 @@ from palestra.algorithms.policy_gradient import PolicyGradient
 from palestra.algorithms.registry import ALGORITHMS, create_algorithm
 from palestra.algorithms.sac import SAC
 from palestra.config import dump_config
+from palestra.dashboard.runs import Run
 from palestra.engine.fake.engine import FakeEngine, digits_script
 from palestra.errors import ConfigError, StoreError
 from palestra.learner.learner import Learner
 from palestra.learner.metrics import metric_tables
 from palestra.learner.reporting import ROLE_METRICS
+from palestra.store.run_log import readable_metrics
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.calls import PolicyVersion
@@ -478,6 +480,33 @@ async def test_a_rate_after_a_restart_waits_for_the_first_step_that_is_gathered_
         await first.run()
     await ScriptedJob(tmp_path, settings).run()
     assert ["rollout/tokens_per_second" in row for row in rows(tmp_path)] == [False, False, False, False, True, True]
+
+
+async def test_rows_that_a_resumed_job_drops_are_gone_before_readers_see_that_it_was_resumed(tmp_path):
+    settings = config(steps=4, checkpoint={"every_steps": 2})
+    first = ScriptedJob(tmp_path, settings)
+
+    def crash(kind, data):
+        if (kind, data.get("step")) == ("step", 3.0):
+            raise Crash
+
+    first.on_event = crash
+    with contextlib.suppress(BaseExceptionGroup, Crash):
+        await first.run()
+    run = Run(name="r", folder=tmp_path)
+
+    def newest() -> float:
+        with run.open() as connection:
+            return readable_metrics(connection).rows[-1]["step"]
+
+    before, found = run.begun, []
+    job = ScriptedJob(tmp_path, settings)
+    write = job.folder.write_config
+    job.folder.write_config = lambda saved: (found.append(newest()), write(saved))
+    assert newest() == 3.0
+    await job.run()
+    assert found == [2.0]
+    assert run.begun != before
 
 
 async def test_seconds_of_a_job_never_go_back_where_a_long_evaluation_came_after_the_checkpoint(tmp_path):
