@@ -37,7 +37,6 @@ from palestra.dashboard.progress import describe_run, read_columns
 from palestra.dashboard.runs import Run
 from palestra.dashboard.slow_calls import read_slow_calls
 from palestra.dashboard.steps import find_episodes, read_events_before, read_group, read_step
-from palestra.doctor.examination import Examined
 from palestra.learner.metrics import metric_tables
 from palestra.store import open_run_store
 from palestra.store.codec import chat_row
@@ -96,12 +95,6 @@ def filtered(**wanted: Any) -> Callable[[Run], Any]:
     return lambda run: find_episodes(run, EpisodeFilter(**wanted), None, 50)
 
 
-def findings(run: Run) -> Any:
-    """Read the findings as a page does that follows a run, of which it has kept what it read."""
-    return read_findings(run, KEPT.setdefault(run.name, Examined()))
-
-
-KEPT: dict[str, Examined] = {}
 READINGS: dict[str, Callable[[Run], Any]] = {
     "palestra top, a look": lambda run: view_of([run], 100, BEGAN),
     "the line of the run": describe_run,
@@ -120,7 +113,7 @@ READINGS: dict[str, Callable[[Run], Any]] = {
     "2,000 of its tokens": lambda run: read_tokens(run, read_reading(run, long_of(run)), 0, 50_000, 2000),
     "the slowest calls": read_slow_calls,
     "the newest events": lambda run: read_events_before(run, None, 100),
-    "findings": findings,
+    "findings": read_findings,
 }
 COMMANDS: dict[str, Callable[[Run], list[str]]] = {
     "palestra doctor": lambda run: ["doctor", str(run.folder)],

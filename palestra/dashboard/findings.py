@@ -6,16 +6,12 @@ from dataclasses import asdict
 
 from palestra.dashboard.answers import FindingAnswer, FindingsAnswer
 from palestra.dashboard.runs import Run
-from palestra.doctor.examination import RULES, Examined, add_facts, examine_store
+from palestra.doctor.examination import RULES, add_facts, examine_store
 
 
-def read_findings(run: Run, kept: Examined) -> FindingsAnswer:
-    """Return the findings over all steps of a run.
-
-    Args:
-        kept: cached facts about finished steps; see `examine_store`.
-    """
-    config, more = run.config, True
+def read_findings(run: Run) -> FindingsAnswer:
+    """Return the findings over all steps of a run."""
+    config, kept, more = run.config, run.memory.examined, True
     while more:  # each with the whole time of a connection; what was read is kept where one takes too long
         with run.open() as connection:
             more = add_facts(connection, kept)

@@ -15,7 +15,6 @@ from palestra.dashboard.episode import EpisodeReading, read_reading
 from palestra.dashboard.findings import read_findings
 from palestra.dashboard.progress import describe_run, unreadable
 from palestra.dashboard.runs import DAMAGED, Run
-from palestra.doctor.examination import Examined
 from palestra.errors import NotFound, PalestraError, ServerStopping, StoreError, StoreUnreachable
 from palestra.threads import in_thread
 
@@ -98,8 +97,6 @@ class Reader:
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._searches: dict[str, _Turn] = {}
         self._described, self._findings = _Kept[RunAnswer](), _Kept[FindingsAnswer]()
-        # By run: its `begun`, and what its findings need of episodes of finished steps. One search at a time uses it.
-        self._facts: dict[str, tuple[tuple[int, ...], Examined]] = {}
         self._readings: OrderedDict[tuple[str, str], _Reading] = OrderedDict()
         for run in runs:
             self.add(run)
@@ -110,7 +107,7 @@ class Reader:
         self.runs.move_to_end(run.name)
         if self._most is not None and len(self.runs) > self._most:
             name, _ = self.runs.popitem(last=False)
-            for kept in (self._slots, self._searches, self._described, self._findings, self._facts):
+            for kept in (self._slots, self._searches, self._described, self._findings):
                 kept.pop(name, None)
 
     def run(self, name: str) -> Run:
@@ -186,15 +183,7 @@ class Reader:
         return await self._findings.get(run.name, lambda: self._find(run))
 
     async def _find(self, run: Run) -> FindingsAnswer:
-        return await self.search(run, lambda: read_findings(run, self._facts_of(run)))
-
-    def _facts_of(self, run: Run) -> Examined:
-        """Return cached facts about a run's episodes; empty once another run has its folder."""
-        begun = run.begun
-        known = self._facts.get(run.name)
-        if known is None or known[0] != begun:
-            known = self._facts[run.name] = (begun, Examined())
-        return known[1]
+        return await self.search(run, lambda: read_findings(run))
 
     async def described_all(self) -> list[RunAnswer]:
         """Return the progress of each run; one that takes too long counts as unreadable."""

@@ -16,6 +16,7 @@ from palestra.config import SAVED_CONFIG, JobConfig, load_saved_config
 from palestra.dashboard.answers import LiveState
 from palestra.dashboard.token_text import TokenText, token_text
 from palestra.disk import RUN_LOCK, is_locked
+from palestra.doctor.examination import Examined
 from palestra.errors import ConfigError, NotFound, StoreError
 from palestra.store.browsing import browse, newest_event_number
 from palestra.store.counting import EpisodeCounts
@@ -32,11 +33,12 @@ class RunMemory:
 
     Attributes:
         counts: of its episodes.
+        examined: what the doctor's findings need of finished steps; one search at a time uses it.
         rows: some metrics of its steps, oldest first.
     """
 
     def __init__(self) -> None:
-        self.counts, self.rows = EpisodeCounts(), list[dict[str, float]]()
+        self.counts, self.examined, self.rows = EpisodeCounts(), Examined(), list[dict[str, float]]()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,6 @@ from palestra.dashboard.slow_calls import read_slow_calls
 from palestra.dashboard.steps import find_episodes, read_events_after, read_group, read_step
 from palestra.dashboard.streams import Streams
 from palestra.doctor import examination
-from palestra.doctor.examination import Examined
 from palestra.errors import ConfigError, StoreError, StoreUnreachable
 from palestra.store import tables
 from palestra.store.search import EpisodeFilter
@@ -105,7 +104,7 @@ async def test_of_a_run_with_a_damaged_record_the_rest_is_there(pair, script, ca
     assert read_columns(bad, -1).columns["train/reward_mean"][-1] == 0.625
     assert len(read_step(bad, 5).groups) == len(REWARDS)
     assert read_group(bad, "train", 0).members[0].line.reward == 0.0
-    assert read_findings(bad, Examined()).step == 5
+    assert read_findings(bad).step == 5
     assert read_slow_calls(bad).calls
     reading = read_reading(bad, "train-000000-00")
     assert episode_answer(bad, reading).calls
@@ -124,7 +123,7 @@ async def test_of_a_group_whose_step_is_damaged_the_rest_is_there(pair, capsys):
     found = read_group(bad, "train", 1)
     assert (found.step, [member.line.reward for member in found.members]) == (0, list(REWARDS[1]))
     assert "the step of the group can't be read" in found.notes[0]
-    assert read_findings(bad, Examined()).step == 5
+    assert read_findings(bad).step == 5
     assert main(["doctor", str(bad.folder)]) in (0, 1)
 
 

@@ -9,7 +9,7 @@ import pytest
 from palestra.dashboard.findings import read_findings
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
-from palestra.doctor.examination import RULES, Examined, examine
+from palestra.doctor.examination import RULES, examine
 from palestra.errors import StoreError
 from unit.building import FakeClock, open_store
 from unit.doctor.curves import run_of
@@ -23,7 +23,7 @@ def truncated(step: int) -> dict[str, float]:
 async def test_they_are_those_of_the_doctor_with_their_episodes(tmp_path):
     await record(tmp_path, truncated)
     (wanted,) = examine(tmp_path).findings
-    found = read_findings(Run(name="r", folder=tmp_path), Examined())
+    found = read_findings(Run(name="r", folder=tmp_path))
     (one,) = found.findings
     assert one.model_dump() == {name: getattr(wanted, name) for name in one.model_dump()} | {
         "episodes": list(wanted.episodes)
@@ -34,14 +34,14 @@ async def test_they_are_those_of_the_doctor_with_their_episodes(tmp_path):
 
 async def test_a_healthy_run_has_none(tmp_path):
     await record(tmp_path)
-    assert read_findings(Run(name="r", folder=tmp_path), Examined()).findings == []
+    assert read_findings(Run(name="r", folder=tmp_path)).findings == []
 
 
 async def test_many_pages_ask_for_them_once(tmp_path, monkeypatch):
     await record(tmp_path, truncated)
     run, read = Run(name="r", folder=tmp_path), []
     monkeypatch.setattr(
-        "palestra.dashboard.reader.read_findings", lambda run, kept: read.append(run.name) or read_findings(run, kept)
+        "palestra.dashboard.reader.read_findings", lambda run: read.append(run.name) or read_findings(run)
     )
     reader = Reader([run], asyncio.Event())
     answers = await asyncio.gather(*(reader.findings(run) for _ in range(10)))
