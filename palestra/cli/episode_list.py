@@ -70,7 +70,7 @@ def episode_lines(
 def rewards_of(row: EpisodeSummary) -> str:
     """Return an episode's reward as text; for several agents each one's, because those of a game sum to 0."""
     if row.rewards is None or len(row.rewards) < 2:
-        return "" if row.reward is None else short_number(row.reward)
+        return short_number(row.reward)
     found = [f"{agent} {short_number(reward)}" for agent, reward in row.rewards.items()]
     more = [f"… ({len(found)} agents)"] if len(found) > AGENTS else []
     return one_line(", ".join([*found[:AGENTS], *more]))

@@ -179,15 +179,10 @@ def calls_table(calls: Sequence[SlowCall], width: int, now: float) -> Table:
     return fitted_table(names, rows, width, ("call", "seconds"), ("agent", "slowest calls"), ("ended",))
 
 
-def number(value: float | None) -> str:
-    """Return a number with three digits; empty for None."""
-    return "" if value is None else short_number(value)
-
-
 def _rewards(sole: float | None, by_policy: Mapping[str, float]) -> str:
     """Return a mean reward as text; each policy's if several are trained."""
     if not by_policy:
-        return number(sole)
+        return short_number(sole)
     return one_line(" ".join(f"{policy} {short_number(value)}" for policy, value in by_policy.items()))
 
 
@@ -287,7 +282,7 @@ def _job(server: ServerView, width: int, now: float) -> list[RenderableType]:
         episodes_table(
             "newest episodes",
             [
-                (one.episode_id, one.task_id, one.state, number(one.reward), str(one.calls), str(one.tokens))
+                (one.episode_id, one.task_id, one.state, short_number(one.reward), str(one.calls), str(one.tokens))
                 for one in episodes.episodes
             ],
             width,

@@ -190,8 +190,10 @@ class JobProgress:
         return max(steps * a_step - done, 0.0) + evaluations
 
 
-def short_number(value: float) -> str:
-    """Return a number with three digits: `0.0333`, `1.5`, `1,350`; from a million `1.35e+06`."""
+def short_number(value: float | None) -> str:
+    """Return a number with three digits: `0.0333`, `1.5`, `1,350`; from a million `1.35e+06`; empty for None."""
+    if value is None:
+        return ""
     return f"{value:,.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
