@@ -17,8 +17,8 @@ class WatchdogConfig(Section):
     seconds: float = Field(
         3600.0,
         ge=0,
-        description="Time without an accepted token and without a finished step after which the job fails; 0: never. A "
-        "step has to be shorter.",
+        description="Time without an accepted token, a verdict of a judge or a finished step after which the job "
+        "fails; 0: never. A step has to be shorter.",
     )
     idle: Literal["wait", "fail"] = Field(
         "wait",

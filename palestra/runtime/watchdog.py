@@ -234,7 +234,7 @@ class Watchdog:
         """Prepare; `run` watches.
 
         Args:
-            plane: its tokens, steps and workers are watched.
+            plane: its tokens, verdicts, steps and workers are watched.
             plays_itself: whether the job's own runners play its episodes.
         """
         self._config, self._plane, self._plays_itself, self._clock = config, plane, plays_itself, clock
@@ -258,7 +258,7 @@ class Watchdog:
                     since = now  # nothing of it is the job's fault
                     continue
                 raise JobStuck(
-                    f"no token was accepted and no step was finished for {duration(now - since)}; stuck: "
+                    f"no token was accepted, no verdict given and no step finished for {duration(now - since)}; stuck: "
                     f"{why or NO_WORKER} (watchdog.seconds = {self._config.seconds:g})"
                 )
 

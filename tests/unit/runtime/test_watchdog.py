@@ -20,8 +20,10 @@ def worker(number, state):
     )
 
 
-def moment(part=Part.LEARNER, collects=True, registered=4, claimed=0, workers=0, plays_itself=False, **others):
-    counts = Counts(registered=registered, claimed=claimed, completed=0, discarded=0)
+def moment(
+    part=Part.LEARNER, collects=True, registered=4, claimed=0, unjudged=0, workers=0, plays_itself=False, **others
+):
+    counts = Counts(registered=registered, claimed=claimed, unjudged=unjudged, completed=0, discarded=0)
     return JobActivity(
         part=part,
         phase="gathering step 3",
@@ -49,6 +51,7 @@ POOL = EngineLoad(waiting=2, running=1, workers=(worker(0, "updating"), worker(1
         (moment(engines=[POOL], claimed=2), "no token (inference worker 1 is ready)"),
         (moment(claimed=2, workers=1), "collectors: 2 episodes are being played, and none calls"),
         (moment(claimed=2, holders=["a", "b"]), "collectors: 2 episodes are being played (held by a, b)"),
+        (moment(unjudged=3), "judge: 3 episodes wait for its verdict"),
         (moment(registered=0), "learner: gathering step 3 waits for episodes, and none is open"),
         (moment(plays_itself=True), "collectors: the job's own runners claim none of 4"),
         (moment(workers=3), "collectors: 3 workers are connected, and hold none of 4"),
