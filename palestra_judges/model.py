@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import httpx2
 import orjson
 
+from palestra.client.exchange import asked_pause, is_passing, trouble_of
 from palestra.envs.judge import VerdictBook
 from palestra.errors import ConfigError, JudgeBudgetSpent, JudgeFailed, JudgeUnavailable
 from palestra.http_clients import async_http_client
@@ -54,6 +56,7 @@ class JudgeModel:
         self._http = async_http_client(timeout=None)
         self._free = asyncio.Semaphore(config.max_concurrency)
         self._spent = 0
+        self._answered = -math.inf  # when the last request was sent that the server answered, monotonic seconds
 
     @property
     def version(self) -> str:
@@ -68,7 +71,7 @@ class JudgeModel:
                 async with asyncio.timeout(self._config.timeout_seconds):
                     answer = await self._sent("GET", "/v1/models", None)
                 names = [str(one["id"]) for one in answer["data"]]
-            except (TimeoutError, httpx2.HTTPError, JudgeFailed, KeyError, TypeError) as error:
+            except (TimeoutError, httpx2.RequestError, _Unavailable, JudgeFailed, KeyError, TypeError) as error:
                 said = str(error) or type(error).__name__
                 raise ConfigError(f"judge: {self._url} does not say which models it has: {said}") from error
             if len(names) != 1:
@@ -87,33 +90,38 @@ class JudgeModel:
             read: returns what an answer says; raises JudgeFailed.
 
         Raises:
-            JudgeFailed: no answer could be read.
+            JudgeFailed: no answer could be read, or the server could not answer this question for OUTAGE_SECONDS, and
+                has answered others.
             JudgeBudgetSpent: the tokens are used up.
             JudgeUnavailable: the server could not be asked for OUTAGE_SECONDS.
         """
         number, calls, tokens, started = 0, 0, 0, time.monotonic()
         outage: _Outage | None = None
-        async with self._free:
-            while True:
-                self._check_budget()
-                calls += 1
-                try:
-                    text, used = await self._once(question, number, question.seed + number + 1000 * repeat)
-                    self._spent += used
-                    tokens += used
-                    if not text.strip():
-                        raise JudgeFailed("the judge said nothing")
-                    value = read(text)
-                except _Unavailable as error:
-                    outage = outage or _Outage()
-                    await outage.wait(error)
-                except JudgeFailed as error:
-                    if number == self._config.retries or isinstance(error, _Final):
-                        raise JudgeFailed(str(error)) from error
-                    await asyncio.sleep(min(0.1 * 4**number, LONGEST_PAUSE_SECONDS))
-                    number, outage = number + 1, None
-                else:
-                    return Answered(value=value, calls=calls, tokens=tokens, seconds=time.monotonic() - started)
+        while True:
+            try:
+                # Not held while an outage is waited for: the answers to other questions tell whether it is one.
+                async with self._free:
+                    while True:
+                        self._check_budget()
+                        calls += 1
+                        try:
+                            text, used = await self._once(question, number, repeat)
+                            self._spent += used
+                            tokens += used
+                            if not text.strip():
+                                raise JudgeFailed("the judge said nothing")
+                            value = read(text)
+                        except JudgeFailed as error:
+                            if number == self._config.retries or isinstance(error, _Final):
+                                raise JudgeFailed(str(error)) from error
+                            await asyncio.sleep(min(0.1 * 4**number, LONGEST_PAUSE_SECONDS))
+                            number, outage = number + 1, None
+                        else:
+                            seconds = time.monotonic() - started
+                            return Answered(value=value, calls=calls, tokens=tokens, seconds=seconds)
+            except _Unavailable as error:
+                outage = outage or _Outage()
+                await outage.wait(error, self._answered)
 
     def _check_budget(self) -> None:
         budget = self._config.token_budget
@@ -123,14 +131,15 @@ class JudgeModel:
                 "with --resume (in a script resume=True)"
             )
 
-    async def _once(self, question: Question, number: int, seed: int) -> tuple[str, int]:
+    async def _once(self, question: Question, number: int, repeat: int) -> tuple[str, int]:
         """Return the model's text, which may be empty, and the tokens of prompt and reply."""
+        first = number == repeat == 0
         body = {
             "model": self._model,
             "messages": question.messages,
-            "temperature": 0.0 if number == 0 else 0.7,  # the same prompt would get the same answer again
+            "temperature": 0.0 if first else 0.7,  # the same prompt would get the same answer again
             "max_tokens": self._config.max_tokens,
-            "seed": seed,
+            "seed": question.seed + number + 1000 * repeat,
         }
         limit = self._config.timeout_seconds
         try:
@@ -138,8 +147,12 @@ class JudgeModel:
                 answer = await self._sent("POST", "/v1/chat/completions", body)
         except TimeoutError:
             raise JudgeFailed(f"the judge did not answer within {limit:g} s") from None
-        except httpx2.HTTPError as error:
-            raise _Unavailable(f"the judge can't be asked: {str(error) or type(error).__name__}") from error
+        except httpx2.RequestError as error:
+            trouble = trouble_of(self._url, error)
+            assert trouble is not None
+            if not trouble.passing:
+                raise trouble.error from error
+            raise _Unavailable(f"the judge can't be asked: {trouble.error}") from error
         try:
             text = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
@@ -149,7 +162,7 @@ class JudgeModel:
 
     async def _sent(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         """Return the JSON that the server answers."""
-        content = None if body is None else json.dumps(body).encode()
+        content, sent = None if body is None else json.dumps(body).encode(), time.monotonic()
         headers = {"content-type": "application/json"}
         if key := self._key():
             headers["authorization"] = f"Bearer {key}"
@@ -159,15 +172,15 @@ class JudgeModel:
                 data += piece
                 if len(data) > MOST_BYTES:
                     raise JudgeFailed(f"the judge's answer has more than {MOST_BYTES // 1024} KiB")
-            status, pause = reply.status_code, reply.headers.get("retry-after", "")
-        said = data[:200].decode(errors="replace")
+        status, said = reply.status_code, data[:200].decode(errors="replace")
+        if is_passing(status):
+            busy, pause = status == 429, asked_pause(reply)
+            raise _Unavailable(f"the judge's server answered {status}: {said!r}", pause, busy)
+        self._answered = max(self._answered, sent)
         if status in REFUSED:
             raise ConfigError(f"judge: {self._url} refuses to judge ({status}): {said!r}")
         if status in TOO_MUCH:
             raise _Final(f"the judge's server refused the question ({status}): {said!r}")
-        if status == 429 or status >= 500:
-            seconds = float(pause) if pause.isdecimal() else 0.0
-            raise _Unavailable(f"the judge's server answered {status}: {said!r}", seconds)
         if status != 200:
             raise JudgeFailed(f"the judge's server answered {status}: {said!r}")
         try:
@@ -180,24 +193,41 @@ class _Final(JudgeFailed):
     """A failure that asking again would not mend."""
 
 
-class _Unavailable(JudgeFailed):
-    """The server can't be asked now; `pause` seconds are what it asks for."""
+class _Unavailable(Exception):
+    """The server can't be asked now.
 
-    def __init__(self, text: str, pause: float = 0.0) -> None:
+    Attributes:
+        pause: seconds for which it asks to wait.
+        busy: it has too many requests, whatever they ask.
+    """
+
+    def __init__(self, text: str, pause: float = 0.0, busy: bool = False) -> None:
         super().__init__(text)
-        self.pause = pause
+        self.pause, self.busy = pause, busy
 
 
 class _Outage:
-    """The time since a server can't be asked."""
+    """The time since a question can't be asked."""
 
     def __init__(self) -> None:
-        self._until, self._pause = time.monotonic() + OUTAGE_SECONDS, 0.1
+        self._since, self._pause = time.monotonic(), 0.1
 
-    async def wait(self, error: _Unavailable) -> None:
-        """Wait before the next attempt; raise JudgeUnavailable when it has lasted too long."""
-        left = self._until - time.monotonic()
+    async def wait(self, error: _Unavailable, answered: float) -> None:
+        """Wait before the next attempt.
+
+        Args:
+            answered: when the last request was sent that the server answered, monotonic seconds.
+
+        Raises:
+            JudgeFailed: it has lasted too long for this question alone.
+            JudgeUnavailable: it has lasted too long for all.
+        """
+        if error.busy:
+            self._since = max(self._since, answered)
+        left = self._since + OUTAGE_SECONDS - time.monotonic()
         if left <= 0:
+            if answered > self._since:
+                raise JudgeFailed(f"{error} (for {OUTAGE_SECONDS:g} s, and has answered other questions)") from error
             raise JudgeUnavailable(
                 f"{error} (for {OUTAGE_SECONDS:g} s); no episode was discarded: when the judge can be asked again, go "
                 "on with --resume (in a script resume=True)"

@@ -256,14 +256,23 @@ def trouble_of(url: str, reply: httpx2.Response | httpx2.RequestError) -> Troubl
     if reply.status_code < 400:
         place = reply.headers.get("location", "another place")
         return Trouble(ConfigError(f"{url} redirects to {place}, which is not followed: give the URL of the server"))
-    passing = reply.status_code in _PASSING or reply.status_code >= 500
-    wait = reply.headers.get("retry-after", "")
     return Trouble(
         problem_of(url, reply),
-        passing=passing,
+        passing=is_passing(reply.status_code),
         unsent=reply.status_code in _NOT_SERVED,
-        pause_seconds=float(wait) if wait.isascii() and wait.isdecimal() and len(wait) < 10 else 0.0,
+        pause_seconds=asked_pause(reply),
     )
+
+
+def is_passing(status: int) -> bool:
+    """Return whether the same request may succeed later, by the status of its answer."""
+    return status in _PASSING or status >= 500
+
+
+def asked_pause(reply: httpx2.Response) -> float:
+    """Return the seconds that an answer asks to wait (`Retry-After`), or 0."""
+    wait = reply.headers.get("retry-after", "")
+    return float(wait) if wait.isascii() and wait.isdecimal() and len(wait) < 10 else 0.0
 
 
 def _unreachable(url: str, error: httpx2.RequestError) -> Trouble:

@@ -67,6 +67,14 @@ def test_a_judge_that_knows_is_within_the_bounds(tmp_path, capsys):
     assert "another judge" in doubts(tmp_path / "out.json", "other", "m")[0]
 
 
+def test_a_judge_that_is_asked_again_may_choose_another_answer(tmp_path, capsys):
+    with judging(knows) as server:
+        main(written(tmp_path, RUBRIC | {"url": server.url}, sums(2)))
+    asked = [one.body for one in server.asked if one.data == server.asked[0].data]
+    assert [one["temperature"] for one in asked] == [0.0, 0.0, 0.7]  # plain, with the criteria in reverse, and again
+    assert asked[0]["seed"] != asked[2]["seed"]
+
+
 def test_a_question_that_fails_is_left_out_and_its_share_is_told(tmp_path, capsys):
     def judge(asked: Asked) -> str:
         return "hm" if asked.data["question"] == "1 + 3?" else knows(asked)

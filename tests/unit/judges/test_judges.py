@@ -15,12 +15,13 @@ from judge_server import Asked, judging
 
 from palestra.config import JudgeAccess, parse_config
 from palestra.envs.judge import JudgedGroup
-from palestra.errors import ConfigError, JudgeBudgetSpent, JudgeFailed
+from palestra.errors import ConfigError, JudgeBudgetSpent, JudgeFailed, JudgeUnavailable
 from palestra.types.messages import text_message
 from palestra.types.records import Trajectory
 from palestra.types.states import EpisodeState
 from palestra.types.verdicts import Verdict, VerdictKey
 from palestra_judges import Criterion, Relative, Rubric
+from palestra_judges import model as judge_model
 from palestra_judges.agreement import tau_b
 from unit.building import make_chat, make_episode, make_trajectory
 
@@ -212,6 +213,44 @@ async def test_a_server_that_is_away_for_a_while_is_waited_for_beside_the_retrie
         (found,) = await judged(Rubric(url=server.url, criteria=[GOOD], retries=0), [group(["4"])])
     assert found == {"train-0-0": {"good": 1.0}}
     assert time.monotonic() - started >= 1.0
+
+
+async def test_a_question_that_breaks_the_server_is_its_own_failure_while_others_are_answered(monkeypatch):
+    monkeypatch.setattr(judge_model, "OUTAGE_SECONDS", 0.3)
+
+    def answer(asked: Asked) -> Any:
+        return (500, b"a bug") if asked.text == "breaks" else asked.choose(lambda one: "yes")
+
+    with judging(answer) as server:
+        made = Rubric(url=server.url, model="m", criteria=[GOOD], max_concurrency=1)
+        first, *others = await judged(made, [group(["breaks"], 0), group(["a"], 1), group(["b"], 2)])
+        (alone,) = await judged(made, [group(["breaks"])])
+    assert type(first) is JudgeFailed
+    assert [type(one) for one in others] == [dict, dict]
+    assert type(alone) is JudgeUnavailable
+
+
+async def test_a_server_that_sends_questions_away_for_others_is_waited_for(monkeypatch):
+    monkeypatch.setattr(judge_model, "OUTAGE_SECONDS", 0.5)
+    until = time.monotonic() + 1.2
+
+    def answer(asked: Asked) -> Any:
+        full = asked.text == "late" and time.monotonic() < until
+        time.sleep(0.1)
+        return (429, b"too many") if full else asked.choose(lambda one: "yes")
+
+    with judging(answer) as server:
+        made = Rubric(url=server.url, model="m", criteria=[GOOD], max_concurrency=2)
+        found = await judged(made, [group([text], n) for n, text in enumerate(["late", *"abcdefghij"])])
+    assert {type(one) for one in found} == {dict}
+
+
+async def test_a_url_of_another_protocol_is_not_waited_for():
+    with judging(lambda asked: asked.choose(lambda one: "yes")) as server:
+        made = Rubric(url=server.url.replace("http:", "https:"), model="m", criteria=[GOOD])
+        async with asyncio.timeout(5):
+            (found,) = await judged(made, [group(["4"])])
+    assert type(found) is ConfigError
 
 
 async def test_empty_answers_count_for_the_budget():
