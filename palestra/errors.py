@@ -390,11 +390,11 @@ class JudgeFailed(PalestraError):
 
 
 class JudgeBudgetSpent(PalestraError):
-    """A judge has used up `judge.token_budget`: the job ends, and goes on with a larger one where it stopped."""
+    """A judge has used up `judge.token_budget`: the job ends; resumed with a larger budget, it goes on."""
 
 
 class JudgeUnavailable(PalestraError):
-    """A judge could not be asked for a long time: the job ends, discards nothing, and goes on where it stopped."""
+    """A judge could not be asked for a long time: the job ends without discarding an episode; resumed, it goes on."""
 
 
 class InvalidEnvironment(PalestraError):

@@ -54,12 +54,13 @@ class ModelJudge(JudgeConfig):
         1, ge=0, le=20, description="How often a question is asked again that got no verdict. Then it has failed."
     )
     token_budget: Positive | None = Field(
-        None, description="Tokens of prompts and replies after which the job ends; it goes on with a larger one."
+        None,
+        description="Tokens of prompts and replies after which the job ends. Resumed with a larger budget, it goes on.",
     )
     checked: Path | None = Field(
         None,
-        description="What `palestra judge check` has written of this judge: a job says at its start where the judge is "
-        "below the bounds, or another one.",
+        description="What `palestra judge check` has written of this judge: a job warns at its start of a judge "
+        "that is below the bounds, or is another one.",
     )
 
     @model_validator(mode="after")

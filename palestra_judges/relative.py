@@ -1,7 +1,7 @@
 """`RelativeJudge`: ranks the episodes of a group in a drawn order and in its mirror image.
 
-A judge prefers places, and an order and its mirror image take most of that back (arXiv 2310.07712), at the price of two
-drawn orders, which do not. Equal replies are one entry, and entries have names that say nothing.
+A judge prefers positions. An order and its mirror image cancel most of that (arXiv 2310.07712); two drawn orders cost
+as much and do not. Equal replies are one entry, and entries have random-looking names.
 """
 
 from __future__ import annotations
