@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
+from palestra.config.kinds import schema_by_kind
 from palestra.config.section import Section
 from palestra.errors import ConfigError
 from palestra.extensions import extensions, load_extension
@@ -127,16 +128,7 @@ class EngineConfig(Section):
         found = {str(one.model_fields["kind"].default): one for one in cls.alternatives()}
         if list(found.values()) == [cls]:
             return handler(source)
-        union = Union[tuple(Annotated[one, Tag(kind)] for kind, one in found.items())]  # type: ignore[valid-type]  # noqa: UP007
-
-        def known(value: Any) -> Any:  # the error of pydantic's union would not name the key
-            if not isinstance(value, dict | Section):
-                raise ValueError(f"it is a table, such as {{kind = {next(iter(found))!r}}}, and not {value!r}")
-            if (kind := _kind_of(value)) not in list(found):
-                raise ValueError(f"kind is {kind!r} (known kinds: {', '.join(map(repr, found))})")
-            return value
-
-        return handler.generate_schema(Annotated[union, Discriminator(_kind_of), BeforeValidator(known)])
+        return schema_by_kind(found, _kind_of, handler)
 
     @property
     def pooled(self) -> bool:

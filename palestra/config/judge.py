@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
+from palestra.config.kinds import schema_by_kind
 from palestra.config.section import Seconds, Section
 from palestra.errors import ConfigError
 from palestra.extensions import extensions, load_extension
@@ -35,7 +37,7 @@ class JudgeAccess:
     frozen: tuple[str, ...] = ()
 
 
-class JudgeConfig(Section):
+class JudgeConfig(Section, ABC):
     """What every judge has. A field of this type takes a table of any kind that is installed.
 
     Attributes:
@@ -64,13 +66,13 @@ class JudgeConfig(Section):
     )
 
     @property
+    @abstractmethod
     def reward_weights(self) -> Mapping[str, float]:
         """Return the names of the rewards that the judge gives, with their weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make(self, access: JudgeAccess) -> Judge:
         """Return the judge."""
-        raise NotImplementedError
 
     @classmethod
     def alternatives(cls) -> Sequence[type[Section]]:
@@ -82,20 +84,7 @@ class JudgeConfig(Section):
         """Check a field of this type by the section that `kind` chooses."""
         if cls is not JudgeConfig:
             return handler(source)
-        found = _sections()
-
-        def known(value: Any) -> Any:  # the error of pydantic's union would not name the key
-            if not isinstance(value, dict | Section):
-                raise ValueError(f"it is a table, such as {{kind = 'rubric'}}, and not {value!r}")
-            if (kind := _kind_of(value)) not in list(found):
-                raise ValueError(f"kind is {kind!r} (installed kinds: {', '.join(map(repr, found)) or 'none'})")
-            return value
-
-        tagged = tuple(Annotated[one, Tag(kind)] for kind, one in found.items())
-        if len(tagged) < 2:
-            return handler.generate_schema(Annotated[(*found.values(), dict)[0], BeforeValidator(known)])
-        union = Union[tagged]  # type: ignore[valid-type]  # noqa: UP007
-        return handler.generate_schema(Annotated[union, Discriminator(_kind_of), BeforeValidator(known)])
+        return schema_by_kind(_sections(), _kind_of, handler)
 
 
 @cache

@@ -21,8 +21,8 @@ from judge_server import Asked, judging
 import palestra
 from palestra import JobConfig
 from palestra.cli.main import main
-from palestra.config import JudgeConfig
-from palestra.envs.judge import JudgedGroup, VerdictBook
+from palestra.config import JudgeAccess, JudgeConfig
+from palestra.envs.judge import Judge, JudgedGroup, VerdictBook
 from palestra.errors import ConfigError, EpisodesLost, JudgeUnavailable
 from palestra.runtime.judging import _own_loop
 from palestra.runtime.local import local_job
@@ -318,6 +318,21 @@ class Longest(JudgeConfig):
     """A judge that no entry point names."""
 
     kind: Literal["longest"] = "longest"
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        return {}
+
+    def make(self, access: JudgeAccess) -> Judge:
+        raise NotImplementedError
+
+
+def test_a_judge_without_a_method_is_refused_when_its_table_is_read():
+    class Nothing(JudgeConfig):
+        kind: Literal["nothing"] = "nothing"
+
+    with pytest.raises(TypeError, match="abstract"):
+        Nothing()
 
 
 def test_a_judge_that_no_package_names_is_refused(tmp_path):
