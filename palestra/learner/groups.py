@@ -30,11 +30,11 @@ class Gathered:
     """The complete groups of a step."""
 
     episode_ids: tuple[str, ...]
-    dropped: int
-    skipped: int
-    discarded: int
-    stale: int
     trajectories: list[Trajectory] = field(compare=False, repr=False)
+    dropped: int = 0
+    skipped: int = 0
+    discarded: int = 0
+    stale: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from palestra.faults import fault_point
 from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.engine_check import check_engine
 from palestra.learner.evaluation import validate
-from palestra.learner.groups import DynamicSampling, gather_groups
+from palestra.learner.groups import DynamicSampling, Gathered, gather_groups
 from palestra.learner.open_run import OpenRun
 from palestra.learner.pools import Pools
 from palestra.learner.recordings import Recordings, gather_recorded
@@ -33,7 +33,7 @@ from palestra.trainer.base import Trainer
 from palestra.types.calls import PolicyVersion
 from palestra.types.metrics import by_policy, of_policy
 from palestra.types.progress import Part, Phase
-from palestra.types.records import BatchManifest, Task, Trajectory
+from palestra.types.records import JUDGE_FAILED, BatchManifest, Task, Trajectory
 from palestra.types.states import JobState
 from palestra.waiting import race, together
 
@@ -225,17 +225,9 @@ class Learner:
         if manifest is not None:
             self._run.progress.enter(f"repeating step {step} from its manifest")
             self._playing.not_played()
-            return (
-                manifest,
-                await self._run.store.calls.trajectories(manifest.episode_ids),
-                {
-                    "time/rollout_seconds": 0.0,
-                    "train/groups_dropped": 0.0,
-                    "train/groups_skipped": 0.0,
-                    "train/episodes_discarded": 0.0,
-                    "train/episodes_stale": 0.0,
-                },
-            )
+            trajectories = await self._run.store.calls.trajectories(manifest.episode_ids)
+            repeated = Gathered(episode_ids=manifest.episode_ids, trajectories=trajectories)
+            return manifest, trajectories, _metrics_of(repeated, 0.0)
         self._run.progress.enter(f"gathering step {step}", Phase("train", step))
         started = time.monotonic()
         rollout = self._run.config.rollout
@@ -264,17 +256,7 @@ class Learner:
             config_digest=self._run.config.digest(),
         )
         await self._run.store.log.commit_manifest(manifest)
-        return (
-            manifest,
-            gathered.trajectories,
-            {
-                "time/rollout_seconds": time.monotonic() - started,
-                "train/groups_dropped": float(gathered.dropped),
-                "train/groups_skipped": float(gathered.skipped),
-                "train/episodes_discarded": float(gathered.discarded),
-                "train/episodes_stale": float(gathered.stale),
-            },
-        )
+        return manifest, gathered.trajectories, _metrics_of(gathered, time.monotonic() - started)
 
     async def _train(
         self, manifest: BatchManifest, trajectories: Sequence[Trajectory], gathered: Mapping[str, float]
@@ -298,7 +280,7 @@ class Learner:
             return {}
         store = self._run.store
         reasons = await store.groups.discard_reasons("train", step)
-        failed = sum(reason.startswith("judge_failed") for reason in reasons)
+        failed = sum(reason.startswith(JUDGE_FAILED) for reason in reasons)
         cost = await store.verdicts.cost_of_step("train", step)
         return {f"judge/{name}": value for name, value in cost.items()} | {"judge/failed": float(failed)}
 
@@ -423,3 +405,14 @@ class Learner:
 
 def _evaluating(step: int) -> str:
     return f"evaluating after step {step}" if step else "evaluating before training"
+
+
+def _metrics_of(gathered: Gathered, seconds: float) -> dict[str, float]:
+    """Return the metrics of gathering a step; all are 0 for one that is repeated from its manifest."""
+    return {
+        "time/rollout_seconds": seconds,
+        "train/groups_dropped": float(gathered.dropped),
+        "train/groups_skipped": float(gathered.skipped),
+        "train/episodes_discarded": float(gathered.discarded),
+        "train/episodes_stale": float(gathered.stale),
+    }

@@ -357,4 +357,4 @@ async def gather_recorded(
     found = await store.groups.of_step("train", step)
     names = tuple(episode.episode_id for _, episodes in found for episode in episodes)
     trajectories = await store.calls.trajectories(names)
-    return Gathered(episode_ids=names, trajectories=trajectories, dropped=0, skipped=0, discarded=0, stale=0)
+    return Gathered(episode_ids=names, trajectories=trajectories)

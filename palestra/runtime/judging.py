@@ -17,11 +17,10 @@ from palestra.learner import OpenRun
 from palestra.store.lifecycle import JudgedRewards
 from palestra.store.verdicts import WaitingGroup
 from palestra.types.calls import AgentStepReward, Chat
-from palestra.types.records import SOLE_AGENT, EpisodeRecord, Trajectory
+from palestra.types.records import JUDGE_FAILED, SOLE_AGENT, EpisodeRecord, Trajectory
 from palestra.waiting import cancelled
 
 ENVIRONMENT = "environment"  # name of what the environment has given without a name
-FAILED = "judge_failed"  # with which the reason of an episode begins that has no verdict
 END_SECONDS = 5.0  # limit for ending what a judge does when its job ends
 MOST_AT_ONCE = 256  # questions whose trajectories are in memory
 T = TypeVar("T")
@@ -77,7 +76,9 @@ class Judging:
             elif not group.unplayed:
                 found.append((group, group.waiting))
             elif self._waited_enough(group):
-                text = f"{FAILED}: not played {self._config.wait_seconds:g} s after the first episode of its group"
+                text = (
+                    f"{JUDGE_FAILED}: not played {self._config.wait_seconds:g} s after the first episode of its group"
+                )
                 await self._run.store.episodes.discard_open(group.kind, group.group_index, text)
         return found
 
@@ -120,7 +121,7 @@ class Judging:
             name = one.episode.episode_id
             if name in asked.waiting:
                 rewards = self._rewards(one, scores[name]) if name in scores else None
-                await store.episodes.judge(one.episode, rewards, f"{FAILED}: {reason}")
+                await store.episodes.judge(one.episode, rewards, f"{JUDGE_FAILED}: {reason}")
 
     def _spoken(self, trajectory: Trajectory) -> list[Chat]:
         """Return the calls of the agents that learn."""

@@ -21,6 +21,7 @@ from palestra.types.states import EpisodeState
 EpisodeKind = Literal["train", "validation", "adhoc"]
 # Beginnings of reasons of episodes that did not fail: they were left out on purpose, or their job was stopped.
 ON_PURPOSE = ("not_scored", "cancelled")
+JUDGE_FAILED = "judge_failed"  # beginning of the reason of an episode without a verdict
 FORFEIT = "forfeit"  # why an episode ended: its environment was broken by an agent's action
 CONTEXT_FULL = "context_full"  # why an episode ended; in its facts also the agents whose context was full
 WITHOUT_POLICY = "without_policy"  # `facts[...]` of an episode: agents that were played by no policy

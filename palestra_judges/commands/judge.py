@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     import asyncio
 
     from palestra.config import JudgeAccess, load_config
+    from palestra_judges.bounds import IN_WORDS
     from palestra_judges.check import check
     from palestra_judges.config import Relative, Rubric
 
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = asyncio.run(checked())
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
-    for name in ("agreement", "position_consistency", "self_consistency", "null_share"):
+    for name in IN_WORDS:
         say(f"{name:21}{_shown(found[name])}{_interval(found, name)}")
     for name, one in found.get("criteria", {}).items():
         low, high = one["kappa_interval"]
