@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from palestra.client.exchange import checked_key, checked_url
+from palestra.client.exchange import checked_url, key_in
 from palestra.config import REWARD_NAME, JudgeAccess, JudgeConfig
 from palestra.config.algorithm_base import MAX_REWARD_WEIGHT
 from palestra.config.section import Identifier, Positive, Seconds, Section
@@ -85,11 +84,8 @@ class ModelJudge(JudgeConfig):
                     f"judge.policy is {self.policy!r}, and is no frozen policy of the job (it has {known})"
                 )
             return JudgeModel(self, access.url, access.key, self.policy)
-        key = ""
-        if self.key_variable is not None and not (key := os.environ.get(self.key_variable, "")):
-            raise ConfigError(f"judge.key_variable is {self.key_variable!r}, and that variable is not set here")
-        checked = checked_key(key)
-        return JudgeModel(self, checked_url(self.url or "", "http://127.0.0.1:8000"), lambda: checked, self.model)
+        key = key_in(self.key_variable, "judge.key_variable")
+        return JudgeModel(self, checked_url(self.url or "", "http://127.0.0.1:8000"), lambda: key, self.model)
 
 
 class Criterion(Section):

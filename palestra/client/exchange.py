@@ -100,6 +100,19 @@ def checked_key(key: str) -> str:
     return key
 
 
+def key_in(variable: str | None, setting: str) -> str:
+    """Return the key in an environment variable; empty without a variable.
+
+    Args:
+        setting: dotted name of the configuration key that names the variable, for the error message.
+    """
+    if variable is None:
+        return ""
+    if not (key := os.environ.get(variable, "")):
+        raise ConfigError(f"{setting} is {variable!r}, and that variable is not set here")
+    return checked_key(key)
+
+
 class Endpoint:
     """A server as one client knows it: address, key, and whether it answers at present."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import httpx2
 import numpy as np
 
 from palestra.client.async_client import drive_async
-from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange
+from palestra.client.exchange import Endpoint, checked_url, exchange, key_in
 from palestra.config import TeacherServerConfig
 from palestra.errors import ConfigError, PalestraError, TeacherFailed
 from palestra.http_clients import async_http_client
@@ -42,14 +41,10 @@ class ServedTeacher:
         Args:
             student: the learning policy, whose tokenizer the teacher must have.
         """
-        key = ""
-        if config.key_variable is not None and not (key := os.environ.get(config.key_variable, "")):
-            raise ConfigError(
-                f"algorithm.teacher_server.key_variable is {config.key_variable!r}, and that variable is not set here"
-            )
+        key = key_in(config.key_variable, "algorithm.teacher_server.key_variable")
         url = checked_url(config.url, "http://127.0.0.1:8000")
         self._config, self._student, self._model = config, student, config.model
-        self._endpoint = Endpoint(url, checked_key(key), RETRY_SECONDS)
+        self._endpoint = Endpoint(url, key, RETRY_SECONDS)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = async_http_client(headers=headers, timeout=config.timeout_seconds)
         self._room = asyncio.Semaphore(config.max_concurrency)

@@ -76,10 +76,8 @@ class Judging:
             elif not group.unplayed:
                 found.append((group, group.waiting))
             elif self._waited_enough(group):
-                text = (
-                    f"{JUDGE_FAILED}: not played {self._config.wait_seconds:g} s after the first episode of its group"
-                )
-                await self._run.store.episodes.discard_open(group.kind, group.group_index, text)
+                late = f"not played {self._config.wait_seconds:g} s after the first episode of its group"
+                await self._run.store.episodes.discard_open(group.kind, group.group_index, f"{JUDGE_FAILED}: {late}")
         return found
 
     def _waited_enough(self, group: WaitingGroup) -> bool:

@@ -340,6 +340,17 @@ async def test_the_key_of_a_policy_is_read_for_each_question():
     assert server.keys == ["Bearer first", "Bearer second"]
 
 
+async def test_the_key_of_a_server_is_in_a_variable(monkeypatch):
+    monkeypatch.setenv("JUDGES_KEY", "secret\n")
+    with judging(lambda asked: asked.choose(lambda one: "yes")) as server:
+        made = Rubric(url=server.url, key_variable="JUDGES_KEY", criteria=[GOOD])
+        await judged(made, [group(["4"])])
+    assert server.keys == ["Bearer secret"]
+    monkeypatch.delenv("JUDGES_KEY")
+    with pytest.raises(ConfigError, match=r"judge\.key_variable is 'JUDGES_KEY', and that variable is not set"):
+        made.make(ACCESS)
+
+
 async def test_half_of_a_surrogate_pair_in_a_reason_is_replaced():
     with judging(lambda asked: asked.choose(lambda one: "yes", reason="good \ud83d")) as server:
         book = Book()

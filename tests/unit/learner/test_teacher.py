@@ -96,7 +96,7 @@ async def test_only_so_many_rows_are_asked_for_at_a_time():
 
 
 async def test_the_key_is_that_of_the_variable_and_in_no_configuration(monkeypatch):
-    monkeypatch.setenv("TEACHERS_KEY", "secret")
+    monkeypatch.setenv("TEACHERS_KEY", "secret\n")
     server = Server()
     config = TeacherServerConfig(url="http://there", key_variable="TEACHERS_KEY")
     await teacher(server, key_variable="TEACHERS_KEY").check()
