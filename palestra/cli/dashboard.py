@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         run,
         "show runs in the browser: curves, steps, groups, episodes, tokens",
         "  palestra dashboard runs/addition\n"
-        "  palestra dashboard runs/*                      # several, beside one another\n"
+        "  palestra dashboard runs/*                      # several, side by side\n"
         "  palestra dashboard runs/addition --no-browser  # on a machine that is reached by ssh -L 7413:localhost:7413",
     )
     parser.add_argument("run_dirs", metavar="RUN", type=Path, nargs="+", help="a run's folder; the run may be running")

@@ -99,8 +99,8 @@ class JobConfig(Section):
     algorithm: AnyAlgorithmConfig = GRPOConfig()
     judge: JudgeConfig | None = Field(
         None,
-        description="Scores what was played, beside the environment's own reward (`environment` among the named "
-        "rewards). None: the environment alone does.",
+        description="Scores each episode in addition to the environment's own reward (`environment` among the named "
+        "rewards). None: the environment's reward alone counts.",
     )
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

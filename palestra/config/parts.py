@@ -74,13 +74,14 @@ class SeatsConfig(Section):
     takeover: Literal["worker", "policy", "replay"] = Field(
         "worker",
         description="What happens to a seat whose worker has died or has left. `worker`: another worker claims it and "
-        "continues; `policy`: the policy of its role plays the rest of the episode; `replay`: the episode is given "
-        "back, and played again from the start.",
+        "continues; `policy`: the policy of its role plays the rest of the episode; `replay`: the episode is retried "
+        "from the start.",
     )
     wait_seconds: Seconds = Field(
         600.0,
-        description="Longest time that an episode waits for a worker to claim a seat that has to act. Then the policy "
-        "of its role plays it (`takeover = policy`), or the episode is given back.",
+        description="Longest time that an episode waits for a worker to claim a seat that has to act. Then the attempt "
+        "fails. With `takeover = policy` the policy of the role plays the seat instead, if a worker has claimed any "
+        "seat of the episode.",
     )
 
     act_seconds: Seconds = Field(

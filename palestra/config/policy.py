@@ -111,13 +111,13 @@ class PolicyConfig(Section):
     )
     vision: VisionTraining | None = Field(
         None,
-        description="Whether the tower of a model that sees is trained with the rest: `trained`, or `frozen`, as "
-        "without this key: then pictures pass through it once, and not again after every update. Refused for a model "
-        "that reads text only, and beside `adapter`.",
+        description="Whether the vision tower of a vision-language model is trained with the rest: `trained`, or "
+        "`frozen`, as without this key: then each picture passes through it once, and not again after every update. "
+        "Refused for a model that reads text only, and together with `adapter`.",
     )
     base: Annotated[str, AfterValidator(check_address)] | None = Field(
         None,
-        description="Base server that has `model` in memory and samples and trains for this job, beside others: its "
+        description="Base server that has `model` in memory and samples and trains for this and other jobs: its "
         "address, such as `unix:runs/base/socket` or `ws://127.0.0.1:7414`, or `shared` where a service chooses one. "
         "Such a policy has an adapter or is frozen. None: the job has a model of its own.",
     )

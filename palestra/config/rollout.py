@@ -61,7 +61,7 @@ class EnvironmentConfig(Section):
     )
     runners: Positive | None = Field(
         None,
-        description="Processes that play `name` beside the job, one core each: for environments that compute. In a "
+        description="Processes of the job that play `name`, one core each: for environments that compute. In a "
         "service each counts as one core of the job. None: the job's own process plays.",
     )
 

@@ -16,7 +16,7 @@ AMOUNTS = {
     "memory_gib": "GiB of memory at the same time; `none`: no limit",
     "jobs": "jobs that run at the same time; `none`: no limit",
     "adapters": "adapters on base servers, of jobs that are not over; `none`: no limit",
-    "weight": "share of a base server's tokens beside tenants of weight 1; `none`: 1",
+    "weight": "share of a base server's tokens, relative to tenants of weight 1; `none`: 1",
 }
 
 
