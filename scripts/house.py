@@ -69,7 +69,7 @@ def main() -> None:
     by_hand = sum(words_by_hand(page) for page in (ROOT / "docs").rglob("*.md"))
     table = {
         "core: lines / files": f"{sum(lines[name] for name in core):,} / {len(core)}",
-        "core and what is beside it: lines / files": f"{sum(lines.values()):,} / {len(lines)}",
+        "all packages: lines / files": f"{sum(lines.values()):,} / {len(lines)}",
         "functions": f"{len(every):,}",
         "other processes: lines / files": f"{sum(lines[name] for name in processes):,} / {len(processes)}",
         f"functions with {MANY} or more parameters": str(sum(parameters(one) >= MANY for one in every)),
