@@ -43,7 +43,7 @@ def add_server_options(parser: argparse.ArgumentParser, folder: str, has: str, h
     parser.add_argument(
         "--deterministic",
         action="store_true",
-        help="samples and weights are bit for bit the same, with or without other work; for jobs with deterministic = true",
+        help="other work changes no bit of samples and weights; for jobs with deterministic = true",
     )
     parser.add_argument(
         "--slots",
