@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MOST_BYTES = 256 * 1024  # of an answer
 LONGEST_PAUSE_SECONDS = 10.0
+CONNECT_SECONDS = 10.0
 OUTAGE_SECONDS = 60.0  # for which a server that can't be asked is waited for
 REFUSED = (401, 403, 404)  # asking again, or about another episode, would change nothing
 TOO_MUCH = (400, 413, 422)  # this question can't be answered, perhaps because it is too long
@@ -53,7 +54,9 @@ class JudgeModel:
             model: its name there; None: the only one that the server lists.
         """
         self._config, self._url, self._key, self._model = config, url, key, model
-        self._http = async_http_client(timeout=None)
+        # Of a machine that is down nothing comes back: that is an outage, and no slow answer.
+        connect = min(CONNECT_SECONDS, config.timeout_seconds / 2)
+        self._http = async_http_client(timeout=httpx2.Timeout(None, connect=connect))
         self._free = asyncio.Semaphore(config.max_concurrency)
         self._spent = 0
         self._answered = -math.inf  # when the last request was sent that the server answered, monotonic seconds

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -243,6 +245,21 @@ async def test_a_server_that_sends_questions_away_for_others_is_waited_for(monke
         made = Rubric(url=server.url, model="m", criteria=[GOOD], max_concurrency=2)
         found = await judged(made, [group([text], n) for n, text in enumerate(["late", *"abcdefghij"])])
     assert {type(one) for one in found} == {dict}
+
+
+async def test_a_server_that_takes_no_connection_is_away_and_not_slow(monkeypatch):
+    monkeypatch.setattr(judge_model, "OUTAGE_SECONDS", 0.3)
+    with socket.socket() as full, contextlib.ExitStack() as stack:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):  # fills the queue, so that further attempts get no answer
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        made = Rubric(url=url, model="m", criteria=[GOOD], timeout_seconds=0.4, retries=0)
+        (found,) = await judged(made, [group(["4"])])
+    assert type(found) is JudgeUnavailable
 
 
 async def test_a_url_of_another_protocol_is_not_waited_for():
