@@ -156,18 +156,17 @@ def check_folder(path: Path, *, may_be_sticky: bool = False) -> None:
         )
 
 
-def open_own(path: Path, flags: int, mode: int = 0o600, *, follow: bool = False) -> int:
+def open_own(path: Path, flags: int, *, follow: bool = False) -> int:
     """Open a file and return its descriptor; refuse one that another user could have created or changed.
 
     Do not pass O_TRUNC: the file is checked after it is open.
 
     Args:
-        mode: permissions of a new file, before the umask.
         follow: whether to follow a link, for a file named by the operator.
     """
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)  # a pipe without a reader does not block
     try:
-        descriptor = os.open(path, flags, mode)
+        descriptor = os.open(path, flags, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ConfigError(f"{path} is a link, and links are not followed here; remove it") from error

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 KLEstimator = Literal["k1", "k2", "k3"]
 KL_ESTIMATORS: tuple[KLEstimator, ...] = ("k1", "k2", "k3")
-Numbers = TypeVar("Numbers")
+_KL_RATE = 0.1  # of the coefficient, for each step and unit of the clipped error
 _LARGEST = 20.0  # bound of -x in the exponent of k3: e^20 is far beyond any useful policy, and finite
 
 
@@ -65,19 +65,19 @@ class KLCoefficient:
     """The coefficient of a KL penalty: fixed, or adapted to keep the divergence near a target.
 
     Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2: with e = clip(KL / target -
-    1, -0.2, 0.2), the coefficient is multiplied by 1 + rate x e after each step.
+    1, -0.2, 0.2), the coefficient is multiplied by 1 + 0.1 e after each step.
 
     Attributes:
         value: of the present step.
     """
 
-    def __init__(self, initial: float, target: float | None = None, rate: float = 0.1) -> None:
+    def __init__(self, initial: float, target: float | None = None) -> None:
         """Begin with the first step's coefficient.
 
         Args:
             target: divergence in nats per token; None: the coefficient is fixed.
         """
-        self.value, self._target, self._rate = initial, target, rate
+        self.value, self._target = initial, target
 
     def adapt(self, divergence: float) -> None:
         """Set the next step's coefficient, unless the divergence is not finite (no tokens).
@@ -87,7 +87,7 @@ class KLCoefficient:
         """
         if self._target is not None and np.isfinite(divergence):
             error = float(np.clip(divergence / self._target - 1.0, -0.2, 0.2))
-            self.value *= 1.0 + self._rate * error
+            self.value *= 1.0 + _KL_RATE * error
 
 
 Parameter = bool | int | float | str

@@ -13,6 +13,7 @@ from palestra.terminal import say
 EXIT_SECONDS = 4.0  # for the process to end by itself when its work is done
 log = logging.getLogger("palestra")
 _own = threading.Event()  # set in a process that was started for one command
+_STARTED = "PALESTRA_STARTED_AGAIN"  # the number of the process, which stays the same
 
 
 def own_process() -> None:
@@ -34,9 +35,6 @@ def _end() -> None:
     time.sleep(EXIT_SECONDS)
     log.error("a part of the process has not ended within %g s; it is left behind", EXIT_SECONDS)
     os._exit(1)
-
-
-_STARTED = "PALESTRA_STARTED_AGAIN"  # the number of the process, which stays the same
 
 
 def start_without_caches() -> None:

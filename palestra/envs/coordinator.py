@@ -11,6 +11,8 @@ from palestra.envs.protocols import AgentProtocol
 from palestra.errors import IllegalTransition, InvalidEnvironment
 from palestra.types.states import AgentState, check_transition
 
+Action = TypeVar("Action")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeLimit:
@@ -58,9 +60,6 @@ class TurnClock:
             self._timer.cancel()
             self._timer = None
             self._left = max(self._left - (asyncio.get_running_loop().time() - self._since), 0.0)
-
-
-Action = TypeVar("Action")
 
 
 class Coordinator(Generic[Action]):

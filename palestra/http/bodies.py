@@ -40,18 +40,18 @@ def parse_body(kind: type[B], body: bytes) -> B:
         raise _explain(error) from None
 
 
-def check_size(body: bytes, containers: int = MAX_CONTAINERS, keys: int = MAX_KEYS, values: int = MAX_VALUES) -> None:
+def check_size(body: bytes) -> None:
     """Raise InvalidRequest for JSON with so many values that parsing it would hold the GIL for long.
 
     Brackets and commas in strings count until the limits are exceeded; only then strings are skipped, because skipping
     is slower than counting.
     """
-    if len(body) <= min(containers, keys, values):
+    if len(body) <= min(MAX_CONTAINERS, MAX_KEYS, MAX_VALUES):
         return
     for most, kinds, named in (
-        (containers, b"[{", "objects and lists"),
-        (keys, b":", "keys"),
-        (values, b",", "values"),
+        (MAX_CONTAINERS, b"[{", "objects and lists"),
+        (MAX_KEYS, b":", "keys"),
+        (MAX_VALUES, b",", "values"),
     ):
         if _count(body, kinds) > most and _outside_strings(body, kinds, most) > most:
             raise InvalidRequest(f"the body has more than {most} {named}")

@@ -69,7 +69,9 @@ def _processor() -> str:
     except OSError:
         return os.uname().machine
     first = re.findall(r"^([^\t\n]+?)\s*: (.*)$", said.partition("\n\n")[0], re.MULTILINE)
-    known: dict[str, str] = {key: value for key, value in first if key in ("model name", "cpu family", "model", "stepping")}
+    known: dict[str, str] = {
+        key: value for key, value in first if key in ("model name", "cpu family", "model", "stepping")
+    }
     if "model name" not in known:
         return os.uname().machine
     details = ", ".join(f"{key.removeprefix('cpu ')} {value}" for key, value in known.items() if key != "model name")

@@ -23,9 +23,8 @@ from typing import Protocol
 from palestra.process import keeper
 from palestra.threads import in_thread
 
-HOSTED = (
-    "PALESTRA_HOSTED"  # set for a program on another machine, which has to end with the process that keeps it there
-)
+# Set for a program on another machine, which has to end with the process that keeps it there.
+HOSTED = "PALESTRA_HOSTED"
 LAST_BYTES = 16_384  # of a log, in which its last line is looked for
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 MALLOC_VARIABLE = "GLIBC_TUNABLES"  # read by glibc alone, when a process starts
@@ -225,9 +224,6 @@ def last_line(log: Path) -> str:
         lines = file.read(LAST_BYTES).decode(errors="replace").strip().splitlines()
         return lines[-1][:500] if lines else "it said nothing"
     return "what it said can't be read"
-
-
-# In the program
 
 
 def with_owner(then: Callable[[bytes], None]) -> socket.socket:

@@ -3,8 +3,8 @@
 A program of its own, `python keeper.py DESCRIPTOR SECONDS [--remove FOLDER]… COMMAND …`, that leads a session. It
 imports nothing of Palestra, so that it starts fast and stays small. The descriptor is a pipe whose other end the owner
 keeps: it is closed however the owner ends, also by SIGKILL. SIGTERM, SIGHUP and SIGINT do the same as its end, and
-SIGQUIT gives the command no time. The command has the keeper's standard input, output and
-error, and SECONDS from SIGTERM to SIGKILL. The folders are removed at the end: sockets, and weights in shared memory.
+SIGQUIT gives the command no time. The command has the keeper's standard input, output and error, and SECONDS from
+SIGTERM to SIGKILL. The folders are removed at the end: sockets, and weights in shared memory.
 """
 
 from __future__ import annotations

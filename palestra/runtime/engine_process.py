@@ -131,9 +131,6 @@ class ProcessHost:
         return EngineProcesses(job, self._start, cards)
 
 
-# The process
-
-
 def _load(order: EngineOrder) -> LoadedEngine:
     """Return the engine that a job orders."""
     config = order.config

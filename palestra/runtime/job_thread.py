@@ -92,9 +92,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             done.set_exception(error)
 
-    threading.Thread(
-        target=body, name="palestra-foreground", daemon=True
-    ).start()  # daemon: a second Ctrl-C ends the process without it
+    # A daemon: a second Ctrl-C ends the process without it.
+    threading.Thread(target=body, name="palestra-foreground", daemon=True).start()
     return done.result()
 
 

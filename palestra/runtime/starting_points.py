@@ -34,14 +34,9 @@ def all_checkpoints(config: JobConfig, run_dir: Path) -> dict[str, RunCheckpoint
     }
 
 
-def newest_checkpoints(config: JobConfig, run_dir: Path | None = None) -> dict[str, Path]:
-    """Return the newest undamaged checkpoint of each trained policy, by name; policies without one are left out.
-
-    Args:
-        run_dir: None: the job's.
-    """
-    folder = config.folder if run_dir is None else run_dir
-    found = {name: newest_path(checkpoints_of(folder, name, config)) for name in config.trained_policies}
+def newest_checkpoints(config: JobConfig) -> dict[str, Path]:
+    """Return the newest undamaged checkpoint of each trained policy, by name; policies without one are left out."""
+    found = {name: newest_path(checkpoints_of(config.folder, name, config)) for name in config.trained_policies}
     return {name: path for name, path in found.items() if path is not None}
 
 

@@ -54,7 +54,6 @@ class Trial:
     Attributes:
         rows: metrics of each finished step, under the names of a job with one policy.
         episodes, calls, completion_tokens: of all steps, including an unfinished one.
-        load_seconds: from the start until the data plane listened; None: not reached.
         memory_bytes: peak memory of this process and its children.
         gpu_bytes: peak GPU memory; 0 without a GPU.
         checkpoint_bytes: of one checkpoint; 0: none was written.
@@ -67,7 +66,6 @@ class Trial:
     calls: int = 0
     completion_tokens: int = 0
     seconds: float = 0.0
-    load_seconds: float | None = None
     memory_bytes: int = 0
     gpu_bytes: int = 0
     checkpoint_bytes: int = 0
@@ -175,7 +173,6 @@ async def _run(
     with MemoryPeak() as memory:
         try:
             async with asyncio.timeout(limit_seconds), local_job(config, heard, play) as job:
-                trial.load_seconds = time.monotonic() - began
                 if config.tasks.train is None and config.environment.name is None and not config.brings_tasks:
                     await job.plane.store.tasks.push("train", [task_of(_stand_in_task(config))], "check")
                     await job.plane.store.tasks.seal()

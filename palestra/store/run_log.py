@@ -155,14 +155,10 @@ def read_events(connection: Connection, after: int, limit: int) -> list[Event]:
     return [Event(event_id=r.event_id, at=r.at, kind=r.kind, data=orjson.loads(r.data)) for r in rows]
 
 
-def read_metrics(connection: Connection, last: int | None = None) -> list[dict[str, float]]:
-    """Return finished rows, in order of steps. Works in any process.
-
-    Args:
-        last: only so many of the newest rows; None: all.
-    """
-    wanted = select(metric_rows.c.data).order_by(metric_rows.c.step.desc()).limit(last)
-    return [orjson.loads(row) for row in connection.execute(wanted).scalars()][::-1]
+def read_metrics(connection: Connection) -> list[dict[str, float]]:
+    """Return finished rows, in order of steps. Works in any process."""
+    wanted = select(metric_rows.c.data).order_by(metric_rows.c.step)
+    return [orjson.loads(row) for row in connection.execute(wanted).scalars()]
 
 
 class RecordedMetrics(NamedTuple):

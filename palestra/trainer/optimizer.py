@@ -24,6 +24,7 @@ from palestra.models.tensor_file import write_tensors
 from palestra.trainer.base import OptimParams, OptimReport
 
 _LINE = 64  # bytes, between which tensors begin: what torch's own allocator promises
+T = TypeVar("T")
 
 
 def zeros_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -49,7 +50,6 @@ def zeros_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 Named = Sequence[tuple[str, nn.Parameter]]
-T = TypeVar("T")
 Update = list[list[Tensor]]  # of each weight of a group: weight, gradient, two moments, step
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _APART_BYTES = 2**26  # of weights on a CPU, from which on their moments lie outside of the heap

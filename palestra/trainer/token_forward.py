@@ -28,6 +28,8 @@ from palestra.trainer.packing import MicroBatch, Tree
 from palestra.trainer.tree_attention import TreeAttention
 from palestra.types.calls import TokenSequence
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class Measured:
@@ -120,8 +122,6 @@ def _parts(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _chosen(scores: Tensor, target: Tensor, total: Tensor) -> Tensor:
     return (scores.gather(1, target.unsqueeze(1)) - total).squeeze(1)
 
-
-T = TypeVar("T")
 
 # Positions whose logits are computed at a time: 128 x 49,152 floats are 25 MB, and several of them exist together.
 LOGIT_CHUNK = {"cpu": 128, "cuda": 2048}

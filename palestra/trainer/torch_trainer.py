@@ -28,6 +28,9 @@ from palestra.trainer.torch_policy import PolicyNetworks, TorchPolicy
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 
+T = TypeVar("T")
+_LONG_WORK_SECONDS = 0.3  # work of so long shows what other processes use meanwhile
+
 
 @dataclass(frozen=True, slots=True)
 class NetworkLoading:
@@ -72,10 +75,6 @@ class NetworkLoading:
                 "model with as many"
             )
         return model
-
-
-T = TypeVar("T")
-_LONG_WORK_SECONDS = 0.3  # work of so long shows what other processes use meanwhile
 
 
 class TorchTrainer:

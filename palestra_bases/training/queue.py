@@ -76,18 +76,16 @@ class TrainingQueue:
         self,
         trainer: SharedTrainer,
         shares: FairShares | None = None,
-        pause: float = PAUSE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Put a queue in front of a trainer; all its requests must go through the queue.
 
         Args:
             shares: None: deficit round robin with a quantum of four passes.
-            pause: seconds to wait after a gradient for the next request about the policy.
         """
         self.trainer = trainer
         self._shares = shares or FairShares(QUANTUM_PASSES * trainer.micro_batch_tokens)
-        self._pause, self._clock = pause, clock
+        self._clock = clock
         self._tenants: dict[str, TenantLoad] = {}
         self._policies: dict[str, str] = {}  # of the trainer, with their tenants
         self._lines: dict[str, deque[Queued]] = {}  # by policy; none is empty
@@ -359,7 +357,7 @@ class TrainingQueue:
         if self._expected:
             self._came.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._pause):
+                async with asyncio.timeout(PAUSE):
                     await self._came.wait()
             self._expected = set()
 

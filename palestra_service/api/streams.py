@@ -76,9 +76,8 @@ def events(
             return None
         changes = await plane.store.changes(by.tenant, job_id, place.change)
         last = place.event
-        reported = await in_thread(
-            lambda: _events_after(run, last)
-        )  # of its own, which may take long for a damaged run
+        # A thread of its own: reading a damaged run may take long.
+        reported = await in_thread(lambda: _events_after(run, last))
         chunks = []
         happened: Iterator[JobChange | Event] = heapq.merge(changes, reported, key=lambda one: one.at)
         for one in happened:

@@ -56,14 +56,12 @@ class PlacementPolicy:
         starts_at_once: limit of STARTING jobs.
         draining: whether no job starts.
         aging_seconds: waiting time that raises a job by one priority class.
-        backfill: whether later jobs may start while a job waits for resources.
     """
 
     quotas: Mapping[str, Quota] = field(default_factory=dict)
     starts_at_once: int = 2
     draining: bool = False
     aging_seconds: float = 1800.0
-    backfill: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,7 +303,7 @@ class _Placement:
         """Return where a fitting job may start; None: nowhere without delaying the first job."""
         if not self._kept:
             return self._best_fit(needs)
-        if not self._policy.backfill or self._is_kept_back(turn, needs):
+        if self._is_kept_back(turn, needs):
             return None
         found, ends = self._best_fit(needs), self._ends(turn.job)
         if found is None:
@@ -337,7 +335,7 @@ class _Placement:
         self._held = True
         self._kept_back[needs] = min(self._kept_back.get(needs, math.inf), self._latest_end(turn.job))
         self._overtaken.add((turn.job.tenant, turn.job.priority, needs))
-        return behind(turn, self._first, self._kept_nodes() if self._policy.backfill else None)
+        return behind(turn, self._first, self._kept_nodes())
 
     def _ends(self, job: WaitingJob) -> float | None:
         """Return when a job ends if it starts now; None: unknown; infinite: never."""

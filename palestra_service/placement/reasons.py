@@ -139,12 +139,12 @@ def name_of(job: WaitingJob) -> str:
     return "a private job" if job.private else f"job {job.job_id}"
 
 
-def behind(turn: QueueEntry, first: QueueEntry, kept: str | None) -> str:
+def behind(turn: QueueEntry, first: QueueEntry, kept: str) -> str:
     """Return the reason of a fitting job that is held back for the first one.
 
     Args:
         first: of the job that must not be delayed.
-        kept: the reserved nodes, with their verb; None: unnamed.
+        kept: the reserved nodes, with their verb.
     """
     name = name_of(first.job) if turn.line is first.line else "a job of another tenant"
     if first.below_overdue == 0:
@@ -153,7 +153,7 @@ def behind(turn: QueueEntry, first: QueueEntry, kept: str | None) -> str:
         text = f"behind {name} of the same priority"
     else:
         text = f"behind {name} of priority {first.job.priority}"
-    return text if kept is None else f"{text}: {kept} kept for it"
+    return f"{text}: {kept} kept for it"
 
 
 class Shortage:

@@ -74,8 +74,8 @@ def stories(draw):
     """Nodes, a policy, jobs, and what happens to nodes before all is well again at 200 s."""
     nodes = draw(node_lists())
     quotas = {tenant: draw(quota_lists()) for tenant in "tu"}
-    starts, backfill = draw(st.sampled_from([1, 2, 1000])), draw(st.booleans())
-    policy = PlacementPolicy(quotas=quotas, starts_at_once=starts, aging_seconds=AGING, backfill=backfill)
+    starts = draw(st.sampled_from([1, 2, 1000]))
+    policy = PlacementPolicy(quotas=quotas, starts_at_once=starts, aging_seconds=AGING)
     queue = [draw(jobs(number)) for number in range(draw(st.integers(1, 15)))]
     troubles = draw(
         st.lists(

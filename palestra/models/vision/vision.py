@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from palestra.models.vision.processor import PictureProcessor
 from palestra.models.vision.towers import Tower
 from palestra.types.calls import Ids, MediaSpan
 from palestra.types.messages import Pictures
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 KEPT_BYTES = 256 * 2**20  # of embeddings: about 1,700 pictures of SmolVLM without tiles, or 100 with 16, in float32
 KEPT_PIXELS_BYTES = 64 * 2**20  # about 21 pictures of SmolVLM without tiles, or 1 with 16, in float32
@@ -130,10 +127,6 @@ class Vision:
         if self.kept is not None:
             self.kept.put(digest, found)
         return found
-
-    def of_image(self, image: Image) -> Tensor:
-        """Return the embeddings of an image object, [F, hidden]; see `embeddings`."""
-        return self._of_pixels(self.processor.pixels(image))
 
     def _of_pixels(self, pixels: Mapping[str, Tensor]) -> Tensor:
         """Return the embeddings, [F, hidden], for a tower input `pixels`, [1, ...] each."""

@@ -21,6 +21,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from palestra.process.channel import TakenBack
 
+T = TypeVar("T")
+
 
 def reserve_file(path: Path, size: int, head: bytes = b"") -> None:
     """Create a file whose `size` bytes are allocated on disk: a write to a mapped page without backing is a SIGBUS.
@@ -155,9 +157,6 @@ class ExchangedReduction(_Allocation, ReduceScatter):
         for more in given[2:]:
             output_tensor.add_(more)
         self._exchange.meet()
-
-
-T = TypeVar("T")
 
 
 class RankGroup:

@@ -32,6 +32,8 @@ from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 
 _TRIES = 10  # of finding the smallest limit, by halves
+T = TypeVar("T")
+MOST_LOSSES = 5  # without a checkpoint between them: then the job itself must be the reason
 
 
 def share_out(batch: Sequence[TrainSample], ranks: int) -> list[list[TrainSample]]:
@@ -83,10 +85,6 @@ def _filled(rows: Sequence[TokenRun], episodes: Sequence[tuple[int, int]], limit
 def _add(tree: Tree, rows: Sequence[TokenRun]) -> None:
     for row in rows:
         tree.add(row, tree.shared(row))
-
-
-T = TypeVar("T")
-MOST_LOSSES = 5  # without a checkpoint between them: then the job itself must be the reason
 
 
 @dataclass(slots=True)

@@ -108,12 +108,6 @@ def test_other_nodes_are_free_to_use():
     assert placed.where == {"small": "b:0"}
 
 
-def test_without_backfill_nothing_passes():
-    placed = decide([BIG, SMALL], [TWO_GPUS, node("b", gpus=1)], [runs(BUSY, "a", 0)], now=10, backfill=False)
-    assert placed.where == {}
-    assert placed.waiting["small"] == "behind job big of the same priority"
-
-
 def test_what_the_large_job_leaves_may_be_used():
     """Of four GPUs two are in use and big needs three, so one may be used whatever ends."""
     big, running = job("big", gpus=3, at=1), [runs(job("r0", gpus=1), "a", 0), runs(job("r1", gpus=1), "a", 1, since=5)]

@@ -60,7 +60,7 @@ def test_embeddings_of_a_picture_have_what_later_layers_add(tmp_path):
 
     make_tiny_qwen(tmp_path, "qwen3_vl")
     model = seeing(Shown(), name=str(tmp_path))
-    assert model.vision.of_image(noise(64, 32)).shape == (8, 3 * 64)
+    assert model.vision.tower(model.vision.processor.pixels(noise(64, 32))).shape == (8, 3 * 64)
 
 
 def test_what_is_saved_is_loaded_by_transformers_and_by_us(qwen, tmp_path):
