@@ -20,7 +20,7 @@ from palestra.server.auth import Caller, EpisodeKey, PlaygroundKey, caller_of, r
 from palestra.server.dialects.base import Dialect, DialectRequest, GenerationResult, TokenCounter
 from palestra.server.dialects.fields import AGENT_HEADER, agent_of
 from palestra.server.dialects.sent_pictures import may_show_pictures, pictures_in
-from palestra.server.respond import StreamedAnswer, WholeAnswer, generate
+from palestra.server.respond import StreamedAnswer, WholeAnswer, sample_calls
 from palestra.server.state import DataPlane
 from palestra.session import PolicyRuntime, SeatKey
 from palestra.session.policies import NO_PLAYERS
@@ -59,7 +59,7 @@ class GenerateHandler:
             writer = self._dialect.sse(asked, runtime, self._plane.store.clock.now())
             return StreamedAnswer(self._sessions, caller, asked.calls, writer, self._dialect.error_body)
         async with session_of(caller, self._sessions) as session:
-            result = await until_disconnect(request.scope, generate(session, asked.calls))
+            result = GenerationResult(chats=await until_disconnect(request.scope, sample_calls(session, asked.calls)))
             if asked.scored:
                 result = await until_disconnect(request.scope, _scored(result, runtime))
             body = await self._rendered(asked, result, runtime)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Sequence
-from operator import attrgetter
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -18,7 +16,7 @@ from palestra.http.disconnects import until_disconnect
 from palestra.http.errors import ErrorForm, Failure
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
 from palestra.server.auth import Caller, session_of
-from palestra.server.dialects.base import EventWriter, GenerationResult
+from palestra.server.dialects.base import EventWriter
 from palestra.session import CallMaker, CallStart, Listener, ReplyPiece, Sessions
 from palestra.session.sampling import overruled
 from palestra.types.calls import Chat
@@ -27,23 +25,11 @@ from palestra.waiting import cancelled
 
 log = logging.getLogger("palestra.server")
 STALLED_SECONDS = 60.0  # a client that reads nothing of a stream for so long counts as disconnected
-_TOP_LOGPROBS = attrgetter("top_logprobs")
 OVERRULED = "x-palestra-sampling"  # header: sampling parameters that the job has set instead of the caller
 
 
-async def generate(session: CallMaker, calls: Sequence[GenerationRequest]) -> GenerationResult:
-    """Sample all choices of all calls, and collect the most probable tokens where requested.
-
-    Args:
-        session: makes and records the calls.
-    """
-    top = _TopLogprobs() if any(map(_TOP_LOGPROBS, calls)) else None
-    chats = await (session.generate(calls[0], top) if len(calls) == 1 else sample_calls(session, calls, top))
-    return GenerationResult(chats=chats, top=[()] * len(chats) if top is None else top.of(len(chats)))
-
-
 async def sample_calls(
-    session: CallMaker, calls: Sequence[GenerationRequest], listener: Listener | None
+    session: CallMaker, calls: Sequence[GenerationRequest], listener: Listener | None = None
 ) -> tuple[Chat, ...]:
     """Sample all choices of all calls concurrently, in the order of their calls.
 
@@ -91,26 +77,6 @@ class _Numbered:
 
     def finished(self, choice: int, chat: Chat) -> None:
         self._listener.finished(self._first + choice, chat)
-
-
-class _TopLogprobs:
-    """A listener that collects the most probable tokens at each position, which are not recorded."""
-
-    def __init__(self) -> None:
-        self._top: defaultdict[int, list[Sequence[tuple[int, float]]]] = defaultdict(list)
-
-    def of(self, choices: int) -> list[list[Sequence[tuple[int, float]]]]:
-        """Return each choice's most probable tokens by position."""
-        return [self._top[number] for number in range(choices)]
-
-    def started(self, choice: int, start: CallStart) -> None:
-        pass
-
-    def sampled(self, choice: int, piece: ReplyPiece) -> None:
-        self._top[choice] += piece.top
-
-    def finished(self, choice: int, chat: Chat) -> None:
-        pass
 
 
 class WholeAnswer(JsonAnswer):

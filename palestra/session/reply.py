@@ -13,17 +13,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palestra.engine.base import Engine, EngineRequest
-from palestra.errors import EngineFailure, ReplyLost
+from palestra.errors import EngineFailure, ReplyLost, UnsupportedField
 from palestra.renderers import MessageDelta, PlainTextStream, Renderer, Reply
 from palestra.renderers.base import NOTHING
 from palestra.renderers.text_stream import StopStrings, TextStream
 from palestra.session.policies import PolicyRuntime
 from palestra.session.request import ReplyPiece
-from palestra.types.calls import FinishReason, Ids, SampledTokens, SamplingParams, TokenSequence, VersionSpan
+from palestra.types.calls import (
+    FinishReason,
+    Ids,
+    SampledTokens,
+    SamplingParams,
+    TokenSequence,
+    TopTokens,
+    VersionSpan,
+)
 from palestra.types.messages import GenerationRequest
 
 CALL_END = "</tool_call>"  # value of `Chat.stop` for a reply that ended with its only tool call
-_IDS, _LOGPROBS = attrgetter("ids"), attrgetter("logprobs")
+_IDS, _LOGPROBS, _TOP = attrgetter("ids"), attrgetter("logprobs"), attrgetter("top")
 MOST_ATTEMPTS = 3  # to sample a reply whose beginning is lost with its worker
 
 
@@ -110,6 +118,7 @@ class SampledReply:
     Attributes:
         ids: int32 [C].
         logprobs: float32 [C].
+        top: None: not requested.
         versions: of the policy, for runs of consecutive tokens.
         finish_reason: "length": the reply reached its token limit.
         stop: the stop string that ended the reply, if any.
@@ -117,6 +126,7 @@ class SampledReply:
 
     ids: Ids
     logprobs: NDArray[np.float32]
+    top: TopTokens | None
     versions: tuple[VersionSpan, ...]
     reply: Reply
     finish_reason: FinishReason
@@ -156,6 +166,7 @@ async def sample_reply(
             if (listener is not None and listener.heard) or attempt == MOST_ATTEMPTS - 1:
                 raise
     ids, logprobs, versions = _join(pieces)
+    top = _top_of(pieces, len(ids), sampling.top_logprobs) if sampling.top_logprobs else None
     if reader is None:
         own = without_own_stop(ids, request, renderer) if request.stop_token_ids else ids
         reply = renderer.parse(own, lambda: prompt.ids, request.callable_tools, call_ids)
@@ -168,6 +179,7 @@ async def sample_reply(
     return SampledReply(
         ids=ids,
         logprobs=logprobs,
+        top=top,
         versions=versions,
         reply=reply,
         finish_reason="stop" if stopped else "length",
@@ -206,7 +218,7 @@ async def _sample(
                 delta += reader.take(piece.ids[kept])
                 kept += 1
             ids, logprobs, top = piece.ids[:kept], piece.logprobs[:kept], piece.top[:kept]
-            pieces.append(SampledTokens(ids=ids, logprobs=logprobs, version=piece.version))
+            pieces.append(SampledTokens(ids=ids, logprobs=logprobs, version=piece.version, top=top))
             if tell is not None and kept:
                 tell(ReplyPiece(delta=delta, ids=ids, logprobs=logprobs, top=top))
             if reader.stop is not None:
@@ -226,3 +238,15 @@ def _join(pieces: Sequence[SampledTokens]) -> tuple[Ids, NDArray[np.float32], tu
         raise EngineFailure("the engine returned no token")
     ids = np.fromiter(chain.from_iterable(map(_IDS, pieces)), np.int32)
     return ids, np.fromiter(chain.from_iterable(map(_LOGPROBS, pieces)), np.float32), tuple(spans)
+
+
+def _top_of(pieces: Sequence[SampledTokens], tokens: int, number: int) -> TopTokens:
+    """Return the `number` most probable tokens at each position of a reply."""
+    rows = list(chain.from_iterable(map(_TOP, pieces)))
+    if len(rows) != tokens:
+        raise UnsupportedField("the engine of this policy does not report top_logprobs", "top_logprobs")
+    ids, logprobs = np.zeros((tokens, number), np.int32), np.full((tokens, number), -np.inf, np.float32)
+    for place, row in enumerate(rows):
+        if row:
+            ids[place, : len(row)], logprobs[place, : len(row)] = zip(*row, strict=True)
+    return TopTokens(ids, logprobs)

@@ -334,6 +334,7 @@ class Session:
             finish_reason=sampled.finish_reason,
             fork=prompt.fork,
             stop=sampled.stop,
+            top=sampled.top,
             sampling=sampling,
             request_digest=request.choice_digest(number) if number else request.digest,
             started_at=call.started_at,
@@ -395,5 +396,6 @@ def _replay(number: int, chat: Chat, listener: Listener | None) -> None:
         ),
     )
     ids, logprobs = tuple(chat.completion_ids.tolist()), tuple(chat.logprobs.tolist())
-    listener.sampled(number, ReplyPiece(delta=whole_message(chat.reply), ids=ids, logprobs=logprobs))
+    top = () if chat.top is None else tuple(map(tuple, chat.top.rows()))
+    listener.sampled(number, ReplyPiece(delta=whole_message(chat.reply), ids=ids, logprobs=logprobs, top=top))
     listener.finished(number, chat)

@@ -24,6 +24,7 @@ from palestra.types.calls import (
     PolicyVersion,
     SamplingParams,
     StepTimes,
+    TopTokens,
     VersionSpan,
 )
 from palestra.types.messages import ChatMessage
@@ -122,6 +123,7 @@ def chat_row(chat: Chat) -> dict[str, Any]:
         "prompt_tail": pack_array(chat.prompt_tail, "i4"),
         "completion": pack_array(chat.completion_ids, "i4"),
         "logprobs": pack_array(chat.logprobs, "f4"),
+        "top_logprobs": None if chat.top is None else _packed_top(chat.top),
         "versions": to_json([[*span.version, span.tokens] for span in chat.versions]),
         "finish_reason": chat.finish_reason,
         "fork": None if chat.fork is None else _fork_text(chat.fork),
@@ -144,6 +146,7 @@ def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
     """
     parent = None if row.parent is None else earlier[row.parent]
     inherited = () if parent is None else parent.tools
+    completion = unpack(row.completion, "i4")
     return Chat(
         episode_id=row.episode_id,
         fence=row.fence,
@@ -159,8 +162,9 @@ def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
         media=tuple(MediaSpan(*span) for span in orjson.loads(row.media)) if row.media else (),
         tools=inherited if row.tools is None else tuple(orjson.loads(row.tools)),
         reply=ChatMessage.model_validate_json(row.reply),
-        completion_ids=unpack(row.completion, "i4"),
+        completion_ids=completion,
         logprobs=unpack(row.logprobs, "f4"),
+        top=None if row.top_logprobs is None else _top_of(row.top_logprobs, len(completion)),
         versions=tuple(VersionSpan(PolicyVersion(i, n), count) for i, n, count in orjson.loads(row.versions)),
         finish_reason=row.finish_reason,
         fork=None if row.fork is None else fork_of(row.fork),
@@ -172,6 +176,15 @@ def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
         started_at=row.started_at,
         finished_at=row.finished_at,
     )
+
+
+def _packed_top(top: TopTokens) -> bytes:
+    return pack_array(np.concatenate([top.ids, top.logprobs.view(np.int32)]), "i4")
+
+
+def _top_of(blob: bytes, tokens: int) -> TopTokens:
+    ids, logprobs = unpack(blob, "i4").reshape(2, tokens, -1)
+    return TopTokens(ids, logprobs.view(np.float32))
 
 
 def _message_text(message: ChatMessage) -> str:

@@ -98,6 +98,7 @@ chats = Table(
     Column("prompt_tail", LargeBinary, nullable=False),  # the other prompt ids: zlib of int32
     Column("completion", LargeBinary, nullable=False),  # zlib of int32
     Column("logprobs", LargeBinary, nullable=False),  # zlib of float32
+    Column("top_logprobs", LargeBinary),  # zlib of int32 ids, then of float32 logprobs; NULL: not requested
     Column("versions", Text, nullable=False),  # [[incarnation, n, count], …]
     Column("finish_reason", String, nullable=False),
     Column("stop", Text),  # the stop string that ended it; NULL: none

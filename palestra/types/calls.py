@@ -222,6 +222,23 @@ class TokenSequence(NamedTuple):
     media: tuple[MediaSpan, ...] = ()
 
 
+class TopTokens(NamedTuple):
+    """The K most probable tokens at each of a reply's C positions.
+
+    Attributes:
+        ids: int32 [C, K].
+        logprobs: float32 [C, K]; -inf: the position has fewer tokens.
+    """
+
+    ids: Ids
+    logprobs: Floats
+
+    def rows(self) -> list[list[tuple[int, float]]]:
+        """Return (token, logprob) of the most probable tokens at each position."""
+        pairs = zip(self.ids.tolist(), self.logprobs.tolist(), strict=True)
+        return [list(zip(ids, logprobs, strict=True)) for ids, logprobs in pairs]
+
+
 class GrammarSpan(NamedTuple):
     """A reply in a row sampled with a grammar: `tokens` ids from position `start`, from the reply's beginning."""
 
@@ -259,6 +276,7 @@ class Chat:
         finish_reason: "length": the reply was cut at its token limit.
         fork: where exact tokens of an earlier call were lost; None: the agent did not mean to keep lost tokens.
         stop: stop string that ended the reply; None: a stop token or the limit did.
+        top: most probable tokens of the completion's positions; None: not requested.
         sampling: how the completion was sampled.
         request_digest: of the request body, to recognise a retry.
         started_at, finished_at: Unix seconds.
@@ -284,6 +302,7 @@ class Chat:
     finish_reason: FinishReason
     fork: Fork | None = None
     stop: str | None = None
+    top: TopTokens | None = None
     sampling: SamplingParams
     request_digest: str
     started_at: float

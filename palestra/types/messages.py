@@ -236,7 +236,7 @@ class GenerationRequest:
         seed: used if the job does not fix it; None: derived from the job's.
         stop: strings that end the reply and are not part of it.
         stop_token_ids: tokens that end the reply and are not part of it, in addition to the policy's own.
-        top_logprobs: number of probable tokens to report at each position; not recorded.
+        top_logprobs: number of probable tokens to report at each position.
         tool_choice: with `none`, text that looks like a tool call stays text.
         tool_name: with `required`: the tool to call; None: any.
         parallel_tool_calls: False: the reply ends with its first tool call.

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.building import TASK, make_chat, open_store
 
-from palestra.types.calls import Chat, MediaSpan, PolicyVersion, SamplingParams, VersionSpan
+from palestra.types.calls import Chat, MediaSpan, PolicyVersion, SamplingParams, TopTokens, VersionSpan
 from palestra.types.messages import ChatMessage
 
 EPISODE = "train-000000-00"
@@ -45,6 +45,17 @@ def spans(draw, total: int) -> tuple[VersionSpan, ...]:
 
 
 @st.composite
+def tops(draw, total: int) -> TopTokens | None:
+    size = draw(st.integers(0, 3))
+    if size == 0:
+        return None
+    number, pairs = total * size, st.tuples(st.integers(-(2**31), 2**31 - 1), logprobs)
+    tokens, values = zip(*draw(st.lists(pairs, min_size=number, max_size=number)), strict=True)
+    shape = (total, size)
+    return TopTokens(np.array(tokens, np.int32).reshape(shape), np.array(values, np.float32).reshape(shape))
+
+
+@st.composite
 def episodes(draw) -> list[Chat]:
     chats: list[Chat] = []
     for index in range(draw(st.integers(1, 7))):
@@ -59,6 +70,7 @@ def episodes(draw) -> list[Chat]:
                 reply=draw(texts),
                 logprobs=draw(st.lists(logprobs, min_size=len(completion), max_size=len(completion))),
                 versions=draw(spans(len(completion))),
+                top=draw(tops(len(completion))),
                 tools=draw(tools),
                 media=tuple(draw(st.lists(media, max_size=2))),
                 time_step=draw(st.integers(0, 3)),
@@ -81,6 +93,9 @@ def same(a: Chat, b: Chat) -> None:
         one, other = getattr(a, field.name), getattr(b, field.name)
         if field.name == "parent":
             assert (one is None and other is None) or one.index == other.index
+        elif isinstance(one, TopTokens):
+            assert [array.tobytes() for array in one] == [array.tobytes() for array in other]
+            assert [(array.dtype, array.shape) for array in one] == [(array.dtype, array.shape) for array in other]
         elif isinstance(one, np.ndarray):
             assert one.dtype == other.dtype
             assert one.tobytes() == other.tobytes(), field.name

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import pytest
 from drawing import examples
@@ -61,9 +62,21 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 def ask(served: Any, path: str, body: dict[str, Any]) -> Any:
-    answer = served.post(path, json.dumps({"model": "policy", **body}).encode())
+    headers = [(b"x-api-key", served.key.encode()), (b"idempotency-key", served.request.encode())]
+    answer = served.ask("POST", path, json.dumps({"model": "policy", **body}).encode(), headers)
     assert answer.status_code == 200, answer.text
     return events(answer.text) if body.get("stream") else json.loads(answer.text)
+
+
+def told(read: Callable[..., Any], served: Any, reply: Reply) -> Any:
+    """What a dialect tells, alike whole and streamed, and once more when each request is repeated by its key."""
+    answers = []
+    for stream in (False, True):
+        served.request, before = uuid4().hex, served.engine.calls
+        answers += [read(served, reply, stream) for _ in range(2)]
+        assert served.engine.calls == before + 1
+    assert answers == answers[:1] * 4
+    return answers[0]
 
 
 def arguments(calls: Sequence[dict[str, Any]]) -> tuple[tuple[str, Any], ...]:
@@ -246,23 +259,23 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 def test_whatever_is_replied_is_told_alike(served, reply):
     served.engine.says(reply)
     tokens, raw, why = expected(reply)
-    (said, logprobs, ids), streamed = chat(served, reply, False), chat(served, reply, True)
-    assert streamed == (said, logprobs, ids)
+    said, logprobs, ids = told(chat, served, reply)
     assert ids == tokens
     assert said.sampled == len(tokens)
     assert said.why == ("calls" if said.calls and why == "stop" else why)
     assert [entry["logprob"] for entry in logprobs] == [-1.0] * len(tokens)
     assert all(len(entry["top_logprobs"]) == 2 for entry in logprobs)
-    messages = anthropic(served, reply, False)
-    assert anthropic(served, reply, True) == messages
+    messages = told(anthropic, served, reply)
     assert messages[0] == said._replace(thought=0)
     end = raw.find(said.reasoning, raw.find(">") + 1) + len(said.reasoning)
     assert said.thought == (min(len(raw[:end].encode()), len(tokens)) if said.reasoning else 0)
     assert (messages[1] in reply.stop) if messages[1] is not None else (why != "stop" or tokens[-1] == STOP)
     if not reply.stop:  # a field that responses do not have
-        assert responses(served, reply, False) == responses(served, reply, True) == said
-    plain = completions(served, reply, False)
-    assert completions(served, reply, True) == plain
+        assert told(responses, served, reply) == said
+    plain = told(completions, served, reply)
     assert (plain[0], plain[1], plain[2], plain[4]) == (raw, why, len(tokens), tokens)
     shown = dict(plain[3])
-    assert len(shown["tokens"]) == len(shown["token_logprobs"]) == len(shown["top_logprobs"]) == len(tokens)
+    assert shown["tokens"] == [entry["token"] for entry in logprobs] or len(raw.encode()) != len(raw)
+    assert shown["token_logprobs"] == [entry["logprob"] for entry in logprobs]
+    assert len(shown["top_logprobs"]) == len(shown["text_offset"]) == len(tokens)
+    assert all(len(most) == 2 for most in shown["top_logprobs"])

@@ -22,7 +22,6 @@ from palestra.types.calls import Chat
 from palestra.types.messages import GenerationRequest
 
 B = TypeVar("B", bound=BaseModel)
-TopLogprobs = Sequence[Sequence[tuple[int, float]]]  # for each place: (token, logprob) of its most probable tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,13 +70,10 @@ class GenerationResult:
 
     Attributes:
         chats: in the order of the calls, then of each call's choices.
-        top: for each choice the most probable tokens at each position. Empty if no call asked for them, or an earlier
-            request recorded the choice: they are not stored.
         prompt_logprobs: for each choice, of its prompt's tokens except the first; empty if not requested.
     """
 
     chats: tuple[Chat, ...]
-    top: Sequence[TopLogprobs]
     prompt_logprobs: Sequence[Sequence[float]] = ()
 
 

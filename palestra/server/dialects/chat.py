@@ -175,7 +175,7 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
         return_ids = bool(request.body.return_token_ids)
         bytes_of = runtime.token_bytes if request.body.logprobs else None
         first, choices = result.chats[0], []
-        for number, (chat, top) in enumerate(zip(result.chats, result.top, strict=True)):
+        for number, chat in enumerate(result.chats):
             choice: dict[str, Any] = {
                 "index": number,
                 "message": _message(chat.reply),
@@ -184,6 +184,7 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
             }
             if bytes_of is not None:
                 ids, logprobs = chat.completion_ids.tolist(), chat.logprobs.tolist()
+                top = () if chat.top is None else chat.top.rows()
                 choice["logprobs"] = chat_logprobs(ids, logprobs, top, bytes_of)
             if return_ids:
                 choice["token_ids"] = chat.completion_ids.tolist()

@@ -96,12 +96,13 @@ with.
         """Return the `text_completion` object of the recorded choices."""
         bytes_of = _bytes_shown(request.body, runtime)
         first, choices, scores = result.chats[0], [], result.prompt_logprobs
-        for number, (chat, top) in enumerate(zip(result.chats, result.top, strict=True)):
+        for number, chat in enumerate(result.chats):
             ids, values, before = chat.completion_ids.tolist(), chat.logprobs.tolist(), ""
+            top: list[list[tuple[int, float]]] = [] if chat.top is None else chat.top.rows()
             if scores:
                 prompt = chat.prompt_ids.tolist()
                 ids_shown, values, before = prompt + ids, [None, *scores[number], *values], _text(prompt, runtime)
-                top = [*[()] * len(prompt), *top] if top else top
+                top = [[]] * len(prompt) + top if top else top
             else:
                 ids_shown = ids
             logprobs = None if bytes_of is None else TokenTexts(bytes_of).logprobs(ids_shown, values, top)

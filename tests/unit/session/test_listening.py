@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -104,12 +105,29 @@ async def test_a_choice_is_finished_when_it_is_on_disk(pieces):
     assert [chat.index for chat in await found[0]] == [0]
 
 
-async def test_top_logprobs_are_heard_and_not_recorded(pieces):
-    session, heard = await pieces.session("adhoc"), Heard()
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_top_logprobs_are_heard_recorded_and_heard_again_by_a_retry(pieces, restarted):
+    session, heard, again = await pieces.session("adhoc"), Heard(), Heard()
     chat = await session.generate_one(call("a", top_logprobs=2), heard)
     top = [entry for piece in heard.pieces[0] for entry in piece.top]
     assert [entry[0][0] for entry in top] == chat.completion_ids.tolist()
     assert {len(entry) for entry in top} == {2}
+    session = await pieces.reopened(session) if restarted else session
+    replayed = await session.generate_one(call("a", top_logprobs=2, retry=True), again)
+    assert pieces.engine.calls == 1
+    assert [entry for piece in again.pieces[0] for entry in piece.top] == top
+    assert [tuple(row) for row in replayed.top.rows()] == top
+
+
+@pytest.mark.parametrize("heard", [None, Heard()])
+async def test_an_engine_that_reports_no_top_logprobs_is_no_engine_for_them(pieces, heard):
+    sampled = pieces.engine._sampled
+    pieces.engine._sampled = lambda request, ids: replace(sampled(request, ids), top=())
+    session = await pieces.session("adhoc")
+    with pytest.raises(UnsupportedField) as refused:
+        await session.generate_one(call("a", top_logprobs=2), heard)
+    assert refused.value.field == "top_logprobs"
+    assert await pieces.recorded(session) == ()
 
 
 async def test_a_renderer_that_reads_whole_replies_gives_the_message_at_the_end(pieces):

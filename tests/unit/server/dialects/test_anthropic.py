@@ -99,7 +99,7 @@ def test_what_is_not_supported_is_refused_by_name(field):
 
 def test_a_message_tells_of_the_reply_and_its_tokens():
     chat = make_chat(prompt=(1, 2, 3), completion=(104, 105, 258), reply="hi")
-    body = Messages().render(asked(), GenerationResult(chats=(chat,), top=[()]), None)
+    body = Messages().render(asked(), GenerationResult(chats=(chat,)), None)
     assert body["content"] == [{"type": "text", "text": "hi"}]
     assert (body["stop_reason"], body["usage"]["input_tokens"], body["usage"]["output_tokens"]) == ("end_turn", 3, 3)
 

@@ -144,7 +144,7 @@ def test_what_is_not_text_is_refused_and_never_dropped(message):
 
 def test_a_completion_has_openais_shape_with_a_logprob_a_token():
     chat = make_chat(prompt=(1, 2, 3), completion=(104, 105, 258), logprobs=[-0.5, -1.0, -2.0], reply="hi")
-    result = GenerationResult(chats=(chat,), top=[()])
+    result = GenerationResult(chats=(chat,))
     runtime = SimpleNamespace(token_bytes=token_bytes(ByteTokenizer()))
     body = ChatCompletions().render(asked(logprobs=True, return_token_ids=True), result, runtime)
     (choice,) = body["choices"]

@@ -69,7 +69,7 @@ def test_what_would_have_to_be_kept_is_refused_by_name(field):
 
 def test_a_response_tells_of_the_reply_and_its_tokens():
     chat = make_chat(prompt=(1, 2, 3), completion=(104, 105, 258), reply="hi")
-    result = GenerationResult(chats=(chat,), top=[()])
+    result = GenerationResult(chats=(chat,))
     body = Responses().render(parse(tools=[{"type": "function", "name": "f"}]), result, RUNTIME)
     assert body["output"][0]["content"][0]["text"] == "hi"
     assert (body["usage"]["input_tokens"], body["usage"]["total_tokens"]) == (3, 6)
