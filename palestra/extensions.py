@@ -7,7 +7,7 @@ An entry point's name is what users write, and it leads to one object:
 | `palestra.adapters` | see `palestra.envs.catalog`: what makes environments of another library's class or instance |
 | `palestra.algorithms` | a class derived from `palestra.Algorithm` |
 | `palestra.base_servers` | what connects a job to a shared base; see `palestra.runtime.parts.BaseConnection` |
-| `palestra.commands` | a module with `add(commands)`, for `palestra NAME` |
+| `palestra.commands` | a function that adds `palestra NAME` to the subparsers of `argparse` that it is given |
 | `palestra.engines` | a `palestra.engine.driver.EngineDriver` |
 | `palestra.environment_servers` | an environment at another project's server: `(url, key=, system=, **settings)` |
 | `palestra.environments` | a `palestra.envs.CatalogEntry` |

@@ -37,9 +37,9 @@ from palestra_bases.protocol import (
     event,
     first,
     is_stream,
-    read,
+    pack_messages,
     refused,
-    written,
+    unpack_messages,
 )
 
 log = logging.getLogger("palestra.base")
@@ -121,7 +121,7 @@ class Link:
             self._end_all(EngineFailure("the connection to the base server was closed"))
             if self._task is not None:
                 if is_connected:
-                    self._outbox.put_nowait(written(event("goodbye", None)))
+                    self._outbox.put_nowait(pack_messages(event("goodbye", None)))
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(10.0):
                             await asyncio.wait((self._task,))
@@ -140,10 +140,10 @@ class Link:
             self._check_open()
             streams = is_stream(message.method)
             oldest = min(self._calls, default=message.id)
-            data = _checked(written(event("oldest", oldest), message), self._most_bytes)
+            data = _checked(pack_messages(event("oldest", oldest), message), self._most_bytes)
             (self._replies if streams else self._calls)[message.id] = data
         elif isinstance(message, Cancel) and self._replies.pop(message.id, None) is not None:
-            data = written(message)
+            data = pack_messages(message)
         else:
             return
         if self._is_connected.is_set():
@@ -248,7 +248,7 @@ class Link:
     async def _greet(self, connection: ClientConnection) -> None:
         """Identify the job, and send unanswered calls again."""
         hello = Hello(protocol=PROTOCOL, job=self._job, process=self._process, waiting=list(self._calls))
-        await connection.send(written(event("hello", hello)))
+        await connection.send(pack_messages(event("hello", hello)))
         answer: Welcome = first(await connection.recv(), "welcome", Welcome)
         self._most_bytes = answer.most_bytes
         if self._opened and not answer.known:
@@ -272,7 +272,7 @@ class Link:
         sending = asyncio.create_task(self._send_all(connection))
         try:
             async for data in connection:
-                messages = read(data)
+                messages = unpack_messages(data)
                 for message in messages:
                     if isinstance(message, Event) and message.name == "refused":
                         raise refused(message.value)

@@ -81,13 +81,13 @@ def is_stream(method: str) -> bool:
         return False
 
 
-def written(*messages: Message) -> bytes:
+def pack_messages(*messages: Message) -> bytes:
     """Return the bytes of messages."""
     return encode(messages)
 
 
-def read(data: str | bytes) -> list[Message]:
-    """Return the messages that `written` has made bytes of.
+def unpack_messages(data: str | bytes) -> list[Message]:
+    """Return the messages of `pack_messages`.
 
     Raises:
         InvalidRequest: they are none, or too long.
@@ -105,7 +105,7 @@ def first(data: str | bytes, name: str, kind: Any) -> Any:
     Raises:
         InvalidRequest: it is something else.
     """
-    match read(data):
+    match unpack_messages(data):
         case [Event(name="refused", value=value)]:
             raise refused(value)
         case [Event(name=found, value=value)] if found == name:
@@ -124,6 +124,6 @@ def event(name: str, value: Any) -> Event:
     return Event(name, raw(value))
 
 
-def refusal(error: Exception) -> bytes:
+def pack_refusal(error: Exception) -> bytes:
     """Return the message before a connection is closed."""
-    return written(event("refused", SentError.of(error)))
+    return pack_messages(event("refused", SentError.of(error)))

@@ -39,9 +39,9 @@ from palestra_bases.protocol import (
     Welcome,
     event,
     first,
-    read,
-    refusal,
-    written,
+    pack_messages,
+    pack_refusal,
+    unpack_messages,
 )
 
 log = logging.getLogger("palestra.base")
@@ -153,7 +153,7 @@ class BackendServer:
             await self._serve(job, outbox, connection)
         except PalestraError as error:
             with contextlib.suppress(ConnectionClosed):
-                await connection.send(refusal(error))
+                await connection.send(pack_refusal(error))
             await connection.close(REFUSED, "refused")
         except (ConnectionClosed, TimeoutError):
             return
@@ -186,7 +186,7 @@ class BackendServer:
         outbox = job.channel.attach(set(hello.waiting))
         job.say_versions()
         try:
-            await connection.send(written(event("welcome", Welcome(known=known, most_bytes=MOST_BYTES))))
+            await connection.send(pack_messages(event("welcome", Welcome(known=known, most_bytes=MOST_BYTES))))
         except BaseException:  # the client has gone: its lease begins
             self._left(job)
             raise
@@ -197,7 +197,11 @@ class BackendServer:
         sending = asyncio.create_task(_send_all(outbox, connection))
         try:
             async for data in connection:
-                for message in await in_thread(partial(read, data)) if len(data) > MOST_VALUES else read(data):
+                for message in (
+                    await in_thread(partial(unpack_messages, data))
+                    if len(data) > MOST_VALUES
+                    else unpack_messages(data)
+                ):
                     if isinstance(message, Event) and message.name == "goodbye":
                         await self._end_alone(job, connection)
                         return
@@ -243,7 +247,7 @@ async def _send_all(outbox: Outbox, connection: ServerConnection) -> None:
     """Send messages; those that are there at the same time in one, up to a bound."""
     try:
         while True:
-            await connection.send(written(*await outbox.take()))
+            await connection.send(pack_messages(*await outbox.take()))
     finally:
         outbox.close()
 

@@ -47,7 +47,7 @@ class NoBook:
         return 0
 
 
-async def check(config: Rubric | Relative, judge: RubricJudge | RelativeJudge, labels: Path) -> dict[str, Any]:
+async def check_judge(config: Rubric | Relative, judge: RubricJudge | RelativeJudge, labels: Path) -> dict[str, Any]:
     """Return what a judge is worth, by the names of `bounds`, and of each criterion.
 
     Args:

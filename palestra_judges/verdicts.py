@@ -15,7 +15,7 @@ THOUGHT = "</think>"
 MOST_THOUGHTS = 100  # ends of thoughts that are looked behind
 
 
-def read_object(text: str, question_id: str) -> dict[str, Any]:
+def read_answer(text: str, question_id: str) -> dict[str, Any]:
     """Return the JSON object that is the whole of an answer, apart from a thought before it and a fence around it.
 
     Raises:
@@ -49,7 +49,7 @@ def read_choices(text: str, question_id: str, choices: Mapping[str, Sequence[str
         JudgeFailed: not each criterion has exactly one verdict, or one has another choice.
     """
     found: dict[str, tuple[float, str]] = {}
-    entries = read_object(text, question_id).get("criteria")
+    entries = read_answer(text, question_id).get("criteria")
     for entry in entries if isinstance(entries, list) else []:
         name = entry.get("name") if isinstance(entry, dict) else None
         if not isinstance(name, str) or name not in choices or name in found:
@@ -70,7 +70,7 @@ def read_ranking(text: str, question_id: str, ids: Sequence[str]) -> tuple[list[
     Raises:
         JudgeFailed: the ranking has not exactly these ids, each once.
     """
-    said = read_object(text, question_id)
+    said = read_answer(text, question_id)
     ranking = said.get("ranking")
     if not isinstance(ranking, list) or not all(isinstance(one, str) for one in ranking):
         raise JudgeFailed("the judge gave no ranking")

@@ -18,7 +18,7 @@ from palestra import __version__
 from palestra.dashboard.answers import RunsAnswer
 from palestra.dashboard.files import PAGE, add_files, public_paths
 from palestra.dashboard.reader import Reader
-from palestra.dashboard.routes import SESSION, ViewerKey, add_run_routes, read_positions
+from palestra.dashboard.routes import SESSION, SessionAnswer, add_run_routes, read_positions
 from palestra.dashboard.runs import Run
 from palestra.dashboard.streams import Streams
 from palestra.errors import InvalidRequest, NotFound, Unauthorized
@@ -100,10 +100,10 @@ def add_service_page(app: FastAPI, jobs: JobAccess, stopping: asyncio.Event) -> 
         return RedirectResponse(PAGE)
 
     @app.post(SESSION, tags=["page"], dependencies=[Depends(jobs.any_key)])
-    async def session(request: Request, response: Response) -> ViewerKey:
+    async def session(request: Request, response: Response) -> SessionAnswer:
         """Return the key of the request, if it is good, and that this is a service."""
         private(response)
-        return ViewerKey(key=bearer(request) or "", talk=None, service=True)
+        return SessionAnswer(key=bearer(request) or "", talk=None, service=True)
 
     @app.get(f"{PAGE}/api/runs", tags=["page"], dependencies=[Depends(jobs.listing)])
     async def runs(request: Request, response: Response) -> RunsAnswer:

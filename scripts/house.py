@@ -43,7 +43,8 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def repeated(trees: dict[str, ast.Module]) -> list[str]:
     """Public names of functions and classes that two or more modules define."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    found = Counter(node.name for tree in trees.values() for node in tree.body if isinstance(node, kinds))
+    named = ({node.name for node in tree.body if isinstance(node, kinds)} for tree in trees.values())  # overloads: once
+    found = Counter(name for names in named for name in names)
     return sorted(name for name, times in found.items() if times > 1 and not name.startswith("_"))
 
 

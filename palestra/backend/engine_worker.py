@@ -56,7 +56,7 @@ class WorkerMethods(Engine, Protocol):
         ...
 
 
-class EngineWorker:
+class EngineWorkerServer:
     """Serves one engine to one job."""
 
     def __init__(self, channel: Channel, load: Callable[[EngineOrder], LoadedEngine]) -> None:

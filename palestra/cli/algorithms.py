@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 WIDTH = 110
 
 
-def add(commands: Any) -> None:
+def add_algorithms(commands: Any) -> None:
     """Add the command `algorithms`, which lists them all or shows one."""
     parser = add_command(
         commands,
         "algorithms",
-        run,
+        _run,
         "list the algorithms that ship, or show one: its formula, paper, settings, and what it needs",
         "  palestra algorithms\n  palestra algorithms dapo",
     )
     parser.add_argument("name", nargs="?", help="show this one; without it, all are listed")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> None:
     """Print the list, or one algorithm."""
     from palestra.algorithms.registry import ALGORITHMS
     from palestra.config import parse_config

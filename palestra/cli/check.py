@@ -28,12 +28,12 @@ GIB = 2**30
 MISTAKEN = 2  # exit code
 
 
-def add(commands: Any) -> None:
+def add_check(commands: Any) -> None:
     """Add the command `check`, with the same configuration options as `run`."""
     parser = add_command(
         commands,
         "check",
-        run,
+        _run,
         "say what of a job will not work on this machine, and what its first two steps take",
         "  palestra check job.toml\n"
         "  palestra check job.toml --no-trial --set rollout.group_size=16   # without loading the model\n\n"
@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
     add_set(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Check the job, run two steps unless that is impossible, print both results, and return the exit code."""
     from palestra.client.plain_values import checked_amount
     from palestra.config import find_mistakes

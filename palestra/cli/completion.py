@@ -12,12 +12,12 @@ from palestra.terminal import say
 SHELLS = ("bash", "zsh", "fish")
 
 
-def add(commands: Any) -> None:
+def add_completion(commands: Any) -> None:
     """Add the command `completion`, which takes the name of a shell."""
     parser = add_command(
         commands,
         "completion",
-        run,
+        _run,
         "print the script that completes commands and options in a shell",
         "  palestra completion bash\n\n"
         "to have it in every shell:\n"
@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
     parser.add_argument("shell", choices=SHELLS, help="the shell that is to read the script")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> None:
     """Print the script, which contains every command of this version and starts no process."""
     import shtab
 

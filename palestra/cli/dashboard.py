@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from palestra.dashboard.access import OneTimeLink
 
 
-def add(commands: Any) -> None:
+def add_dashboard(commands: Any) -> None:
     """Add the command `dashboard`, which takes folders of runs."""
     parser = add_command(
         commands,
         "dashboard",
-        run,
+        _run,
         "show runs in the browser: curves, steps, groups, episodes, tokens",
         "  palestra dashboard runs/addition\n"
         "  palestra dashboard runs/*                      # several, side by side\n"
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--no-browser", action="store_true", help="print the link, and open no browser")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C; print its link, and open it in the browser."""
     import asyncio
 

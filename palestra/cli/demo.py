@@ -10,12 +10,12 @@ from palestra.cli.options import add_command, load_function
 from palestra.errors import NotFound
 
 
-def add(commands: Any) -> None:
+def add_demo(commands: Any) -> None:
     """Add the command `demo`, with some options of `recipes/addition.py`."""
     parser = add_command(
         commands,
         "demo",
-        run,
+        _run,
         "train SmolLM2-135M to add, on this machine, in three to twelve minutes",
         "  palestra demo --steps 10",
     )
@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--resume", action="store_true", help="continue the newest run of the demo")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> None:
     """Run `recipes/addition.py` of the checkout or the installed package."""
     from palestra.runtime import training  # noqa: F401 - where the client alone is installed, says what to install
 

@@ -19,12 +19,12 @@ WIDTH = 100  # columns of the text
 LABEL = 12  # columns of the word before it
 
 
-def add(commands: Any) -> None:
+def add_doctor(commands: Any) -> None:
     """Add the command `doctor`, which takes the folder of a run."""
     parser = add_command(
         commands,
         "doctor",
-        run,
+        _run,
         "say what goes wrong in a run, what it means, and what to try",
         "  palestra doctor runs/addition          # the run may be running\n"
         "  palestra doctor runs/addition --json   # for programs\n\n"
@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Print the run's findings; return 1 if there are any, or if all episodes failed before the first step."""
     from palestra.doctor.examination import examine  # reads a run store, which the client alone can't
 

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 PORT = 7500
 
 
-def add(commands: Any) -> None:
+def add_env(commands: Any) -> None:
     """Add the command `env` with its subcommands."""
     parser = add_command(
         commands,
         "env",
-        run,
+        _run,
         "serve an environment to jobs on other machines",
         "  palestra env serve nim.py:Nim --key-file env_key\n"
         "  palestra env serve frozen-lake --host 0.0.0.0 --sessions 256\n"
@@ -82,7 +82,7 @@ def add(commands: Any) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C; after SIGTERM, until running episodes are over."""
     import asyncio
 

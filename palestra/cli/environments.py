@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from palestra.envs import ConcurrentEnvironment, Environment
 
 
-def add(commands: Any) -> None:
+def add_environments(commands: Any) -> None:
     """Add the command `environments`, which lists them all or shows one."""
     parser = add_command(
         commands,
         "environments",
-        run,
+        _run,
         "list the environments that ship, or show one: its settings, a task, and what an agent sees first",
         "  palestra environments\n  palestra environments gomoku\n  palestra environments kuhn-poker --protocol\n"
         """  palestra environments nim.py:Nim --task '{"pile": 5}'""",
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> None:
     """Print the list, or one environment with a task and its agents' first observation."""
     import asyncio
 

@@ -9,12 +9,12 @@ from typing import Any
 from palestra.cli.options import add_command, run_folder
 
 
-def add(commands: Any) -> None:
+def add_episodes(commands: Any) -> None:
     """Add the command `episodes`, which lists a run's episodes or shows one."""
     parser = add_command(
         commands,
         "episodes",
-        run,
+        _run,
         "list a run's episodes, or show one token by token",
         "  palestra episodes runs/addition --kind validation --limit 10\n"
         "  palestra episodes runs/addition --claimed            # who holds what, and since when\n"
@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> None:
     """Read the run store and print the requested part, without disturbing a running job."""
     from palestra.cli.episode_view import show  # reads a run store, which the client alone can't
 

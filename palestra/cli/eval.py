@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from palestra.runtime.scores import Evaluation
 
 
-def add(commands: Any) -> None:
+def add_eval(commands: Any) -> None:
     """Add the command `eval`, which takes a model, tasks, and an environment or function."""
     parser = add_command(
         commands,
         "eval",
-        run,
+        _run,
         "score a model or a checkpoint on tasks, greedily",
         "  palestra eval runs/addition held_out.jsonl --rollout my_agent.py:rollout\n"
         "  palestra eval runs/gomoku/checkpoints/step-000030 --environment gomoku\n"
@@ -102,7 +102,7 @@ def add(commands: Any) -> None:
     add_set(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Score the model, print the outcome of each task, and return the exit code documented in the help."""
     from palestra.client.plain_values import checked_count
     from palestra.runtime.arguments import Play

@@ -21,12 +21,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 OPTION = "--policy"  # names the policy whose checkpoint is copied
 
 
-def add(commands: Any) -> None:
+def add_export(commands: Any) -> None:
     """Add the command `export`, which takes a run or a job, and a folder to write."""
     parser = add_command(
         commands,
         "export",
-        run,
+        _run,
         "copy the weights of a run that validated best, or else its newest, to a folder that transformers loads",
         "  palestra export runs/addition my-model\n  palestra export job-1f3a5c7e9b2d4f60 my-model\n"
         "  palestra export runs/duel my-model --policy white   # of several policies that the run has trained\n"
@@ -57,7 +57,7 @@ def add(commands: Any) -> None:
     add_control(parser)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> None:
     """Copy a checkpoint after checking its hashes; a job's is first downloaded from the service."""
     if JOB_ID.fullmatch(arguments.source) is None:
         _copy(Path(arguments.source), arguments)

@@ -14,51 +14,49 @@ from io import TextIOWrapper
 from typing import Any
 
 from palestra import __version__
-from palestra.cli import (
-    algorithms,
-    check,
-    completion,
-    dashboard,
-    demo,
-    doctor,
-    env,
-    environments,
-    episodes,
-    eval,
-    export,
-    rotate_key,
-    run,
-    seat_key,
-    top,
-    track,
-    train,
-    worker,
-)
+from palestra.cli.algorithms import add_algorithms
+from palestra.cli.check import add_check
+from palestra.cli.completion import add_completion
+from palestra.cli.dashboard import add_dashboard
+from palestra.cli.demo import add_demo
+from palestra.cli.doctor import add_doctor
+from palestra.cli.env import add_env
+from palestra.cli.environments import add_environments
+from palestra.cli.episodes import add_episodes
+from palestra.cli.eval import add_eval
+from palestra.cli.export import add_export
 from palestra.cli.options import CommandParser, HelpFormatter, commands_of
 from palestra.cli.own_process import own_process
+from palestra.cli.rotate_key import add_rotate_key
+from palestra.cli.run import add_run
+from palestra.cli.seat_key import add_seat_key
+from palestra.cli.top import add_top
+from palestra.cli.track import add_track
+from palestra.cli.train import add_train
+from palestra.cli.worker import add_worker
 from palestra.errors import ConfigError, PalestraError
 from palestra.extensions import extensions, load_extension, nearest
 from palestra.extras import missing_extra
 from palestra.terminal import LogFormatter, say, show_error
 
 COMMANDS = (
-    demo,
-    run,
-    check,
-    train,
-    eval,
-    worker,
-    env,
-    environments,
-    algorithms,
-    episodes,
-    dashboard,
-    top,
-    doctor,
-    track,
-    export,
-    rotate_key,
-    seat_key,
+    add_demo,
+    add_run,
+    add_check,
+    add_train,
+    add_eval,
+    add_worker,
+    add_env,
+    add_environments,
+    add_algorithms,
+    add_episodes,
+    add_dashboard,
+    add_top,
+    add_doctor,
+    add_track,
+    add_export,
+    add_rotate_key,
+    add_seat_key,
 )
 GROUP = "palestra.commands"
 
@@ -78,12 +76,12 @@ def parser() -> CommandParser:
     top.add_argument("--version", action="version", version=f"palestra {__version__}", help="show the version")
     top.set_defaults(parser=top)  # `completion` describes all of it
     commands = top.add_subparsers(metavar="COMMAND")
-    for module in (*COMMANDS, *_of_packages(), completion):
-        module.add(commands)
+    for add in (*COMMANDS, *_of_packages(), add_completion):
+        add(commands)
     return top
 
 
-def _of_packages() -> Iterator[Any]:
+def _of_packages() -> Iterator[Callable[[Any], None]]:
     """Yield the commands of other packages; one that cannot be loaded is named, and the others work."""
     for point in extensions(GROUP).values():
         try:

@@ -11,12 +11,12 @@ from palestra.cli.options import add_command, add_control, run_folder
 from palestra.terminal import say
 
 
-def add(commands: Any) -> None:
+def add_rotate_key(commands: Any) -> None:
     """Add the command `rotate-key`, which takes a run or a job."""
     parser = add_command(
         commands,
         "rotate-key",
-        run,
+        _run,
         "give a job another key; its former key, and the keys of its episodes, open nothing any more",
         "  palestra rotate-key runs/addition\n  palestra rotate-key job-1f3a5c7e9b2d4f60",
     )
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
     add_control(parser)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> None:
     """Replace the secret from which the job's keys are derived; a running job continues under the new keys."""
     if JOB_ID.fullmatch(arguments.source) is None:
         from palestra.store.key_files import rotate_keys

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from palestra.types.progress import JobProgress
 
 
-def add(commands: Any) -> None:
+def add_run(commands: Any) -> None:
     """Add the command `run`, which takes a job's configuration."""
     parser = add_command(
         commands,
         "run",
-        run,
+        _run,
         "run one job on this machine, with its data plane open, until its steps are done; or serve its model",
         "  palestra run job.toml\n  palestra run job.toml --resume\n"
         "  palestra run job.toml --set kind=inference   # until Ctrl-C\n\n"
@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
     add_set(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Serve the job, and train, until its steps are done or Ctrl-C; return 130 after a signal."""
     from palestra.config import load_config
     from palestra.models.device import tune_malloc

@@ -11,12 +11,12 @@ from palestra.errors import ConfigError
 from palestra.terminal import say
 
 
-def add(commands: Any) -> None:
+def add_seat_key(commands: Any) -> None:
     """Add the command `seat-key`, which takes a run and a role."""
     parser = add_command(
         commands,
         "seat-key",
-        run,
+        _run,
         "print the key that claims one seat of a job's episodes; `rotate-key` makes it void",
         "  palestra seat-key runs/duel white",
     )
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
     parser.add_argument("role", metavar="ROLE", help="the seat; one of the job's seats.roles")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> None:
     """Print the key of an external player's role, derived from the run's secret."""
     from palestra.store.key_files import read_secret, seat_key
 

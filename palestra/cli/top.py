@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 SECONDS = 2.0
 
 
-def add(commands: Any) -> None:
+def add_top(commands: Any) -> None:
     """Add the command `top`, which takes folders of runs, or shows a service's jobs."""
     parser = add_command(
         commands,
         "top",
-        run,
+        _run,
         "show runs or a service's jobs in the terminal while they go on: curves, episodes, slow calls",
         "  palestra top runs/addition\n"
         "  palestra top runs/*            # a line for each; the newest in full\n"
@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
     add_control(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Draw the runs, or the service, until Ctrl-C."""
     from rich.live import Live
 

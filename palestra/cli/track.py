@@ -10,12 +10,12 @@ from palestra.cli.options import add_command, run_folder
 from palestra.terminal import say
 
 
-def add(commands: Any) -> None:
+def add_track(commands: Any) -> None:
     """Add the command `track`, which takes the folder of a run and the name of a tracker."""
     parser = add_command(
         commands,
         "track",
-        run,
+        _run,
         "hand the metrics of a run to TensorBoard, W&B, MLflow or trackio",
         "  palestra track runs/addition tensorboard\n"
         "  palestra track runs/addition mlflow      # by MLFLOW_TRACKING_URI, else into the run's folder\n\n"
@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
     parser.add_argument("tracker", metavar="TRACKER", help="tensorboard, wandb, mlflow, trackio, or that of a plug-in")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> None:
     """Create the tracker's record of the run, and send all existing rows."""
     from palestra.tracking.follow import follow_run, tracked_run
     from palestra.tracking.process import alone

@@ -9,12 +9,12 @@ from typing import Any
 from palestra.cli.options import FUNCTION, REWARDS, add_command, add_set, load_function, overrides
 
 
-def add(commands: Any) -> None:
+def add_train(commands: Any) -> None:
     """Add the command `train`, which takes a rollout function and its tasks."""
     parser = add_command(
         commands,
         "train",
-        run,
+        _run,
         "train on what a function of yours returns: rollout(task, endpoint) -> reward, or reward(task, answer)",
         "  palestra train my_agent:rollout --tasks tasks.jsonl --validation held_out.jsonl --set steps=50\n"
         "  palestra train --reward my_rewards.py:score --tasks prompts.jsonl   # one answer to each task's `prompt`",
@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
     add_set(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Train in this process until the steps are done; return 130 after a signal."""
     from palestra.config import load_config, parse_config
     from palestra.runtime.arguments import Play

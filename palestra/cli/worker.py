@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "PALESTRA_API_KEY"
 
 
-def add(commands: Any) -> None:
+def add_worker(commands: Any) -> None:
     """Add the command `worker`, which takes a function and the job's address."""
     parser = add_command(
         commands,
         "worker",
-        run,
+        _run,
         "play a job's episodes on this machine, with a function, an environment or an agent of yours",
         "  palestra worker recipes/addition.py:rollout --url http://server:7411 --key-file api_key --concurrency 32\n"
         "  palestra worker nim.py:Nim --url http://server:7411 --key-file api_key --processes 8",
@@ -79,7 +79,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Keep worker processes running; in such a process, play."""
     import asyncio
 

@@ -23,9 +23,9 @@ from palestra.client.exchange import (
     Reply,
     Settings,
     claim,
-    give_back,
     hand_in,
     push,
+    release_episode,
     send_call,
 )
 from palestra.client.model_call import ModelCall, ModelReply, model_call
@@ -224,7 +224,7 @@ class AsyncClient:
         async with self._held(
             episode,
             lambda: hand_in(self._settings, episode),
-            lambda error: give_back(self._settings, episode, error),
+            lambda error: release_episode(self._settings, episode, error),
         ):
             yield episode
 

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 import httpx2
 
 from palestra.client.episode import Episode, Reward, RolloutResult, renewed_in_thread
-from palestra.client.exchange import Action, Exchange, Reply, Settings, claim, give_back, hand_in, push, send_call
+from palestra.client.exchange import Action, Exchange, Reply, Settings, claim, hand_in, push, release_episode, send_call
 from palestra.client.protocol import A, ApiCall, abort_call, claim_call, finish_call, heartbeat_call, upload_call
 from palestra.client.seat import Seat, seat_of
 from palestra.http_clients import http_client
@@ -184,7 +184,7 @@ class Client:
         with self._held(
             episode,
             lambda: hand_in(self._settings, episode),
-            lambda error: give_back(self._settings, episode, error),
+            lambda error: release_episode(self._settings, episode, error),
         ):
             yield episode
 

@@ -355,7 +355,7 @@ def hand_in(settings: Settings, episode: Episode) -> Exchange[None]:
     yield from send_call(settings, call)
 
 
-def give_back(settings: Settings, episode: Episode, error: BaseException) -> Exchange[bool]:
+def release_episode(settings: Settings, episode: Episode, error: BaseException) -> Exchange[bool]:
     """Release an episode because of an error in its block, and return False: the error is not settled.
 
     A failure is only logged: the user must see the block's own error, and the lease expires by itself.

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any
 
 from palestra.client.episode import Episode, ModelEndpoint
-from palestra.client.exchange import Exchange, Settings, give_back, send_call
+from palestra.client.exchange import Exchange, Settings, release_episode, send_call
 from palestra.client.protocol import abort_call, act_call, heartbeat_call, observe_call, read_claim
 from palestra.errors import Conflict, EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, PalestraError
 from palestra.types.messages import ChatMessage
@@ -132,7 +132,7 @@ class ClaimedSeat:
 
     def settled(self, error: BaseException) -> Exchange[bool]:
         """Return whether an error of the block can be ignored; otherwise release the slot."""
-        return (yield from self._ended_by(error)) or (yield from give_back(self._settings, self.episode, error))
+        return (yield from self._ended_by(error)) or (yield from release_episode(self._settings, self.episode, error))
 
 
 class Seat(ClaimedSeat):

@@ -366,7 +366,7 @@ class VerdictAnswer(Answer):
     reason: str | None = Field(description="None: the judge gave none.")
 
 
-class EpisodePage(Answer):
+class EpisodeDetail(Answer):
     """An episode with its calls."""
 
     run: str

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from palestra.dashboard.answers import (
     CallAnswer,
-    EpisodePage,
+    EpisodeDetail,
     ForkAnswer,
     MessageAnswer,
     PartAnswer,
@@ -123,12 +123,12 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
     )
 
 
-def episode_answer(run: Run, reading: EpisodeReading) -> EpisodePage:
+def episode_answer(run: Run, reading: EpisodeReading) -> EpisodeDetail:
     """Return an episode with its calls and the outline of its rows."""
     view, fates = reading.view, reading.fates
     episode = view.trajectory.episode
     (task, task_cut), (metadata, metadata_cut) = fitting(episode.task.data), fitting(episode.metadata)
-    return EpisodePage(
+    return EpisodeDetail(
         run=run.name,
         line=reading.line,
         task=task,

@@ -11,7 +11,7 @@ from palestra.learner.shares import shares_of, without_unused
 from palestra.store.browsing import EpisodeView
 from palestra.tokens import TokenTrie, TrieNode, calls_of_final_answers
 from palestra.types.calls import Chat
-from palestra.types.records import Event, Trajectory
+from palestra.types.records import RunEvent, Trajectory
 from palestra.types.states import EpisodeState, GroupState
 
 
@@ -24,7 +24,7 @@ class Fate:
 
 
 def episode_fates(
-    view: EpisodeView, config: JobConfig, group: Sequence[Trajectory] | None, events: Sequence[Event] = ()
+    view: EpisodeView, config: JobConfig, group: Sequence[Trajectory] | None, events: Sequence[RunEvent] = ()
 ) -> dict[str, Fate]:
     """Return for each trained policy whether an episode is trained, and why.
 
@@ -47,7 +47,7 @@ def whole_fate(fates: Mapping[str, Fate]) -> Fate:
 
 
 def _fate(
-    view: EpisodeView, config: JobConfig, policy: str, group: Sequence[Trajectory] | None, events: Sequence[Event]
+    view: EpisodeView, config: JobConfig, policy: str, group: Sequence[Trajectory] | None, events: Sequence[RunEvent]
 ) -> Fate:
     """Return whether an episode is trained by one policy, and why; see `episode_fates`."""
     episode = view.trajectory.episode

@@ -16,7 +16,7 @@ from palestra import __version__
 from palestra.dashboard.access import PageAccess
 from palestra.dashboard.answers import (
     ConversationAnswer,
-    EpisodePage,
+    EpisodeDetail,
     EpisodesAnswer,
     EventsAnswer,
     FindingsAnswer,
@@ -52,7 +52,7 @@ SESSION = f"{PAGE}/session"
 AFTER = "`NAME:NUMBER` for each run that is wanted; without any, all events of all runs."
 
 
-class ViewerKey(BaseModel):
+class SessionAnswer(BaseModel):
     """The answer to `POST /dashboard/session`."""
 
     key: str = Field(description="Opens the routes of the page, and nothing else.")
@@ -120,10 +120,10 @@ def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: as
     add_files(app)
 
     @app.post(SESSION, tags=["page"])
-    async def session(request: Request, response: Response) -> ViewerKey:
+    async def session(request: Request, response: Response) -> SessionAnswer:
         """Return the viewer's key for the one-time code of a link, or for a key that opens more."""
         response.headers["cache-control"] = "no-store"
-        return ViewerKey(key=access.exchange(request), talk=access.talk(request))
+        return SessionAnswer(key=access.exchange(request), talk=access.talk(request))
 
     @app.get(f"{PAGE}/api/runs", dependencies=[Depends(private)], tags=["page"])
     async def all_runs() -> RunsAnswer:
@@ -264,7 +264,7 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
         return await reader.search(found, lambda: find_episodes(found, search.filter, search.before, search.limit))
 
     @api.get("/{run}/episodes/{episode}")
-    async def episode(run: str, episode: str) -> EpisodePage:
+    async def episode(run: str, episode: str) -> EpisodeDetail:
         """Return an episode with its calls, and the outline of its rows of tokens."""
         found, reading = reader.run(run), await reader.reading(run, episode)
         return await reader.read(found, lambda: episode_answer(found, reading))

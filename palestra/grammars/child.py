@@ -73,7 +73,7 @@ class GrammarCompiler:
             raise refusal(found.decode())
 
 
-def main(connection: socket.socket) -> None:
+def _main(connection: socket.socket) -> None:
     """Answer calls until the connection closes."""
     channel, compiler = BlockingChannel(connection), GrammarCompiler(connection)
     for message in channel.messages():
@@ -167,4 +167,4 @@ def _reason(status: int, bounds: Bounds) -> PalestraError:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    _main(socket.socket(fileno=int(sys.argv[1])))

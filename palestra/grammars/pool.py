@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, PalestraError, TooManyRequests
 from palestra.grammars.bounds import BOUNDS, Bounds
 from palestra.grammars.matcher import Matcher, refusal
-from palestra.grammars.verdicts import Verdicts
+from palestra.grammars.verdicts import KnownGrammars
 from palestra.grammars.vocabulary import GrammarVocabulary
 from palestra.grammars.walking import compile_grammar, make_tokenizer, walk_grammar
 from palestra.grammars.worker import GrammarWorker
@@ -72,7 +72,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         # By digest of the grammar's text; least recently used first.
         self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
-        self._verdicts = Verdicts()
+        self._known_grammars = KnownGrammars()
         self._compiling: dict[tuple[bytes, bool], _Compilation] = {}
 
     async def check(self, grammar: str, field: str) -> None:
@@ -90,7 +90,7 @@ class Grammars:
         key = _key(grammar)
         try:
             with self._lock:
-                usable = self._verdicts.is_usable(key)
+                usable = self._known_grammars.is_usable(key)
             if not usable:
                 await self._done(key, grammar, compiled=False)
         except GrammarRefused as error:
@@ -167,7 +167,7 @@ class Grammars:
     def _take(self, key: bytes) -> Matcher | None:
         """Return a matcher of a compiled grammar, else None."""
         with self._lock:
-            self._verdicts.is_usable(key)
+            self._known_grammars.is_usable(key)
             if (found := self._compiled.get(key)) is None:
                 return None
             self._compiled.move_to_end(key)
@@ -221,7 +221,7 @@ class Grammars:
             with self._lock:
                 if compilation.given_up:
                     raise CancelledError
-                usable = self._verdicts.is_usable(key)
+                usable = self._known_grammars.is_usable(key)
             if not usable:
                 self._examine(key, grammar, compilation)
             if compiled:
@@ -250,7 +250,7 @@ class Grammars:
             refused = error
         with self._lock:
             compilation.examined = False
-            self._verdicts.learn(key, refused)
+            self._known_grammars.learn(key, refused)
         if refused is not None:
             raise refused
 

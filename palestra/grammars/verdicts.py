@@ -13,7 +13,7 @@ MOST_KNOWN = 1024
 FORGET_SECONDS = 60.0
 
 
-class Verdicts:
+class KnownGrammars:
     """Compilation results by grammar digest; evicts the least recently used. Not thread-safe: callers hold a lock."""
 
     def __init__(self) -> None:

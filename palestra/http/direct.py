@@ -46,6 +46,6 @@ class JsonAnswer(Response):
         self.raw_headers = [*headers, (b"content-length", size), (b"content-type", b"application/json")]
 
 
-def written(model: BaseModel) -> bytes:
+def json_bytes(model: BaseModel) -> bytes:
     """Return a model as JSON."""
     return model.model_dump_json(by_alias=True).encode()

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from palestra.errors import Forbidden, InvalidRequest, PalestraError, PayloadTooLarge, TooManyRequests
-from palestra.http.direct import Direct, Endpoint, JsonAnswer, written
+from palestra.http.direct import Direct, Endpoint, JsonAnswer, json_bytes
 from palestra.http.errors import CLIENT_GONE, ErrorAnswers
 from palestra.http.protocol import CONNECTION
 
@@ -69,7 +69,7 @@ class RequestGuard:
             body = _Body(self, most, scope, receive)
             await request.take(body.receive)
             found = await endpoint(request)
-            await (found if isinstance(found, Response) else JsonAnswer(written(found)))(scope, receive, send)
+            await (found if isinstance(found, Response) else JsonAnswer(json_bytes(found)))(scope, receive, send)
         except ClientDisconnect:
             await Response(status_code=CLIENT_GONE)(scope, receive, send)
         except PalestraError as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from palestra.config import BUILT_IN, SMOLLM2, TINY, TINY_QWEN_VL, TINY_VISION
 from palestra.errors import ModelError, ServerFailed
 from palestra.models.byte_model import make_tiny
-from palestra.models.quiet import NO_CODE, one_line, quiet_transformers
+from palestra.models.quiet import NO_CODE, as_model_error, quiet_transformers
 from palestra.models.vision.tiny import make_tiny_qwen, make_tiny_vision
 
 # How long the hub may take to answer. Its own client would try five times for each of several files, so one request
@@ -196,7 +196,7 @@ def _convert_gguf(source: Path, folder: Path) -> None:
 
     # This progress bar of transformers can't be switched off.
     modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
-    with one_line(f"{source} can't be read"), quiet_transformers():
+    with as_model_error(f"{source} can't be read"), quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=torch.float32, **NO_CODE
         )

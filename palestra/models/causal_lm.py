@@ -32,7 +32,7 @@ from palestra.models.attention_backend import AttentionBackend, AttentionSlot, T
 from palestra.models.catalog import model_folder
 from palestra.models.kernels import kernels
 from palestra.models.logits import Correction, is_adapted, sharpened
-from palestra.models.quiet import NO_CODE, NO_PICKLE, one_line, quiet_transformers
+from palestra.models.quiet import NO_CODE, NO_PICKLE, as_model_error, quiet_transformers
 from palestra.models.rounded_head import HeadWeights, RoundedHead, is_called_as_it_is
 from palestra.models.vision.loading import load_vision_model
 from palestra.models.vision.placed import PictureRows, PlacedPicture
@@ -466,7 +466,7 @@ def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = 
     """
     adapter = saved_adapter(name)
     folder = model_folder(name if adapter is None else adapter.base)
-    with one_line(f"model {name!r} can't be loaded"), quiet_transformers():
+    with as_model_error(f"model {name!r} can't be loaded"), quiet_transformers():
         # Parameters with one dimension stay float32 and must not be rounded on the way; a checkpoint that is
         # rounded already is read as it is, which takes half the memory.
         config = AutoConfig.from_pretrained(folder, **NO_CODE)
@@ -493,7 +493,7 @@ def check_architecture(folder: Path) -> None:
 
     Features that only show in a pass, such as capped logits, are detected when the model is loaded.
     """
-    with one_line(f"the model in {folder} can't be trained"), quiet_transformers(), torch.device("meta"):
+    with as_model_error(f"the model in {folder} can't be trained"), quiet_transformers(), torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, **NO_CODE)
         if not has_vision(config):
             AutoModelForCausalLM.from_config(config, attn_implementation=FLAT_ATTENTION, **NO_CODE)
@@ -502,7 +502,7 @@ def check_architecture(folder: Path) -> None:
 def load_tokenizer(name: str) -> Any:
     """Load a model's tokenizer, which must have a chat template."""
     folder = model_folder(tokenizer_source(name))
-    with one_line(f"the tokenizer of {name!r} can't be loaded"):
+    with as_model_error(f"the tokenizer of {name!r} can't be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, **NO_CODE)
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(f"the tokenizer of {name!r} has no chat template; use an instruction-tuned model")

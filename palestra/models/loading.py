@@ -25,7 +25,7 @@ from palestra.models.adapter_files import SavedAdapter, adapter_folder, base_of,
 from palestra.models.adapters import Adapter
 from palestra.models.catalog import cache_folder, exact_model, model_folder
 from palestra.models.causal_lm import FLAT_ATTENTION, CausalLM, load_causal_lm, load_tokenizer
-from palestra.models.quiet import NO_CODE, one_line, quiet_transformers
+from palestra.models.quiet import NO_CODE, as_model_error, quiet_transformers
 from palestra.models.vision.processor import find_layout, has_vision
 from palestra.renderers import PictureTokens
 from palestra.types.messages import Pictures
@@ -47,7 +47,7 @@ def picture_tokens(name: str, tokenizer: Any, pictures: Pictures) -> PictureToke
     """Return what writes the placeholders for a model whose weights are in another process; None: it
     reads text only.
     """
-    with one_line(f"model {name!r} can't be loaded"):
+    with as_model_error(f"model {name!r} can't be loaded"):
         layout = find_layout(model_folder(base_of(name)))
     return None if layout is None else PictureTokens(tokenizer, layout, pictures)
 
@@ -236,7 +236,7 @@ def _without_weights(name: str, dtype: torch.dtype) -> CausalLM | None:
     found = model_folder(name)
     folder = found if isinstance(found, Path) else exact_model(name)
     files = PartedFiles(folder)
-    with one_line(f"model {name!r} can't be loaded"), quiet_transformers():
+    with as_model_error(f"model {name!r} can't be loaded"), quiet_transformers():
         config = AutoConfig.from_pretrained(folder, **NO_CODE)
         if has_vision(config) or hasattr(config, "quantization_config"):
             return None

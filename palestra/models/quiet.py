@@ -31,7 +31,7 @@ NO_PICKLE: dict[str, Any] = NO_CODE | {"use_safetensors": True}
 
 
 @contextlib.contextmanager
-def one_line(what: str) -> Iterator[None]:
+def as_model_error(what: str) -> Iterator[None]:
     """Turn any error of transformers about a model's files into one line; out-of-memory errors pass through.
 
     Args:

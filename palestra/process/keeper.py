@@ -21,7 +21,7 @@ _LOOK_SECONDS = 0.02
 _ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)  # the command, if its keeper gets it
 
 
-def main() -> int:
+def _main() -> int:
     """Run the command and return its exit code, or 128 + the signal that ended it."""
     lifeline, seconds, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     folders = []
@@ -106,4 +106,4 @@ def members_of(session: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

@@ -15,7 +15,7 @@ from palestra.renderers.control_text import plain_encoder
 from palestra.renderers.long_text import LongText
 from palestra.renderers.picture_layout import PictureTokens
 from palestra.renderers.probes import NAMES
-from palestra.renderers.prompt_writer import Pieces, PromptWriter, joined, parts_of, refuse_pictures
+from palestra.renderers.prompt_writer import Pieces, PromptWriter, joined, pieces_of, refuse_pictures
 from palestra.renderers.reply_grammar import CallFormat
 from palestra.renderers.tool_calls import RESULT, call_format, offer, write_call
 from palestra.renderers.vocabulary import Vocabulary
@@ -147,7 +147,7 @@ def _turns(messages: Sequence[ChatMessage], role: Callable[[ChatMessage], str]) 
     results: list[str | ImagePart] = []
     for message in messages:
         if message.role == "tool":
-            results += ["\n" if results else "", RESULT[0], *parts_of(message), RESULT[1]]
+            results += ["\n" if results else "", RESULT[0], *pieces_of(message), RESULT[1]]
             continue
         if results:
             yield joined(["user\n", *results])
@@ -156,7 +156,7 @@ def _turns(messages: Sequence[ChatMessage], role: Callable[[ChatMessage], str]) 
             refuse_pictures(message)
             yield [f"{role(message)}\n{_reply(message)}"]
         else:
-            yield joined([f"{role(message)}\n", *parts_of(message)])
+            yield joined([f"{role(message)}\n", *pieces_of(message)])
     if results:
         yield joined(["user\n", *results])
 

@@ -22,7 +22,7 @@ from palestra.renderers.control_text import plain_encoder
 from palestra.renderers.long_text import LongText
 from palestra.renderers.picture_layout import PictureTokens
 from palestra.renderers.probes import NAMES
-from palestra.renderers.prompt_writer import Pieces, PromptWriter, joined, parts_of, refuse_pictures
+from palestra.renderers.prompt_writer import Pieces, PromptWriter, joined, pieces_of, refuse_pictures
 from palestra.renderers.reply_grammar import CallFormat
 from palestra.renderers.vocabulary import Vocabulary
 from palestra.types.calls import Ids, TokenSequence
@@ -145,7 +145,7 @@ class DialogRenderer(Renderer):
 
 
 def _of_idefics(message: ChatMessage) -> Pieces:
-    content = parts_of(message)
+    content = pieces_of(message)
     space = "" if content and isinstance(content[0], ImagePart) else " "
     return [f"{_ROLES[message.role]}:{space}", *content]
 
@@ -154,7 +154,7 @@ def _of_llava(message: ChatMessage) -> Pieces:
     """Return the pieces of a message, with its pictures first, each on its own line."""
     role = "" if _ROLES[message.role] == "System" else f"{message.role.upper()}: "
     shown, said = list[str | ImagePart](), list[str]()
-    for part in parts_of(message):
+    for part in pieces_of(message):
         if isinstance(part, ImagePart):
             shown += [part, "\n"]
         else:

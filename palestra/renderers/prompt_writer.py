@@ -59,7 +59,7 @@ class PromptWriter:
         return TokenSequence(np.asarray(self._ids, np.int32), tuple(self._media))
 
 
-def parts_of(message: ChatMessage) -> Pieces:
+def pieces_of(message: ChatMessage) -> Pieces:
     """Return the texts and pictures of a message, in order."""
     return [part.text if isinstance(part, TextPart) else part for part in message.content]
 

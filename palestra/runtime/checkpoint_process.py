@@ -26,7 +26,7 @@ from palestra.trainer.checkpoint import good
 END_SECONDS = 10.0  # what the serving may take to end
 
 
-def main(run: Path, name: str, folder: Path) -> int:
+def _main(run: Path, name: str, folder: Path) -> int:
     """Serve a checkpoint until the dashboard ends, and return the exit code.
 
     Args:
@@ -95,4 +95,4 @@ def _end(_: bytes) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])))
+    sys.exit(_main(Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])))

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import uvloop
 
-from palestra.backend.engine_worker import EngineOrder, EngineWorker
+from palestra.backend.engine_worker import EngineOrder, EngineWorkerServer
 from palestra.backend.worker_engine import WorkerEngine
 from palestra.engine.cards import CardTurns
 from palestra.engine.driver import EngineJob, LoadedEngine, SampledModel, driver_of
@@ -151,10 +151,10 @@ def _load(order: EngineOrder) -> LoadedEngine:
 
 
 async def _serve(connection: socket.socket) -> None:
-    await EngineWorker(await Channel.over(connection), _load).run()
+    await EngineWorkerServer(await Channel.over(connection), _load).run()
 
 
-def main() -> None:
+def _main() -> None:
     """Serve an engine to the job that started this process."""
     die_with_parent()
     # Ctrl-C reaches all processes of a terminal; the job decides what becomes of it.
@@ -167,4 +167,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -44,7 +44,7 @@ async def start_runner(order: RunnerOrder, worker_id: str) -> None:
         raise RunnerDied(await process.how_ended())
 
 
-def main() -> int:
+def _main() -> int:
     """Play until the job is over; return the exit code."""
     from palestra.terminal import say
 
@@ -61,4 +61,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

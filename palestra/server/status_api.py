@@ -26,7 +26,7 @@ from palestra.store.leases import Holder
 from palestra.threads import in_thread
 from palestra.types.gpus import GpuReading
 from palestra.types.progress import Counts
-from palestra.types.records import Event
+from palestra.types.records import RunEvent
 from palestra.types.wire import EngineWorker, EpisodeHolder, HealthWarningBody, JobStatus
 
 HOLDERS = 20  # the most held episodes that `/status` lists
@@ -161,7 +161,7 @@ def _events_after(plane: DataPlane, request: Request, last: int) -> Callable[[],
     return look
 
 
-def _encoded(event: Event) -> bytes:
+def _encoded(event: RunEvent) -> bytes:
     data = orjson.dumps({"at": event.at, "kind": event.kind, **event.data})
     return encode_event(data, event.kind, str(event.event_id))
 

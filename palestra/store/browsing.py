@@ -28,7 +28,7 @@ from palestra.store.run_store import store_error
 from palestra.store.tables import SCHEMA, chats, episodes, events, groups, manifests
 from palestra.store.verdicts import verdicts_of
 from palestra.types.calls import ForkReason
-from palestra.types.records import Event, Trajectory
+from palestra.types.records import RunEvent, Trajectory
 from palestra.types.states import EpisodeState, GroupState
 from palestra.types.verdicts import Verdict
 
@@ -300,7 +300,7 @@ def read_row(connection: Connection, episode_id: str) -> Any:
     return row
 
 
-def episode_events(connection: Connection, view: EpisodeView) -> list[Event]:
+def episode_events(connection: Connection, view: EpisodeView) -> list[RunEvent]:
     """Return the events that say why an episode was left out of a batch."""
     episode = view.trajectory.episode
     own = (groups.c.kind == episode.kind, groups.c.group_index == episode.group_index)
@@ -312,7 +312,7 @@ def episode_events(connection: Connection, view: EpisodeView) -> list[Event]:
     found = []
     for row in connection.execute(wanted.order_by(events.c.event_id)):
         with suppress(ValueError):  # a damaged event says nothing of any episode
-            found.append(Event(event_id=row.event_id, at=row.at, kind=row.kind, data=_object(row.data)))
+            found.append(RunEvent(event_id=row.event_id, at=row.at, kind=row.kind, data=_object(row.data)))
     return found
 
 

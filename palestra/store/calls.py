@@ -12,7 +12,7 @@ from sqlalchemy import BindParameter, Connection, bindparam, select
 from palestra.database import Database
 from palestra.database.sqlite import pieces
 from palestra.store.codec import chat_of, chat_row
-from palestra.store.lifecycle import held, read_episode
+from palestra.store.lifecycle import episode_by_id, held
 from palestra.store.tables import Prepared, chats, episodes
 from palestra.types.calls import Chat, StepTimes
 from palestra.types.records import EpisodeRecord, TimeStep, Trajectory
@@ -67,7 +67,7 @@ class Calls:
         """
 
         def query(connection: Connection) -> tuple[EpisodeRecord, tuple[Chat, ...]]:
-            return read_episode(connection, episode_id), _of_lease(connection, episode_id, fence)
+            return episode_by_id(connection, episode_id), _of_lease(connection, episode_id, fence)
 
         return await self._db.read(query)
 
@@ -84,7 +84,7 @@ class Calls:
 
 def read_trajectory(connection: Connection, episode_id: str) -> Trajectory:
     """Return an episode with the calls of its last lease."""
-    episode = read_episode(connection, episode_id)
+    episode = episode_by_id(connection, episode_id)
     return Trajectory(episode=episode, steps=time_steps(episode, _of_lease(connection, episode_id, episode.fence)))
 
 

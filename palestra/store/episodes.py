@@ -271,7 +271,7 @@ class Episodes:
 
     async def get(self, episode_id: str) -> EpisodeRecord:
         """Return one episode."""
-        return await self._db.read(lambda c: lifecycle.read_episode(c, episode_id))
+        return await self._db.read(lambda c: lifecycle.episode_by_id(c, episode_id))
 
     async def counts(self) -> Counts:
         """Return the number of episodes in each state, over all kinds."""

@@ -126,7 +126,7 @@ def episode_kind(episode_id: str) -> str:
     return episode_id.partition("-")[0]
 
 
-def read_episode(connection: Connection, episode_id: str) -> EpisodeRecord:
+def episode_by_id(connection: Connection, episode_id: str) -> EpisodeRecord:
     """Return one episode in the connection's transaction."""
     return _episode(_BY_ID.row(connection, {"episode_id": episode_id}), episode_id)
 
@@ -192,7 +192,7 @@ def take(
             )
         return episode_of(known)
     if claim.episode_id is not None:
-        found: EpisodeRecord | None = read_episode(connection, claim.episode_id)
+        found: EpisodeRecord | None = episode_by_id(connection, claim.episode_id)
     else:
         found = _next(connection, claim.worker_id, claim.most)
     if found is None:
@@ -243,7 +243,7 @@ def held(connection: Connection, episode_id: str, fence: int) -> EpisodeRecord:
         EpisodeLeaseExpired, EpisodeEnded: it is not, or no longer.
         NotFound: the episode does not exist.
     """
-    return _held(read_episode(connection, episode_id), fence)
+    return _held(episode_by_id(connection, episode_id), fence)
 
 
 def _held(episode: EpisodeRecord, fence: int) -> EpisodeRecord:
@@ -362,7 +362,7 @@ def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None
     Raises:
         NotFound: there is no such episode.
     """
-    episode = read_episode(connection, episode_id)
+    episode = episode_by_id(connection, episode_id)
     if episode.state is not EpisodeState.UNJUDGED:
         return False
     if rewards is None:

@@ -15,7 +15,7 @@ from palestra.errors import Conflict
 from palestra.store.tables import events, manifests, meta, metric_rows
 from palestra.types.calls import PolicyVersion
 from palestra.types.clock import Clock
-from palestra.types.records import BatchManifest, Event
+from palestra.types.records import BatchManifest, RunEvent
 
 NUMERICS = "numerics"  # fact: what computes the run, JSON; see `palestra.models.numerics`
 UNFINISHED = "unfinished_metrics"  # fact that holds the row of a step that is trained but not evaluated
@@ -106,12 +106,12 @@ class RunLog:
         wanted = select(sa.func.coalesce(sa.func.max(manifests.c.step), 0))
         return await self._db.read(lambda connection: int(connection.execute(wanted).scalar_one()))
 
-    async def add_event(self, kind: str, data: Mapping[str, Any]) -> Event:
+    async def add_event(self, kind: str, data: Mapping[str, Any]) -> RunEvent:
         """Record an event for people and programs that follow the job, with the present time."""
         now = self._clock.now()
         return await self._db.write(lambda connection: insert_event(connection, kind, data, now))
 
-    async def events(self, after: int, limit: int = 500) -> list[Event]:
+    async def events(self, after: int, limit: int = 500) -> list[RunEvent]:
         """Return up to `limit` events with a larger id than `after`, oldest first."""
         return await self._db.read(lambda connection: read_events(connection, after, limit))
 
@@ -124,7 +124,7 @@ class RunLog:
         await self._db.write(lambda connection: _set_fact(connection, key, value))
 
 
-def insert_event(connection: Connection, kind: str, data: Mapping[str, Any], now: float) -> Event:
+def insert_event(connection: Connection, kind: str, data: Mapping[str, Any], now: float) -> RunEvent:
     """Append an event in the caller's transaction, together with the reported change.
 
     Args:
@@ -136,7 +136,7 @@ def insert_event(connection: Connection, kind: str, data: Mapping[str, Any], now
     )
     key = result.inserted_primary_key
     assert key is not None
-    return Event(event_id=key[0], at=now, kind=kind, data=dict(data))
+    return RunEvent(event_id=key[0], at=now, kind=kind, data=dict(data))
 
 
 def _step_of(data: Mapping[str, Any]) -> int | None:
@@ -145,14 +145,14 @@ def _step_of(data: Mapping[str, Any]) -> int | None:
     return int(step) if isinstance(step, int | float) else None
 
 
-def read_events(connection: Connection, after: int, limit: int) -> list[Event]:
+def read_events(connection: Connection, after: int, limit: int) -> list[RunEvent]:
     """Return up to `limit` events with a larger id than `after`, oldest first. Works in any process.
 
     Args:
         after: id of the caller's newest event; 0: none.
     """
     rows = connection.execute(select(events).where(events.c.event_id > after).order_by(events.c.event_id).limit(limit))
-    return [Event(event_id=r.event_id, at=r.at, kind=r.kind, data=orjson.loads(r.data)) for r in rows]
+    return [RunEvent(event_id=r.event_id, at=r.at, kind=r.kind, data=orjson.loads(r.data)) for r in rows]
 
 
 def read_metrics(connection: Connection) -> list[dict[str, float]]:

@@ -32,7 +32,7 @@ ROOM_SECONDS = 0.1  # between two looks at the room on the disk: a tracker can w
 LOCK_SECONDS = 2 * LINGER_SECONDS  # how long the process of a job that was killed may take to end
 
 
-def main(folder: Path, name: str) -> int:
+def _main(folder: Path, name: str) -> int:
     """Send the rows of a running job to a tracker until the job is over, and return the exit code."""
     over, killed = threading.Event(), threading.Event()
     atexit.register(_end_group, killed)  # before those of the tracker's library, so that it is called after them
@@ -104,4 +104,4 @@ def alone(folder: Path, name: str) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[2]), sys.argv[3]))
+    sys.exit(_main(Path(sys.argv[2]), sys.argv[3]))

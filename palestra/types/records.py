@@ -242,7 +242,7 @@ class BatchManifest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
+class RunEvent:
     """An event of a job, for people and for clients that follow `/events`.
 
     Attributes:

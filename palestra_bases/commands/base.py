@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 TINKER = "tinker"  # folder of the Tinker API in that of the server
 
 
-def add(commands: Any) -> None:
+def add_base(commands: Any) -> None:
     """Add the command `base`, which takes the name of a model."""
     parser = add_command(
         commands,
         "base",
-        run,
+        _run,
         "have a base model in memory once, for many jobs that train adapters of it",
         "  palestra base SmolLM2-135M-Instruct\n"
         "  palestra base ./my-model --tenant ada --tenant ben --port 7414\n"
@@ -79,7 +79,7 @@ def add(commands: Any) -> None:
     add_tinker_options(group)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     from palestra_bases.serving import BaseOptions, serve_base
 

@@ -18,12 +18,12 @@ from palestra_bases.commands.options import (
 PORT = 7412
 
 
-def add(commands: Any) -> None:
+def add_tinker(commands: Any) -> None:
     """Add the command `tinker`, which takes names of base models."""
     parser = add_command(
         commands,
         "tinker",
-        run,
+        _run,
         "serve base models to scripts of the Tinker SDK, which train LoRA adapters",
         "  palestra tinker SmolLM2-135M-Instruct\n"
         "  palestra tinker ./my-model --tenant ada --tenant ben\n"
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
     add_tinker_options(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     from palestra_bases.tinker.serving import serve_tinker
 

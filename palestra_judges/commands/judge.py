@@ -12,12 +12,12 @@ from palestra.errors import ConfigError
 from palestra.terminal import say
 
 
-def add(commands: Any) -> None:
+def add_judge(commands: Any) -> None:
     """Add the command `judge check`, which takes labels and the configuration of a job."""
     parser = add_command(
         commands,
         "judge",
-        run,
+        _run,
         "compare the judge of a configuration with labels, with itself, and with empty replies",
         "  palestra judge check labels.jsonl --config job.toml\n"
         "  palestra judge check labels.jsonl --config job.toml --out labels.check.json   # for judge.checked\n\n"
@@ -35,13 +35,13 @@ def add(commands: Any) -> None:
     add_set(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Check the judge, and print what it is worth."""
     import asyncio
 
     from palestra.config import JudgeAccess, load_config
     from palestra_judges.bounds import IN_WORDS
-    from palestra_judges.check import check
+    from palestra_judges.check import check_judge
     from palestra_judges.config import Relative, Rubric
 
     config = load_config(arguments.config, overrides(arguments.set)).judge
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = config.model_copy(update={"checked": None})
 
     async def checked() -> dict[str, Any]:
-        return await check(config, config.make(JudgeAccess(url="", key=str)), arguments.labels)  # type: ignore[arg-type]
+        return await check_judge(config, config.make(JudgeAccess(url="", key=str)), arguments.labels)  # type: ignore[arg-type]
 
     found = asyncio.run(checked())
     if arguments.out is not None:

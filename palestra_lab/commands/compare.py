@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from palestra_lab.comparison.plan import PlannedRun
 
 
-def add(commands: Any) -> None:
+def add_compare(commands: Any) -> None:
     """Add the command `compare`, which takes a compare.toml."""
     parser = add_command(
         commands,
         "compare",
-        run,
+        _run,
         "train algorithms on scenarios with several seeds, at equal sampled tokens, and write a page",
         "  palestra compare compare.toml\n"
         "  palestra compare compare.toml --only gomoku/grpo --only frozen-lake\n"
@@ -74,7 +74,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Run unfinished runs, write the page after each, and return the exit code documented in the help."""
     if arguments.child:  # the process of one run, whose record takes the place of the grid
         from palestra_lab.comparison.one_run import run_recorded

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from palestra.config import JobConfig
 
 
-def add(commands: Any) -> None:
+def add_matrix(commands: Any) -> None:
     """Add the command `matrix`, which takes a run or models, and a game of two."""
     parser = add_command(
         commands,
         "matrix",
-        run,
+        _run,
         "let versions of a run, or several models, play each other in a game of two",
         "  palestra matrix runs/gomoku --environment gomoku-duel\n"
         "  palestra matrix runs/gomoku --add before=SmolLM2-135M-Instruct --games 100 --picture matrix.png\n"
@@ -57,7 +57,7 @@ def add(commands: Any) -> None:
     add_set(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Play all games, print the matrix, and return the exit code documented in the help."""
     from palestra.runtime.scores import replayed_words
     from palestra_lab.matrix.picture import draw_matrix

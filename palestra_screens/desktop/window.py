@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 
-def main() -> None:
+def _main() -> None:
     """Show the window, and answer until the input ends."""
     description: dict[str, Any] = json.loads(sys.argv[1])
     width, height = description["size"]
@@ -115,4 +115,4 @@ def _xdotool(arguments: list[str], seconds: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

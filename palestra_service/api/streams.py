@@ -18,7 +18,7 @@ from palestra.store.run_log import read_events
 from palestra.threads import in_thread
 from palestra.types.control_wire import TenantChangeView
 from palestra.types.jobs import JobChange, JobRecord
-from palestra.types.records import Event
+from palestra.types.records import RunEvent
 from palestra_service.accounts.identity import Identity
 from palestra_service.api.access import ControlPlane
 from palestra_service.rights.permissions import Action
@@ -52,9 +52,9 @@ class StreamPlace(NamedTuple):
             raise InvalidRequest(f"Last-Event-ID is {text!r}; send one that this stream had", "last-event-id")
         return cls(min(int(change), LARGEST), min(int(event), LARGEST))
 
-    def after(self, one: JobChange | Event) -> Self:
+    def after(self, one: JobChange | RunEvent) -> Self:
         """Return the position after a change or an event."""
-        if isinstance(one, Event):
+        if isinstance(one, RunEvent):
             return self._replace(event=one.event_id)
         return self._replace(change=one.number)
 
@@ -79,7 +79,7 @@ def events(
         # A thread of its own: reading a damaged run may take long.
         reported = await in_thread(lambda: _events_after(run, last))
         chunks = []
-        happened: Iterator[JobChange | Event] = heapq.merge(changes, reported, key=lambda one: one.at)
+        happened: Iterator[JobChange | RunEvent] = heapq.merge(changes, reported, key=lambda one: one.at)
         for one in happened:
             place = place.after(one)
             chunks.append(_encoded(place, one))
@@ -163,15 +163,15 @@ async def _readable(plane: ControlPlane, by: Identity, job_id: str) -> JobRecord
     return job
 
 
-def _encoded(place: StreamPlace, one: JobChange | Event) -> bytes:
+def _encoded(place: StreamPlace, one: JobChange | RunEvent) -> bytes:
     """Return a change or an event as a server-sent event, with the position after it as id."""
-    if isinstance(one, Event):
+    if isinstance(one, RunEvent):
         return encode_event(orjson.dumps({"at": one.at, **one.data}), one.kind, str(place))
     change = {"at": one.at, "state": one.following.value, "reason": one.reason}
     return encode_event(orjson.dumps(change), "state", str(place))
 
 
-def _events_after(run: Path, last: int) -> list[Event]:
+def _events_after(run: Path, last: int) -> list[RunEvent]:
     """Return the run's reports after event `last`; [] without a store."""
     store = run / "run.db"
     if not store.exists():

@@ -11,10 +11,10 @@ from palestra.cli.options import add_command, add_control
 from palestra.terminal import TerminalConsole, say
 
 
-def add(commands: Any) -> None:
+def add_jobs(commands: Any) -> None:
     """Add the commands `jobs`, `logs` and `cancel`."""
     parser = add_command(
-        commands, "jobs", run, "list the jobs of your tenant, the newest first", "  palestra jobs --state running"
+        commands, "jobs", _run, "list the jobs of your tenant, the newest first", "  palestra jobs --state running"
     )
     parser.add_argument(
         "--state", action="append", help="list only those in this state; may be given several times; without it, all"
@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     add_control(parser)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> None:
     """Print a table of jobs, newest first."""
     from palestra.cli.fitted_table import fitted_table
     from palestra.client.control import ControlClient

@@ -12,12 +12,12 @@ from palestra.cli.options import add_command
 from palestra.terminal import say
 
 
-def add(commands: Any) -> None:
+def add_serve(commands: Any) -> None:
     """Add the command `serve`, with options for address, storage, and the resources of jobs."""
     parser = add_command(
         commands,
         "serve",
-        run,
+        _run,
         "serve many users' jobs on this machine, or on a Ray cluster",
         "  palestra serve\n  palestra serve --ray-address 10.0.0.1:6379 --state-dir /shared/palestra --host 0.0.0.0",
     )
@@ -69,7 +69,7 @@ def add(commands: Any) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C; the first start prints the admin's key."""
     from palestra.runtime.event_loop import run_on_uvloop
     from palestra.tracking.registry import check_trackers

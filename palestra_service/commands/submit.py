@@ -14,12 +14,12 @@ from palestra.terminal import say
 ROLES = ("engine", "trainer", "runner")
 
 
-def add(commands: Any) -> None:
+def add_submit(commands: Any) -> None:
     """Add the command `submit`, which takes a configuration and the job's resources."""
     parser = add_command(
         commands,
         "submit",
-        run,
+        _run,
         "submit a job to a control plane (palestra serve)",
         "  palestra submit recipes/addition.toml --gpus 0.5 --watch\n"
         "  palestra submit --from-job job-1f3a5c7e9b2d4f60   # serve what it has trained",
@@ -141,7 +141,7 @@ def _bundle(text: str) -> dict[str, Any]:
     return found
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Submit the job, print its id, push its task files, and watch it if requested."""
     from palestra.cli.event_lines import show_events
     from palestra.client.control import ControlClient

@@ -20,12 +20,12 @@ AMOUNTS = {
 }
 
 
-def add(commands: Any) -> None:
+def add_tenants(commands: Any) -> None:
     """Add the command `tenants`, whose first argument is the action."""
     parser = add_command(
         commands,
         "tenants",
-        run,
+        _run,
         "list and add tenants of the cluster, and limit what each may hold",
         "  palestra tenants\n  palestra tenants add physics\n"
         "  palestra tenants key physics    # one more key of its admin\n"
@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
     add_control(parser)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> None:
     """List tenants, add one, create a key of its admin, set a quota, or set whether jobs are private."""
     if arguments.action != "list" and arguments.name is None:
         raise ConfigError(f"which one? palestra tenants {arguments.action} NAME")

@@ -14,7 +14,7 @@ from palestra.terminal import say
 LIMITS = ("requests_per_minute", "burst", "open_jobs", "body_bytes", "episodes_in_flight")  # of `LimitsBody`
 
 
-def add(commands: Any) -> None:
+def add_users(commands: Any) -> None:
     """Add the commands `users` and `keys`, whose first argument is the action."""
     parser = add_command(
         commands,

@@ -31,7 +31,7 @@ class NewChange(NamedTuple):
     reason: str
 
 
-def add(connection: Connection, change: NewChange, now: float) -> None:
+def add_change(connection: Connection, change: NewChange, now: float) -> None:
     """Record a change of state under the next number of its tenant.
 
     Args:

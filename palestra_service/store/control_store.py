@@ -159,7 +159,7 @@ class ControlStore:
             tenant: the owner's; None: any, only for the scheduler.
         """
         _check_job_id(job_id)
-        return await self.read(lambda c: jobs.read(c, tenant, job_id))
+        return await self.read(lambda c: jobs.read_job(c, tenant, job_id))
 
     async def jobs(
         self,

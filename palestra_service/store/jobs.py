@@ -162,11 +162,11 @@ def submit(connection: Connection, submission: Submission, now: float) -> JobRec
             "adapters": request.adapters,
         },
     )
-    changes.add(connection, changes.NewChange(tenant, job_id, job_id, None, JobState.QUEUED, "submitted"), now)
-    return read(connection, tenant, job_id)
+    changes.add_change(connection, changes.NewChange(tenant, job_id, job_id, None, JobState.QUEUED, "submitted"), now)
+    return read_job(connection, tenant, job_id)
 
 
-def read(connection: Connection, tenant: str | None, job_id: str) -> JobRecord:
+def read_job(connection: Connection, tenant: str | None, job_id: str) -> JobRecord:
     """Return one job.
 
     Args:
@@ -250,7 +250,7 @@ def change_state(connection: Connection, move: Move, now: float) -> JobRecord:
         IllegalTransition: the lifecycle does not have this move.
     """
     job_id, change_id, expected, following, reason, fields = move
-    job = read(connection, None, job_id)
+    job = read_job(connection, None, job_id)
     if changes.is_known(connection, change_id):
         return job
     if job.state not in expected:
@@ -272,8 +272,8 @@ def change_state(connection: Connection, move: Move, now: float) -> JobRecord:
     if job.cancel_requested and following in LIVE_STATES:
         values["reason"] = job.reason
     connection.execute(jobs.update().where(jobs.c.job_id == job_id).values(values))
-    changes.add(connection, changes.NewChange(job.tenant, job_id, change_id, job.state, following, reason), now)
-    return read(connection, None, job_id)
+    changes.add_change(connection, changes.NewChange(job.tenant, job_id, change_id, job.state, following, reason), now)
+    return read_job(connection, None, job_id)
 
 
 def request_cancel(
@@ -287,7 +287,7 @@ def request_cancel(
         change_id: of the state change, if there is one.
         now: Unix seconds.
     """
-    job = read(connection, tenant, job_id)
+    job = read_job(connection, tenant, job_id)
     if job.is_over or job.cancel_requested:
         return job
     reason = clean(reason, MAX_REASON)
@@ -295,7 +295,7 @@ def request_cancel(
     if job.state is JobState.QUEUED:
         move = Move(job_id, change_id, {JobState.QUEUED}, JobState.CANCELLED, reason, {})
         return change_state(connection, move, now)
-    return read(connection, tenant, job_id)
+    return read_job(connection, tenant, job_id)
 
 
 def changes_of(connection: Connection, tenant: str | None, job_id: str, after: int) -> list[JobChange]:
@@ -304,7 +304,7 @@ def changes_of(connection: Connection, tenant: str | None, job_id: str, after: i
     Args:
         tenant: the owner's; None: any.
     """
-    read(connection, tenant, job_id)
+    read_job(connection, tenant, job_id)
     return changes.of_job(connection, job_id, after)
 
 

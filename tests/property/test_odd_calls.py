@@ -28,7 +28,7 @@ from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
 from palestra_bases.base import SamplerSpec
-from palestra_bases.protocol import event, written
+from palestra_bases.protocol import event, pack_messages
 
 IDS = np.arange(4, dtype=np.int32)
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=20, seed=3)
@@ -172,7 +172,7 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize("message", [written(one) for one in MESSAGES] + [b"", b"\x90", b"\x91" * 9999], ids=repr)
+@pytest.mark.parametrize("message", [pack_messages(one) for one in MESSAGES] + [b"", b"\x90", b"\x91" * 9999], ids=repr)
 async def test_an_odd_message_costs_its_sender_alone(tmp_path, message, caplog):
     engine, trainer = FakeEngine(digits_script(12, 258)), FakeTrainer(2)
     async with served(engine, trainer, tmp_path) as base:
@@ -193,6 +193,6 @@ async def test_two_replies_of_one_id_end_the_connection(tmp_path):
         link = await base.link()
         await link.remote.call("base.sample", "p", {"model": "given"})
         call = Call(99, "engine.generate", raw(CALLS["engine.generate"]))
-        link._outbox.put_nowait(written(call, call))
+        link._outbox.put_nowait(pack_messages(call, call))
         with pytest.raises(InvalidRequest, match="99"):
             raise await asyncio.wait_for(link.failure(), 30)

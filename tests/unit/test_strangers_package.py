@@ -88,13 +88,13 @@ def short(task, answer):
     return float(len(answer) < 5)
 
 
-def add(commands):
+def add_greet(commands):
     parser = commands.add_parser("greet", help="say hello")
     parser.set_defaults(run=lambda arguments: say("hello"))
 '''
 ENTRIES = {
     "algorithms": "halved = stranger:Halved",
-    "commands": "greet = stranger",
+    "commands": "greet = stranger:add_greet",
     "engines": "parrot = stranger:ParrotDriver",
     "environments": "echo = stranger:ECHO",
     "rewards": "short = stranger:short",
@@ -156,7 +156,7 @@ def test_its_command_and_its_environment_are_listed(site):
 
 def test_a_command_that_can_not_be_loaded_is_named_and_the_others_work(site):
     entries = site / "stranger-1.0.dist-info" / "entry_points.txt"
-    entries.write_text("[palestra.commands]\nbroken = stranger_that_is_not_there\ngreet = stranger\n")
+    entries.write_text("[palestra.commands]\nbroken = stranger_that_is_not_there\ngreet = stranger:add_greet\n")
     done = palestra(site, "greet")
     assert done.stdout == "hello\n"
     assert "there is no command 'broken': 'broken' of palestra.commands can't be loaded" in done.stderr

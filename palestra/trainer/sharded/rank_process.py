@@ -62,7 +62,7 @@ def _ranks_here(folder: Path) -> list[int]:
     return found
 
 
-def main() -> None:
+def _main() -> None:
     """Answer calls until the job closes the connection."""
     if HOSTED in os.environ:  # else a rank outlives a job that was killed, to remove its folder
         die_with_parent()
@@ -97,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -38,7 +38,7 @@ from palestra_bases.base import SamplerSpec
 from palestra_bases.engine import RemoteEngine
 from palestra_bases.job_channel import JobChannel
 from palestra_bases.link import Link
-from palestra_bases.protocol import PROTOCOL, Hello, Welcome, event, first, read, written
+from palestra_bases.protocol import PROTOCOL, Hello, Welcome, event, first, pack_messages, unpack_messages
 from palestra_bases.server import BackendServer
 from palestra_bases.trainer import RemoteTrainer
 from unit.building import engine_request, make_sample
@@ -256,18 +256,18 @@ async def test_a_job_that_does_not_read_is_not_read_either_and_gets_every_answer
 
     async def send(connection) -> None:
         for number in range(1, count + 1):
-            await connection.send(written(event("oldest", number), Call(number, name, raw(()))))
+            await connection.send(pack_messages(event("oldest", number), Call(number, name, raw(()))))
 
     keys = [("authorization", "Bearer key-of-ada")]
     path = base.address.removeprefix("unix:")
     async with unix_connect(path, additional_headers=keys, max_queue=1, compression=None) as connection:
-        await connection.send(written(event("hello", hello)))
+        await connection.send(pack_messages(event("hello", hello)))
         first(await connection.recv(), "welcome", Welcome)
         sending = asyncio.create_task(send(connection))
         assert not (await asyncio.wait({sending}, timeout=1.5))[0]
         answered = []
         while len(answered) < count:
-            found = read(await asyncio.wait_for(connection.recv(), 30))
+            found = unpack_messages(await asyncio.wait_for(connection.recv(), 30))
             assert len(found) <= 64
             answered += [one.id for one in found]
         await sending
@@ -342,7 +342,7 @@ async def test_a_reply_does_not_say_that_earlier_calls_are_answered(base):
     link._is_connected.clear()  # nothing is sent
     link.send(Call(901, "trainer.weights", raw(("policy",))))
     link.send(Call(902, "engine.generate", raw(())))
-    oldest, _ = read(link._replies[902])
+    oldest, _ = unpack_messages(link._replies[902])
     assert decode(int, oldest.value) == 901
     link._calls.clear()
 

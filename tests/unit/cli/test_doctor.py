@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from pathlib import Path
-
 import pytest
 
-from palestra.cli import doctor
+from palestra.cli.main import main
 from palestra.doctor import examination
 from palestra.doctor.examination import Examination, Finding
 
@@ -28,5 +25,5 @@ def test_a_finding_is_named_with_its_policy(policy, line, monkeypatch, capsys):
         policy=policy,
     )
     monkeypatch.setattr(examination, "examine", lambda folder: Examination(step=9, steps=10, findings=(finding,)))
-    assert doctor.run(Namespace(run_dir=Path("runs/duel"), json=False)) == 1
+    assert main(["doctor", "runs/duel"]) == 1
     assert line in capsys.readouterr().out.splitlines()

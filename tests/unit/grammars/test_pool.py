@@ -143,7 +143,7 @@ async def test_a_refusal_for_time_is_not_for_ever(make, monkeypatch):
     with pytest.raises(GrammarRefused, match="processor time"):  # remembered
         await grammars.check(SLOW, "response_format")
     monkeypatch.setattr(verdicts, "FORGET_SECONDS", 0.0)
-    grammars._verdicts.clear()
+    grammars._known_grammars.clear()
     with pytest.raises(GrammarRefused, match=r"longer than 0\.2 s"):
         await grammars.check(SLOW, "response_format")
     grammars._bounds = replace(ROOMY, compile_cpu_seconds=0.05)

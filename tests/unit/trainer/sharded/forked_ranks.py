@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: F4
 import palestra.models.loading  # noqa: F401
 import palestra.trainer.sharded.rank  # noqa: F401
 from palestra.process.child import LocalProcess
-from palestra.trainer.sharded.rank_process import main
+from palestra.trainer.sharded.rank_process import _main
 
 PROGRAM = "palestra.trainer.sharded.rank_process"
 
@@ -51,7 +51,7 @@ class _Popen:
 def _run(connection: socket.socket, variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
     sys.argv = [PROGRAM, str(connection.detach())]
-    main()
+    _main()
 
 
 _first = os.getpid()  # of the process that has imported this module

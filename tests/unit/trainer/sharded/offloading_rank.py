@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from palestra.config import TrainerConfig
 from palestra.trainer.sharded import network, rank
-from palestra.trainer.sharded.rank_process import main
+from palestra.trainer.sharded.rank_process import _main
 
 _share = network.fully_shard
 
@@ -32,4 +32,4 @@ def share(*modules: Any, offload_policy: object, **more: Any) -> Any:
 if __name__ == "__main__":
     rank.check_offload = let_pass
     network.fully_shard = share
-    main()
+    _main()
