@@ -84,6 +84,11 @@ if TYPE_CHECKING:
     from palestra.envs.arithmetic import right_number as right_number
     from palestra.envs.remote import RemoteEnvironment as RemoteEnvironment
     from palestra.learner.check import check_algorithm as check_algorithm
+    from palestra.learner.samplers import History as History
+    from palestra.learner.samplers import PlayedGroup as PlayedGroup
+    from palestra.learner.samplers import TaskPool as TaskPool
+    from palestra.learner.samplers import TaskSampler as TaskSampler
+    from palestra.learner.samplers import check_sampler as check_sampler
     from palestra.models.catalog import model_folder as model_folder
     from palestra.rollout import RolloutSpec as RolloutSpec
     from palestra.runtime.evaluating import evaluate as evaluate
@@ -175,6 +180,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     ),
     "palestra.envs.remote": ("RemoteEnvironment",),
     "palestra.learner.check": ("check_algorithm",),
+    "palestra.learner.samplers": ("History", "PlayedGroup", "TaskPool", "TaskSampler", "check_sampler"),
     "palestra.store.loaded_run": ("LoadedRun", "load_run"),
     "palestra.store.browsing": ("read_episodes",),
     "palestra.rollout": ("RolloutSpec",),

@@ -37,6 +37,7 @@
     ├── JudgeBudgetSpent         500  a judge has used up the tokens that it may
     ├── JudgeUnavailable         500  a judge could not be asked for a long time
     ├── InvalidAlgorithm         500  an algorithm or a loss does not keep to what these have to do
+    ├── InvalidSampler           500  a sampler of tasks is not deterministic, or gives tasks that do not exist
     ├── InvalidEnvironment       500  an environment does not keep to what environments have to do
     ├── EnvironmentFailed        500  an environment has failed, and no action of an agent is to blame
     │   └── RewardFailed         500  a reward function raised something
@@ -409,6 +410,10 @@ class InvalidAlgorithm(PalestraError):
 
     The message names the rule and the episodes of affected rows.
     """
+
+
+class InvalidSampler(PalestraError):
+    """A `TaskSampler` is not deterministic, gives too few tasks, or tasks that do not exist."""
 
 
 class EnvironmentFailed(PalestraError):

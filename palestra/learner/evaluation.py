@@ -46,13 +46,24 @@ async def validate(
     return row | (_means_of_rivals(scored, roles) if roles.rivals else _means(scored, roles, algorithm))
 
 
+def rewards_of(episodes: Sequence[EpisodeRecord], roles: Roles, algorithm: AlgorithmConfig) -> list[float]:
+    """Return the reward of each completed episode in which policies played; arguments as in `validate`."""
+    scored = _played(episodes)
+    rewards = [float(sum(roles.of_episode(e.players).trained_rewards(own).values())) for e, own in scored]
+    missing = missing_rewards([e.named_rewards for e, _ in scored], algorithm)
+    return [reward + more for reward, more in zip(rewards, missing, strict=True)]
+
+
+def _played(episodes: Sequence[EpisodeRecord]) -> list[tuple[EpisodeRecord, dict[str, float]]]:
+    """Return the episodes in which policies played, each with the rewards of their agents."""
+    return [(e, own) for e in episodes if (own := e.rewards_by_policies) is not None and (own or not e.rewards)]
+
+
 def _means(episodes: Sequence[EpisodeRecord], roles: Roles, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Return the mean rewards if at most one policy is trained; arguments as in `validate`."""
-    scored = [(e, own) for e in episodes if (own := e.rewards_by_policies) is not None and (own or not e.rewards)]
-    named = [e.named_rewards for e, _ in scored]
-    rewards = [float(sum(roles.of_episode(e.players).trained_rewards(own).values())) for e, own in scored]
-    rewards = [reward + more for reward, more in zip(rewards, missing_rewards(named, algorithm), strict=True)]
-    row = {f"validation/rewards/{name}": mean for name, mean in reward_means(named).items()}
+    rewards = rewards_of(episodes, roles, algorithm)
+    named = reward_means([e.named_rewards for e, _ in _played(episodes)])
+    row = {f"validation/rewards/{name}": mean for name, mean in named.items()}
     return row | ({"validation/reward_mean": sum(rewards) / len(rewards)} if rewards else {})
 
 

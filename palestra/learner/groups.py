@@ -21,6 +21,7 @@ from palestra.threads import in_thread
 from palestra.types.records import Task, Trajectory
 from palestra.types.states import REPLACED, GroupState
 
+TasksOf = Callable[[int, Sequence[int]], Awaitable[Mapping[int, Sequence[Task]]]]
 GROUPS_AT_ONCE = 64  # whose tasks are read before the first of them are registered
 GATHER_SECONDS = 0.05  # in which groups that end are settled together
 
@@ -65,7 +66,7 @@ class _Used:
 async def gather_groups(
     store: RunStore,
     config: RolloutConfig,
-    tasks_of: Callable[[int], Sequence[Task]],
+    tasks_of: TasksOf,
     step: int,
     last_step: int,
     versions: Mapping[str, int],
@@ -77,7 +78,8 @@ async def gather_groups(
     meanwhile. Groups that were registered before a restart are used, so that no completed episode is lost.
 
     Args:
-        tasks_of: returns the tasks that the episodes of a group play in turn, by the group's index. Called in a thread.
+        tasks_of: returns the tasks that the episodes of a group play in turn, by the group's index, for a step and the
+            indices of its next groups.
         last_step: the last step whose episodes may be played now.
         versions: n of each policy that will be trained, by name. An episode with a token of one of them that is older
             than `max_staleness` allows is not used, and registered again. What other policies said is never stale.
@@ -118,9 +120,7 @@ async def gather_groups(
             await groups.open.wait("train", step, 1, GATHER_SECONDS)
 
 
-async def _register(
-    store: RunStore, config: RolloutConfig, tasks_of: Callable[[int], Sequence[Task]], steps: range
-) -> bool:
+async def _register(store: RunStore, config: RolloutConfig, tasks_of: TasksOf, steps: range) -> bool:
     """Register the missing groups of these steps; return whether one of them has to wait for another to end."""
     alive = await store.groups.alive("train", steps)
     missing = {due: config.groups_per_step - alive.get(due, 0) for due in steps}
@@ -131,16 +131,11 @@ async def _register(
     index = await store.groups.next_index("train")
     for due, number in missing.items():
         for piece in pieces(range(index, index + min(number, max(room, 0))), GROUPS_AT_ONCE):
-            await store.groups.register_many("train", due, await _tasks(tasks_of, piece), config.group_size)
+            await store.groups.register_many("train", due, await tasks_of(due, piece), config.group_size)
             index, room, number = index + len(piece), room - len(piece), number - len(piece)
         if number:
             return True
     return False
-
-
-async def _tasks(tasks_of: Callable[[int], Sequence[Task]], indices: Sequence[int]) -> dict[int, Sequence[Task]]:
-    """Return the tasks of groups by index, which are read from the store in a thread."""
-    return await in_thread(lambda: {index: tasks_of(index) for index in indices})
 
 
 async def _settle(

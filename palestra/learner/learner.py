@@ -25,7 +25,9 @@ from palestra.learner.open_run import OpenRun
 from palestra.learner.pools import Pools
 from palestra.learner.recordings import Recordings, gather_recorded
 from palestra.learner.reporting import PlayingTime, StepLog, checkpoints_of, role_metrics
-from palestra.learner.schedule import SAMPLED, TaskOrder, TrainingBudget
+from palestra.learner.samplers import SamplerMaker
+from palestra.learner.schedule import SAMPLED, TrainingBudget
+from palestra.learner.task_source import open_source
 from palestra.learner.update import PolicyUpdate
 from palestra.models.weights import WeightSource
 from palestra.threads import in_thread
@@ -41,9 +43,15 @@ from palestra.waiting import race, together
 class Learner:
     """Trains the policies of one job that are not frozen."""
 
-    def __init__(self, run: OpenRun, trainer: Trainer, algorithms: Mapping[str, Algorithm]) -> None:
-        """Assemble the learner; `run` trains."""
-        self._run, self._trainer, self._algorithms = run, trainer, algorithms
+    def __init__(
+        self, run: OpenRun, trainer: Trainer, algorithms: Mapping[str, Algorithm], sampler: SamplerMaker | None = None
+    ) -> None:
+        """Assemble the learner; `run` trains.
+
+        Args:
+            sampler: a user's own choice of tasks; None: as configured.
+        """
+        self._run, self._trainer, self._algorithms, self._sampler = run, trainer, algorithms, sampler
         config, trained = run.config, run.policies.trained
         self._budget = TrainingBudget(config, run.store.groups, run.store.log)
         self._updates = {name: PolicyUpdate(run, trainer, self._budget, name, algorithms[name]) for name in trained}
@@ -206,16 +214,7 @@ class Learner:
         self._validation_tasks = await self._run.store.tasks.of_split("validation", most)
         if not self._train_tasks:
             raise ConfigError("the job has no training tasks")
-        rollout = self._run.config.rollout
-        key = rollout.group_key if self._recordings is None else ""
-        ordered = partial(TaskOrder, self._train_tasks, self._run.config.seed, key, rollout.group_size)
-        self._order = await in_thread(ordered)
-        if self._order.grouped:
-            text = (
-                f"tasks with the same {key} are played and compared as one group: {self._order.grouped} groups have "
-                "several; rollout.group_key says by which key"
-            )
-            await self._run.event("tasks_grouped", {"groups": self._order.grouped, "text": text})
+        self._source = await open_source(self._run, self._train_tasks, self._recordings is None, self._sampler)
 
     # One step
 
@@ -235,13 +234,13 @@ class Learner:
         last_step = min(step + rollout.max_staleness, self._run.config.steps)
         if self._recordings is not None:
             store, groups = self._run.store, rollout.groups_per_step
-            gathered = await gather_recorded(store, self._recordings, self._order.task, step, groups, versions)
+            gathered = await gather_recorded(store, self._recordings, self._source.tasks, step, groups, versions)
             self._playing.not_played()
         else:
             gathered = await gather_groups(
                 self._run.store,
                 rollout,
-                self._order.group,
+                self._source.tasks,
                 step,
                 last_step,
                 {name: versions[name].n for name in self._due(step)},

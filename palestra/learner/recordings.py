@@ -6,7 +6,7 @@ From then on they are like played ones: manifest, rows, and resuming after a kil
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +19,7 @@ from palestra.algorithms.base import Algorithm, RecordedEpisodes
 from palestra.config import SAVED_CONFIG, JobConfig, Roles, load_config
 from palestra.database import to_json
 from palestra.errors import ConfigError
-from palestra.learner.groups import Gathered
+from palestra.learner.groups import Gathered, TasksOf
 from palestra.learner.open_run import OpenRun
 from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.renderers.long_text import TooManyTokens
@@ -337,7 +337,7 @@ def _check_conversations(tasks: Iterable[Task]) -> None:
 async def gather_recorded(
     store: RunStore,
     recordings: Recordings,
-    task_of: Callable[[int], Task],
+    tasks_of: TasksOf,
     step: int,
     groups: int,
     versions: Mapping[str, PolicyVersion],
@@ -345,7 +345,7 @@ async def gather_recorded(
     """Enter a step's missing recorded episodes into the store, and return all of them.
 
     Args:
-        task_of: returns a group's task, by index.
+        tasks_of: see `gather_groups`; the first task of a group is its episode's.
         groups: number of the step's episodes; each is its own group.
         versions: before the step; exactly one.
     """
@@ -353,7 +353,8 @@ async def gather_recorded(
     there = await store.groups.of_step("train", step)
     for _ in range(groups - len(there)):
         index = await store.groups.next_index("train")
-        await store.groups.register_recorded(index, step, await recordings.episode(task_of(index), version))
+        tasks = await tasks_of(step, (index,))
+        await store.groups.register_recorded(index, step, await recordings.episode(tasks[index][0], version))
     found = await store.groups.of_step("train", step)
     names = tuple(episode.episode_id for _, episodes in found for episode in episodes)
     trajectories = await store.calls.trajectories(names)

@@ -1,74 +1,11 @@
-"""The task of each group and the learning rate of each step, as functions of the job's configuration alone."""
+"""The learning rate of each step, and what a job's budget of tokens says of its end and its evaluations."""
 
 from __future__ import annotations
 
 import math
-import random
-from array import array
-from collections.abc import Sequence
 
 from palestra.config import JobConfig, OptimizerConfig
-from palestra.database import to_json
 from palestra.store import Groups, RunLog
-from palestra.store.tasks import StoredTasks
-from palestra.types.records import Task
-
-
-class TaskOrder:
-    """All tasks in a new random order every epoch, alone or in groups.
-
-    The order depends only on the seed, so that a resumed run gives each group the same tasks.
-
-    Attributes:
-        length: number of groups per epoch.
-        grouped: number of them with several tasks.
-    """
-
-    def __init__(self, tasks: Sequence[Task], seed: int, group_key: str = "", most: int = 1) -> None:
-        """Determine the groups.
-
-        Args:
-            group_key: task key with equal values within a group; empty: each task is alone.
-            most: limit of tasks in a group; a larger one is split.
-        """
-        self._tasks, self._groups = tasks, _grouped(tasks, group_key, most)
-        self.length = len(tasks) if self._groups is None else len(self._groups)
-        self.grouped = sum(len(group) > 1 for group in self._groups or ())
-        self._seed, self._epoch = seed, -1
-        self._order = array("q")
-
-    def task(self, group_index: int) -> Task:
-        """Return the first task of a group, by index."""
-        return self.group(group_index)[0]
-
-    def group(self, group_index: int) -> tuple[Task, ...]:
-        """Return the tasks that a group's episodes play in turn, by index."""
-        epoch, place = divmod(group_index, self.length)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, array("q", range(self.length))
-            random.Random(f"{self._seed}:{epoch}").shuffle(self._order)
-        position = self._order[place]
-        return tuple(self._tasks[each] for each in ((position,) if self._groups is None else self._groups[position]))
-
-
-def _grouped(tasks: Sequence[Task], key: str, most: int) -> list[tuple[int, ...]] | None:
-    """Return the positions of the tasks of each group, in the order of their first tasks; None: each task is alone.
-
-    A task with a null or missing value is alone.
-    """
-    if not key:
-        return None
-    if isinstance(tasks, StoredTasks):
-        values = tasks.values_of(key)
-    else:
-        values = {place: task.data.get(key) for place, task in enumerate(tasks)}
-    if all(value is None for value in values.values()):
-        return None
-    found: dict[str | int, list[int]] = {}
-    for place in range(len(tasks)):
-        value = values.get(place)
-        found.setdefault(place if value is None else to_json(value), []).append(place)
-    return [tuple(group[start : start + most]) for group in found.values() for start in range(0, len(group), most)]
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int, sampled_share: float | None = None) -> float:

@@ -18,6 +18,7 @@ from palestra.envs.catalog import adapted
 from palestra.envs.environment import task_prompt
 from palestra.envs.rewards import FACTS, needed_columns, reward_function
 from palestra.errors import ConfigError, InvalidEnvironment
+from palestra.learner.samplers import SamplerMaker
 from palestra.rollout import RolloutSpec
 from palestra.runtime.starting_points import with_checkpoints, with_models
 
@@ -66,11 +67,13 @@ class Play:
         rollout: a function `(task, endpoint)`, or a `RolloutSpec`.
         environment: an environment's class, a factory, or a name.
         reward: scores the answer to a task's `prompt`; several functions by name give several rewards. Or a judge.
+        sampler: makes what chooses the training tasks, whichever of the three is given; None: as configured.
     """
 
     rollout: Rollout | RolloutSpec | None = None
     environment: EnvironmentMaker | str | None = None
     reward: RewardFunction | None = None
+    sampler: SamplerMaker | None = None
 
 
 def resolve_rollout(config: JobConfig, play: Play) -> Rollout | RolloutSpec | None:

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -48,7 +48,6 @@ from palestra.tracking.launch import tracking
 from palestra.tracking.registry import check_trackers
 from palestra.trainer.base import Trainer
 from palestra.types.progress import JobProgress
-from palestra.types.records import Task
 
 log = logging.getLogger("palestra")
 
@@ -93,7 +92,7 @@ async def local_job(
         apart = run.config.environment.runners is not None and play is None and not scores
         pool = None if apart else runners_of(run.config, plane.sessions, run.progress, play)
         judging = _judging(run, plane, url_of(listener), play) if trains or scores else None
-        work = await _work(run, parts.trainer, algorithms, terms.scored, context.counts)
+        work = await _work(run, parts.trainer, algorithms, terms, context.counts)
         async with (
             served(create_job_app(plane, run.workers, terms.most_replicas), listener, plane.stop, plane.connections),
             looked_after(run.store, run.progress, plane.sessions.seats, run.config.rollout.max_episode_seconds),
@@ -203,18 +202,18 @@ async def _work(
     run: OpenRun,
     trainer: Trainer | None,
     algorithms: Mapping[str, Algorithm],
-    scored: Sequence[Task] | None,
+    terms: JobTerms,
     counts: Mapping[str, int],
 ) -> Learner | Serving | Scoring:
     """Return the work of a job: scoring tasks, training, or serving."""
-    if scored is not None:
+    if terms.scored is not None:
         await _first_versions(run)
-        return Scoring(run, scored)
-    return Serving(run, counts) if trainer is None else await _learner(run, trainer, algorithms)
+        return Scoring(run, terms.scored)
+    return Serving(run, counts) if trainer is None else await _learner(run, trainer, algorithms, terms)
 
 
-async def _learner(run: OpenRun, trainer: Trainer, algorithms: Mapping[str, Algorithm]) -> Learner:
-    made = Learner(run, trainer, algorithms)
+async def _learner(run: OpenRun, trainer: Trainer, algorithms: Mapping[str, Algorithm], terms: JobTerms) -> Learner:
+    made = Learner(run, trainer, algorithms, terms.sampler)
     await made.prepare()
     return made
 
@@ -229,7 +228,7 @@ async def _begin_again(run: OpenRun, parts: Parts, play: RolloutSpec | None, ter
     if parts.renewable is not None:
         await run.engine.pause()
     if parts.trainer is not None:
-        return await _learner(run, parts.trainer, fresh)
+        return await _learner(run, parts.trainer, fresh, terms)
     if terms.scored is not None:
         await _first_versions(run)
     await run.engine.resume()

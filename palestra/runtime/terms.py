@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from palestra.envs.tasks import Split
+from palestra.learner.samplers import SamplerMaker
 from palestra.process.child import ProcessStarter
 from palestra.runtime.runner_fleet import RunnerStarter
 from palestra.runtime.runner_process import start_runner
@@ -46,6 +47,7 @@ class JobTerms:
         own_code: whether `algorithm.name` may be a user's class; never true in a server.
         given: splits whose tasks are pushed to the job, so that its environment generates none; see `load_tasks`.
         places: where its other processes run.
+        sampler: a user's own choice of the training tasks; None: as configured.
         most_replicas: limit of inference workers that holders of the job's key may request; None: any number.
     """
 
@@ -54,6 +56,7 @@ class JobTerms:
     own_code: bool = False
     given: Collection[Split] = ()
     places: JobPlaces = HERE
+    sampler: SamplerMaker | None = None
     most_replicas: int | None = None
 
 

@@ -15,6 +15,7 @@ from palestra.config import JobConfig, ServerConfig
 from palestra.envs.catalog import adapted
 from palestra.envs.tasks import Split
 from palestra.errors import ConfigError
+from palestra.learner.samplers import SamplerMaker
 from palestra.rollout import RolloutSpec
 from palestra.runtime.arguments import (
     EnvironmentMaker,
@@ -47,6 +48,7 @@ def train(
     model: str | Mapping[str, str] | None = None,
     environment: EnvironmentMaker | str | None = None,
     reward: RewardFunction | None = None,
+    sampler: SamplerMaker | None = None,
     validation_tasks: Tasks = (),
     concurrency: int | None = None,
     resume: bool = False,
@@ -80,6 +82,8 @@ def train(
             and `completion_ids`. A result of None is not scored, and left out. Several named rewards, which the job
             weights and adds up (`algorithm.reward_weights`), are a dict of functions, or a function that returns a dict
             of numbers; None leaves out one of them. Or a judge, such as `palestra_judges.Rubric`.
+        sampler: chooses the training tasks of each step: a class derived from `TaskSampler`, or a function
+            `(pool, seed)` that makes one; see `check_sampler`. None: all tasks in a new random order every epoch.
         validation_tasks: held-out tasks, in the same forms, instead of the environment's; scored greedily every
             `evaluation.every_steps` steps.
         concurrency: number of concurrent episodes; None: one step's episodes, at most 64.
@@ -100,7 +104,7 @@ def train(
     """
     environment = adapted(environment)
     result, interrupts = train_until_stopped(
-        Play(rollout=rollout, environment=environment, reward=reward),
+        Play(rollout=rollout, environment=environment, reward=reward, sampler=sampler),
         tasks,
         resolve_config(config, model, environment),
         validation_tasks=validation_tasks,
@@ -157,7 +161,9 @@ def train_until_stopped(
     spec = played if isinstance(played, RolloutSpec) else None
     function = None if isinstance(played, RolloutSpec) else played
     given = tuple(split for split in SPLITS if splits[split])
-    server = JobThread(config, console, spec, JobTerms(own_code=True, given=given))  # this is the user's own process
+    server = JobThread(
+        config, console, spec, JobTerms(own_code=True, given=given, sampler=play.sampler)
+    )  # this is the user's own process
     with console, Interrupts(server.stop) as interrupts:
         run(play_until_over(server, Rollouts(function, splits["train"], splits["validation"], playing)))
         result = server.result()

@@ -195,6 +195,11 @@ class Groups:
         """Return the groups of a step in canonical order, each with its episodes."""
         return await self._db.read(lambda connection: _of_step(connection, kind, step))
 
+    async def after(self, kind: EpisodeKind, step: int) -> list[GroupRecord]:
+        """Return the groups of all steps after this one, in canonical order."""
+        wanted = select(groups).where(groups.c.kind == kind, groups.c.step > step).order_by(groups.c.group_index)
+        return await self._db.read(lambda connection: [_record(row) for row in connection.execute(wanted)])
+
     async def settled_of_step(self, kind: EpisodeKind, step: int) -> tuple[int, int]:
         """Return (settled episodes, all episodes) of a step's groups, without replaced ones."""
 
@@ -340,19 +345,8 @@ class Groups:
 
 def _of_step(connection: Connection, kind: EpisodeKind, step: int) -> list[tuple[GroupRecord, list[EpisodeRecord]]]:
     """Read the groups of a step with their episodes, by two queries."""
-    records = [
-        GroupRecord(
-            kind=row.kind,
-            group_index=row.group_index,
-            step=row.step,
-            task_id=row.task_id,
-            size=row.size,
-            state=GroupState(row.state),
-        )
-        for row in connection.execute(
-            select(groups).where(groups.c.kind == kind, groups.c.step == step).order_by(groups.c.group_index)
-        )
-    ]
+    of_step = select(groups).where(groups.c.kind == kind, groups.c.step == step).order_by(groups.c.group_index)
+    records = [_record(row) for row in connection.execute(of_step)]
     if not records:
         return []
     members: dict[int, list[EpisodeRecord]] = {record.group_index: [] for record in records}
@@ -367,6 +361,18 @@ def _of_step(connection: Connection, kind: EpisodeKind, step: int) -> list[tuple
         if row.group_index in members:
             members[row.group_index].append(episode_of(row))
     return [(record, members[record.group_index]) for record in records]
+
+
+def _record(row: Any) -> GroupRecord:
+    """Return a group from its row."""
+    return GroupRecord(
+        kind=row.kind,
+        group_index=row.group_index,
+        step=row.step,
+        task_id=row.task_id,
+        size=row.size,
+        state=GroupState(row.state),
+    )
 
 
 def open_groups(connection: Connection) -> OpenGroups:

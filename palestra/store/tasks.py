@@ -22,6 +22,7 @@ from palestra.types.wire import MAX_NAME, name_in, task_digest
 SEALED = "tasks_sealed"  # key of the row in `meta` that seals the tasks
 READ_ROWS = 500  # tasks that are in memory while all are read
 _KNOWN = "SELECT task_id, data FROM tasks WHERE split = ? AND task_id IN (SELECT value FROM json_each(?))"
+_PLACES = "SELECT task_id, position FROM tasks WHERE split = ? AND task_id IN (SELECT value FROM json_each(?))"
 _READ = "SELECT task_id, data FROM tasks WHERE split = ? AND position >= ? ORDER BY position LIMIT ?"
 _INSERT = "INSERT INTO tasks (split, position, task_id, data) VALUES (?, ?, ?, ?)"
 
@@ -60,6 +61,15 @@ class StoredTasks(Sequence[Task]):
         def query(connection: Connection) -> dict[int, Any]:
             found = ((row.position, orjson.loads(row.data)) for row in connection.execute(wanted))
             return {position: data[key] for position, data in found if key in data}
+
+        return self._db.read_here(query)
+
+    def positions_of(self, task_ids: Sequence[str]) -> dict[str, int]:
+        """Return the positions of tasks by their ids; unknown ids are left out."""
+        names = to_json(list(task_ids))
+
+        def query(connection: Connection) -> dict[str, int]:
+            return dict(sqlite_connection(connection).execute(_PLACES, (self._split, names)).fetchall())
 
         return self._db.read_here(query)
 

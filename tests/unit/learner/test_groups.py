@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 
@@ -9,7 +8,7 @@ from palestra.config import RolloutConfig
 from palestra.errors import EngineFailure, EpisodesLost
 from palestra.learner import groups
 from palestra.learner.groups import DynamicSampling, gather_groups
-from palestra.learner.schedule import TaskOrder
+from palestra.learner.samplers import Shuffled, TaskPool
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.calls import PolicyVersion, VersionSpan
 from palestra.types.records import Task
@@ -17,11 +16,29 @@ from palestra.types.states import GroupState
 from unit.building import make_chat
 
 CONFIG = RolloutConfig(group_size=3, groups_per_step=2, min_group_size=2)
-ORDER = TaskOrder([Task(task_id=str(i), data={}) for i in range(20)], 0)
+
+
+def in_order(pool: TaskPool):
+    """The tasks of groups, in the plain order of a pool."""
+    order = Shuffled(pool, 0)
+
+    async def tasks_of(step, indices):
+        return {index: pool[order.position(index)] for index in indices}
+
+    return tasks_of
+
+
+POOL = TaskPool([Task(task_id=str(i), data={}) for i in range(20)])
+PLAIN = in_order(POOL)
+
+
+def task_of(index: int) -> Task:
+    """The task of a group, in the plain order."""
+    return POOL[Shuffled(POOL, 0).position(index)][0]
 
 
 def gather(store, step: int, version: int = 0, config: RolloutConfig = CONFIG):
-    return gather_groups(store, config, ORDER.group, step, step, {"policy": version})
+    return gather_groups(store, config, PLAIN, step, step, {"policy": version})
 
 
 class Players:
@@ -68,7 +85,7 @@ async def test_a_step_is_made_of_full_groups_in_canonical_order(store):
 async def test_groups_get_their_tasks_in_order(store):
     await gathered(store)
     found = await store.groups.of_step("train", 1)
-    assert [record.task_id for record, _ in found] == [ORDER.task(0).task_id, ORDER.task(1).task_id]
+    assert [record.task_id for record, _ in found] == [task_of(0).task_id, task_of(1).task_id]
 
 
 async def test_a_group_that_lost_few_is_trained_with_its_remainder(store):
@@ -130,7 +147,7 @@ async def test_what_was_handed_in_before_a_restart_is_used(store):
 
 async def test_groups_of_later_steps_are_registered_and_do_not_hold_up_this_one(store):
     ahead = CONFIG.model_copy(update={"max_staleness": 2})
-    gathering = asyncio.ensure_future(gather_groups(store, ahead, ORDER.group, 1, 3, {"policy": 0}))
+    gathering = asyncio.ensure_future(gather_groups(store, ahead, PLAIN, 1, 3, {"policy": 0}))
     while await store.groups.next_index("train") < 6:
         await asyncio.sleep(0)
     for number in range(6):  # those of step 1, and of no other
@@ -196,7 +213,7 @@ async def test_an_episode_with_too_old_a_token_is_left_out_and_registered_anew(s
 
 
 async def test_tokens_of_a_frozen_policy_are_never_stale_and_each_trained_one_has_its_own_version(store):
-    await store.groups.register("train", 0, 1, ORDER.task(0), 3)
+    await store.groups.register("train", 0, 1, task_of(0), 3)
     for sample, (policy, n) in enumerate([("policy", 4), ("old", 0), ("other", 1)]):
         claim = await store.episodes.claim("w", f"c{sample}", None)
         fresh = (VersionSpan(PolicyVersion(0, 4), 2),)
@@ -205,10 +222,10 @@ async def test_tokens_of_a_frozen_policy_are_never_stale_and_each_trained_one_ha
         await store.calls.append(make_chat(claim.episode_id, index=1, policy=policy, versions=spans))
         await store.episodes.end(claim.episode_id, 1, EpisodeEnd(rewards={"agent": 1.0}))
     one = CONFIG.model_copy(update={"groups_per_step": 1, "max_staleness": 1, "group_size": 3})
-    found = await asyncio.wait_for(gather_groups(store, one, ORDER.group, 1, 1, {"policy": 5, "other": 2}), 10)
+    found = await asyncio.wait_for(gather_groups(store, one, PLAIN, 1, 1, {"policy": 5, "other": 2}), 10)
     assert (found.stale, len(found.episode_ids)) == (0, 3)
     for versions, name in (({"policy": 5, "other": 3}, "train-000000-02"), ({"policy": 6}, "train-000000-00")):
-        found = await asyncio.wait_for(gather_groups(store, one, ORDER.group, 1, 1, versions), 10)
+        found = await asyncio.wait_for(gather_groups(store, one, PLAIN, 1, 1, versions), 10)
         assert name not in found.episode_ids
 
 
@@ -227,7 +244,7 @@ async def sampled(store, teaches, most: int):
     playing = asyncio.ensure_future(players.play())
     dynamic = DynamicSampling(teaches=ask, most=most)
     try:
-        found = await asyncio.wait_for(gather_groups(store, CONFIG, ORDER.group, 1, 1, {"policy": 0}, dynamic), 10)
+        found = await asyncio.wait_for(gather_groups(store, CONFIG, PLAIN, 1, 1, {"policy": 0}, dynamic), 10)
     finally:
         playing.cancel()
     return found, asked
@@ -243,7 +260,7 @@ async def test_a_group_without_variance_is_replaced_by_one_of_a_task_to_come_and
     assert (found.skipped, found.dropped, asked) == (3, 0, [0, 1, 2, 3, 4])
     assert [e.data["group_index"] for e in await store.log.events(0) if e.kind == "group_skipped"] == [0, 2, 3]
     assert [record.task_id for record, _ in await store.groups.of_step("train", 1)] == [
-        ORDER.task(index).task_id for index in range(5)
+        task_of(index).task_id for index in range(5)
     ]
     again, asked = await sampled(store, set(), 9)  # after a restart
     assert (again, asked) == (found, [])
@@ -257,7 +274,7 @@ async def test_no_more_groups_are_replaced_than_is_allowed(store):
 async def test_which_groups_are_replaced_does_not_depend_on_who_was_played_first(store):
     """The last group is complete first; the budget of one is of the first group that has nothing to teach."""
     dynamic = DynamicSampling(teaches=lambda names: asyncio.sleep(0, False), most=1)
-    gathering = asyncio.ensure_future(gather_groups(store, CONFIG, ORDER.group, 1, 1, {"policy": 0}, dynamic))
+    gathering = asyncio.ensure_future(gather_groups(store, CONFIG, PLAIN, 1, 1, {"policy": 0}, dynamic))
     claims = [await claim_when_there(store, f"c{number}") for number in range(6)]
     for claim in [*claims[3:], *claims[:3]]:
         await store.episodes.end(claim.episode_id, 1, EpisodeEnd(rewards={"agent": 1.0}))
@@ -279,9 +296,9 @@ async def claim_when_there(store, name: str):
 
 async def test_the_episodes_of_a_group_play_its_tasks_in_turn_and_a_stale_one_is_played_again(store):
     rows = [Task(task_id=str(n), data={"group_id": name}) for n, name in enumerate(["a", "b", "a"])]
-    order = TaskOrder(rows, 0, "group_id", 3)
+    order = in_order(TaskPool(rows, "group_id", 3))
     paced = CONFIG.model_copy(update={"max_staleness": 0})
-    playing = asyncio.ensure_future(gather_groups(store, paced, order.group, 1, 1, {"policy": 1}))
+    playing = asyncio.ensure_future(gather_groups(store, paced, order, 1, 1, {"policy": 1}))
     for number in range(7):
         while (claim := await store.episodes.claim("w", f"c{number}", None)) is None:
             await asyncio.sleep(0)
@@ -314,24 +331,18 @@ async def test_an_engine_that_fails_every_episode_is_an_engine_failure(store):
 # Many groups
 
 
-async def test_commits_do_not_grow_with_the_groups_and_tasks_are_not_read_by_the_event_loop(store):
-    loop, threads, before = threading.get_ident(), set(), store.db.commits
-
-    def tasks_of(index: int):
-        threads.add(threading.get_ident())
-        return ORDER.group(index)
-
+async def test_commits_do_not_grow_with_the_groups(store):
+    before = store.db.commits
     many = CONFIG.model_copy(update={"groups_per_step": 200, "group_size": 1, "min_group_size": 1})
-    gathering = asyncio.ensure_future(gather_groups(store, many, tasks_of, 1, 1, {"policy": 0}))
+    gathering = asyncio.ensure_future(gather_groups(store, many, PLAIN, 1, 1, {"policy": 0}))
     while await store.groups.next_index("train") < 200:
         await asyncio.sleep(0)
     assert store.db.commits - before <= 8
-    assert loop not in threads
     gathering.cancel()
     for claim in await store.episodes.claim_many("w", "c", 200):
         await store.episodes.end(claim.episode_id, 1, EpisodeEnd(rewards={"agent": 1.0}))
     before = store.db.commits
-    found = await asyncio.wait_for(gather_groups(store, many, tasks_of, 1, 1, {"policy": 0}), 10)
+    found = await asyncio.wait_for(gather_groups(store, many, PLAIN, 1, 1, {"policy": 0}), 10)
     assert found.episode_ids == tuple(f"train-{index:06d}-00" for index in range(200))
     assert store.db.commits - before <= 2
 
@@ -340,9 +351,9 @@ async def test_a_step_of_which_only_a_part_was_registered_before_a_restart_gets_
     monkeypatch.setattr(groups, "GROUPS_AT_ONCE", 2)
     many = CONFIG.model_copy(update={"groups_per_step": 7})
 
-    def fails_at_4(index: int):
-        assert index < 4
-        return ORDER.group(index)
+    async def fails_at_4(step, indices):
+        assert max(indices) < 4
+        return await PLAIN(step, indices)
 
     with pytest.raises(AssertionError):
         await gather_groups(store, many, fails_at_4, 1, 1, {"policy": 0})
@@ -352,7 +363,7 @@ async def test_a_step_of_which_only_a_part_was_registered_before_a_restart_gets_
     players.cancel()
     assert groups_in(found) == [*range(7)]
     of_step = await store.groups.of_step("train", 1)
-    assert [record.task_id for record, _ in of_step] == [ORDER.task(index).task_id for index in range(7)]
+    assert [record.task_id for record, _ in of_step] == [task_of(index).task_id for index in range(7)]
 
 
 async def test_a_group_is_settled_when_its_last_episode_ends_while_others_are_played(store):

@@ -5,62 +5,7 @@ import math
 import pytest
 
 from palestra.config import OptimizerConfig
-from palestra.learner.schedule import TaskOrder, learning_rate
-from palestra.types.records import Task
-
-TASKS = [Task(task_id=str(i), data={}) for i in range(7)]
-
-
-def epoch(order: TaskOrder, number: int) -> list[str]:
-    return [order.task(number * 7 + i).task_id for i in range(7)]
-
-
-def test_every_epoch_is_a_permutation_of_all_tasks():
-    order = TaskOrder(TASKS, seed=3)
-    for number in range(20):
-        assert sorted(epoch(order, number)) == [t.task_id for t in TASKS]
-
-
-def test_epochs_and_seeds_differ():
-    order = TaskOrder(TASKS, seed=3)
-    assert len({tuple(epoch(order, n)) for n in range(10)}) == 10
-    assert epoch(TaskOrder(TASKS, seed=4), 0) != epoch(order, 0)
-
-
-def test_a_groups_task_does_not_depend_on_what_was_asked_before():
-    forward, backward = TaskOrder(TASKS, 3), TaskOrder(TASKS, 3)
-    wanted = [forward.task(i).task_id for i in range(40)]
-    assert [backward.task(i).task_id for i in reversed(range(40))] == wanted[::-1]
-
-
-def test_the_order_is_the_same_in_every_version_of_the_program():
-    assert epoch(TaskOrder(TASKS, 0), 0) == ["2", "3", "1", "0", "6", "5", "4"]
-
-
-def groups_of(values: list, most: int = 8) -> list[list[str]]:
-    rows = [Task(task_id=str(n), data={} if value is ... else {"group_id": value}) for n, value in enumerate(values)]
-    order = TaskOrder(rows, 0, "group_id", most)
-    return sorted([task.task_id for task in order.group(i)] for i in range(len(values)) if i < order.length)
-
-
-@pytest.mark.parametrize(
-    ("values", "groups"),
-    [
-        (["a", "b", "a"], [["0", "2"], ["1"]]),
-        ([1, "1", 1.0, True], [["0"], ["1"], ["2"], ["3"]]),
-        ([None, None, ...], [["0"], ["1"], ["2"]]),
-        ([[1], [1], {"x": 1}, {"x": 1}], [["0", "1"], ["2", "3"]]),
-        (["a"] * 5, [["0", "1", "2"], ["3", "4"]]),
-    ],
-)
-def test_tasks_with_the_same_value_are_one_group_and_too_many_make_several(values, groups):
-    assert groups_of(values, most=3) == groups
-
-
-def test_without_a_key_each_task_is_a_group():
-    rows = [Task(task_id=str(n), data={"group_id": 1}) for n in range(3)]
-    order = TaskOrder(rows, 0)
-    assert (order.length, order.grouped) == (3, 0)
+from palestra.learner.schedule import learning_rate
 
 
 def rate(step: int, steps: int = 10, **kw) -> float:

@@ -144,7 +144,11 @@ class Kit:
         runner = Runner(sessions, RolloutSpec(environment=environment, agents=agents), timeout_seconds=timeout_seconds)
         self.pool = RunnerPool(sessions, runner, max_concurrency=5)
         tasks = [Task(task_id=str(i), data={"number": i, "faulty": i % 3 == 0}) for i in range(40)]
-        self.tasks_of = lambda index: (tasks[index],)
+
+        async def tasks_of(step, indices):
+            return {index: (tasks[index],) for index in indices}
+
+        self.tasks_of = tasks_of
 
     async def gathered(self, step: int = 1):
         playing = asyncio.ensure_future(self.pool.run())

@@ -11,7 +11,7 @@ from palestra.client.protocol import push_calls
 from palestra.client.task_files import TaskFile
 from palestra.config import JobConfig
 from palestra.errors import Conflict
-from palestra.learner.schedule import TaskOrder
+from palestra.learner.samplers import Shuffled, TaskPool
 from palestra.runtime import tasks
 from palestra.runtime.tasks import load_tasks, read_files, task_of
 from unit.building import FakeClock, open_store
@@ -32,12 +32,13 @@ async def test_a_hundred_thousand_tasks_take_little_memory_and_a_short_log(tmp_p
         try:
             await load_tasks(store.tasks, config)
             found = await store.tasks.stored("train")
-            order = TaskOrder(found, 0, "group_id", 8)
-            assert len({order.task(n).task_id for n in range(1000)}) == 1000
+            pool = TaskPool(found, "group_id", 8)
+            order = Shuffled(pool, 0)
+            assert len({pool[order.position(n)][0].task_id for n in range(1000)}) == 1000
             _, most = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert len(found) == order.length == 100_000
+        assert len(found) == len(pool) == 100_000
         assert (found[7].task_id, found[99_999].data["id"]) == ("t7", "t99999")
         assert most < 32 * 2**20, f"{most / 2**20:.0f} MiB"
         assert (tmp_path / "run.db-wal").stat().st_size < 2 * size
@@ -81,10 +82,12 @@ async def test_groups_of_stored_tasks_are_those_of_tasks_in_memory(tmp_path):
         with pytest.raises(IndexError):
             stored[40]
         for key in ("", "group_id", "é", "absent"):
-            orders = [TaskOrder(each, 3, key, 4) for each in (given, stored)]
-            assert orders[0].length == orders[1].length
-            assert orders[0].grouped == orders[1].grouped
-            assert all(orders[0].group(n) == orders[1].group(n) for n in range(3 * orders[0].length))
+            pools = [TaskPool(each, key, 4) for each in (given, stored)]
+            assert list(pools[0]) == list(pools[1])
+            assert pools[0].grouped == pools[1].grouped
+            names = [f"{group[0].task_id}" for group in pools[0]] + [pools[0][0][-1].task_id, "absent"]
+            assert pools[0].entries_of(names) == pools[1].entries_of(names)
+            assert set(pools[0].entries_of(names).values()) == set(range(len(pools[0])))
 
 
 def test_tasks_of_a_file_are_named_as_those_that_are_pushed(tmp_path):
