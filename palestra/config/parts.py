@@ -189,6 +189,12 @@ class ServerConfig(Section):
     max_body_bytes: Positive = Field(4 * 2**20, description="A larger body is refused with 413.")
     max_waiting_calls: Positive = Field(1024, description="More model calls at the same time are refused with 429.")
     max_wait_seconds: Seconds = Field(60.0, description="Longest time that a claim may wait for an episode.")
+    unknown_fields: Literal["refuse", "ignore"] = Field(
+        "refuse",
+        description="How to treat fields of model calls that the server does not know. `refuse`: with 400; `ignore`: "
+        "they are counted (`ignored_fields` of `/status`) and have no effect. Fields that are known to change what is "
+        "sampled are refused either way.",
+    )
 
     @property
     def port_is_given(self) -> bool:

@@ -28,6 +28,7 @@ class LiveState(Answer):
     seconds_left: float | None = None
     calls_in_flight: int = 0
     tokens_per_second: float = Field(0.0, description="Of the calls that ended in the last ten seconds.")
+    ignored_fields: dict[str, int] = Field({}, description="Calls with a field that had no effect, by its name.")
     workers: int = 0
     requests_waiting: int = Field(0, description="Of the engines: requests that have not begun.")
     requests_running: int = Field(0, description="Of the engines: requests whose prompt or reply is being computed.")

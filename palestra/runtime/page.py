@@ -70,6 +70,7 @@ def _live(plane: DataPlane, checkpoints: PlaygroundCheckpoints) -> LiveState:
         seconds_left=progress.seconds_left,
         calls_in_flight=sessions.in_flight,
         tokens_per_second=sessions.context.rate.per_second,
+        ignored_fields=dict(plane.ignored),
         workers=plane.workers.busy,
         requests_waiting=sum(load.waiting for load in loads),
         requests_running=sum(load.running for load in loads),

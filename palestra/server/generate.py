@@ -133,6 +133,7 @@ async def _read(
         runtime = policies.asked(model, agent, players)
         if runtime.name != call.policy:
             asked = asked.of_policy(runtime.name)
+    plane.take_others(asked.others)
     check(asked, runtime)
     if asked.pictures:
         settling = plane.pictures.settle(asked, runtime, plane.picture_charge(caller))

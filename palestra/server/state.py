@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ from palestra.errors import Conflict, ServerStopping
 from palestra.http.connections import Connections
 from palestra.pictures.blobs import Charge
 from palestra.server.auth import Caller, EpisodeKey, KeyRing
+from palestra.server.dialects.others import OtherFields
 from palestra.server.picture_intake import PictureIntake
 from palestra.server.workers import WorkerRegistry
 from palestra.session import SeatBook, SeatKey, Sessions
@@ -20,6 +22,7 @@ from palestra.threads import WorkPool
 from palestra.types.gpus import GpuReading
 from palestra.types.progress import JobProgress
 
+MAX_IGNORED = 100  # different names of ignored fields that are counted; clients choose the names
 EPISODE_BYTES = 2**30  # of pictures that one attempt at an episode adds to the run: a key must not fill the disk
 
 
@@ -38,6 +41,7 @@ class DataPlane:
     workers: WorkerRegistry = field(init=False)
     pictures: PictureIntake = field(init=False)
     connections: Connections = field(default_factory=Connections)
+    ignored: Counter[str] = field(default_factory=Counter)  # calls by the name of a field that had no effect
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", WorkerRegistry(self.store.clock))
@@ -46,6 +50,17 @@ class DataPlane:
         self.store.episodes.on_lease_over.append(self.workers.mark_lease_over)
         if self.sessions.seats is not None:
             self.sessions.seats.on_seat_over.append(self._seat_over)
+
+    def take_others(self, others: OtherFields) -> None:
+        """Count the fields of a call that have no effect.
+
+        Raises:
+            UnsupportedField: a field is unknown, and the job refuses unknown fields.
+        """
+        if self.config.server.unknown_fields == "refuse":
+            others.refuse_unknown()
+        for name in others.names:
+            self.ignored[name if name in self.ignored or len(self.ignored) < MAX_IGNORED else "(others)"] += 1
 
     @property
     def pool(self) -> WorkPool:

@@ -97,6 +97,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
                 for worker in load.workers
             ],
             calls={"in_flight": plane.sessions.in_flight, **plane.sessions.context.counts},
+            ignored_fields=dict(plane.ignored),
             tokens_per_second=plane.sessions.context.rate.per_second,
             turn_seconds={state.value: spent for state, spent in plane.sessions.context.times.seconds.items()},
             rollouts={"playing": progress.rollouts.playing, **progress.rollouts.terminations},

@@ -332,6 +332,9 @@ class JobStatus(Body):
     runners: int = Field(0, description="Processes of the job's own that play its environment now.")
     engine_workers: list[EngineWorker] = Field([], description="Inference workers; none where the job is the engine.")
     calls: dict[str, float]
+    ignored_fields: dict[str, int] = Field(
+        {}, description="Calls with a field that had no effect, by its name, such as `reasoning_effort`."
+    )
     tokens_per_second: float = Field(
         description="Tokens of prompts and replies, of calls that ended in the last ten seconds."
     )

@@ -93,8 +93,8 @@ def test_a_wrong_base_url_is_answered_with_the_right_one(job, episode):
 THINKING: tuple[Any, ...] = ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"})
 
 
-@pytest.mark.parametrize("thinking", THINKING, ids=lambda t: t["type"])
-def test_a_model_that_does_not_reason_refuses_to_think_in_words(episode, thinking):
+def test_a_model_that_does_not_reason_refuses_to_think_in_words(episode):
+    thinking, adaptive = THINKING
     with anthropic.Anthropic(base_url=episode.anthropic_url, api_key=episode.api_key) as ai:
         ask: Any = {"model": episode.model, "messages": MESSAGES}
         for create in (ai.messages.create, ai.messages.stream):
@@ -105,8 +105,9 @@ def test_a_model_that_does_not_reason_refuses_to_think_in_words(episode, thinkin
                 pass
         with pytest.raises(anthropic.BadRequestError, match="this model does not reason"):
             ai.messages.count_tokens(**ask, thinking=thinking)
-        assert ai.messages.create(**ask, max_tokens=2000, thinking={"type": "disabled"}).usage.output_tokens
-        assert ai.messages.count_tokens(**ask, thinking={"type": "disabled"}).input_tokens
+        for no_request in (adaptive, {"type": "disabled"}):
+            assert ai.messages.create(**ask, max_tokens=2000, thinking=no_request).usage.output_tokens
+            assert ai.messages.count_tokens(**ask, thinking=no_request).input_tokens
 
 
 async def test_a_model_that_reasons_thinks_with_the_tokens_of_its_answer(tmp_path: Path):
@@ -124,6 +125,10 @@ async def test_a_model_that_reasons_thinks_with_the_tokens_of_its_answer(tmp_pat
             reply = await ai.messages.create(**ask, max_tokens=2000, thinking=thinking)
             assert [block.type for block in reply.content] == ["thinking", "text"]
             assert (await ai.messages.count_tokens(**ask, thinking=thinking)).input_tokens
+        async with ai.messages.stream(**ask, max_tokens=2000) as stream:
+            streamed = (await stream.get_final_message()).content[0]
+        assert streamed.type == "thinking"
+        assert streamed.signature == reply.content[0].signature != ""
         small: Any = {"type": "enabled", "budget_tokens": 8}
         raw = await ai.messages.with_raw_response.create(**ask, max_tokens=64, thinking=small)
         assert raw.headers["x-palestra-sampling"] == "budget_tokens=64"
@@ -145,7 +150,8 @@ async def test_a_model_that_reasons_thinks_with_the_tokens_of_its_answer(tmp_pat
 @pytest.fixture(scope="module")
 def lenient(tmp_path_factory) -> Iterator[Job]:
     rollout = SETTINGS["rollout"] | {"untrainable_sampling": "ignore"}
-    with Job(tmp_path_factory.mktemp("lenient"), SETTINGS | {"rollout": rollout}) as job:
+    server = SETTINGS.get("server", {}) | {"unknown_fields": "ignore"}
+    with Job(tmp_path_factory.mktemp("lenient"), SETTINGS | {"rollout": rollout, "server": server}) as job:
         job.start()
         yield job
 
@@ -179,3 +185,31 @@ def test_a_job_can_ignore_sampling_that_training_cant_have_and_says_so(lenient):
             response = ai.responses.with_raw_response.create(model=episode.model, input="hello", top_p=0.5)
             assert response.headers["x-palestra-sampling"] == "top_p=1"
         assert plane.status()["calls"]["sampling_overruled"] == 4
+
+
+# What coding agents send beside the prompt
+
+
+def test_an_unknown_field_is_refused_with_the_setting_that_ignores_it(episode):
+    with anthropic.Anthropic(base_url=episode.anthropic_url, api_key=episode.api_key) as ai:
+        ask: Any = {"model": episode.model, "messages": MESSAGES, "max_tokens": 20}
+        for count in (ai.messages.count_tokens, ai.messages.create):
+            more = ask if count == ai.messages.create else {key: ask[key] for key in ("model", "messages")}
+            with pytest.raises(anthropic.BadRequestError, match=r"no_such_field.*server.unknown_fields"):
+                count(**more, extra_body={"no_such_field": 1})
+
+
+def test_a_job_can_ignore_unknown_fields_and_counts_them(lenient):
+    with Client(lenient.url, KEY) as client, Plane(lenient.url) as plane:
+        episode = client.begin_episode()
+        assert episode is not None
+        with anthropic.Anthropic(base_url=episode.anthropic_url, api_key=episode.api_key) as ai:
+            ask: Any = {"model": episode.model, "messages": MESSAGES, "max_tokens": 20}
+            for _ in range(2):
+                ai.messages.create(**ask, extra_body={"no_such_field": 1, "output_config": {"effort": "high"}})
+            with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):  # it would change what is sampled
+                ai.messages.create(**ask, extra_body={"mcp_servers": [{}]})
+        assert plane.status()["ignored_fields"] == {"output_config.effort": 2, "no_such_field": 2}
+        page = plane.get("/dashboard/api/runs").json()
+        (shown,) = [run["live"]["ignored_fields"] for run in page["runs"]]
+        assert shown == {"output_config.effort": 2, "no_such_field": 2}

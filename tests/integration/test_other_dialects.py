@@ -106,7 +106,7 @@ async def test_a_conversation_of_items_goes_on_from_exact_tokens(tmp_path):
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", 400),
         ({"background": True}, "background", 400),
-        ({"reasoning": {"effort": "low"}}, "reasoning", 400),
+        ({"reasoning": {"mode": "deep"}}, "reasoning", 400),
         ({"include": ["file_search_call.results"]}, "include", 400),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0", 422),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", 400),

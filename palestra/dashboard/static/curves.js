@@ -58,6 +58,7 @@ function card(run) {
     phase === null ? null : h("p", { class: "phase" }, phase),
     run.reason ? h("p", { class: "problem" }, run.reason) : null,
     h("p", { class: "health" }, health(run)),
+    ignored(live),
     run.damaged.length === 0 ? null : h("p", { class: "problem" }, `damaged: the metrics of ${run.damaged.length === 1 ? "step" : "steps"} ${run.damaged.join(", ")}`),
     h("div", { class: "tiles" },
       tile("reward", rewards(run.reward, run.rewards), "train/reward_mean of the newest step"),
@@ -66,6 +67,14 @@ function card(run) {
       tile("time", duration(run.seconds))),
     run.warnings.length === 0 ? null : h("details", { class: "warnings", "data-run": run.run }, h("summary", {}, plural(run.warnings.length, "warning")),
       h("ul", {}, run.warnings.map((one) => h("li", {}, h("a", { href: href(run.run, "step", one.step) }, `step ${one.step}`), ` ${one.text}`)), h("li", {}, h("a", { href: href(run.run, "findings") }, "all findings, with what they mean and the episodes that show them")))));
+}
+
+// Fields of model calls that had no effect.
+function ignored(live) {
+  const fields = Object.entries(live?.ignored_fields ?? {});
+  if (fields.length === 0) return null;
+  return h("p", { class: "health", title: "Agents sent these fields, and they had no effect." },
+    `ignored in calls: ${fields.map(([name, calls]) => `${name} (${whole(calls)})`).join(", ")}`);
 }
 
 // How the store does, and the engines of a running job.

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
 
 from palestra.errors import InvalidRequest, UnsupportedField
-from palestra.http.bodies import parse_body
+from palestra.http.bodies import UNSUPPORTED, parse_body
 from palestra.http.errors import Failure
 from palestra.server.dialects.answers import answer_id
-from palestra.server.dialects.anthropic_blocks import MessageParam, TextBlocks, blocks_of, messages_of_blocks
+from palestra.server.dialects.anthropic_blocks import (
+    SIGNATURE,
+    MessageParam,
+    TextBlocks,
+    blocks_of,
+    messages_of_blocks,
+)
 from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult, TokenCounter
 from palestra.server.dialects.fields import (
     MOST_TOP_K,
@@ -21,14 +28,14 @@ from palestra.server.dialects.fields import (
     StopStrings,
     Temperature,
     call_fields,
-    refuse_others,
 )
+from palestra.server.dialects.others import OtherFields, other_fields
 from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.session.reply import CALL_END
 from palestra.types.calls import Chat
 from palestra.types.messages import FunctionName, GenerationRequest, Schema
 
-_IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo")
+_UNUSED = ("metadata", "service_tier", "cache_control", "inference_geo")
 _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -70,7 +77,7 @@ class ThinkingDisabled(BaseModel):
 
 
 class ThinkingAdaptive(BaseModel):
-    """The model decides how much it reasons; requires a model that reasons."""
+    """The model decides how much it reasons; one that does not reason decides on no reasoning."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -86,6 +93,47 @@ class ThinkingEnabled(ThinkingAdaptive):
 
 
 Thinking = Annotated[ThinkingDisabled | ThinkingAdaptive | ThinkingEnabled, Field(discriminator="type")]
+
+
+class ContextEdit(BaseModel):
+    """A change of the prompt before it is sampled. Only one that keeps all reasoning is accepted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Annotated[str, Field(max_length=100)]
+    keep: JsonValue = None
+
+    @model_validator(mode="after")
+    def _changes_nothing(self) -> ContextEdit:
+        if not self.type.startswith("clear_thinking") or self.keep != "all":
+            raise PydanticCustomError(UNSUPPORTED, "the edit {type} would change the prompt", {"type": repr(self.type)})
+        return self
+
+
+class ContextManagement(BaseModel):
+    """Changes of the prompt before it is sampled, which have to change nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    edits: tuple[ContextEdit, ...] = ()
+
+
+class OutputFormat(BaseModel):
+    """The JSON schema that the text of a reply must match."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["json_schema"]
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+
+class OutputConfig(BaseModel):
+    """Wishes about the reply: `effort` has no effect, and `format` constrains the text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    effort: str | None = None
+    format: OutputFormat | None = None
 
 
 class CountRequest(BaseModel):
@@ -107,8 +155,15 @@ class CountRequest(BaseModel):
     )
     thinking: Thinking | None = Field(
         None,
-        description="`enabled` and `adaptive` where the model reasons, else 400. `budget_tokens` is less than "
-        "`max_tokens` and bounds nothing: thinking and answer share `max_tokens`.",
+        description="`enabled` where the model reasons, else 400. `budget_tokens` is less than `max_tokens` and bounds "
+        "nothing: thinking and answer share `max_tokens`.",
+    )
+    context_management: ContextManagement | None = Field(
+        None, description="Edits that change nothing: `clear_thinking_…` with `keep` = all."
+    )
+    output_config: OutputConfig | None = Field(
+        None,
+        description="`format`: the reply is constrained to its JSON schema, without reasoning. `effort` has no effect.",
     )
 
 
@@ -139,9 +194,8 @@ class CountTokens(TokenCounter[CountRequest]):
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[CountRequest]:
         """Parse a request for counting. See `Dialect.parse`."""
         wanted = parse_body(CountRequest, body)
-        refuse_others(wanted, _IGNORED, {})
         call = GenerationRequest(**_prompt_fields(wanted), **call_fields(body, headers, self.path))
-        return DialectRequest(body=wanted, calls=(call,))
+        return DialectRequest(body=wanted, calls=(call,), others=_others(wanted))
 
     def render(self, tokens: int) -> dict[str, int]:
         """Return the number of tokens in Anthropic's format."""
@@ -161,7 +215,8 @@ Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, wh
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[MessagesRequest]:
         """Parse a request into one call. See `Dialect.parse`."""
         wanted = parse_body(MessagesRequest, body)
-        refuse_others(wanted, _IGNORED, {})
+        others = _others(wanted)
+        output = wanted.output_config.format if wanted.output_config is not None else None
         budget = wanted.thinking.budget_tokens if isinstance(wanted.thinking, ThinkingEnabled) else None
         if budget is not None and budget >= wanted.max_tokens:
             raise InvalidRequest(
@@ -181,17 +236,16 @@ Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, wh
             tool_choice=kinds.get(choice.type, "required"),
             tool_name=choice.name if choice.type == "tool" else None,
             parallel_tool_calls=not choice.disable_parallel_tool_use,
+            response_schema=None if output is None else dict(output.schema_),
             **_prompt_fields(wanted),
             **call_fields(body, headers, self.path),
         )
-        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream))
+        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream), others=others)
 
     def check(self, request: DialectRequest[Any], runtime: PolicyRuntime) -> None:
-        """Raise UnsupportedField for a reasoning request if the model does not reason."""
+        """Raise UnsupportedField for a request to reason if the model does not reason."""
         thinking = request.body.thinking
-        if thinking is None or thinking.type == "disabled":
-            return
-        if not runtime.renderer.reasons:
+        if isinstance(thinking, ThinkingEnabled) and not runtime.renderer.reasons:
             raise UnsupportedField(
                 f"thinking.type = '{thinking.type}': this model does not reason; leave thinking out", "thinking"
             )
@@ -223,6 +277,14 @@ def _prompt_fields(wanted: CountRequest) -> dict[str, Any]:
         "messages": messages_of_blocks(wanted.system or (), wanted.messages),
         "tools": tuple(map(_tool, wanted.tools or ())),
     }
+
+
+def _others(wanted: CountRequest) -> OtherFields:
+    """Return the fields that have no effect."""
+    found = other_fields(wanted, _UNUSED, {}, ())
+    if wanted.output_config is None or wanted.output_config.effort is None:
+        return found
+    return OtherFields(("output_config.effort", *found.ignored), found.unknown)
 
 
 def _tool(tool: ToolParam) -> dict[str, JsonValue]:
@@ -307,6 +369,8 @@ class _MessageEvents(EventWriter):
         self._event("content_block_delta", index=self._blocks - 1, delta=delta)
 
     def _close(self) -> None:
+        if self._open == "thinking":
+            self._delta({"type": "signature_delta", "signature": SIGNATURE})
         if self._open is not None:
             self._event("content_block_stop", index=self._blocks - 1)
             self._open = None

@@ -15,6 +15,8 @@ from palestra.server.dialects.sent_pictures import SentPicture, from_url
 from palestra.server.dialects.transcript import Transcript, recorded_content
 from palestra.types.messages import ChatMessage, Part, Text, TextPart
 
+# Clients drop reasoning, or send it back as text, where its signature is empty. It is not checked: recorded tokens are.
+SIGNATURE = "palestra"
 _BLOCKS = ("text", "image", "tool_use", "tool_result", "thinking")
 
 
@@ -165,7 +167,7 @@ def blocks_of(reply: ChatMessage) -> list[dict[str, Any]]:
     """Return the blocks of a reply: thinking, text, tool calls."""
     blocks: list[dict[str, Any]] = []
     if reply.reasoning_content is not None:
-        blocks.append({"type": "thinking", "thinking": reply.reasoning_content, "signature": ""})
+        blocks.append({"type": "thinking", "thinking": reply.reasoning_content, "signature": SIGNATURE})
     if reply.text:
         blocks.append({"type": "text", "text": reply.text})
     for call in reply.tool_calls:

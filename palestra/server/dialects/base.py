@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from palestra.http.errors import Failure, openai_error
 from palestra.http.sse import encode_event
+from palestra.server.dialects.others import NO_OTHERS, OtherFields
 from palestra.server.dialects.sent_pictures import SentPicture
 from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
@@ -32,6 +33,7 @@ class DialectRequest(Generic[B]):
         calls: to sample, one for each prompt, all of one policy.
         stream: whether the answer is sent as events during sampling.
         scored: whether the answer has logprobs of the prompts' tokens.
+        others: fields that the dialect does not act on; the server refuses or counts them.
         pictures: of the first call's messages, in order; not set by `parse`.
     """
 
@@ -39,6 +41,7 @@ class DialectRequest(Generic[B]):
     calls: tuple[GenerationRequest, ...]
     stream: bool = False
     scored: bool = False
+    others: OtherFields = NO_OTHERS
     pictures: tuple[SentPicture, ...] = ()
 
     @property
@@ -168,7 +171,7 @@ class Dialect(ABC, Generic[B]):
 
         Raises:
             InvalidRequest: the body is not JSON, or a value is invalid.
-            UnsupportedField: the body has a field that this server does not support.
+            UnsupportedField: a field changes what is sampled, and this server does not support it.
         """
 
     def check(self, request: DialectRequest[B], runtime: PolicyRuntime) -> None:

@@ -25,8 +25,8 @@ from palestra.server.dialects.fields import (
     Message,
     SamplingFields,
     call_fields,
-    refuse_others,
 )
+from palestra.server.dialects.others import NO_OTHERS, other_fields
 from palestra.server.dialects.sent_pictures import may_show_pictures, with_places
 from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
@@ -34,14 +34,16 @@ from palestra.types.messages import MAX_TOOLS, ChatMessage, FunctionName, Genera
 
 # Fields that this server does not act on, with the values that ask for its own behaviour and are accepted.
 _HARMLESS: dict[str, tuple[Any, ...]] = {"functions": ([],), "modalities": (["text"],)}
-_IGNORED = (
+_UNUSED = (
     "user",
     "metadata",
     "store",
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_retention",
 )
+_WISHES = ("reasoning_effort", "verbosity", "prediction")
 
 
 class NamedFunction(BaseModel):
@@ -146,8 +148,7 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[ChatRequest]:
         """Parse a request into one call. See `Dialect.parse`."""
         wanted = parse_body(ChatRequest, body)
-        if wanted.model_extra:
-            refuse_others(wanted, _IGNORED, _HARMLESS)
+        others = other_fields(wanted, _UNUSED, _HARMLESS, _WISHES) if wanted.model_extra else NO_OTHERS
         if wanted.top_logprobs and not wanted.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs = true", "top_logprobs")
         choice = wanted.tool_choice
@@ -166,7 +167,7 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
             **wanted.sampling(),
             **call_fields(body, headers, self.path),
         )
-        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream))
+        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream), others=others)
 
     def render(
         self, request: DialectRequest[ChatRequest], result: GenerationResult, runtime: PolicyRuntime

@@ -12,14 +12,15 @@ from palestra.errors import InvalidRequest
 from palestra.http.bodies import parse_body
 from palestra.server.dialects.answers import TokenBytes, TokenTexts, answer_id, fingerprint, usage_of
 from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult
-from palestra.server.dialects.fields import MAX_CHOICES, Flag, SamplingFields, call_fields, refuse_others
+from palestra.server.dialects.fields import MAX_CHOICES, Flag, SamplingFields, call_fields
+from palestra.server.dialects.others import other_fields
 from palestra.session import CallStart, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
 from palestra.types.messages import GenerationRequest
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 _HARMLESS: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",)}
-_IGNORED = ("user",)
+_UNUSED = ("user",)
 _TEXT = {"type": "string"}
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
 _PROMPT = {"anyOf": [_TEXT, _TOKENS, {"type": "array", "items": {"anyOf": [_TEXT, _TOKENS]}}]}
@@ -71,7 +72,7 @@ with.
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[CompletionRequest]:
         """Parse a request; each prompt of a list becomes a call. See `Dialect.parse`."""
         wanted = parse_body(CompletionRequest, body)
-        refuse_others(wanted, _IGNORED, _HARMLESS)
+        others = other_fields(wanted, _UNUSED, _HARMLESS, ())
         if wanted.echo and wanted.stream:
             raise InvalidRequest("a prompt is echoed in whole answers only; leave stream out", "echo")
         if len(wanted.prompt) * (wanted.n or 1) > MAX_CHOICES:
@@ -84,11 +85,17 @@ with.
             **wanted.sampling(),
             **call_fields(body, headers, self.path),
         )
-        others = [
+        following = [
             dataclasses.replace(first, prompt=prompt, digest=f"{first.digest}/{number}")
             for number, prompt in enumerate(wanted.prompt[1:], 1)
         ]
-        return DialectRequest(body=wanted, calls=(first, *others), stream=bool(wanted.stream), scored=bool(wanted.echo))
+        return DialectRequest(
+            body=wanted,
+            calls=(first, *following),
+            stream=bool(wanted.stream),
+            scored=bool(wanted.echo),
+            others=others,
+        )
 
     def render(
         self, request: DialectRequest[CompletionRequest], result: GenerationResult, runtime: PolicyRuntime

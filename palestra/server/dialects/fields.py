@@ -1,17 +1,17 @@
-"""Fields and headers of requests that several dialects have, with their limits, and how a refusal reads."""
+"""Fields and headers of requests that several dialects have, with their limits."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from palestra.config import MAX_AGENT, is_agent_name
-from palestra.errors import InvalidRequest, UnsupportedField
+from palestra.errors import InvalidRequest
 from palestra.http.bodies import UNSUPPORTED
 from palestra.server.dialects.sent_pictures import chat_content
 from palestra.session.registry import KEYED
@@ -188,17 +188,3 @@ class SamplingFields(BaseModel):
             "frequency_penalty": self.frequency_penalty or 0.0,
             "logit_bias": tuple(sorted((self.logit_bias or {}).items())),
         }
-
-
-def refuse_others(wanted: BaseModel, ignored: Sequence[str], harmless: Mapping[str, Sequence[Any]]) -> None:
-    """Raise UnsupportedField for the first unknown field, unless its value requests nothing.
-
-    Args:
-        wanted: a request body, with its unknown fields in `model_extra`.
-        ignored: names of fields that never change the reply.
-        harmless: by field name, the values that request this server's behaviour.
-    """
-    for name, value in (wanted.model_extra or {}).items():
-        if value is None or name in ignored or value in harmless.get(name, ()):
-            continue
-        raise UnsupportedField(f"{name[:100]} = {str(value)[:60]!r} is not supported by this server", name[:100])

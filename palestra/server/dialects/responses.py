@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 
 from palestra.errors import InvalidRequest
 from palestra.http.bodies import parse_body
@@ -20,8 +20,8 @@ from palestra.server.dialects.fields import (
     Probability,
     Temperature,
     call_fields,
-    refuse_others,
 )
+from palestra.server.dialects.others import MAX_NAME, OtherFields, other_fields
 from palestra.server.dialects.responses_items import (
     Items,
     items_of,
@@ -37,11 +37,21 @@ from palestra.types.messages import FunctionName, GenerationRequest, Schema, Tex
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
-    "reasoning": ({},),
     "top_logprobs": (0,),
     "include": ([], ["reasoning.encrypted_content"]),
 }
-_IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options")
+_UNUSED = (
+    "user",
+    "metadata",
+    "client_metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "stream_options",
+)
+_WISHES = ("reasoning.effort", "reasoning.summary", "reasoning.generate_summary")
 
 
 class FunctionToolParam(BaseModel):
@@ -57,6 +67,24 @@ class FunctionToolParam(BaseModel):
     allowed_callers: None = None
     defer_loading: Literal[False] | None = None
     output_schema: None = None
+
+
+class OtherTool(BaseModel):
+    """A tool that the provider of a model runs, such as `web_search`: left out of the prompt, and counted."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    type: str
+
+
+def _kind_of_tool(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "other" if isinstance(kind, str) and kind != "function" else "function"
+
+
+ToolParam = Annotated[
+    Annotated[FunctionToolParam, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(_kind_of_tool)
+]
 
 
 class NamedFunctionTool(BaseModel):
@@ -83,6 +111,7 @@ class TextOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class InputRequest(BaseModel):
@@ -95,14 +124,21 @@ class InputRequest(BaseModel):
         description="Text, or the whole conversation as items: message, function_call, function_call_output, reasoning."
     )
     instructions: Text | None = Field(None, description="A system message that comes first.")
-    tools: Annotated[tuple[FunctionToolParam, ...], Field(max_length=1000)] | None = Field(
-        None, description="Tools that the model may call."
+    tools: Annotated[tuple[ToolParam, ...], Field(max_length=1000)] | None = Field(
+        None, description="Tools that the model may call; tools of other types than `function` are left out."
     )
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = Field(
         None, description="Required, or a tool's name: the reply is constrained to calls."
     )
     parallel_tool_calls: Flag | None = Field(None, description="False: the reply ends with its first call.")
-    text: TextOptions | None = Field(None, description="`format`: text, json_object or json_schema.")
+    text: TextOptions | None = Field(
+        None, description="`format`: text, json_object or json_schema. `verbosity` has no effect."
+    )
+
+    @property
+    def functions(self) -> tuple[FunctionToolParam, ...]:
+        """Return the tools that are functions."""
+        return tuple(tool for tool in self.tools or () if isinstance(tool, FunctionToolParam))
 
 
 class ResponsesRequest(InputRequest):
@@ -120,7 +156,9 @@ class ResponsesRequest(InputRequest):
     @cached_property
     def echo(self) -> dict[str, Any]:
         """Return the request's fields that its answer repeats: all but the input."""
-        return self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"input"})
+        dumped = self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"input", "tools"})
+        tools = [tool.model_dump(mode="json", by_alias=True, exclude_none=True) for tool in self.functions]
+        return dumped | {"tools": tools}
 
 
 class InputTokens(TokenCounter[InputRequest]):
@@ -133,9 +171,8 @@ class InputTokens(TokenCounter[InputRequest]):
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[InputRequest]:
         """Parse a request for counting. See `Dialect.parse`."""
         wanted = parse_body(InputRequest, body)
-        refuse_others(wanted, _IGNORED, _HARMLESS)
         call = GenerationRequest(**_prompt_fields(wanted), **call_fields(body, headers, self.path))
-        return DialectRequest(body=wanted, calls=(call,))
+        return DialectRequest(body=wanted, calls=(call,), others=_others(wanted))
 
     def render(self, tokens: int) -> dict[str, Any]:
         """Return the number of tokens in OpenAI's format."""
@@ -155,7 +192,7 @@ Streamed, function calls come after the text, when the reply is complete."""
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[ResponsesRequest]:
         """Parse a request into one call. See `Dialect.parse`."""
         wanted = parse_body(ResponsesRequest, body)
-        refuse_others(wanted, _IGNORED, _HARMLESS)
+        others = _others(wanted)
         choice = wanted.tool_choice
         call = GenerationRequest(
             max_tokens=wanted.max_output_tokens,
@@ -169,7 +206,7 @@ Streamed, function calls come after the text, when the reply is complete."""
             **call_fields(body, headers, self.path),
         )
         wanted.echo  # noqa: B018 - computed now: long bodies are parsed in a thread, but answers begin on the event loop
-        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream))
+        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream), others=others)
 
     def render(
         self, request: DialectRequest[ResponsesRequest], result: GenerationResult, runtime: PolicyRuntime
@@ -191,8 +228,16 @@ def _prompt_fields(wanted: InputRequest) -> dict[str, Any]:
     return {
         "policy": wanted.model,
         "messages": messages_of_items(wanted.instructions, wanted.input),
-        "tools": tuple(map(_tool, wanted.tools or ())),
+        "tools": tuple(map(_tool, wanted.functions)),
     }
+
+
+def _others(wanted: InputRequest) -> OtherFields:
+    """Return the fields that have no effect, tools of other types included."""
+    found = other_fields(wanted, _UNUSED, _HARMLESS, _WISHES)
+    wishes = ["text.verbosity"] if wanted.text is not None and wanted.text.verbosity is not None else []
+    wishes += [f"tools.{tool.type}"[:MAX_NAME] for tool in wanted.tools or () if isinstance(tool, OtherTool)]
+    return OtherFields((*found.ignored, *wishes), found.unknown) if wishes else found
 
 
 def _tool(tool: FunctionToolParam) -> dict[str, JsonValue]:

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from palestra.errors import InvalidRequest, UnsupportedField
 from palestra.http.errors import Failure
 from palestra.server.dialects.anthropic import Messages
+from palestra.server.dialects.anthropic_blocks import blocks_of
 from palestra.server.dialects.base import GenerationResult
 from palestra.server.dialects.chat import ChatCompletions
 from palestra.server.dialects.responses import Responses
+from palestra.types.messages import text_message
 from unit.building import make_chat
 
 
@@ -91,10 +94,46 @@ def test_a_wrong_value_is_named(fields, place):
     assert caught.value.field == place
 
 
-@pytest.mark.parametrize("field", ["container", "mcp_servers", "output_config"])
+@pytest.mark.parametrize("field", ["container", "mcp_servers"])
 def test_what_is_not_supported_is_refused_by_name(field):
     with pytest.raises(UnsupportedField, match=field):
         parse(**{field: "x"})
+
+
+def test_what_claude_code_sends_is_taken():
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    found = asked(
+        context_management={"edits": edits},
+        output_config={"effort": "high"},
+        thinking={"type": "adaptive"},
+        metadata={"user_id": "u"},
+    )
+    found.others.refuse_unknown()
+    assert found.others.names == ("output_config.effort",)
+    Messages().check(found, SimpleNamespace(renderer=SimpleNamespace(reasons=False)))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}},
+        {"type": "clear_thinking_20251015"},
+        {"type": "clear_tool_uses_20250919", "keep": "all"},
+    ],
+)
+def test_an_edit_that_would_change_the_prompt_is_refused(edit):
+    with pytest.raises(UnsupportedField):
+        parse(context_management={"edits": [edit]})
+
+
+def test_an_output_format_is_the_schema_of_the_reply():
+    schema = {"type": "object", "properties": {"title": {"type": "string"}}}
+    assert parse(output_config={"format": {"type": "json_schema", "schema": schema}}).response_schema == schema
+
+
+def test_reasoning_has_a_signature_so_that_clients_send_it_back():
+    reply = text_message("assistant", "hi").model_copy(update={"reasoning_content": "hm"})
+    assert blocks_of(reply)[0]["signature"]
 
 
 def test_a_message_tells_of_the_reply_and_its_tokens():

@@ -69,15 +69,29 @@ def test_fields_that_ask_for_nothing_are_harmless(fields):
     [
         ("functions", [{"name": "f"}]),
         ("modalities", ["text", "audio"]),
-        ("reasoning_effort", "low"),
-        ("prediction", {"type": "content", "content": "x"}),
-        ("no_such_field", 1),
+        ("repetition_penalty", 1.1),
+        ("chat_template_kwargs", {"enable_thinking": False}),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(field, value):
     with pytest.raises(UnsupportedField, match=field) as caught:
         parse(**{field: value})
     assert caught.value.field == field
+
+
+def test_a_wish_without_effect_is_named():
+    fields = {"reasoning_effort": "low", "verbosity": "high", "prediction": {"type": "content", "content": "x"}}
+    others = asked(**fields, user="me").others
+    others.refuse_unknown()
+    assert others.names == tuple(fields)
+
+
+def test_an_unknown_field_is_known_to_the_server_by_its_name():
+    others = asked(no_such_field=1, reasoning_effort="low").others
+    assert others.names == ("reasoning_effort", "no_such_field")
+    with pytest.raises(UnsupportedField, match=r"no_such_field.*server\.unknown_fields") as caught:
+        others.refuse_unknown()
+    assert caught.value.field == "no_such_field"
 
 
 @pytest.mark.parametrize(

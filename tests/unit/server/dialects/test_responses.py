@@ -52,7 +52,7 @@ def test_items_are_messages_and_a_tool_has_the_shape_of_the_chat_dialect():
         ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
         ({"input": [{"role": "user"}]}, "input.0.message.content"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
-        ({"tools": [{"type": "function"}]}, "tools.0.name"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function.name"),
     ],
 )
 def test_a_wrong_value_is_named(fields, place):
@@ -65,6 +65,35 @@ def test_a_wrong_value_is_named(fields, place):
 def test_what_would_have_to_be_kept_is_refused_by_name(field):
     with pytest.raises(UnsupportedField, match=field):
         parse(**{field: "x"})
+
+
+def test_what_codex_sends_is_taken_and_tools_that_are_no_functions_are_left_out():
+    tools = [
+        {"type": "function", "name": "shell", "parameters": {"type": "object"}},
+        {"type": "web_search", "external_web_access": False},
+        {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]},
+        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
+    ]
+    asked = parse(
+        tools=tools,
+        client_metadata={"x-codex-installation-id": "1"},
+        reasoning={"effort": "high", "summary": "auto"},
+        text={"verbosity": "low"},
+        include=["reasoning.encrypted_content"],
+        store=False,
+        prompt_cache_key="k",
+    )
+    asked.others.refuse_unknown()
+    tools_left_out = ("tools.web_search", "tools.namespace", "tools.custom")
+    assert asked.others.names == ("reasoning.effort", "reasoning.summary", "text.verbosity", *tools_left_out)
+    assert [tool["function"]["name"] for tool in asked.calls[0].tools] == ["shell"]
+    assert [tool["name"] for tool in asked.body.echo["tools"]] == ["shell"]
+
+
+@pytest.mark.parametrize("fields", [{"reasoning": {"mode": "deep"}}, {"reasoning": "high"}, {"include": ["x"]}])
+def test_an_unknown_key_of_a_wish_is_unknown(fields):
+    with pytest.raises(UnsupportedField):
+        parse(**fields).others.refuse_unknown()
 
 
 def test_a_response_tells_of_the_reply_and_its_tokens():
