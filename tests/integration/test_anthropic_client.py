@@ -150,8 +150,7 @@ async def test_a_model_that_reasons_thinks_with_the_tokens_of_its_answer(tmp_pat
 @pytest.fixture(scope="module")
 def lenient(tmp_path_factory) -> Iterator[Job]:
     rollout = SETTINGS["rollout"] | {"untrainable_sampling": "ignore"}
-    server = SETTINGS.get("server", {}) | {"unknown_fields": "ignore"}
-    with Job(tmp_path_factory.mktemp("lenient"), SETTINGS | {"rollout": rollout, "server": server}) as job:
+    with Job(tmp_path_factory.mktemp("lenient"), SETTINGS | {"rollout": rollout}) as job:
         job.start()
         yield job
 
@@ -190,26 +189,28 @@ def test_a_job_can_ignore_sampling_that_training_cant_have_and_says_so(lenient):
 # What coding agents send beside the prompt
 
 
-def test_an_unknown_field_is_refused_with_the_setting_that_ignores_it(episode):
-    with anthropic.Anthropic(base_url=episode.anthropic_url, api_key=episode.api_key) as ai:
-        ask: Any = {"model": episode.model, "messages": MESSAGES, "max_tokens": 20}
-        for count in (ai.messages.count_tokens, ai.messages.create):
-            more = ask if count == ai.messages.create else {key: ask[key] for key in ("model", "messages")}
-            with pytest.raises(anthropic.BadRequestError, match=r"no_such_field.*server.unknown_fields"):
-                count(**more, extra_body={"no_such_field": 1})
-
-
-def test_a_job_can_ignore_unknown_fields_and_counts_them(lenient):
-    with Client(lenient.url, KEY) as client, Plane(lenient.url) as plane:
-        episode = client.begin_episode()
-        assert episode is not None
-        with anthropic.Anthropic(base_url=episode.anthropic_url, api_key=episode.api_key) as ai:
-            ask: Any = {"model": episode.model, "messages": MESSAGES, "max_tokens": 20}
-            for _ in range(2):
-                ai.messages.create(**ask, extra_body={"no_such_field": 1, "output_config": {"effort": "high"}})
+async def test_unknown_fields_are_refused_with_the_setting_that_ignores_and_counts_them(tmp_path: Path):
+    sent: Any = {"no_such_field": 1, "output_config": {"effort": "high"}}
+    ask: Any = {"model": "policy", "messages": MESSAGES, "extra_body": sent}
+    for setting in ("refuse", "ignore"):
+        (tmp_path / setting).mkdir()
+        async with (
+            serving(tmp_path / setting, server={"port": 0, "unknown_fields": setting}) as job,
+            episode_of(job) as (of_openai, _),
+            anthropic.AsyncAnthropic(base_url=job.url, api_key=of_openai.api_key, max_retries=0) as ai,
+        ):
+            if setting == "refuse":
+                for asked in (ai.messages.create(**ask, max_tokens=20), ai.messages.count_tokens(**ask)):
+                    with pytest.raises(anthropic.BadRequestError, match=r"no_such_field.*server.unknown_fields"):
+                        await asked
+                assert job.plane.ignored == {}
+                continue
+            await ai.messages.create(**ask, max_tokens=20)
+            await ai.messages.count_tokens(**ask)
             with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):  # it would change what is sampled
-                ai.messages.create(**ask, extra_body={"mcp_servers": [{}]})
-        assert plane.status()["ignored_fields"] == {"output_config.effort": 2, "no_such_field": 2}
-        page = plane.get("/dashboard/api/runs").json()
-        (shown,) = [run["live"]["ignored_fields"] for run in page["runs"]]
-        assert shown == {"output_config.effort": 2, "no_such_field": 2}
+                await ai.messages.create(**ask | {"extra_body": {"mcp_servers": [{}]}}, max_tokens=20)
+            assert job.plane.ignored == {"output_config.effort": 2, "no_such_field": 2}
+            async with httpx2.AsyncClient(headers={"authorization": f"Bearer {job.plane.keys.job_key}"}) as client:
+                status = (await client.get(f"{job.url}/status")).json()
+                (run,) = (await client.get(f"{job.url}/dashboard/api/runs")).json()["runs"]
+            assert status["ignored_fields"] == run["live"]["ignored_fields"] == job.plane.ignored
