@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
-import gc
 import pstats
 import tempfile
 import uuid
@@ -29,6 +28,7 @@ from palestra.grammars.pool import Grammars
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.rollout import EpisodeResult, RolloutOrchestrator, RolloutSpec
 from palestra.runners import Runner
+from palestra.runtime.event_loop import tune_gc
 from palestra.session import PolicyRuntime, PolicySet, SessionContext, Sessions
 from palestra.store import open_run_store
 from palestra.tokens import TokenTrie, rows_of
@@ -136,8 +136,7 @@ def main() -> None:
     """Run."""
     work, arguments = workload_of(__doc__, add_options)
     profile = cProfile.Profile() if arguments.profile else None
-    gc.freeze()  # as `palestra run` does
-    gc.set_threshold(50_000, 20, 10)
+    tune_gc()  # as `palestra run` does
     with (
         sessions_on_disk(arguments.synchronous, work.slots) as sessions,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop,

@@ -26,6 +26,7 @@ import uvloop
 from palestra.config import parse_config
 from palestra.envs import Environment
 from palestra.rollout import RolloutSpec
+from palestra.runtime.event_loop import tune_gc
 from palestra.runtime.local import local_job
 from palestra.types.records import Task
 
@@ -109,6 +110,7 @@ async def measure(folder: Path, groups: int, size: int, steps: int, staleness: i
 
 def main() -> None:
     """Run."""
+    tune_gc()  # as `palestra run` does
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("groups", 1024), ("size", 8), ("steps", 3), ("staleness", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)

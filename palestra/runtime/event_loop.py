@@ -19,6 +19,10 @@ def run_on_uvloop(work: Coroutine[Any, Any, T]) -> T:
 
 
 def tune_gc() -> None:
-    """Make garbage collection rare, for a process that only runs a job."""
+    """Make pauses of garbage collection short and those of all objects rare, for a process that only runs a job.
+
+    A collection stops all threads for the time that it takes to examine its objects, and recorded calls are many small
+    objects, hardly any in a cycle: so few are examined at a time, and hardly ever those that were found alive twice.
+    """
     gc.freeze()  # objects of imported modules are not examined again
-    gc.set_threshold(50_000, 20, 10)  # recorded calls are many small objects, hardly any in a cycle
+    gc.set_threshold(5_000, 1, 2_000)
