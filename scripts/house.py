@@ -19,8 +19,8 @@ WRITTEN = re.compile(
 )
 MANY = 8  # parameters
 # What starts other processes of ours, ends them and talks to them.
-PROCESSES = """palestra/process/* palestra/backend/* palestra/client/fleet.py palestra/grammars/child.py
-palestra/grammars/worker.py palestra/runtime/checkpoint_process.py palestra/runtime/checkpoint_server.py
+PROCESSES = """palestra/process/* palestra/backend/* palestra/client/fleet.py palestra/grammars/worker.py
+palestra/runtime/checkpoint_process.py palestra/runtime/checkpoint_server.py
 palestra/runtime/engine_process.py palestra/runtime/runner_fleet.py palestra/runtime/runner_process.py
 palestra/tracking/launch.py palestra/tracking/process.py palestra/trainer/sharded/processes.py
 palestra/trainer/sharded/rank_process.py palestra_bases/engine.py palestra_bases/job.py palestra_bases/job_channel.py

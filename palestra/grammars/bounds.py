@@ -2,7 +2,7 @@
 
 The limits of `llguidance` apply first: they count steps, so every machine refuses the same grammars. They do not cover
 all of compilation, though: an intersection of patterns multiplies before it is counted. So a grammar is first compiled
-in a process whose processor time and memory the kernel limits.
+in another process (`worker`), whose processor time and memory the kernel limits.
 """
 
 from __future__ import annotations

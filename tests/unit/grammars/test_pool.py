@@ -14,11 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, TooManyRequests
-from palestra.grammars import pool, verdicts
+from palestra.grammars import pool, verdicts, worker
 from palestra.grammars.bounds import BOUNDS
 from palestra.grammars.pool import Grammars
 
@@ -52,10 +51,9 @@ def allowed(mask: bytes) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist())
 
 
-def forks(grammars: Grammars) -> list[int]:
-    """Of the process that compiles."""
-    pid = grammars._worker.pid
-    return [] if pid is None else [child.pid for child in psutil.Process(pid).children()]
+def compiles(grammars: Grammars) -> bool:
+    """Whether the process compiles one that takes long."""
+    return any(one.examined for one in grammars._compiling.values())
 
 
 def runs(pid: int) -> bool:
@@ -128,11 +126,12 @@ async def test_a_bomb_is_refused_by_its_bound_and_its_field_and_again_without_a_
     with pytest.raises(GrammarRefused, match=f"^response_format: over the bound.* more than .* ({bound})") as first:
         await grammars.check(grammar, "response_format")
     assert (first.value.http_status, first.value.retryable, first.value.field) == (400, False, "response_format")
-    os.kill(grammars._worker.pid, signal.SIGKILL)  # a second compilation would need it
-    await until(lambda: not runs(grammars._worker.pid))
+    assert not runs(grammars._worker.pid)  # a second compilation would start another one
     with pytest.raises(GrammarRefused, match=r"^tool_choice: over the bound"):
         await grammars.check(grammar, "tool_choice")
     assert not runs(grammars._worker.pid)
+    await grammars.check(WORDS, "choices")
+    assert runs(grammars._worker.pid)
 
 
 async def test_a_refusal_for_time_is_not_for_ever(make, monkeypatch):
@@ -154,8 +153,8 @@ async def test_a_refusal_for_time_is_not_for_ever(make, monkeypatch):
 async def test_compiling_ends_when_the_last_of_those_who_wait_goes_away(make):
     grammars = make(replace(ROOMY, compile_cpu_seconds=300.0, compile_wall_seconds=300.0))
     one, other = (asyncio.ensure_future(grammars.check(SLOW, "response_format")) for _ in range(2))
-    await until(lambda: forks(grammars))
-    (pid,) = forks(grammars)
+    await until(lambda: compiles(grammars))
+    pid = grammars._worker.pid
     one.cancel()
     await asyncio.wait([one])
     assert runs(pid)
@@ -185,7 +184,7 @@ async def test_who_waits_for_a_grammar_that_is_not_being_compiled_yet_hears_of_t
     grammars = make(replace(ROOMY, compile_cpu_seconds=300.0, compile_wall_seconds=300.0))
     slow = [of_schema({"type": "integer", "multipleOf": 999983 + k}) for k in range(0, 200, 10)]
     tasks = [asyncio.ensure_future(grammars.check(one, "response_format")) for one in slow]
-    await until(lambda: forks(grammars))
+    await until(lambda: compiles(grammars))
     grammars.close()
     async with asyncio.timeout(30):
         found = await asyncio.gather(*tasks, return_exceptions=True)
@@ -214,16 +213,28 @@ async def test_a_reply_over_a_bound_ends_alone(make):
 async def test_a_process_that_is_killed_from_outside_is_no_fault_of_the_grammar(make):
     grammars = make(replace(ROOMY, compile_cpu_seconds=300.0, compile_wall_seconds=300.0))
     matcher = await grammars.matcher(WORDS)
-    for pids in (lambda: forks(grammars), lambda: [grammars._worker.pid]):
-        checking = asyncio.ensure_future(grammars.check(SLOW, "response_format"))
-        await until(lambda: forks(grammars))
-        os.kill(pids()[0], signal.SIGKILL)
-        with pytest.raises(EngineFailure):
-            await checking
+    checking = asyncio.ensure_future(grammars.check(SLOW, "response_format"))
+    await until(lambda: compiles(grammars))
+    os.kill(grammars._worker.pid, signal.SIGKILL)
+    with pytest.raises(EngineFailure):
+        await checking
     await grammars.check(of_schema({"type": "boolean"}), "response_format")
     matcher.accept(ord("a"))
     assert grammars.advance([matcher]) == [None]
     assert allowed(matcher.mask) == {ord("b")}
+
+
+async def test_a_process_that_keeps_much_memory_is_replaced_by_another_one(make, monkeypatch):
+    grammars = make()
+    await grammars.check(WORDS, "choices")
+    first = grammars._worker.pid
+    await grammars.check('start: "x"\n', "choices")
+    assert grammars._worker.pid == first
+    monkeypatch.setattr(worker, "_KEPT_SHARE", -1.0)
+    with pytest.raises(InvalidRequest):
+        await grammars.check("start: nothing\n", "choices")
+    assert not runs(first)
+    await grammars.check('start: "y"\n', "choices")
 
 
 async def test_no_more_compiled_grammars_are_kept_than_a_fixed_number(make, monkeypatch):
@@ -258,7 +269,7 @@ async def test_what_can_not_be_compiled_is_refused_as_what_it_is(make):
 
 def test_nothing_is_left_when_the_server_is_killed_while_a_bomb_is_compiled():
     script = (
-        "import asyncio, json, psutil, sys\n"
+        "import asyncio, sys\n"
         "from dataclasses import replace\n"
         "from palestra.grammars.bounds import BOUNDS\n"
         "from palestra.grammars.pool import Grammars\n"
@@ -266,22 +277,20 @@ def test_nothing_is_left_when_the_server_is_killed_while_a_bomb_is_compiled():
         "    long = replace(BOUNDS, memory_mib=8192, compile_cpu_seconds=300.0, compile_wall_seconds=300.0)\n"
         "    g = Grammars(bounds=long)\n"
         "    asyncio.ensure_future(g.check(sys.argv[1], 'f'))\n"
-        "    forks = []\n"
-        "    while not forks:\n"
+        "    while not any(one.examined for one in g._compiling.values()):\n"
         "        await asyncio.sleep(0.01)\n"
-        "        forks = psutil.Process(g._worker.pid).children() if g._worker.pid else []\n"
-        "    print(json.dumps([g._worker.pid] + [fork.pid for fork in forks]), flush=True)\n"
+        "    await asyncio.sleep(0.2)\n"
+        "    print(g._worker.pid, flush=True)\n"
         "    await asyncio.sleep(300)\n"
         "asyncio.run(main())\n"
     )
     with subprocess.Popen([sys.executable, "-c", script, SLOW], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
-        found = json.loads(server.stdout.readline())
-        assert len(found) == 2
-        assert all(map(runs, found))
+        pid = int(server.stdout.readline())
+        assert runs(pid)
         server.kill()
     deadline = time.monotonic() + 60
-    while any(map(runs, found)):
+    while runs(pid):
         assert time.monotonic() < deadline, "a grammar process outlived the server"
         time.sleep(0.01)
 
