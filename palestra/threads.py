@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+FREED_AT_ONCE = 64  # episodes, in about a millisecond
 REQUEST_THREADS = 2  # more would only take the interpreter's lock from the event loop more often
 
 
@@ -55,6 +56,20 @@ async def in_thread(work: Callable[[], T], name: str = "palestra-work", daemon: 
 
     threading.Thread(target=run, name=name, daemon=daemon).start()
     return await done
+
+
+async def freed(*lists: list[Any]) -> None:
+    """Empty lists of many objects in a thread, a few objects at a time.
+
+    A list that is dropped as a whole is freed without a break, and all threads wait meanwhile.
+    """
+
+    def free() -> None:
+        for items in lists:
+            while items:
+                del items[-FREED_AT_ONCE:]
+
+    await in_thread(free)
 
 
 def is_async(function: Callable[..., Any]) -> bool:

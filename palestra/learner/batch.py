@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from palestra.trainer.base import Trainer, not_finite
 from palestra.types.calls import Chat, Floats, ForkReason, PolicyVersion
 from palestra.types.records import TrainSample, Trajectory
 
+T = TypeVar("T")
 Choices = Mapping[tuple[str, int], Sequence[tuple[int, ...]]]
 """Every reply that could be sampled, token by token, by the grammar of a call and its `max_tokens`."""
 LEAST_TASKS = 3  # different ones, whose replies can be expected to differ
@@ -185,7 +187,8 @@ def make_batch(
     rollouts = [_rollout(share, config, left_out) for share in shares]
     shared = [rollout.tokens if choices is None else len(rollout.trained) for rollout in rollouts]
     weights = token_weights(shared, config.loss_agg_mode, max_tokens)
-    weighted = zip(rollouts, weights, strict=True)
+    # Each is forgotten when its group is done: to free all tries at once would hold up all threads.
+    weighted = zip(_taken(rollouts), weights, strict=True)
     groups: list[Group] = []
     of_groups: list[tuple[int, ...]] = []
     for _, group in groupby(weighted, key=lambda pair: pair[0].trajectory.episode.group_index):
@@ -201,6 +204,13 @@ def make_batch(
     metrics = {f"train/{name}": float(left_out[name]) for name in LEFT_OUT}
     metrics |= token_metrics(trajectories, roles) | rollout_metrics(shares, policy, roles, config)
     return Batch(groups=groups, tokens=of_groups, staleness={}, metrics=metrics).without((), version)
+
+
+def _taken(items: list[T]) -> Iterator[T]:
+    """Yield the items of a list in order, and take each from the list."""
+    items.reverse()
+    while items:
+        yield items.pop()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

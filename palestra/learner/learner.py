@@ -30,7 +30,7 @@ from palestra.learner.schedule import SAMPLED, TrainingBudget
 from palestra.learner.task_source import open_source
 from palestra.learner.update import PolicyUpdate
 from palestra.models.weights import WeightSource
-from palestra.threads import in_thread
+from palestra.threads import freed, in_thread
 from palestra.trainer.base import Trainer
 from palestra.types.calls import PolicyVersion
 from palestra.types.metrics import by_policy, of_policy
@@ -124,8 +124,10 @@ class Learner:
             found = await self._unless_stopped(self._manifest(step))
             if found is None:
                 break
-            row = await self._train(*found)
-            del found  # the step's episodes
+            manifest, trajectories, gathered = found
+            del found
+            row = await self._train(manifest, trajectories, gathered)
+            await freed(trajectories)
             row |= {"step": float(step), "time/step_seconds": time.monotonic() - started, **self._playing.rate(row)}
             await self._run.store.log.put_unfinished_metrics(row)  # before a checkpoint makes the step final
             self._run.progress.step, self._run.progress.sampled_tokens = step, self._budget.sampled
@@ -313,6 +315,7 @@ class Learner:
             else:
                 found = await in_thread(partial(update.metrics_of, trajectories))
             row |= by_policy(found, name) if self._run.policies.roles.rivals else found
+        await freed(*(batch.groups for batch in batches.values()))
         self._run.progress.staleness = dict(ages)  # number of trained tokens of all policies by age
         return row | {"time/train_seconds": seconds}
 

@@ -37,6 +37,7 @@ from palestra.learner.reporting import TrainedRow, trained_calls
 from palestra.learner.schedule import TrainingBudget
 from palestra.learner.shares import shares_of
 from palestra.learner.teacher import ServedTeacher
+from palestra.threads import freed
 from palestra.trainer.base import (
     TRAINER_METRICS,
     CriticKind,
@@ -231,6 +232,7 @@ class PolicyUpdate:
             part = await self._make_batch(drawn, choices)
             ages.update(staleness_of(part.samples, version))
             found = await self._train_batch(step, replace(part, metrics={}), f"step {step} draw {number}")
+            await freed(part.groups)
             summed = {name: row.get(name, 0.0) + found[name] for name in (*COUNTS, *CRITIC_COUNTS) if name in found}
             known = of_step.keys() | (_BEFORE_UPDATES if number else frozenset())
             row |= {name: value for name, value in found.items() if name not in known} | summed
@@ -254,6 +256,7 @@ class PolicyUpdate:
             row |= await self._update_critic(step, batch, critic, request)
         if batch.samples and not waits:
             row |= await self._update(step, batch, loss, request)
+        await freed(batch.groups)  # with the rows that have advantages; those without are the caller's
         return row
 
     def _with_advantages(
@@ -300,6 +303,7 @@ class PolicyUpdate:
         rate = self._budget.learning_rate(critic.optimizer, step)
         params = OptimParams.of(critic.optimizer, rate, critic.target_rate)
         made = await self._passes(step, taught, critic.loss, params, critic.epochs, "critic", request)
+        await freed(taught.groups)
         row = loss_metrics(made.first, made.last[-1], build_loss(critic.loss).metrics) | made.counts
         row |= {
             "train/critic_grad_norm": made.update.grad_norm,

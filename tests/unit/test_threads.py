@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from palestra.threads import WorkPool, in_thread
+from palestra.threads import FREED_AT_ONCE, WorkPool, freed, in_thread
 
 
 async def test_a_result_and_an_error_come_to_whoever_waits():
@@ -80,3 +80,21 @@ async def test_what_failed_in_a_thread_is_forgotten_with_its_error():
     finally:
         gc.enable()
         pool.close()
+
+
+async def test_what_is_freed_is_freed_in_another_thread_from_its_end():
+    class Item:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __del__(self) -> None:
+            gone.append((self.number, threading.get_ident()))
+
+    gone: list[tuple[int, int]] = []
+    many = 3 * FREED_AT_ONCE + 1
+    items, others = [Item(number) for number in range(many)], [Item(many)]
+    await freed(items, others)
+    assert items == others == []
+    assert {number for number, _ in gone} == set(range(many + 1))
+    assert {number for number, _ in gone[:FREED_AT_ONCE]} == set(range(many - FREED_AT_ONCE, many))
+    assert threading.get_ident() not in {thread for _, thread in gone}

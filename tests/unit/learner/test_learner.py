@@ -4,8 +4,11 @@ import asyncio
 import contextlib
 import json
 import math
+import threading
+import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from palestra.algorithms.importance import IMPORTANCE_METRICS
@@ -65,6 +68,28 @@ async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the
     beside |= {f"train/{metric.name}" for metric in (*SAC.metrics, *TwinValueLoss.metrics)}
     unused |= {"rewards/NAME"}
     assert named == metric_names() - {f"train/{name}" for name in unused} - {"validation/rewards/NAME"} - beside
+
+
+async def test_what_a_step_has_read_and_made_is_not_freed_on_the_event_loop(tmp_path, monkeypatch):
+    job, here, freed_by = ScriptedJob(tmp_path, config(steps=2)), threading.get_ident(), list[int]()
+    algorithm = job.algorithms["policy"]
+    really = algorithm.advantages
+
+    def note(array: np.ndarray) -> None:
+        weakref.finalize(array, lambda: freed_by.append(threading.get_ident()))
+
+    def advantages(groups, forward):
+        for group in groups:
+            for array in (chat.logprobs for trajectory in group.trajectories for chat in trajectory.chats):
+                note(array)
+            for row in group.rows:
+                note(row.ids)
+        return really(groups, forward)
+
+    monkeypatch.setattr(algorithm, "advantages", advantages)
+    await job.run()
+    assert len(freed_by) > 16  # two calls an episode, and rows
+    assert here not in freed_by
 
 
 @pytest.mark.parametrize("name", ["ppo", "a2c"])
