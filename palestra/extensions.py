@@ -5,6 +5,7 @@ An entry point's name is what users write, and it leads to one object:
 | group | object |
 |---|---|
 | `palestra.adapters` | see `palestra.envs.catalog`: what makes environments of another library's class or instance |
+| `palestra.agents` | an agent, agents by role, or what makes them; see `palestra.agents.installed` |
 | `palestra.algorithms` | a class derived from `palestra.Algorithm` |
 | `palestra.base_servers` | what connects a job to a shared base; see `palestra.runtime.parts.BaseConnection` |
 | `palestra.commands` | a function that adds `palestra NAME` to the subparsers of `argparse` that it is given |

@@ -4,6 +4,7 @@ Importing this package loads neither torch nor ray, so that a rollout worker sta
 """
 
 from palestra.agents.agent import Agent, ModelAgent, PolicyHandle, RandomAgent, ToolAgent
+from palestra.agents.installed import installed_agent, named_agents
 from palestra.types.calls import Chat
 from palestra.types.messages import ChatMessage, Observation, text_message
 
@@ -16,5 +17,7 @@ __all__ = [
     "PolicyHandle",
     "RandomAgent",
     "ToolAgent",
+    "installed_agent",
+    "named_agents",
     "text_message",
 ]

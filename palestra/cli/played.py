@@ -79,6 +79,7 @@ def _own(reference: str, found: Any, settings: Mapping[str, Any]) -> Callable[[R
 
 def _environment(reference: str | None, settings: Mapping[str, Any]) -> Callable[[RolloutFacts], RolloutSpec]:
     """Return the environment of a name of the catalogue, or of a class, or the one that the job names."""
+    from palestra.agents import named_agents
     from palestra.envs.catalog import catalog_maker
     from palestra.rollout import RolloutSpec
 
@@ -88,7 +89,8 @@ def _environment(reference: str | None, settings: Mapping[str, Any]) -> Callable
             if facts.environment is None:
                 raise ConfigError("the job names no environment (environment.name); say what is played: " + PLAYED)
             return RolloutSpec(
-                environment=catalog_maker(facts.environment, {**facts.settings, **settings}, facts.system)
+                environment=catalog_maker(facts.environment, {**facts.settings, **settings}, facts.system),
+                agents=named_agents(facts.agent, facts.agent_settings),
             )
 
         return named

@@ -33,6 +33,13 @@ class EnvironmentConfig(Section):
         "`palestra.train`.",
     )
     settings: dict[str, bool | int | float | str] = Field({}, description="Settings of the environment.")
+    agent: str | None = Field(
+        None,
+        description="Agent that acts in the environment, by name: `tools` (with `agent_settings.tools`, names of "
+        "installed tools separated by commas, and `max_calls`), or one of an installed package. None: each observation "
+        "is answered with one reply of the policy.",
+    )
+    agent_settings: dict[str, bool | int | float | str] = Field({}, description="Settings of the agent.")
     url: str | None = Field(
         None,
         description="URL of an environment server (`palestra env serve`), such as `http://10.0.0.7:7500`, in place of "
@@ -76,6 +83,12 @@ class EnvironmentConfig(Section):
     def _runners_have_a_name(self) -> EnvironmentConfig:
         if self.runners is not None and self.name is None:
             raise ValueError("environment.runners play an environment that ships; give environment.name")
+        return self
+
+    @model_validator(mode="after")
+    def _settings_have_an_agent(self) -> EnvironmentConfig:
+        if self.agent_settings and self.agent is None:
+            raise ValueError("environment.agent_settings are settings of an agent; give environment.agent")
         return self
 
     @model_validator(mode="after")

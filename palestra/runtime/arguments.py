@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from palestra.agents import named_agents
 from palestra.client.plain_values import plain_tasks, rows_of_frame
 from palestra.client.task_files import task_rows
 from palestra.client.worker import Rollout
@@ -96,11 +97,17 @@ def resolve_rollout(config: JobConfig, play: Play) -> Rollout | RolloutSpec | No
         )
     if len(found) > 1:
         raise ConfigError(f"what is played is said more than once, by {' and '.join(found)}; leave one of them out")
+    chosen = config.environment
     if rollout is not None:
+        if chosen.agent is not None:
+            raise ConfigError(
+                f"`rollout` says who acts, and environment.agent is {chosen.agent!r}; leave one of them out"
+            )
         return rollout
+    agents = named_agents(chosen.agent, chosen.agent_settings)
     if isinstance(reward, JudgeConfig):
         return RolloutSpec(
-            environment=lambda: TaskEnvironment(_not_scored), system=config.environment.system, only_judged=True
+            environment=lambda: TaskEnvironment(_not_scored), agents=agents, system=chosen.system, only_judged=True
         )
     if reward is not None:
         functions = reward.values() if isinstance(reward, Mapping) else (reward,)
@@ -113,7 +120,7 @@ def resolve_rollout(config: JobConfig, play: Play) -> Rollout | RolloutSpec | No
             reward_function(reward)
         except InvalidEnvironment as error:
             raise ConfigError(f"`reward`: {error}") from None
-        return RolloutSpec(environment=lambda: TaskEnvironment(reward), system=config.environment.system)
+        return RolloutSpec(environment=lambda: TaskEnvironment(reward), agents=agents, system=chosen.system)
     if environment is None or isinstance(environment, str):
         return None
     maker: object = adapted(environment)
@@ -123,7 +130,7 @@ def resolve_rollout(config: JobConfig, play: Play) -> Rollout | RolloutSpec | No
             f"`environment` is one {name}, and each episode needs its own; give the class {name}, or "
             f"`lambda: {name}(…)`"
         )
-    return RolloutSpec(environment=maker, system=config.environment.system)
+    return RolloutSpec(environment=maker, agents=agents, system=chosen.system)
 
 
 def _not_scored(task: TaskData, answer: str) -> float:

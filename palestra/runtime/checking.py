@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from palestra.agents import named_agents
 from palestra.algorithms.base import RecordedEpisodes
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import DEFAULT_CONTEXT, JobConfig
@@ -135,6 +136,11 @@ def _tasks(config: JobConfig) -> Iterator[CheckFinding]:
 def _environment(config: JobConfig) -> Iterator[CheckFinding]:
     """Make the environment that the job names, and play it with good and bad actions."""
     name = config.environment.name
+    try:
+        named_agents(config.environment.agent, config.environment.agent_settings)
+    except ConfigError as error:
+        yield CheckFinding(key="environment.agent", text=str(error))
+        return
     if config.environment.url is not None:
         yield from _environment_server(config)
         return

@@ -34,7 +34,7 @@ from palestra.runtime.console import Console, models_of
 from palestra.runtime.job_thread import Interrupts, JobThread, run
 from palestra.runtime.scores import Evaluation, TaskOutcome
 from palestra.runtime.starting_points import config_of_run
-from palestra.runtime.tasks import environment_of, task_of
+from palestra.runtime.tasks import played_of, task_of
 from palestra.runtime.terms import JobTerms
 from palestra.runtime.training import Rollouts, play_until_over
 from palestra.store.browsing import EpisodeSummary, browse, list_episodes, read_episode
@@ -183,7 +183,9 @@ def evaluate_until_stopped(
         )
     with TemporaryDirectory(prefix="palestra-") as folder:
         run_dir = Path(folder) / "run" if config.run_dir is None else config.run_dir
-        limits = config.environment.model_copy(update={"max_concurrency": concurrency, "name": None, "url": None})
+        limits = config.environment.model_copy(
+            update={"max_concurrency": concurrency, "name": None, "url": None, "agent": None, "agent_settings": {}}
+        )
         server = config.server.model_copy(update={"port": 0})
         job = config.model_copy(
             update={
@@ -273,10 +275,10 @@ def _with_random(played: Rollout | RolloutSpec, names: Collection[str]) -> Rollo
 
 
 def _shipped(config: JobConfig) -> RolloutSpec:
-    """Return the environment that the configuration names."""
-    maker = environment_of(config)
-    assert maker is not None, "resolve_rollout returns None for nothing else"
-    return RolloutSpec(environment=maker, system=config.environment.system)
+    """Return the environment and the agent that the configuration names."""
+    spec = played_of(config)
+    assert spec is not None, "resolve_rollout returns None for nothing else"
+    return spec
 
 
 def _tasks(tasks: Tasks, config: JobConfig) -> list[dict[str, Any]]:

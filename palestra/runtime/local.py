@@ -35,7 +35,7 @@ from palestra.runtime.playing import algorithms_of, check_played_roles, fleet_of
 from palestra.runtime.renewal import Renewal
 from palestra.runtime.run_dir import starting_in
 from palestra.runtime.serving import Scoring, Serving
-from palestra.runtime.tasks import environment_of, load_tasks, read_files
+from palestra.runtime.tasks import load_tasks, played_of, read_files
 from palestra.runtime.terms import USUAL, JobTerms
 from palestra.runtime.watchdog import Watchdog
 from palestra.server import DataPlane, KeyRing
@@ -122,7 +122,7 @@ def _algorithms(config: JobConfig, play: RolloutSpec | None, terms: JobTerms, kn
     """Return the algorithms of a training job; errors are raised before its model is loaded."""
     found = algorithms_of(config, play, terms.own_code)
     if play is None:
-        environment_of(config)
+        played_of(config)
     if not known:
         check_played_roles(config, play)
     return found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from palestra.agents import ModelAgent
 from palestra.algorithms.base import Algorithm
 from palestra.algorithms.registry import create_algorithm
@@ -13,7 +11,7 @@ from palestra.rollout import RolloutSpec
 from palestra.runners import Runner, RunnerPool
 from palestra.runtime.role_check import agents_of, check_roles
 from palestra.runtime.runner_fleet import RunnerFleet, RunnerOrder, RunnerStarter
-from palestra.runtime.tasks import environment_of
+from palestra.runtime.tasks import played_of
 from palestra.server import DataPlane
 from palestra.session import Sessions
 from palestra.types.progress import JobProgress
@@ -24,7 +22,8 @@ MOST_AT_ONCE = 256  # episodes played concurrently, unless the job sets another 
 def check_played_roles(config: JobConfig, play: RolloutSpec | None) -> None:
     """Check that roles, external players and policies fit the environment."""
     if config.roles or config.seats.roles or len(config.policies) > 1:
-        check_roles(config, agents_of(_environment(config, play)))
+        spec = play or played_of(config)
+        check_roles(config, () if spec is None else agents_of(spec.environment))
 
 
 def algorithms_of(config: JobConfig, play: RolloutSpec | None, own_code: bool) -> dict[str, Algorithm]:
@@ -37,25 +36,17 @@ def algorithms_of(config: JobConfig, play: RolloutSpec | None, own_code: bool) -
     return found
 
 
-def _environment(config: JobConfig, play: RolloutSpec | None) -> Any:
-    """Return an environment of the job, or the user's factory of one; None: this process plays no episodes."""
-    if play is not None:
-        return play.environment
-    make = environment_of(config)
-    return None if make is None else make()
-
-
 def _check_choices(config: JobConfig, policy: str, play: RolloutSpec | None) -> None:
     """Raise ConfigError if no agent's replies are restricted to choices, but an algorithm trains every choice.
 
     For external workers this is only checked at the first step.
     """
-    environment = _environment(config, play)
-    if environment is None:
+    spec = play or played_of(config)
+    if spec is None:
         return
-    # Of a function that makes environments it is not known what they give; of a class and of an environment it is.
-    given = bool(getattr(environment, "gives_choices", False))
-    agents = (play and play.agents) or {"": ModelAgent()}
+    # Of a user's function that makes environments it is not known what they give; of a class and an environment it is.
+    given = bool(getattr(spec.environment if play is not None else spec.environment(), "gives_choices", False))
+    agents = spec.agents or {"": ModelAgent()}
     if not any(agent.may_choose or (isinstance(agent, ModelAgent) and given) for agent in agents.values()):
         raise ConfigError(
             f"{config.algorithm_key(policy)}.name is {config.algorithm_of(policy).name!r}, which needs replies that "
@@ -68,11 +59,9 @@ def runners_of(
     config: JobConfig, sessions: Sessions, progress: JobProgress, play: RolloutSpec | None
 ) -> RunnerPool | None:
     """Return the pool that plays episodes here, if any."""
-    chosen = config.environment
     if config.kind == "inference":
         return None
-    if play is None and (make := environment_of(config)) is not None:
-        play = RolloutSpec(environment=make, system=chosen.system)
+    play = play or played_of(config)
     if play is None:
         if sessions.seats is not None:
             raise ConfigError(
@@ -82,7 +71,7 @@ def runners_of(
         return None
     return RunnerPool(
         sessions,
-        Runner(sessions, play, algorithm_of=config.algorithm_of, timeout_seconds=chosen.timeout_seconds),
+        Runner(sessions, play, algorithm_of=config.algorithm_of, timeout_seconds=config.environment.timeout_seconds),
         max_concurrency=_concurrency(config),
         progress=progress.rollouts,
     )

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 
+from palestra.agents import named_agents
 from palestra.client import AsyncClient, Worker
 from palestra.envs.catalog import catalog_maker
 from palestra.errors import ConfigError, PalestraError
@@ -24,7 +25,10 @@ async def play_environment(url: str, key: str, worker_id: str, concurrency: int)
         facts = await client.facts()
         if facts.environment is None:
             raise ConfigError("the job names no environment (environment.name)")
-        spec = RolloutSpec(environment=catalog_maker(facts.environment, facts.settings, facts.system))
+        spec = RolloutSpec(
+            environment=catalog_maker(facts.environment, facts.settings, facts.system),
+            agents=named_agents(facts.agent, facts.agent_settings),
+        )
         await Worker(client, EnvironmentPlayer(client, spec, facts), concurrency).run()
 
 

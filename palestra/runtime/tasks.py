@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
+from palestra.agents import named_agents
 from palestra.client.task_files import TaskFile
 from palestra.config import JobConfig
 from palestra.config.rollout import SERVERS, EnvironmentConfig
@@ -18,6 +19,7 @@ from palestra.envs.remote import RemoteEnvironment
 from palestra.envs.tasks import Split
 from palestra.errors import ConfigError
 from palestra.extensions import extensions, load_extension
+from palestra.rollout import RolloutSpec
 from palestra.store import Tasks
 from palestra.types.records import Task
 from palestra.types.wire import TaskBody, name_in, task_digest, task_id_of
@@ -41,6 +43,24 @@ def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEn
     if chosen.name is None:
         return None
     return catalog_maker(chosen.name, chosen.settings, chosen.system)
+
+
+def played_of(config: JobConfig) -> RolloutSpec | None:
+    """Return the environment and the agent that the job names; None: external workers play.
+
+    Raises:
+        ConfigError: a name or a setting is wrong, or there is an agent without an environment.
+    """
+    chosen = config.environment
+    make, agents = environment_of(config), named_agents(chosen.agent, chosen.agent_settings)
+    if make is not None:
+        return RolloutSpec(environment=make, agents=agents, system=chosen.system)
+    if agents is not None:
+        raise ConfigError(
+            f"environment.agent is {chosen.agent!r}, and no environment is named in which it could act; give "
+            "environment.name or environment.url"
+        )
+    return None
 
 
 def _partner(chosen: EnvironmentConfig, url: str) -> Callable[[], Environment | ConcurrentEnvironment]:

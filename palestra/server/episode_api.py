@@ -234,6 +234,8 @@ def _facts(plane: DataPlane) -> RolloutFacts:
         credits_agents=config.algorithm_of(roles.default).credits_agents,
         environment=chosen.name,
         settings=chosen.settings,
+        agent=chosen.agent,
+        agent_settings=chosen.agent_settings,
         system=chosen.system,
         timeout_seconds=chosen.timeout_seconds,
         max_picture_bytes=config.pictures.max_bytes,

@@ -248,6 +248,8 @@ class RolloutFacts(Body):
     credits_agents: bool = Field(False, description="Whether each agent is credited with its own reward.")
     environment: str | None = Field(None, description="Name of the environment of the catalogue that the job names.")
     settings: dict[str, bool | int | float | str] = Field(default_factory=dict, description="Of this environment.")
+    agent: str | None = Field(None, description="Name of the agent that the job names; null: replies of the policy.")
+    agent_settings: dict[str, bool | int | float | str] = Field(default_factory=dict, description="Of this agent.")
     system: str | None = Field(None, description="System message for environments with one agent; null: their own.")
     timeout_seconds: float | None = Field(None, description="Limit for one attempt at an episode; null: none.")
     max_picture_bytes: int | None = Field(None, description="Limit for the file of a picture; null: it is not known.")

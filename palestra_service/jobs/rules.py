@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from palestra.agents import installed_agent
 from palestra.config import BUILT_IN, JobConfig
 from palestra.config.loading import read_toml
 from palestra.envs.catalog import catalog_entry
@@ -23,7 +24,6 @@ DAY, WEEK = 86_400, 604_800  # seconds
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 OPEN_EPISODES = "rollout.group_size x groups_per_step x (1 + max_staleness)"
 TIME_LIMIT = "time_limit_seconds"  # of a job, beside its configuration; no cap unless the operator sets one
-_SETTINGS = "environment.settings.*"
 _PICTURE_HOSTS = ("picture_hosts", "private_picture_hosts")
 _BASE_AMOUNTS, _BASE_COUNTS = ("cpus", "gpus", "memory_gib"), ("slots", "adapters", "waiting")  # of [bases]
 
@@ -31,7 +31,8 @@ CAPS: Mapping[str, float] = {
     "steps": 1_000_000,
     "policies.*.max_context": 262_144,
     "policies.*.sampling.max_tokens": 262_144,
-    _SETTINGS: 1_000,
+    "environment.settings.*": 1_000,
+    "environment.agent_settings.*": 1_000,
     "environment.train_tasks": 100_000,
     "environment.validation_tasks": 10_000,
     "environment.max_concurrency": 1_024,
@@ -188,6 +189,8 @@ class Rules:
                 f"environment.name is {name!r}, which starts programs on the service's machines; its operator has to "
                 "allow that (environment.programs in the rules)"
             )
+        if config.environment.agent is not None:
+            installed_agent(config.environment.agent)
         rollout = config.rollout
         episodes = rollout.group_size * rollout.groups_per_step * (1 + rollout.max_staleness)
         workers = (("engine", "replicas"), config.engine.worker_count)  # of all tables together
@@ -441,7 +444,9 @@ def _key(path: tuple[str, ...]) -> str:
         return ".".join(own if own[0] == "algorithm" else ("policies", "*", *own))
     if path[:2] == ("engine", "workers"):
         return ".".join(("engine", *path[3:]))  # workers of one kind have the caps of an engine of that kind
-    return _SETTINGS if path[:2] == ("environment", "settings") else ".".join(path)
+    if path[0] == "environment" and path[1:2] in (("settings",), ("agent_settings",)):
+        return ".".join((*path[:2], "*"))
+    return ".".join(path)
 
 
 def _text(value: float) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -116,9 +118,10 @@ def runners_of(service) -> list[psutil.Process]:
 
 def test_runners_are_actors_that_count_as_cores_of_their_job_and_are_replaced(service):
     control = service.client()
-    alone = control.submit(GAMES)
+    acted = GAMES["environment"] | {"agent": "tools", "agent_settings": {"tools": "calculator"}}
+    alone = control.submit(GAMES | {"environment": acted})
     assert alone.wait().state == "completed"
-    environment = GAMES["environment"] | {"runners": 2}
+    environment = acted | {"runners": 2}
     engine = {"kind": "fake", "reply_tokens": 3, "delay_seconds": 0.1}
     job = control.submit(GAMES | {"environment": environment, "engine": engine})
     assert job.view().resources.cpus == 3.0, "its own core, and one for each runner"
@@ -131,7 +134,12 @@ def test_runners_are_actors_that_count_as_cores_of_their_job_and_are_replaced(se
     assert metrics_of(service, job.job_id) == metrics_of(service, alone.job_id), (
         "the killed one's episodes were played again"
     )
+    with contextlib.closing(sqlite3.connect(rows.with_name("run.db"))) as store:
+        offered = {tools for (tools,) in store.execute("SELECT tools FROM chats WHERE parent IS NULL")}
+    assert [json.loads(tools)[0]["function"]["name"] for tools in offered] == ["calculator"], "the agent's own tool"
     until(lambda: not runners_of(service), "the runners end with the job")
+    with pytest.raises(InvalidRequest, match=r"environment\.agent"):
+        control.submit(GAMES | {"environment": acted | {"agent": "nobody"}})
     with pytest.raises(InvalidRequest, match="could never start"):
         control.submit(GAMES | {"environment": GAMES["environment"] | {"runners": 16}})
 

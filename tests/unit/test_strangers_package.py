@@ -1,4 +1,4 @@
-"""A stranger's package adds an algorithm, a command, an engine, an environment, a reward and a tracker.
+"""A stranger's package adds an agent, an algorithm, a command, an engine, an environment, a reward and a tracker.
 
 No file of Palestra changes: they are found by real metadata of a package on the path.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,9 @@ CODE = '''
 from typing import ClassVar, Literal
 from pydantic import Field
 import numpy as np
-from palestra import Algorithm, Environment, LossSpec, TokenAdvantages
+from palestra import Agent, Algorithm, Environment, LossSpec, TokenAdvantages
 from palestra.algorithms.losses import ImportanceSamplingLoss
+from palestra.agents import text_message
 from palestra.config import PooledEngineConfig
 from palestra.engine.driver import EngineDriver, LoadedEngine, byte_policies
 from palestra.envs import CatalogEntry
@@ -51,6 +54,16 @@ ECHO = CatalogEntry(
     summary="say the word", make=Echo,
     generate=lambda split, count, seed: [{"id": f"{split}-{n}", "word": "lora"} for n in range(count)],
 )
+
+
+class Twice(Agent):
+    def __init__(self, hint: str) -> None:
+        self.hint = hint
+
+    async def step(self, observation, policy):
+        first = await policy.chat((*policy.history, *observation.content))
+        chat = await policy.chat((*policy.history, text_message("user", self.hint)))
+        return [first, chat], chat.reply
 
 
 class Halved(Algorithm):
@@ -93,6 +106,7 @@ def add_greet(commands):
     parser.set_defaults(run=lambda arguments: say("hello"))
 '''
 ENTRIES = {
+    "agents": "twice = stranger:Twice",
     "algorithms": "halved = stranger:Halved",
     "commands": "greet = stranger:add_greet",
     "engines": "parrot = stranger:ParrotDriver",
@@ -169,6 +183,16 @@ def test_its_engine_environment_algorithm_and_tracker_make_a_job(site):
     assert row["train/reward_mean"] == 1.0
     (lines,) = site.parent.rglob("lines.txt")
     assert "train/reward_mean" in lines.read_text()
+
+
+@pytest.mark.parametrize("runners", ["", "runners = 1"])
+def test_its_agent_acts_in_the_job_and_in_its_runners(site, runners):
+    agent = f'agent = "twice"\nagent_settings = {{hint = "again"}}\n{runners}\ntrain_tasks'
+    (site.parent / "job.toml").write_text(JOB.replace("train_tasks", agent))
+    palestra(site, "run", "job.toml")
+    with closing(sqlite3.connect(site.parent / "run" / "run.db")) as store:
+        calls = store.execute("SELECT count(*), sum(messages LIKE '%again%') FROM chats GROUP BY episode_id").fetchall()
+    assert calls == [(2, 1)] * 2
 
 
 def test_its_reward_scores_answers(site):

@@ -81,6 +81,8 @@ def set_to(key: str, value: float) -> dict:
         found = {section: found}
     if key == "environment.runners":
         found["environment"]["name"] = "gomoku"  # which they play
+    if key == "environment.agent_settings.*":
+        found["environment"]["agent"] = "tools"
     if key.startswith("algorithm.critic."):
         found["algorithm"]["name"] = "ppo"
     if key.startswith("algorithm.replay."):
