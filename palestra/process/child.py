@@ -26,7 +26,6 @@ from palestra.threads import in_thread
 # Set for a program on another machine, which has to end with the process that keeps it there.
 HOSTED = "PALESTRA_HOSTED"
 LAST_BYTES = 16_384  # of a log, in which its last line is looked for
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 MALLOC_VARIABLE = "GLIBC_TUNABLES"  # read by glibc alone, when a process starts
 NO_CACHES = "glibc.malloc.tcache_count=0"
 
@@ -248,4 +247,4 @@ def with_owner(then: Callable[[bytes], None]) -> socket.socket:
 def die_with_parent() -> None:
     """Ask the kernel to kill this process with its parent: a stopped process does not notice a closed socket."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(keeper.DIE_WITH_PARENT, signal.SIGKILL)

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 
+DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 LAST_SECONDS = 3.0  # for what is left when the command has ended: Python's process that removes shared memory, say
 _LOOK_SECONDS = 0.02
 _ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)  # the command, if its keeper gets it
@@ -35,9 +36,9 @@ def _main() -> int:
     caught = [one for one in _ENDS if one == signal.SIGQUIT or signal.getsignal(one) != signal.SIG_IGN]
     for number in (signal.SIGCHLD, *caught):
         signal.signal(number, lambda number, frame: None)
-    child = os.fork()
+    keeper, child = os.getpid(), os.fork()
     if child == 0:
-        _become(command, lifeline, caught)
+        _become(command, lifeline, caught, keeper)
     with contextlib.suppress(OSError):  # the child does the same, and may have been first
         os.setpgid(child, child)
     for descriptor in (0, 1):  # the command's alone, so that it sees the end of its input, and its reader its end
@@ -67,9 +68,15 @@ def _main() -> int:
     return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
-def _become(command: list[str], lifeline: int, caught: list[signal.Signals]) -> None:
+def _become(command: list[str], lifeline: int, caught: list[signal.Signals], keeper: int) -> None:
     """Turn this process, a new one, into the command."""
     try:
+        if sys.platform == "linux":
+            import ctypes  # here, because the keeper stays small
+
+            ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+            if os.getppid() != keeper:  # it was killed before
+                return
         os.setpgid(0, 0)
         os.close(lifeline)
         signal.set_wakeup_fd(-1)

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,29 @@ def test_a_keeper_that_is_asked_to_end_ends_its_program(number, words):
         assert kept_ending(kept.wait(30)) == f"was killed by {words}"
     assert not members_of(kept.pid)
     os.close(ours)
+
+
+@pytest.mark.parametrize("owner_dies_too", [False, True])
+def test_a_keeper_that_is_killed_does_not_leave_its_program(owner_dies_too):
+    theirs, ours = os.pipe()
+    ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    with subprocess.Popen(
+        kept_command(theirs, 600.0, [sys.executable, "-S", "-c", ignores]),
+        pass_fds=(theirs,),
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as kept:
+        os.close(theirs)
+        assert kept.stdout.readline() == b"up\n"
+        if owner_dies_too:
+            os.close(ours)
+        kept.kill()
+        assert kept.stdout.read() == b""  # nobody has it any more
+    until = time.monotonic() + 30
+    while members_of(kept.pid):
+        assert time.monotonic() < until
+    if not owner_dies_too:
+        os.close(ours)
 
 
 def test_a_code_that_is_no_signals_is_said_as_it_is():
