@@ -28,8 +28,6 @@ from palestra.trainer.gradient import numbers_by_row
 from palestra.trainer.packing import pack
 from palestra.types.records import TrainSample
 
-KEPT = StoreConfig().trained_logprobs_steps
-
 
 async def record(store: RunStore, step: int, rows: list[TrainSample], micro_batch_tokens: int) -> float:
     """Return the seconds of what a step does more when it records."""
@@ -40,7 +38,7 @@ async def record(store: RunStore, step: int, rows: list[TrainSample], micro_batc
         row for micro, values in zip(micro_batches, found, strict=True) for row in numbers_by_row(micro, values)
     ]
     calls = await asyncio.to_thread(trained_calls, zip(rows, logprobs, strict=True))
-    await store.trained.record(step, calls, KEPT)
+    await store.trained.record(step, calls)
     return time.perf_counter() - started
 
 

@@ -108,13 +108,11 @@ class Replay:
         draws: batches drawn per step; each makes the updates that a step makes otherwise.
         episodes: per batch, drawn without replacement; all, if there are fewer.
         max_age: in steps; 0: only the present step's episodes.
-        max_episodes: only the newest ones are drawn from.
     """
 
     draws: int
     episodes: int
     max_age: int
-    max_episodes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

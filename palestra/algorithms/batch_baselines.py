@@ -29,6 +29,7 @@ from palestra.algorithms.policy_gradient import PolicyGradient, clipped_loss
 from palestra.config import RAEConfig, ReinforcePPConfig
 from palestra.types.records import Trajectory
 
+DECAY = 0.95  # the share of a role's baseline that stays at each of its returns: SPIRAL, section 3.3
 _NORMALISED = partial(centred_returns, scale="std")
 _CENTRED = partial(centred_returns, scale="none")
 
@@ -83,8 +84,7 @@ class RAE(PolicyGradient):
     config: RAEConfig
     about = About(
         summary="each role's baseline is a moving mean of its returns, for self-play",
-        formula="b_role <- decay b_role + (1 - decay) R, from 0 on, in canonical order; A = R - b_role; "
-        "loss as in grpo",
+        formula="b_role <- 0.95 b_role + 0.05 R, from 0 on, in canonical order; A = R - b_role; loss as in grpo",
         paper="Liu et al. 2025, SPIRAL, section 3.3, arXiv:2506.24119",
     )
 
@@ -120,6 +120,6 @@ class RAE(PolicyGradient):
 
     def _advantage(self, key: BaselineKey, value: float) -> float:
         """Move the role's baseline towards a return, and return the difference."""
-        known, decay = self._baselines, self.config.decay
-        known[key.baseline_group] = decay * known.get(key.baseline_group, 0.0) + (1.0 - decay) * value
-        return value - known[key.baseline_group]
+        role = key.baseline_group
+        self._baselines[role] = DECAY * self._baselines.get(role, 0.0) + (1.0 - DECAY) * value
+        return value - self._baselines[role]

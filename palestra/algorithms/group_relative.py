@@ -95,7 +95,7 @@ class DAPO(ScaledGroupBaseline):
     config: DAPOConfig
     about = About(
         summary="GRPO that clips higher, weighs tokens equally, replaces groups without variance, and penalises length",
-        formula="A as in grpo, of R - overlong_penalty x min(1, max(0, (tokens - (max_tokens - buffer)) / buffer)), "
+        formula="A as in grpo, of R - min(1, max(0, (tokens - (max_tokens - buffer)) / buffer)), "
         "buffer = overlong_share x max_tokens, where the R that are compared differ; loss as in grpo with "
         "clip_high 0.28, mean over all tokens of the batch",
         paper="Yu et al. 2025, DAPO, arXiv:2503.14476",
@@ -136,10 +136,7 @@ class DAPO(ScaledGroupBaseline):
             most[key] = max(most[key], self._excess(chat))
         return replace(
             returns,
-            values={
-                key: value - self.config.overlong_penalty * most[key] * (key.baseline_group in differ)
-                for key, value in returns.values.items()
-            },
+            values={key: value - most[key] * (key.baseline_group in differ) for key, value in returns.values.items()},
         )
 
     def _excess(self, chat: Chat) -> float:

@@ -32,6 +32,7 @@ from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
 
 Doubles = NDArray[np.float64]
+TARGET_RATE = 0.1  # by which the critic's copy moves to it after each update (tau)
 _FURTHEST = 20.0  # bound of the logarithm of the temperature: where no reward is like it, it would run away
 
 
@@ -80,11 +81,9 @@ class SAC(Algorithm):
             optimizer=critic.optimizer,
             epochs=1,
             warmup_steps=critic.warmup_steps,
-            target_rate=critic.target_rate,
+            target_rate=TARGET_RATE,
         )
-        self.replay = Replay(
-            draws=replay.draws, episodes=replay.episodes, max_age=replay.max_age, max_episodes=replay.max_episodes
-        )
+        self.replay = Replay(draws=replay.draws, episodes=replay.episodes, max_age=replay.max_age)
         self._log_temperature = math.log(config.temperature)
 
     def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:

@@ -286,7 +286,6 @@ class JobConfig(Section):
             "max_episode_seconds",
             "max_attempts",
             "max_open_buckets",
-            "max_per_worker",
             "max_claimed",
             "weight_sync",
             # It changes no token: a call that one setting refuses is sampled without the fields by the other.

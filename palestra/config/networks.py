@@ -25,7 +25,6 @@ class OptimizerConfig(Section):
         0, ge=0, description="Steps over which the learning rate grows in a line; the first has 1/warmup_steps of it."
     )
     betas: tuple[Share, Share] = Field((0.9, 0.999), description="AdamW's decay rates, from 0 to less than 1.")
-    epsilon: float = Field(1e-8, gt=0, le=1e3, description="AdamW's epsilon.")
     weight_decay: float = Field(
         0.0, ge=0, le=1e3, description="AdamW's decoupled weight decay; not of norms and biases."
     )
@@ -123,7 +122,4 @@ class TwinCriticConfig(Section):
         ge=0,
         description="The first so many of the policy's steps (those of `updates`), in which only the critic is "
         "trained, so that its values mean something.",
-    )
-    target_rate: float = Field(
-        0.1, gt=0, le=1, description="Share by which the copy moves to the critic after each update (tau)."
     )

@@ -34,9 +34,6 @@ class PicturesConfig(Section):
     """Pictures in messages: their limits, and the hosts from which URLs are fetched."""
 
     max_bytes: Positive = Field(4 * 2**20, description="Longest file of a picture. Longer ones are refused.")
-    max_pixels: Positive = Field(
-        4096 * 2304, description="Width times height of a picture; it is read from the file before it is decoded."
-    )
     store_gib: float = Field(
         20.0, gt=0, description="Most that the pictures of the run take on disk, each counted once. More are refused."
     )
@@ -79,15 +76,10 @@ class SeatsConfig(Section):
     )
     wait_seconds: Seconds = Field(
         600.0,
-        description="Longest time that an episode waits for a worker to claim a seat that has to act. Then the attempt "
-        "fails. With `takeover = policy` the policy of the role plays the seat instead, if a worker has claimed any "
-        "seat of the episode.",
-    )
-
-    act_seconds: Seconds = Field(
-        600.0,
-        description="Longest time that a worker may take for an action. Then the seat is taken from it, as when its "
-        "lease has run out. A shorter limit of the environment itself (`time_limits`) comes first.",
+        description="Longest time that an episode waits for a seat that has to act. Without a worker that claims it, "
+        "the attempt fails; with `takeover = policy` the policy of the role plays the seat instead, if a worker has "
+        "claimed any seat of the episode. From a worker that does not act, the seat is taken, as when its lease has "
+        "run out; a shorter limit of the environment itself (`time_limits`) comes first.",
     )
 
     @model_validator(mode="after")
@@ -168,12 +160,6 @@ class StoreConfig(Section):
         "FULL",
         description="SQLite's synchronous level. NORMAL survives kill -9; FULL also survives a loss of power.",
     )
-    trained_logprobs_steps: int = Field(
-        100,
-        ge=0,
-        description="Number of newest steps of which the logprob of each token when it was trained is kept, about "
-        "4 bytes a token, for the page and for `load_run`; 0: none is recorded.",
-    )
 
 
 class ServerConfig(Section):
@@ -188,7 +174,6 @@ class ServerConfig(Section):
     )
     max_body_bytes: Positive = Field(4 * 2**20, description="A larger body is refused with 413.")
     max_waiting_calls: Positive = Field(1024, description="More model calls at the same time are refused with 429.")
-    max_wait_seconds: Seconds = Field(60.0, description="Longest time that a claim may wait for an episode.")
     unknown_fields: Literal["refuse", "ignore"] = Field(
         "refuse",
         description="How to treat fields of model calls that the server does not know. `refuse`: with 400; `ignore`: "

@@ -102,10 +102,9 @@ class DAPOConfig(ScaledGroupConfig):
         ge=0,
         le=1,
         description="Last share of a call's max_tokens in which a reply loses reward: nothing at the beginning of the "
-        "share, growing in a line to `overlong_penalty` at max_tokens (soft overlong punishment, equation 13). A "
+        "share, growing in a line to 1 at max_tokens (soft overlong punishment, equation 13). A "
         "return loses by the longest reply that it credits. 0: none does.",
     )
-    overlong_penalty: float = Field(1.0, ge=0, description="Reward that a reply of max_tokens loses.")
 
 
 class GSPOConfig(ScaledGroupConfig):
@@ -160,4 +159,3 @@ class RAEConfig(ClippedConfig):
 
     name: Literal["rae"] = Field("rae", description=NAME)
     credit: Credit = Field("agent", description=_CREDIT)
-    decay: float = Field(0.95, ge=0, lt=1, description="Share of the baseline that stays at each return of its role.")

@@ -14,6 +14,7 @@ from palestra.config.algorithm_base import AlgorithmConfig
 from palestra.config.section import TAG_OF_NAME, TAG_OF_TABLE, Identifier, Positive, Section
 
 MAX_POOL = 64  # versions, each of which is one more copy of the weights in the engine
+POWER = 2  # of the loss rate in `prioritized`: f_hard of AlphaStar, (1 - x)^p
 _PAST = re.compile(r"(?P<policy>[^@]+)@(?P<step>\d+)")
 _LATEST_LAST = 2**64
 
@@ -43,12 +44,11 @@ class PoolConfig(Section):
     )
     choice: Literal["uniform", "prioritized"] = Field(
         "uniform",
-        description="`uniform`: each version equally often; `prioritized`: with a weight of (1 - win rate) ** `power`, "
+        description="`uniform`: each version equally often; `prioritized`: with a weight of (1 - win rate) ** 2, "
         "where the win rate is that of the agents that learn against this version, over all steps that are done when "
         "an episode of a step s may be played first: up to s - 1 - `rollout.max_staleness` (PFSP: Vinyals et al. "
         "2019).",
     )
-    power: float = Field(2.0, gt=0, le=16, description="Exponent of `prioritized`: how much more the hard ones count.")
     latest_share: float = Field(
         0.0,
         ge=0,
@@ -69,7 +69,7 @@ class PoolConfig(Section):
         """
         if self.choice == "uniform":
             return (1.0,) * len(versions)
-        return tuple((1.0 - win_rates.get(version, 0.5)) ** self.power for version in versions)
+        return tuple((1.0 - win_rates.get(version, 0.5)) ** POWER for version in versions)
 
     def draw(self, key: str, versions: Sequence[int], win_rates: Mapping[int, float]) -> int | None:
         """Return the version that plays; None: the newest weights. Equal arguments give equal results."""

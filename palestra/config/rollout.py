@@ -135,11 +135,6 @@ class RolloutConfig(Section):
     max_open_buckets: Positive | None = Field(
         None, description="Groups that are played at the same time. None: all that are due."
     )
-    max_per_worker: Positive | None = Field(
-        None,
-        description="Episodes of one task that a worker may hold at the same time, so that a fast one leaves some of "
-        "them to others. None: any number. Episodes that the server plays itself are not limited.",
-    )
     max_claimed: Positive | None = Field(
         None, description="Episodes that may be claimed at the same time, by all workers. None: any number."
     )
@@ -206,4 +201,3 @@ class EvaluationConfig(Section):
         description="Evaluate after each step that passes a multiple of so many sampled tokens, before the first step "
         "and after the last; `every_steps` is not used then. None: by steps.",
     )
-    max_tasks: Positive | None = Field(None, description="Use at most so many validation tasks, the first ones.")

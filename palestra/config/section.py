@@ -157,7 +157,7 @@ def _unknown(place: tuple[str, ...], section: type[Section], root: type[Section]
             tables = dotted_key((*path, section.key_of_tables))
             return f"{dotted!r} is a key of {only} only; write it into the tables of these kinds in {tables}"
         return f"{dotted!r} is a key of {only} only; known keys here: {', '.join(known)}"
-    # The policies' tables have names of their own that TRL has, too, with another meaning: `epsilon` is AdamW's there.
+    # An `epsilon` of a policy is AdamW's, and not TRL's, which bounds ratios.
     if path[:1] != ["policies"] and key not in known and (other_name := key_of_other_name(key)) is not None:
         return f"unknown key {dotted!r}; {other_name}"
     meant = (

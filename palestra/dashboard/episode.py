@@ -37,7 +37,7 @@ from palestra.dashboard.steps import episode_line, fitting, mean_logprob
 from palestra.errors import ModelError, NotFound
 from palestra.store.browsing import EpisodeView, calls_of, episode_events, read_episode, read_row, summary
 from palestra.store.run_log import is_finished
-from palestra.store.trained_tokens import TrainedCall, read_trained
+from palestra.store.trained_tokens import KEPT_STEPS, TrainedCall, read_trained
 from palestra.tokens import TokenTrie, rows_of
 from palestra.types.calls import MEANINGS, Chat, SamplingParams
 from palestra.types.messages import ChatMessage, ImagePart, TextPart
@@ -46,10 +46,7 @@ from palestra.types.records import TrainSample
 MOST_TEXT = 20_000  # characters of a message; one long line must not stop a browser
 MOST_TOKENS = 5_000  # tokens of one answer
 MOST_LOG_RATIO = 80.0  # of a ratio that is shown, so that it is a number
-NOT_RECORDED = (
-    "the logprobs when it was trained are not recorded: store.trained_logprobs_steps says of how many of the newest "
-    "steps they are kept"
-)
+NOT_RECORDED = f"the logprobs when it was trained are not recorded: they are kept of the newest {KEPT_STEPS} steps"
 
 
 @dataclass(frozen=True, kw_only=True)

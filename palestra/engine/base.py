@@ -19,6 +19,7 @@ from palestra.types.calls import (
     TokenSequence,
 )
 
+PREFIX_TOKENS = 32_768  # of each policy, whose keys and values a worker keeps, and whose worker is remembered
 # Words, names, numbers, code, other scripts: places at which tokenizers differ.
 SAMPLE_TEXT = "Tokenizers differ: 1,234.5 km, naïve Zürich, def f(x):\n    return x**2  # 東京, Москва 🙂\n"
 

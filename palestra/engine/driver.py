@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     Keep = Callable[[str, WeightSource], Awaitable[KeptWeights]]
 
 Settings = TypeVar("Settings", bound=PooledEngineConfig)
-PREFIX_TOKENS = 32768  # of each policy whose worker is remembered, where the engine does not say what it keeps
 START_SECONDS = 900.0  # to load the models
 
 
@@ -124,7 +123,6 @@ class Workers:
     most: int | None
     policies: Callable[[], Mapping[str, SampledPolicy]]
     check_capacity: CheckCapacity | None = None
-    prefix_tokens: int = PREFIX_TOKENS
     start_seconds: float = START_SECONDS
 
 

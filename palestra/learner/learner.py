@@ -212,8 +212,7 @@ class Learner:
             self._train_tasks = await self._run.store.tasks.stored("train")
         else:
             self._train_tasks = await self._recordings.tasks()
-        most = self._run.config.evaluation.max_tasks
-        self._validation_tasks = await self._run.store.tasks.of_split("validation", most)
+        self._validation_tasks = await self._run.store.tasks.of_split("validation")
         if not self._train_tasks:
             raise ConfigError("the job has no training tasks")
         self._source = await open_source(self._run, self._train_tasks, self._recordings is None, self._sampler)

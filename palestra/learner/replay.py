@@ -14,6 +14,8 @@ from palestra.algorithms.base import Replay
 from palestra.store import RunStore
 from palestra.types.records import Trajectory
 
+MOST_EPISODES = 4096  # that are drawn from, the newest ones: their ids are held in memory
+
 Trainable = Callable[[str, Sequence[Trajectory]], Awaitable[list[Trajectory]]]
 
 
@@ -47,7 +49,7 @@ class ReplayBuffer:
                 self._manifests[number] = () if manifest is None else manifest.episode_ids
         self._manifests = {number: self._manifests[number] for number in young}
         names = [name for number in young for name in self._manifests[number]]
-        self._names = names[-self._replay.max_episodes :]
+        self._names = names[-MOST_EPISODES:]
         known = set(self._names)
         self._kept = {name: trajectory for name, trajectory in self._kept.items() if name in known}
 

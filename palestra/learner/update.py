@@ -319,7 +319,7 @@ class PolicyUpdate:
         made = await self._passes(step, batch, loss, params, self._settings.epochs, "policy", request)
         if made.trained:
             calls = await asyncio.to_thread(trained_calls, made.trained)
-            await self._run.store.trained.record(step, calls, self._config.store.trained_logprobs_steps)
+            await self._run.store.trained.record(step, calls)
         row = loss_metrics(made.first, made.last[-1], self._loss_metrics) | made.counts
         row |= {
             "train/grad_norm": made.update.grad_norm,
@@ -343,7 +343,7 @@ class PolicyUpdate:
         whose = "" if network == "policy" else f" {network}"
         reports, last, skipped, trained = list[StepReport](), list[StepReport](), 0, list[TrainedRow]()
         # What is drawn from a replay buffer is of earlier steps, and has been recorded in its own.
-        recorded = network == "policy" and self._replay is None and self._config.store.trained_logprobs_steps > 0
+        recorded = network == "policy" and self._replay is None
         for epoch in range(epochs):
             # The parts follow from the seed and the step alone, so that a step that is repeated makes the same updates.
             draw = np.random.default_rng((self._config.seed, step, epoch))

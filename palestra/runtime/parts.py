@@ -135,7 +135,6 @@ def _mixed(kinds: Sequence[Workers]) -> Workers:
         count=len(numbered),
         most=len(numbered),
         policies=kinds[0].policies,
-        prefix_tokens=max(workers.prefix_tokens for workers in kinds),
         start_seconds=max(workers.start_seconds for workers in kinds),
     )
 
@@ -159,7 +158,6 @@ async def _opened(job: EngineJob, workers: Workers, host: ProcessHost, places: J
         most=workers.most,
         sync=settings.sync,
         stuck_seconds=settings.stuck_seconds,
-        prefix_tokens=workers.prefix_tokens,
         start_seconds=workers.start_seconds,
         kinds=tuple(table.kind for table in tables for _ in range(table.worker_count)) if len(tables) > 1 else (),
     )

@@ -23,6 +23,7 @@ from palestra.types.conversations import read_conversation
 from palestra.types.records import MAX_STEPS, SOLE_AGENT, EpisodeRecord, Task
 from palestra.types.wire import (
     MAX_REWARD,
+    MAX_WAIT_SECONDS,
     AbortEpisode,
     ClaimAnswer,
     ClaimedEpisode,
@@ -179,7 +180,7 @@ def _pushed(algorithm: AlgorithmConfig, body: bytes) -> tuple[PushTasks, list[Ta
 async def _claim(plane: DataPlane, body: ClaimEpisode, request: Request) -> EpisodeRecord | None:
     """Wait for an episode; None: the waiting time or the job is over."""
     clock, episodes = plane.store.clock, plane.store.episodes
-    until = clock.monotonic() + min(body.wait_seconds, plane.config.server.max_wait_seconds)
+    until = clock.monotonic() + min(body.wait_seconds, MAX_WAIT_SECONDS)
     while True:
         plane.keys.recheck(request)
         if plane.progress.over and body.episode_id is None:

@@ -13,7 +13,7 @@ from palestra.server.episode_routes import EpisodeRoutes
 from palestra.server.state import DataPlane
 from palestra.session import SeatClaim
 from palestra.types.seat_wire import ActionAccepted, ActSeat, ObserveSeat, SeatAnswer
-from palestra.types.wire import ClaimAnswer, ClaimedEpisode, ClaimEpisode
+from palestra.types.wire import MAX_WAIT_SECONDS, ClaimAnswer, ClaimedEpisode, ClaimEpisode
 
 
 def add_seat_routes(app: GuardedApp, plane: DataPlane) -> None:
@@ -28,7 +28,7 @@ def add_seat_routes(app: GuardedApp, plane: DataPlane) -> None:
         """
         body = await read_request(ObserveSeat, request, plane.pool)
         key = require_seat(request, body.episode_id)
-        wait = min(body.wait_seconds, plane.config.server.max_wait_seconds)
+        wait = min(body.wait_seconds, MAX_WAIT_SECONDS)
         plane.connections.check_capacity()
         return await until_disconnect(request.scope, plane.seats.observe(key, body.events_seen, wait))
 
@@ -57,7 +57,7 @@ async def claim_seat(plane: DataPlane, body: ClaimEpisode, role: str, request: R
     worker_id = f"{role}: {body.worker_id}" if require_role(request, role) else body.worker_id
     seats, workers, progress = plane.seats, plane.workers, plane.progress
     seats.check_role(role)
-    wait = min(body.wait_seconds, plane.config.server.max_wait_seconds)
+    wait = min(body.wait_seconds, MAX_WAIT_SECONDS)
     plane.connections.check_capacity()
     workers.mark_claiming(worker_id, body.request_id)
     fault_point("before_seat_claim")

@@ -339,7 +339,7 @@ class SeatTable:
 
     def overdue(self) -> list[tuple[str, int]]:
         """Return the slots, with fences, whose workers have exceeded the time for an action."""
-        now, limit = self._clock.monotonic(), self._config.act_seconds
+        now, limit = self._clock.monotonic(), self._config.wait_seconds
         return [
             (seat.role, seat.fence)
             for seat in self._seats.values()

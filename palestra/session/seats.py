@@ -117,8 +117,8 @@ class SeatBook:
                         self._leave(table, role, fence)
             for role, fence in table.overdue():
                 log.warning(
-                    "episode %s: the worker %r of the seat %s has not acted for %g s (seats.act_seconds)",
-                    *(table.episode.episode_id, table.worker_of(role), role, self._config.act_seconds),
+                    "episode %s: the worker %r of the seat %s has not acted for %g s (seats.wait_seconds)",
+                    *(table.episode.episode_id, table.worker_of(role), role, self._config.wait_seconds),
                 )
                 self._leave(table, role, fence)
             table.check_waiting()

@@ -129,7 +129,6 @@ class Episodes:
             lease_seconds=seconds,
             now=self._clock.now(),
             episode_id=episode_id,
-            most=self._rollout.max_per_worker,
         )
         with self._claiming(1, episode_id) as limit:
             found = await self._db.write(lambda c: self._claim(c, claim, limit), "claim_commit")
@@ -319,9 +318,9 @@ class Episodes:
 
     def _lease_over(self, episode_id: str, fence: int) -> None:
         """Drop a lease, call `on_lease_over`, and wake claims that a limit may have delayed."""
-        if self._limit_reached or self._rollout.max_per_worker is not None:
+        if self._limit_reached:
             self._limit_reached = False
-            self.available.notify()  # all of them, because each may have waited for another limit
+            self.available.notify()
         self.leases.drop(episode_id, fence)
         self.sync_lock.released.notify()
         for callback in self.on_lease_over:

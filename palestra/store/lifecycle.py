@@ -78,26 +78,6 @@ _COMPLETE = Prepared(
     )
     .returning(episodes.c.players)
 )
-_OTHERS = episodes.alias()
-# The next episode of a group of which the worker holds fewer than `most`.
-_NEXT_SHARED = Prepared(
-    select(episodes)
-    .where(
-        episodes.c.state == EpisodeState.REGISTERED.value,
-        episodes.c.kind == bindparam("kind"),
-        select(func.count())
-        .where(
-            _OTHERS.c.kind == episodes.c.kind,
-            _OTHERS.c.group_index == episodes.c.group_index,
-            _OTHERS.c.state == EpisodeState.CLAIMED.value,
-            _OTHERS.c.worker_id == bindparam("worker_id"),
-        )
-        .scalar_subquery()
-        < bindparam("most"),
-    )
-    .order_by(episodes.c.group_index, episodes.c.sample_index)
-    .limit(1)
-)
 _REASON = Prepared(select(episodes.c.reason).where(episodes.c.episode_id == bindparam("episode_id")))
 _CLAIMED = Prepared(select(func.count()).where(episodes.c.state == EpisodeState.CLAIMED.value))
 _LAST_STEP = Prepared(
@@ -147,7 +127,6 @@ class Claim:
         lease_seconds: stored with the episode for a restart.
         now: Unix seconds.
         episode_id: None: the next one.
-        most: episodes of one group that the worker may hold at the same time; None: unlimited.
     """
 
     worker_id: str
@@ -155,7 +134,6 @@ class Claim:
     lease_seconds: float
     now: float
     episode_id: str | None = None
-    most: int | None = None
 
 
 def take(
@@ -180,7 +158,7 @@ def take(
         "lease_seconds": claim.lease_seconds,
         "claimed_at": claim.now,
     }
-    if claim.episode_id is None and claim.most is None and most_claimed is None and casting is None:
+    if claim.episode_id is None and most_claimed is None and casting is None:
         row = _TAKE_NEXT.row(connection, {f"v_{name}": value for name, value in changed.items()})
         if row is not None:
             return _claimed(row, claim)
@@ -194,7 +172,7 @@ def take(
     if claim.episode_id is not None:
         found: EpisodeRecord | None = episode_by_id(connection, claim.episode_id)
     else:
-        found = _next(connection, claim.worker_id, claim.most)
+        found = _next(connection)
     if found is None:
         return None
     check_transition(f"episode {found.episode_id}", found.state, EpisodeState.CLAIMED)
@@ -449,13 +427,10 @@ def live(connection: Connection) -> list[EpisodeRecord]:
     return [episode_of(row) for row in rows]
 
 
-def _next(connection: Connection, worker_id: str, most: int | None) -> EpisodeRecord | None:
-    """Return the next registered episode for this worker in canonical order, validation first, or None."""
+def _next(connection: Connection) -> EpisodeRecord | None:
+    """Return the next registered episode in canonical order, validation first, or None."""
     for kind in CLAIM_ORDER:
-        if most is None:
-            row = _NEXT.row(connection, {"kind": kind})
-        else:
-            row = _NEXT_SHARED.row(connection, {"kind": kind, "worker_id": worker_id, "most": most})
+        row = _NEXT.row(connection, {"kind": kind})
         if row is not None:
             return episode_of(row)
     return None

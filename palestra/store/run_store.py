@@ -220,5 +220,5 @@ def open_run_store(
 
 
 def _pictures(folder: Path, config: PicturesConfig, clock: Clock) -> KeptPictures:
-    limits = PictureLimits(max_bytes=config.max_bytes, max_pixels=config.max_pixels)
+    limits = PictureLimits(max_bytes=config.max_bytes)
     return KeptPictures(folder, limits, int(config.store_gib * 2**30), clock.monotonic)

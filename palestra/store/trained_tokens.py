@@ -15,6 +15,7 @@ from palestra.store.codec import pack_array, unpack
 from palestra.store.tables import Prepared, trained_tokens
 from palestra.types.calls import Floats
 
+KEPT_STEPS = 100  # the newest ones; a token takes about 4 bytes, and the page is asked about what happens now
 _PUT = Prepared(
     trained_tokens.insert().prefix_with("OR REPLACE").values({c.name: bindparam(c.name) for c in trained_tokens.c})
 )
@@ -41,14 +42,13 @@ class TrainedTokens:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    async def record(self, step: int, calls: Sequence[TrainedCall], steps: int) -> None:
+    async def record(self, step: int, calls: Sequence[TrainedCall]) -> None:
         """Record calls of a step, replacing those of an earlier attempt at the step.
 
         Args:
             calls: of the episodes of the step's manifest.
-            steps: number of newest steps to keep; at least 1.
         """
-        early = sa.delete(trained_tokens).where(trained_tokens.c.step <= step - steps)
+        early = sa.delete(trained_tokens).where(trained_tokens.c.step <= step - KEPT_STEPS)
         for piece in pieces(calls):
 
             def put(connection: Connection, piece: Sequence[TrainedCall] = piece) -> None:

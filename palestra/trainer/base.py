@@ -140,7 +140,6 @@ class OptimParams:
         return cls(
             learning_rate=learning_rate,
             betas=config.betas,
-            epsilon=config.epsilon,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
             target_rate=target_rate or 0.0,

@@ -27,7 +27,7 @@ class ObserveSeat(Body):
         "left out, the answer has the events that no earlier answer had.",
     )
     wait_seconds: float = Field(
-        0.0, ge=0, allow_inf_nan=False, strict=True, description="How long to wait, at most `server.max_wait_seconds`."
+        0.0, ge=0, allow_inf_nan=False, strict=True, description="How long to wait, at most 60 s."
     )
 
 

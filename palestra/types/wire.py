@@ -35,6 +35,8 @@ def _storable(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_storable)]
 # One episode must not fill the memory or the store, so what a worker hands in with it is limited.
 MAX_METADATA_BYTES = 65_536
+# Clients ask again; a proxy may end a request that has no answer for longer.
+MAX_WAIT_SECONDS = 60.0
 MAX_REWARDED_AGENTS = 1_000
 MAX_REWARDED_STEPS = 10_000
 
@@ -109,7 +111,7 @@ class ClaimEpisode(Body):
     worker_id: Name = "worker"
     request_id: Name = Field(description="A retry with the same id gets the same claim.")
     wait_seconds: float = Field(
-        0.0, ge=0, allow_inf_nan=False, strict=True, description="How long to wait for an episode."
+        0.0, ge=0, allow_inf_nan=False, strict=True, description="How long to wait for an episode, at most 60 s."
     )
     allow_discard_timeout: float | None = Field(
         None, gt=0, allow_inf_nan=False, strict=True, description="Lease in seconds; None: the job's `lease_seconds`."

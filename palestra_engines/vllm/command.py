@@ -21,6 +21,7 @@ from palestra_engines.vllm.sampling import MOST_TOP_LOGPROBS
 
 WORKER = Path(__file__).with_name("worker")
 _LOOK_SECONDS = 60.0
+PREFILL_TOKENS = 2048  # most prompt tokens of one forward pass; vLLM's own default, and chunks beside running replies
 _OPERATOR = "; the operator of this service has to correct engines.vllm.python in its rules"  # jobs name none there
 _LORAS, _LORAS_IN_MEMORY = 4, 32  # adapters in one forward pass, and in memory: the newest and older versions
 # `vllm serve` asks for the metadata of a distribution of the name vllm, which the CPU build does not have.
@@ -113,7 +114,7 @@ def vllm_command(
     assert config.python is not None
     assert address.socket is not None
     # Without chunked prefill a step takes whole prompts only, so that it has to have room for the longest.
-    budget = max(config.prefill_tokens, max_context) if config.seeds else config.prefill_tokens
+    budget = max(PREFILL_TOKENS, max_context) if config.seeds else PREFILL_TOKENS
     command = [os.path.abspath(config.python), "-m", _MODULE]
     command += ["--model", str(folder), "--uds", str(address.socket)]
     command += ["--config-format", "hf", "--load-format", "safetensors"]  # the files that were looked at, and no others

@@ -20,7 +20,6 @@ _OF_STARTED = (
     "gpu_memory_utilization",
     "threads",
     "compile",
-    "prefill_tokens",
     "tensor_parallel",
     "startup_seconds",
 )
@@ -85,7 +84,6 @@ class VllmEngineConfig(ServerEngineConfig):
         None, description="CPU threads for arithmetic, of vLLM's build for CPUs. None: what vLLM chooses."
     )
     max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Sequences that are decoded at the same time.")
-    prefill_tokens: Positive = Field(2048, description="Most prompt tokens in one forward pass.")
     tensor_parallel: Positive = Field(
         1, description="GPUs that share each server's model; with vLLM's build for CPUs, processes."
     )

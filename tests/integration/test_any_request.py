@@ -88,6 +88,8 @@ def play(url: str, key: Callable[[Case], str], known: Mapping[str, str]) -> set[
                         case.path_parameters |= {name: known[name] for name in case.path_parameters if name in known}
                         if isinstance(case.body, dict):
                             case.body |= {name: known[name] for name in case.body if name in known}
+                    if isinstance(case.body, dict) and isinstance(case.body.get("wait_seconds"), float):
+                        case.body["wait_seconds"] = min(case.body["wait_seconds"], 0.05)
                     if case.path.endswith("/events"):  # else it would go on for ever, as it says
                         case.query["follow"] = "false"
                     headers = {"authorization": f"Bearer {key(case)}"}
@@ -128,7 +130,7 @@ def test_the_control_plane_answers_whatever_is_asked(control_plane):
 
 @pytest.mark.slow
 def test_the_data_plane_answers_whatever_is_asked(tmp_path):
-    short = {"steps": 100, "engine": {"kind": "fake"}, "server": {"max_wait_seconds": 0.05}}
+    short = {"steps": 100, "engine": {"kind": "fake"}}
     with Job(tmp_path, short | {"evaluation": {"every_steps": 0}}) as job:
         job.start()
         with Plane(job.url) as plane:

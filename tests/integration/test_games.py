@@ -48,7 +48,7 @@ def test_an_untrained_model_makes_nothing_but_legal_moves(name, tmp_path):
 @pytest.mark.slow
 def test_a_named_environment_plays_the_tasks_that_are_given(tmp_path):
     given = [{"id": f"deal-{number}", "seed": number} for number in range(3)]
-    settings = config(tmp_path / "given", steps=1, evaluation={"every_steps": 1, "max_tasks": 2})
+    settings = config(tmp_path / "given", steps=1, evaluation={"every_steps": 1}, environment={"validation_tasks": 2})
     result = palestra.train(tasks=given, config=settings, environment="kuhn-poker", quiet=True)
     episodes = palestra.read_episodes(result.run_dir)
     trained = {episode.task_id for episode in episodes if episode.kind == "train"}

@@ -47,7 +47,7 @@ def job(folder, **more) -> JobConfig:
             "algorithm": {
                 "name": "sac",
                 "discount": 0.9,
-                "critic": {"target_rate": 0.2, "optimizer": {"learning_rate": 2e-3}},
+                "critic": {"optimizer": {"learning_rate": 2e-3}},
                 "replay": {"draws": 3, "episodes": 3, "max_age": 2},
             },
         }

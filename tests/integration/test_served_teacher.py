@@ -24,7 +24,7 @@ from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import load_tokenizer
 from palestra.renderers import select_renderer
 from palestra.runtime.local import local_job
-from palestra.trainer.base import PolicySpec
+from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.torch_trainer import TorchTrainer
 
 TASKS = [{"id": f"t{number}", "prompt": f"{number} + 2 ="} for number in range(4)]
@@ -34,6 +34,12 @@ FLOAT32 = {"dtype": "float32", "threads": 1}
 @pytest.fixture(autouse=True)
 def without_retries(monkeypatch):
     monkeypatch.setattr("palestra.learner.teacher.RETRY_SECONDS", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def steps_by_gradients(monkeypatch):
+    """With so large an epsilon a weight moves by its gradient; AdamW's own makes a step of any gradient."""
+    monkeypatch.setitem(OptimParams.__init__.__kwdefaults__, "epsilon", 1.0)
 
 
 @pytest.fixture
@@ -68,8 +74,7 @@ async def served(folder: Path, model: Path):
 
 def job(folder: Path, algorithm: dict, steps: int = 3, **policies) -> JobConfig:
     student = {"model": "tiny-random", "max_context": 256, "sampling": {"max_tokens": 6}}
-    # With so large an epsilon a weight moves by its gradient; AdamW's own makes a step of any gradient, however small.
-    optimizer = {"learning_rate": 0.3, "epsilon": 1.0}
+    optimizer = {"learning_rate": 0.3}
     return JobConfig.model_validate(
         {
             "run_dir": str(folder),

@@ -35,7 +35,6 @@ configs = st.builds(
                 "optimizer": st.fixed_dictionaries(
                     {
                         "learning_rate": up_to_a_thousand,
-                        "epsilon": up_to_a_thousand,
                         "betas": st.tuples(below_one, below_one),
                         "schedule": st.sampled_from(["constant", "linear", "cosine"]),
                     }

@@ -18,7 +18,6 @@ POOLS = st.builds(
     every_steps=st.integers(1, 20),
     size=st.integers(1, 12),
     choice=st.sampled_from(["uniform", "prioritized"]),
-    power=st.floats(0.25, 4),
     latest_share=st.floats(0, 0.9),
 )
 STEPS = st.integers(0, 500)
@@ -57,7 +56,7 @@ def test_versions_are_drawn_as_often_as_the_closed_form_says(pool, done, rates, 
     versions = pool.versions(done)
     known = dict(zip(versions, rates, strict=False))
     drawn = Counter(pool.draw(f"{name}/{number}", versions, known) for number in range(DRAWS))
-    weights = [1.0 if pool.choice == "uniform" else (1 - known[version]) ** pool.power for version in versions]
+    weights = [1.0 if pool.choice == "uniform" else (1 - known[version]) ** 2 for version in versions]
     shares = {version: (1 - pool.latest_share) * w / sum(weights) for version, w in zip(versions, weights, strict=True)}
     for version, share in {**shares, None: pool.latest_share}.items():
         deviation = math.sqrt(DRAWS * share * (1 - share)) if 0 < share < 1 else 0.0

@@ -27,12 +27,6 @@ class EmbeddedEngineConfig(PooledEngineConfig):
         "engine has those that other processes leave, or all if the job is deterministic.",
     )
     max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Sequences that are decoded at the same time.")
-    prefill_tokens: Positive = Field(2048, description="Most prompt tokens in one forward pass.")
-    prefill_chunk: Positive = Field(
-        512,
-        description="Most prompt tokens in one forward pass while replies are being sampled, so that a long prompt "
-        "does not delay them.",
-    )
     cache_gib: float | None = Field(
         None,
         gt=0,
@@ -40,9 +34,6 @@ class EmbeddedEngineConfig(PooledEngineConfig):
         "None: a quarter of the machine's memory, divided among the workers, or half of what is free on the GPU.",
     )
     in_flight_updates: InFlightUpdates = "continue"
-    prefix_cache_tokens: int = Field(
-        32768, ge=0, description="Prompt tokens of each policy whose keys and values are kept."
-    )
 
     @property
     def precision(self) -> Dtype:

@@ -51,7 +51,7 @@ class EngineCore:
         """Give a policy the runner of its base, or one of its own."""
         shared = (known.runner for known in self.policies.values() if known.runner.runs(policy.model))
         runner = next(shared, None) or ModelRunner(policy.model, self._deterministic)
-        served = ServedPolicy(policy, version, self._config.prefix_cache_tokens, runner)
+        served = ServedPolicy(policy, version, runner)
         runner.policies[name] = self.policies[name] = served
         return served
 

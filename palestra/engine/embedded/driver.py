@@ -50,7 +50,6 @@ class EmbeddedDriver(EngineDriver[EmbeddedEngineConfig]):
             count=table.worker_count,
             most=most,
             policies=lambda: self.policies(job, processes.models),
-            prefix_tokens=table.prefix_cache_tokens,
         )
 
 

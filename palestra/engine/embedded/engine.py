@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from palestra.engine.base import EngineLoad, EngineRequest, check_prompt, check_sampling
+from palestra.engine.embedded import scheduler
 from palestra.engine.embedded.command_queue import Command, CommandQueue
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.core import EngineCore
@@ -101,7 +102,7 @@ class EmbeddedEngine:
         model = self._policy(policy).model
         _check_prompt(prompt, model)
         runner, found = self._core.policies[policy].runner, list[float]()
-        await self._on_thread(lambda: found.extend(runner.score(policy, prompt, self._config.prefill_chunk)))
+        await self._on_thread(lambda: found.extend(runner.score(policy, prompt, scheduler.PREFILL_CHUNK)))
         return found
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from palestra.engine.base import PREFIX_TOKENS
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.kv_cache import KVBudget
 from palestra.engine.embedded.model_runner import ModelRunner
@@ -27,6 +28,9 @@ from palestra.types.calls import PolicyVersion
 if TYPE_CHECKING:
     from palestra.engine.embedded.model_runner import PolicyModel
 
+PREFILL_TOKENS = 2048  # most prompt tokens of one forward pass; more make it no faster, and need memory
+PREFILL_CHUNK = 512  # the same while replies are being sampled, so that a long prompt does not delay them
+
 
 class ServedPolicy:
     """A policy that an engine samples from.
@@ -37,16 +41,11 @@ class ServedPolicy:
         runner: computes its passes, perhaps together with policies on the same base.
     """
 
-    def __init__(self, policy: PolicyModel, version: PolicyVersion, prefix_tokens: int, runner: ModelRunner) -> None:
-        """Take over a policy's model.
-
-        Args:
-            prefix_tokens: limit of its cached prefixes, in tokens.
-        """
+    def __init__(self, policy: PolicyModel, version: PolicyVersion, runner: ModelRunner) -> None:
+        """Take over a policy's model."""
         self.model, self.stops, self._grammars = policy.model, policy.stop_ids, policy.grammars
         self.version, self.runner = version, runner
-        self.prefixes = PrefixCache(prefix_tokens)
-        self._prefix_tokens = prefix_tokens
+        self.prefixes = PrefixCache(PREFIX_TOKENS)
 
     def longest_bytes(self, request: RunningRequest) -> int:
         """Return the key-value bytes of a request's longest possible reply."""
@@ -62,7 +61,7 @@ class ServedPolicy:
             keys: [layers, 2, key heads, N, head dim].
             room: limit of the policy's cached prefixes, in tokens.
         """
-        self.prefixes.capacity = min(self._prefix_tokens, room)
+        self.prefixes.capacity = min(PREFIX_TOKENS, room)
         self.prefixes.insert(tokens, keys)
 
     def advance_grammars(self, requests: Sequence[RunningRequest]) -> list[PalestraError | None]:
@@ -123,7 +122,7 @@ class Scheduler:
     def schedule(self) -> Iterator[Prefill | Decode]:
         """Yield the passes of one step; each is planned after the previous one was computed.
 
-        First up to `prefill_tokens` of the prompts, then the next token of every running reply.
+        First up to `PREFILL_TOKENS` of the prompts, then the next token of every running reply.
         """
         self._drop_cancelled()
         self._admit()
@@ -209,9 +208,9 @@ class Scheduler:
     # Passes.
 
     def _prefill(self) -> Iterator[Prefill]:
-        left = self._config.prefill_tokens
+        left = PREFILL_TOKENS
         if self.running and not self._deterministic:  # they wait for their next token
-            left = min(left, self._config.prefill_chunk)
+            left = min(left, PREFILL_CHUNK)
         while self.prefilling and left > 0:
             pieces = self._pieces(left)
             left -= sum(new for _, new in pieces)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from palestra.engine.base import TokenReplay
+from palestra.engine.base import PREFIX_TOKENS, TokenReplay
 from palestra.engine.pool.worker import StartedWorker
 
 
@@ -72,6 +72,6 @@ class PoolOptions:
     most: int | None = None
     sync: Literal["rolling", "all"] = "rolling"
     stuck_seconds: float = 60.0
-    prefix_tokens: int = 32768
+    prefix_tokens: int = PREFIX_TOKENS
     start_seconds: float = START_SECONDS
     kinds: tuple[str, ...] = ()

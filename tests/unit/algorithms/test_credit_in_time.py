@@ -13,6 +13,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from palestra.algorithms import batch_baselines
 from palestra.algorithms.base import Group
 from palestra.algorithms.credit import agent_reward
 from palestra.algorithms.policy_gradient import PolicyGradient
@@ -120,8 +121,9 @@ def wanted_of(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_STEP if name not in (*CRITICS, "sac")])
-def test_a_role_is_compared_with_itself(name):
-    settings = {"gspo": {"form": "token"}, "rae": {"decay": 0.5}}.get(name, {})
+def test_a_role_is_compared_with_itself(name, monkeypatch):
+    monkeypatch.setattr(batch_baselines, "DECAY", 0.5)
+    settings = {"gspo": {"form": "token"}}.get(name, {})
     games = [game(), game(earned=[(step, agent, 0.0) for step, agent, _ in EARNED], sample=1)]
     group = Group(trajectories=tuple(one for one, _ in games), rows=tuple(row for _, rows in games for row in rows))
     found = made(name, **settings).advantages([group], {})

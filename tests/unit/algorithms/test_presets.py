@@ -131,28 +131,28 @@ def test_rloo_learns_nothing_from_equal_rewards_whose_sum_is_rounded(reward, epi
 
 
 def test_rae_compares_with_a_moving_mean_that_a_checkpoint_keeps():
-    algorithm, baseline, wanted = made("rae", decay=0.9), 0.0, []
+    algorithm, baseline, wanted = made("rae"), 0.0, []
     for group in REWARDS:
         wanted.append([])
         for reward in group:
-            baseline = 0.9 * baseline + 0.1 * reward
+            baseline = 0.95 * baseline + 0.05 * reward
             wanted[-1].append(reward - baseline)
     close(advantages(algorithm, groups_of()), wanted)
     assert algorithm.state() == {"baselines": {"agent": pytest.approx(baseline)}}
-    restored = made("rae", decay=0.9)
+    restored = made("rae")
     restored.restore(json.loads(json.dumps(algorithm.state())))
     assert advantages(restored, groups_of()) == advantages(algorithm, groups_of())
-    assert advantages(algorithm, groups_of()) != advantages(made("rae", decay=0.9), groups_of())
+    assert advantages(algorithm, groups_of()) != advantages(made("rae"), groups_of())
 
 
 def test_rae_has_a_baseline_for_each_role():
     chats = [replace(make_chat(index=n), agent=agent) for n, agent in enumerate(("black", "white"))]
     trajectory = make_trajectory(0, 0, 0.0, chats)
     episode = replace(trajectory.episode, rewards={"black": 1.0, "white": -1.0})
-    algorithm = made("rae", decay=0.5)
+    algorithm = made("rae")
     (found,) = algorithm.estimate([algorithm.returns([replace(trajectory, episode=episode)])])
-    assert found.by_call == [{0: 0.5, 1: -0.5}]
-    assert algorithm.state() == {"baselines": {"black": 0.5, "white": -0.5}}
+    assert found.by_call == [{0: pytest.approx(0.95), 1: pytest.approx(-0.95)}]
+    assert algorithm.state() == {"baselines": {"black": pytest.approx(0.05), "white": pytest.approx(-0.05)}}
 
 
 def replies_of(lengths: list[int], rewards: list[float]):
@@ -182,9 +182,9 @@ def test_dapo_learns_nothing_of_equal_outcomes_whatever_their_lengths(reward, sc
 def test_dapo_lowers_the_return_of_a_long_reply_in_a_line():
     lengths = [8, 9, 10, 4]  # of at most 10 tokens, of which the last fifth costs
     episodes = replies_of(lengths, [1.0, 1.0, 1.0, 0.0])
-    dapo = made("dapo", overlong_penalty=0.5)
+    dapo = made("dapo")
     values = [list(each.values.values()) for each in dapo.shaped(episodes, dapo.returns(episodes))]
-    assert values == [[1.0], [pytest.approx(0.75)], [0.5], [0.0]]
+    assert values == [[1.0], [pytest.approx(0.5)], [0.0], [0.0]]
     assert made("dapo").batch_metrics([Group(trajectories=episodes)]) == {"overlong_replies": 0.5}
 
 

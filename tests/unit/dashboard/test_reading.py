@@ -133,9 +133,9 @@ async def test_tokens_have_their_logprob_when_they_were_trained_and_the_ratio(tm
     ]
     before = read_tokens(run, read_reading(run, first.episode_id), 0, 0, 1000)
     assert set(before.trained_logprobs) == set(before.ratios) == {None}
-    assert "store.trained_logprobs_steps" in before.notes[-1]
+    assert "when it was trained are not recorded" in before.notes[-1]
     with open_store(tmp_path) as store:
-        await store.trained.record(5, calls, 3)
+        await store.trained.record(5, calls)
     found = read_tokens(run, read_reading(run, first.episode_id), 0, 0, 1000)
     wanted = np.full(len(found.ids), np.nan)
     for chat in (first, second):
@@ -146,7 +146,7 @@ async def test_tokens_have_their_logprob_when_they_were_trained_and_the_ratio(tm
     assert [found.ratios[place] for place in sampled] == pytest.approx(
         [np.exp(0.25), np.exp(0.25), np.exp(-0.5), None, np.exp(-0.5)]
     )
-    assert not [note for note in found.notes if "trained_logprobs_steps" in note]
+    assert not [note for note in found.notes if "are not recorded" in note]
 
 
 async def test_pages_of_tokens_are_the_whole(tmp_path):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from palestra.engine.embedded import scheduler
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
@@ -24,14 +26,20 @@ def prompt(length: int, seed: int = 0) -> np.ndarray:
 
 
 @asynccontextmanager
-async def serving(model, stops=(258,), deterministic=False, **config):
+async def serving(model, stops=(258,), deterministic=False, limits=None, **config):
+    """An engine of one policy.
+
+    Args:
+        limits: constants of the scheduler, in place of its own.
+    """
     settings = EmbeddedEngineConfig.model_validate({"threads": 1, "dtype": "float32", "max_batch": 16} | config)
     policy = PolicyModel(model=model, stop_ids=frozenset(stops))
-    engine = EmbeddedEngine({"policy": policy}, settings, deterministic)
-    try:
-        yield engine
-    finally:
-        await engine.close()
+    with patch.dict(vars(scheduler), limits or {}):
+        engine = EmbeddedEngine({"policy": policy}, settings, deterministic)
+        try:
+            yield engine
+        finally:
+            await engine.close()
 
 
 async def until_it_samples(engine) -> None:

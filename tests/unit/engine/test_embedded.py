@@ -57,7 +57,7 @@ def _stop_logprobs(reference, ids, completion, temperature) -> np.ndarray:
 
 async def test_many_at_once_are_each_what_a_full_forward_pass_says(tiny, reference):
     prompts = [prompt(n, seed=n) for n in (1, 5, 5, 17, 64, 90, 128, 3, 33, 61, 62, 63)]
-    async with serving(tiny, prefill_tokens=100, max_batch=5) as engine:
+    async with serving(tiny, max_batch=5, limits={"PREFILL_TOKENS": 100}) as engine:
         replies = await asyncio.gather(
             *(reply(engine, p, replace(DRAWN, seed=i, max_tokens=4 + 7 * i)) for i, p in enumerate(prompts))
         )
@@ -88,7 +88,7 @@ async def test_a_group_with_one_prompt_computes_it_once(tiny):
 
 
 async def test_without_a_prefix_cache_everything_is_computed_and_the_same(tiny):
-    async with serving(tiny, prefix_cache_tokens=0) as engine:
+    async with serving(tiny, limits={"PREFIX_TOKENS": 0}) as engine:
         found = [await reply(engine, prompt(20), DRAWN) for _ in range(2)]
         assert engine.load().prefilled_tokens == 40
     assert found[0] == found[1]
@@ -96,7 +96,7 @@ async def test_without_a_prefix_cache_everything_is_computed_and_the_same(tiny):
 
 async def test_the_prefix_cache_forgets_what_was_used_longest_ago(tiny):
     one_token = replace(DRAWN, max_tokens=1)
-    async with serving(tiny, prefix_cache_tokens=60) as engine:
+    async with serving(tiny, limits={"PREFIX_TOKENS": 60}) as engine:
         for seed in (1, 2, 1, 3):  # 2 is the oldest when 3 comes
             await reply(engine, prompt(30, seed), one_token)
         assert engine.load().prefilled_tokens == 3 * 30 + 1
@@ -128,7 +128,7 @@ async def test_a_long_prompt_in_pieces_does_not_hold_up_others_and_is_the_same(t
         async for _ in pieces:
             heard.append(who)
 
-    async with serving(tiny, prefill_chunk=50) as engine:
+    async with serving(tiny, limits={"PREFILL_CHUNK": 50}) as engine:
         talking = asyncio.ensure_future(listen("talking", engine.generate(engine_request(prompt(4), FOREVER))))
         while not heard:
             await asyncio.sleep(0.001)
@@ -168,7 +168,7 @@ async def test_leaving_frees_the_place_within_one_pass(tiny):
 
 
 async def test_the_first_of_a_group_may_leave_while_the_prompt_is_computed(tiny):
-    async with serving(tiny, prefill_tokens=10) as engine:
+    async with serving(tiny, limits={"PREFILL_TOKENS": 10}) as engine:
         calls = [asyncio.ensure_future(reply(engine, prompt(500), replace(DRAWN, seed=s))) for s in range(3)]
         while engine.load().prefilled_tokens < 50:
             await asyncio.sleep(0.001)
@@ -340,7 +340,7 @@ async def test_a_sliding_window_is_kept_in_pieces_of_a_prompt_and_in_replies():
 
     own, flat = two_of("mistral", sliding_window=7, vocab_size=259)
     long = prompt(40)
-    async with serving(CausalLM(flat), stops=(), prefill_tokens=16) as engine:
+    async with serving(CausalLM(flat), stops=(), limits={"PREFILL_TOKENS": 16}) as engine:
         ids, logprobs, _ = await reply(engine, long, replace(DRAWN, max_tokens=30))
         again, others, _ = await reply(engine, np.concatenate((long, np.array(ids, np.int32))), DRAWN)
     assert np.allclose(logprobs, full_forward(own, long, ids, 1.0), atol=1e-4)
@@ -350,12 +350,12 @@ async def test_a_sliding_window_is_kept_in_pieces_of_a_prompt_and_in_replies():
 @pytest.mark.parametrize("length", [2, 64, 700])
 @pytest.mark.parametrize("chunk", [64, 4096])
 async def test_a_score_is_what_a_full_forward_pass_says_while_replies_go_on(tiny, reference, length, chunk):
-    """More tokens than logits exist at a time, in passes of `prefill_chunk`; a running reply stays what it was."""
+    """More tokens than logits exist at a time, in passes of `PREFILL_CHUNK`; a running reply stays what it was."""
     ids = prompt(length, seed=length)
     with torch.inference_mode():
         scores = reference(torch.tensor(ids[None].astype(np.int64))).logits[0].log_softmax(-1)
     wanted = scores[torch.arange(length - 1), torch.tensor(ids[1:].astype(np.int64))].numpy()
-    async with serving(tiny, prefill_chunk=chunk) as engine:
+    async with serving(tiny, limits={"PREFILL_CHUNK": chunk}) as engine:
         alone = await reply(engine, prompt(9), replace(DRAWN, min_tokens=12))
         beside, found = await asyncio.gather(
             reply(engine, prompt(9), replace(DRAWN, min_tokens=12)), engine.score("policy", TokenSequence(ids))

@@ -153,7 +153,7 @@ async def test_a_prompt_that_is_read_under_two_versions_keeps_the_keys_of_both(t
     weights = [noisy(tiny, version) for version in range(2)]
     models = models_of(reference, weights)
     ids = prompt(1000)
-    async with serving(tiny, stops=(), prefill_tokens=10) as engine:
+    async with serving(tiny, stops=(), limits={"PREFILL_TOKENS": 10}) as engine:
         sampling = SamplingParams(temperature=1.0, max_tokens=3, seed=3)
         running = asyncio.ensure_future(sampled_under(engine, ids, sampling, {}))
         while engine.load().prefilled_tokens < 50:

@@ -64,7 +64,7 @@ async def test_a_call_in_flight_goes_on_and_every_token_says_its_version(tiny):
 @pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])
 async def test_weights_that_do_not_fit_are_refused_whole(tiny, damage):
     # Without kept prefixes: of a prompt that is known one token is computed, and its product may round another way.
-    async with serving(tiny, prefix_cache_tokens=0) as engine:
+    async with serving(tiny, limits={"PREFIX_TOKENS": 0}) as engine:
         before = await reply(engine, prompt(8), DRAWN)
         weights = halved(tiny)
         name, tensor = weights.pop()
@@ -142,7 +142,7 @@ async def test_what_was_computed_under_two_versions_is_not_used_again(tiny):
 
 async def test_a_prompt_that_was_begun_with_replaced_weights_is_not_shared_with_later_calls(tiny, reference):
     weights = [(name, p.detach() * 1.5) for name, p in tiny.named_parameters()]
-    async with serving(tiny, prefill_tokens=10) as engine:
+    async with serving(tiny, limits={"PREFILL_TOKENS": 10}) as engine:
         early = asyncio.ensure_future(reply(engine, prompt(500), DRAWN))
         while engine.load().prefilled_tokens < 50:
             await asyncio.sleep(0.001)

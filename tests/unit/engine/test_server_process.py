@@ -272,10 +272,12 @@ def test_an_interpreter_that_is_none_is_named_with_its_whole_path(tmp_path, monk
 CORES, CARDS = OnCores(cores="auto"), OnCards(cards="1", memory_share=0.45)
 
 
-def command_of(place: OnCores | OnCards = CORES, adapter: AdapterConfig | None = None, **settings) -> str:
+def command_of(
+    place: OnCores | OnCards = CORES, adapter: AdapterConfig | None = None, max_context=512, **settings
+) -> str:
     config = VllmEngineConfig(python=Path("/venv/bin/python"), **settings)
     address = Address(url="http://engine", socket=Path("/tmp/p/http"), key="k")
-    return " ".join(vllm_command(config, Path("/model"), 512, address, place, adapter))
+    return " ".join(vllm_command(config, Path("/model"), max_context, address, place, adapter))
 
 
 def test_what_the_command_of_vllm_says():
@@ -290,9 +292,9 @@ def test_what_the_command_of_vllm_says():
     assert plain == command_of(max_batch=8, dtype="float32", weight_transfer="gloo")  # workers can take both ways
     assert "--enable-lora" not in plain
     # A seeded prompt that is split over passes ends vLLM's engine on CPUs, so that each pass has room for the longest.
-    seeded = command_of(seeds=True, prefill_tokens=128)
+    seeded = command_of(seeds=True, max_context=4096)
     assert "--no-enable-chunked-prefill" in seeded
-    assert "--max-num-batched-tokens 512" in seeded
+    assert "--max-num-batched-tokens 4096" in seeded
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from palestra.algorithms.base import Replay
+from palestra.learner import replay as replay_module
 from palestra.learner.replay import ReplayBuffer
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import BatchManifest
@@ -36,7 +37,7 @@ async def all_trainable(_, trajectories):
 
 
 def buffer(store=None, trainable=all_trainable, seed=3, **changes) -> ReplayBuffer:
-    replay = Replay(**({"draws": 2, "episodes": 3, "max_age": 1, "max_episodes": 100} | changes))
+    replay = Replay(**({"draws": 2, "episodes": 3, "max_age": 1} | changes))
     return ReplayBuffer(replay, store or Store(), seed, "policy", trainable)
 
 
@@ -57,8 +58,9 @@ async def test_a_step_draws_without_replacement_in_canonical_order_from_the_step
     assert {name for drawn in draws for name in drawn} == {f"train-{n:06d}-00" for n in range(12, 20)}
 
 
-async def test_only_the_newest_episodes_are_kept():
-    replay = buffer(max_episodes=5, max_age=10, episodes=100)
+async def test_only_the_newest_episodes_are_kept(monkeypatch):
+    monkeypatch.setattr(replay_module, "MOST_EPISODES", 5)
+    replay = buffer(max_age=10, episodes=100)
     await replay.begin(3)
     assert names(await replay.draw(3, 0)) == [f"train-{n:06d}-00" for n in range(7, 12)]
 

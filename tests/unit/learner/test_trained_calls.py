@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import replace
 
 import numpy as np
 
 from palestra.config import RolloutConfig, StoreConfig, parse_config
 from palestra.learner.reporting import trained_calls
-from palestra.store import open_run_store
+from palestra.store import open_run_store, trained_tokens
 from palestra.store.browsing import browse
 from palestra.store.trained_tokens import TrainedCall, read_trained
 from palestra.types.calls import PolicyVersion
@@ -62,8 +61,9 @@ def test_rows_that_train_more_than_what_was_sampled_are_left_out():
     assert trained_calls((replace(row, targets=row.ids), values) for row, values in rows) == []
 
 
-async def test_a_job_records_them_of_its_newest_steps(tmp_path):
-    job = ScriptedJob(tmp_path, config(store={"synchronous": "NORMAL", "trained_logprobs_steps": 2}))
+async def test_a_job_records_them_of_its_newest_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(trained_tokens, "KEPT_STEPS", 2)
+    job = ScriptedJob(tmp_path, config())
     await job.run()
     steps = set[int]()
     with open_store(tmp_path) as store:
@@ -87,18 +87,6 @@ async def test_a_job_records_them_of_its_newest_steps(tmp_path):
     assert steps == {2, 3}
 
 
-async def test_a_job_that_should_keep_none_records_none(tmp_path):
-    asked = []
-    job = ScriptedJob(tmp_path, config(store={"synchronous": "NORMAL", "trained_logprobs_steps": 0}))
-    really = job.trainer.forward_backward
-    job.trainer.forward_backward = lambda *given: asked.append(given[4]) or really(*given)
-    await job.run()
-    assert asked == [False] * 3
-    with sqlite3.connect(tmp_path / "run.db") as db:
-        assert db.execute("SELECT count(*) FROM trained_tokens").fetchone() == (0,)
-    db.close()
-
-
 async def test_only_the_first_epoch_is_asked_for(tmp_path):
     asked = []
     job = ScriptedJob(tmp_path, config(algorithm={"epochs": 3}))
@@ -113,7 +101,7 @@ async def test_a_step_that_is_repeated_has_the_numbers_of_the_last_attempt(tmp_p
     with open_run_store(tmp_path / "run.db", RolloutConfig(), StoreConfig(synchronous="NORMAL")) as store:
         for value in (-1.0, -2.0):
             values = np.array([value, np.nan, value / 3], np.float32)
-            await store.trained.record(7, [TrainedCall(episode_id="e", index=4, start=9, logprobs=values)], 5)
+            await store.trained.record(7, [TrainedCall(episode_id="e", index=4, start=9, logprobs=values)])
         with browse(tmp_path / "run.db") as connection:
             (found,) = read_trained(connection, 7, "e").values()
     assert (found.index, found.start) == (4, 9)

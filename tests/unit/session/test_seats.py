@@ -324,7 +324,7 @@ async def test_an_episode_that_is_over_keeps_no_session_in_memory(store, book):
 
 
 async def test_a_worker_that_does_not_act_loses_its_seat(store, clock, caplog):
-    book = make_book(store, clock, act_seconds=30.0)
+    book = make_book(store, clock, wait_seconds=30.0)
     (table,) = await begin(store, book)
     white, black = await take(book, "white", "slow"), await take(book, "black")
     asked = show(table, "o0")
@@ -334,7 +334,7 @@ async def test_a_worker_that_does_not_act_loses_its_seat(store, clock, caplog):
     assert (await book.observe(white.key, 0, 0.0)).status == "act"
     clock.advance(2.0)
     book.expire()
-    assert "the worker 'slow' of the seat white has not acted for 30 s (seats.act_seconds)" in caplog.text
+    assert "the worker 'slow' of the seat white has not acted for 30 s (seats.wait_seconds)" in caplog.text
     with pytest.raises(EpisodeLeaseExpired):
         await book.observe(white.key, 0, 0.0)
     (event,) = [e for e in (await book.observe(black.key, 0, 0.0)).events if e.kind == "seat_left"]

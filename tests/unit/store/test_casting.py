@@ -95,7 +95,7 @@ async def test_the_hard_ones_are_drawn_by_the_results_of_earlier_steps_also_afte
     def hard(player: str) -> dict[str, float]:
         return {"agent": 0.0, "opponent": 1.0} if player == "white@2" else {"agent": 1.0, "opponent": 0.0}
 
-    kept = roles(choice="prioritized", power=4.0)
+    kept = roles(choice="prioritized")
     with opened(tmp_path, Casting(kept, 7, 0)) as store:
         for step in (1, 2, 3):
             await played(store, step, hard, groups=20)

@@ -302,23 +302,6 @@ async def test_counts_are_of_all_kinds(store):
     assert (counts.registered, counts.claimed, counts.completed, counts.discarded) == (2, 1, 1, 1)
 
 
-async def test_a_worker_holds_no_more_of_a_group_than_allowed_and_others_get_the_rest(tmp_path):
-    with open_store(tmp_path, FakeClock(), max_per_worker=2) as store:
-        await register(store, groups=2, size=4)
-        names = [(await store.episodes.claim("fast", f"f{n}", None)).episode_id for n in range(4)]
-        assert names == [FIRST, SECOND, "train-000001-00", "train-000001-01"]
-        assert await store.episodes.claim("fast", "f4", None) is None
-        other = await store.episodes.claim("slow", "s0", None)
-        assert other.episode_id == "train-000000-02"
-        assert (await store.episodes.claim("fast", "f0", None)).episode_id == FIRST  # a retry gets what it has
-        waiting = asyncio.ensure_future(store.episodes.available.wait(5, store.episodes.available.count))
-        await asyncio.sleep(0)
-        await store.episodes.end(FIRST, 1, EpisodeEnd(rewards={"agent": 1.0}))
-        await asyncio.wait_for(waiting, 1)
-        assert (await store.episodes.claim("fast", "f5", None)).episode_id == "train-000000-03"
-        assert len(await store.episodes.claim_many("palestra-runner", "all", 9)) == 2
-
-
 async def test_all_workers_together_hold_no_more_than_allowed_and_the_next_end_wakes_one(tmp_path):
     with open_store(tmp_path, FakeClock(), max_claimed=3) as store:
         await register(store, groups=2, size=4)

@@ -69,7 +69,7 @@ TURNS = pytest.mark.parametrize(
     "settings",
     [
         {},
-        pytest.param({"prefill_chunk": 7, "prefix_cache_tokens": 0}, marks=pytest.mark.slow),
+        pytest.param({"limits": {"PREFILL_CHUNK": 7, "PREFIX_TOKENS": 0}}, marks=pytest.mark.slow),
         pytest.param({"deterministic": True}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -108,7 +108,7 @@ async def test_a_picture_passes_through_the_tower_once_whatever_refers_to_it():
     shown = Shown()
     part = shown.add(noise(60, 60))
     renderer, model = renderer_of(shown), seeing(shown)
-    async with serving(model, prefix_cache_tokens=0, prefill_chunk=16) as engine:
+    async with serving(model, limits={"PREFIX_TOKENS": 0, "PREFILL_CHUNK": 16}) as engine:
         prompts = [renderer.render([user(f"{n}", part)]) for n in range(8)]
         await asyncio.gather(*(reply(engine, prompt) for prompt in prompts))
         assert model.vision.computed == 1

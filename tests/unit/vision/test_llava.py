@@ -48,7 +48,7 @@ async def test_the_engine_scores_a_prompt_with_pictures(folder):
     model.vision.pictures = shown
     renderer = select_renderer(tokenizer, pictures=PictureTokens(tokenizer, model.vision.layout, shown))
     prompt = renderer.render([user(shown.add(noise(50, 40)), "what")])
-    async with serving(model, prefill_chunk=5) as engine:
+    async with serving(model, limits={"PREFILL_CHUNK": 5}) as engine:
         found = await engine.score("policy", prompt)
     ids = torch.from_numpy(prompt.ids.astype(np.int64))
     with torch.no_grad():

@@ -26,7 +26,7 @@ async def test_ten_turns_with_a_picture_in_each_have_the_logprobs_of_transformer
 
 @pytest.mark.slow
 async def test_later_families_as_well(qwen):
-    await check_ten_turns(qwen, {"prefill_chunk": 7})
+    await check_ten_turns(qwen, {"limits": {"PREFILL_CHUNK": 7}})
 
 
 async def test_replies_decoded_together_have_the_positions_of_their_own_prompts():
@@ -36,7 +36,7 @@ async def test_replies_decoded_together_have_the_positions_of_their_own_prompts(
     renderer = renderer_of(shown, NAME)
     prompts = [renderer.render([user(part, "what")]) for part in parts]
     prompts += [renderer.render([user("what")]), renderer.render([user(parts[2], parts[2])]), prompts[0]]
-    async with serving(seeing(shown, name=NAME), prefix_cache_tokens=0) as engine:
+    async with serving(seeing(shown, name=NAME), limits={"PREFIX_TOKENS": 0}) as engine:
         alone = [await reply(engine, prompt) for prompt in prompts]
         together = await asyncio.gather(*(reply(engine, prompt) for prompt in prompts))
     reference = transformers_model(model_folder(NAME))
@@ -63,7 +63,7 @@ async def test_a_kept_prefix_with_a_picture_is_continued_at_the_same_positions()
         before = engine.load().prefilled_tokens
         ids, kept = await reply(engine, second)
         computed = engine.load().prefilled_tokens - before
-    async with serving(seeing(shown, name=NAME), prefix_cache_tokens=0) as engine:
+    async with serving(seeing(shown, name=NAME), limits={"PREFIX_TOKENS": 0}) as engine:
         again, whole = await reply(engine, second)
     assert computed < len(second.ids) - len(first.ids)
     assert ids == again
@@ -73,7 +73,7 @@ async def test_a_kept_prefix_with_a_picture_is_continued_at_the_same_positions()
 async def test_a_follower_goes_on_with_the_positions_of_its_prompt_when_the_first_is_cancelled():
     shown = Shown()
     prompt = renderer_of(shown, NAME).render([user(*(shown.add(noise(64, 64, seed=n)) for n in range(4)), "what")])
-    async with serving(seeing(shown, name=NAME), prefill_chunk=8, prefix_cache_tokens=0) as engine:
+    async with serving(seeing(shown, name=NAME), limits={"PREFILL_CHUNK": 8, "PREFIX_TOKENS": 0}) as engine:
         alone = await reply(engine, prompt)
         await engine.pause()
         first, second = (asyncio.ensure_future(reply(engine, prompt)) for _ in range(2))

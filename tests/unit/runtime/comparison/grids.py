@@ -29,7 +29,8 @@ name = "dr_grpo"
 clip_low = 0.11
 [evaluation]
 every_steps = 3
-max_tasks = 3
+[checkpoint]
+keep = 3
 """
 GRID = """
 name = "small"

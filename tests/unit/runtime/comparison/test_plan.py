@@ -31,11 +31,7 @@ def test_runs_of_a_scenario_differ_in_the_algorithm_and_its_overrides_only(tmp_p
     # The base job's algorithm and number of steps are of another run; its other keys hold.
     assert first["algorithm"]["name"] == "grpo"
     assert first["algorithm"]["clip_low"] == 0.2
-    assert (first["token_budget"], first["evaluation"]["every_tokens"], first["evaluation"]["max_tasks"]) == (
-        400,
-        100,
-        3,
-    )
+    assert (first["token_budget"], first["evaluation"]["every_tokens"], first["checkpoint"]["keep"]) == (400, 100, 3)
     assert (first["steps"], second["steps"]) == (400 / 8, 400 / 4)  # an episode samples a token at least
 
 

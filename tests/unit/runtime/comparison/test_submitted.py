@@ -215,7 +215,7 @@ def test_a_signal_leaves_the_jobs_running(tmp_path, service, monkeypatch):
 
 def test_a_run_that_the_service_refuses_is_a_failure_with_its_reason(tmp_path, service):
     _, runs = planned(
-        tmp_path, GRID.replace("[algorithms.grpo]", "[algorithms.grpo]\noverrides.rollout.max_per_worker = 99999")
+        tmp_path, GRID.replace("[algorithms.grpo]", "[algorithms.grpo]\noverrides.rollout.max_open_buckets = 99999")
     )
     assert grid(runs, service).run() == 2
     assert "this service allows at most" in read_results(runs).failures[0].reason
