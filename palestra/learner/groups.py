@@ -17,7 +17,7 @@ from palestra.errors import EngineFailure, EpisodesLost, PalestraError
 from palestra.rollout.result import Termination
 from palestra.store import RunStore
 from palestra.store.groups import GroupNow
-from palestra.threads import in_thread
+from palestra.threads import in_thread, short_turns
 from palestra.types.records import Task, Trajectory
 from palestra.types.states import REPLACED, GroupState
 
@@ -156,7 +156,8 @@ async def _settle(
     in_turn = dynamic is not None
     complete = [group.group_index for group in (takewhile(_complete, left) if in_turn else filter(_complete, left))]
     before = [index for index, state in states.items() if state is GroupState.READY and index not in used]
-    used.update(await _played(store, before + complete, oldest))
+    with short_turns():
+        used.update(await _played(store, before + complete, oldest))
     skipped = sum(state is GroupState.SKIPPED for state in states.values())
     following, again = dict[int, GroupState](), dict[int, list[str]]()
     for index in complete:

@@ -30,7 +30,7 @@ from palestra.learner.schedule import SAMPLED, TrainingBudget
 from palestra.learner.task_source import open_source
 from palestra.learner.update import PolicyUpdate
 from palestra.models.weights import WeightSource
-from palestra.threads import freed, in_thread
+from palestra.threads import freed, in_thread, short_turns
 from palestra.trainer.base import Trainer
 from palestra.types.calls import PolicyVersion
 from palestra.types.metrics import by_policy, of_policy
@@ -126,8 +126,9 @@ class Learner:
                 break
             manifest, trajectories, gathered = found
             del found
-            row = await self._train(manifest, trajectories, gathered)
-            await freed(trajectories)
+            with short_turns():
+                row = await self._train(manifest, trajectories, gathered)
+                await freed(trajectories)
             row |= {"step": float(step), "time/step_seconds": time.monotonic() - started, **self._playing.rate(row)}
             await self._run.store.log.put_unfinished_metrics(row)  # before a checkpoint makes the step final
             self._run.progress.step, self._run.progress.sampled_tokens = step, self._budget.sampled

@@ -3,13 +3,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import sys
 import threading
 import time
 import weakref
 
 import pytest
 
-from palestra.threads import FREED_AT_ONCE, WorkPool, freed, in_thread
+from palestra.threads import FREED_AT_ONCE, SHORT_TURN_SECONDS, WorkPool, freed, in_thread, short_turns
 
 
 async def test_a_result_and_an_error_come_to_whoever_waits():
@@ -98,3 +99,17 @@ async def test_what_is_freed_is_freed_in_another_thread_from_its_end():
     assert {number for number, _ in gone} == set(range(many + 1))
     assert {number for number, _ in gone[:FREED_AT_ONCE]} == set(range(many - FREED_AT_ONCE, many))
     assert threading.get_ident() not in {thread for _, thread in gone}
+
+
+def test_turns_are_short_until_the_last_block_is_over():
+    usual = sys.getswitchinterval()
+    first, second = short_turns(), short_turns()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() == pytest.approx(SHORT_TURN_SECONDS)
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == usual
+    with pytest.raises(KeyError), short_turns():
+        raise KeyError
+    assert sys.getswitchinterval() == usual

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import math
+import sys
 import threading
 import weakref
 from dataclasses import replace
@@ -24,6 +25,7 @@ from palestra.learner.learner import Learner
 from palestra.learner.metrics import metric_tables
 from palestra.learner.reporting import ROLE_METRICS
 from palestra.store.run_log import readable_metrics
+from palestra.threads import SHORT_TURN_SECONDS
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.calls import PolicyVersion
@@ -70,8 +72,9 @@ async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the
     assert named == metric_names() - {f"train/{name}" for name in unused} - {"validation/rewards/NAME"} - beside
 
 
-async def test_what_a_step_has_read_and_made_is_not_freed_on_the_event_loop(tmp_path, monkeypatch):
+async def test_a_step_frees_nothing_on_the_event_loop_and_computes_in_short_turns(tmp_path, monkeypatch):
     job, here, freed_by = ScriptedJob(tmp_path, config(steps=2)), threading.get_ident(), list[int]()
+    turns, usual = list[float](), sys.getswitchinterval()
     algorithm = job.algorithms["policy"]
     really = algorithm.advantages
 
@@ -79,6 +82,7 @@ async def test_what_a_step_has_read_and_made_is_not_freed_on_the_event_loop(tmp_
         weakref.finalize(array, lambda: freed_by.append(threading.get_ident()))
 
     def advantages(groups, forward):
+        turns.append(sys.getswitchinterval())
         for group in groups:
             for array in (chat.logprobs for trajectory in group.trajectories for chat in trajectory.chats):
                 note(array)
@@ -90,6 +94,8 @@ async def test_what_a_step_has_read_and_made_is_not_freed_on_the_event_loop(tmp_
     await job.run()
     assert len(freed_by) > 16  # two calls an episode, and rows
     assert here not in freed_by
+    assert turns == pytest.approx([SHORT_TURN_SECONDS] * 2)
+    assert sys.getswitchinterval() == usual
 
 
 @pytest.mark.parametrize("name", ["ppo", "a2c"])
