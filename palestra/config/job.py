@@ -251,6 +251,7 @@ class JobConfig(Section):
             frozen=frozenset(self.frozen_policies),
             rivals=self.trained_policies if self.trains_several else (),
             pools={agent: role.pool for agent, role in tables.items() if role.pool is not None},
+            untrained=self.rollout.untrained_agents,
         )
 
     def with_model(self, model: str) -> JobConfig:

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -150,6 +151,7 @@ class Roles:
         frozen: frozen policies; for an episode, also past versions that play in it.
         rivals: the trained policies, if there are several: each learns only from its own rewards.
         pools: pools of roles played by past versions, by agent.
+        untrained: patterns of agents whose calls are not trained.
     """
 
     default: str
@@ -157,6 +159,11 @@ class Roles:
     frozen: frozenset[str] = frozenset()
     rivals: tuple[str, ...] = ()
     pools: Mapping[str, PoolConfig] = field(default_factory=dict)
+    untrained: tuple[str, ...] = ()
+
+    def trains(self, agent: str) -> bool:
+        """Return whether calls of an agent are trained if a trained policy plays it."""
+        return not any(fnmatchcase(agent, pattern) for pattern in self.untrained)
 
     @property
     def newest(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from palestra.config.roles import AgentName
 from palestra.config.section import Positive, Seconds, Section
 from palestra.extensions import extensions
 
@@ -173,6 +174,12 @@ class RolloutConfig(Section):
         "could not compute the probabilities: `top_p` below 1, `top_k`, `min_tokens`, penalties, `logit_bias`. "
         "`refuse`: the call is refused with 400; `ignore`: the fields are ignored, and the header "
         "`x-palestra-sampling` says so, for frameworks that always send them.",
+    )
+
+    untrained_agents: tuple[AgentName, ...] = Field(
+        ("*/auxiliary",),
+        description="Patterns of names of agents whose calls are recorded and not trained, such as `agent/*` for all "
+        "subagents. `*/auxiliary`: titles and the like, for which a coding agent asks beside its task.",
     )
 
     @model_validator(mode="before")

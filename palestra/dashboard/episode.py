@@ -30,6 +30,7 @@ from palestra.dashboard.fate import (
     continued_calls,
     episode_fates,
     kept_calls,
+    unused_reasons,
     whole_fate,
 )
 from palestra.dashboard.runs import Run
@@ -105,7 +106,7 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
         frozen=config.players.of_episode(view.trajectory.episode.players).frozen,
         kept=kept,
         policies={chat.index: chat.policy for chat in chats},
-        unused=view.trajectory.episode.unused_calls,
+        unused=unused_reasons(view.trajectory, config.players),
     )
     return EpisodeReading(
         view=view,

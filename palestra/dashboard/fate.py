@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import JobConfig, OwnAlgorithmConfig, past_of
-from palestra.learner.shares import shares_of, without_unused
+from palestra.config import JobConfig, OwnAlgorithmConfig, Roles, past_of
+from palestra.learner.shares import shares_of, unused_calls, without_unused
 from palestra.store.browsing import EpisodeView
 from palestra.tokens import TokenTrie, TrieNode, calls_of_final_answers
 from palestra.types.calls import Chat
@@ -66,7 +66,7 @@ def _fate(
     if group is None:
         why = "what it was compared with is not known, because an episode of its group can't be read"
         return Fate(True, f"in the batch of step {view.step}; {why}")
-    shares = [without_unused(share)[0] for share in shares_of(group, policy, config.players)]
+    shares = [without_unused(share, config.players)[0] for share in shares_of(group, policy, config.players)]
     rewards = [share.episode.reward or 0.0 for share in shares]
     if not _teaches(shares, config, policy):
         why = "all rewards of its group are equal"
@@ -97,12 +97,26 @@ def _teaches(shares: Sequence[Trajectory], config: JobConfig, policy: str) -> bo
     return create_algorithm(settings, config.rollout.step_order).learns_from(shares)
 
 
+def unused_reasons(trajectory: Trajectory, roles: Roles) -> dict[int, str]:
+    """Return why calls are not trained that led to no action, or are an untrained agent's; by index."""
+    left, unused = trajectory.episode.unused_calls, unused_calls(trajectory, roles)
+    return {
+        chat.index: "the worker of the seat left before it acted"
+        if chat.index in left
+        else f"rollout.untrained_agents names {chat.agent}"
+        for chat in trajectory.chats
+        if chat.index in unused
+    }
+
+
 def kept_calls(trajectory: Trajectory, config: JobConfig) -> frozenset[int]:
     """Return the indices of the calls that `algorithm.train_on` selects, including frozen policies'."""
     # As the learner does, by policy: a judge's call after it does not make a writer's last call an earlier one.
     own: dict[str, list[Chat]] = {}
+    unused = unused_calls(trajectory, config.players)
     for chat in trajectory.chats:
-        own.setdefault(chat.policy, []).append(chat)
+        if chat.index not in unused:
+            own.setdefault(chat.policy, []).append(chat)
     kept: set[int] = set()
     for policy, chats in own.items():
         final = policy in config.policies and config.algorithm_of(policy).train_on == "final-branch"
@@ -132,7 +146,7 @@ class TokenFates:
 
     Attributes:
         kept: indices of the calls that `algorithm.train_on` selects.
-        unused: indices of calls by external players that left before they acted.
+        unused: why calls are not trained that led to no action, or are an untrained agent's; by index.
     """
 
     episode: Fate
@@ -140,7 +154,7 @@ class TokenFates:
     frozen: frozenset[str]
     kept: Collection[int]
     policies: Mapping[int, str] = field(default_factory=dict)
-    unused: Collection[int] = ()
+    unused: Mapping[int, str] = field(default_factory=dict)
 
     def of_call(self, index: int) -> Fate:
         """Return whether the tokens sampled by a call are trained, and why."""
@@ -149,7 +163,7 @@ class TokenFates:
             what = f"the policy {policy} is frozen" if past_of(policy) is None else f"{policy} is a past version"
             return Fate(False, f"sampled, not trained: {what}")
         if index in self.unused:
-            return Fate(False, "sampled, not trained: the worker of the seat left before it acted")
+            return Fate(False, f"sampled, not trained: {self.unused[index]}")
         if index not in self.kept:
             return Fate(
                 False, "sampled, not trained: no later call went on from it, and algorithm.train_on is final-branch"

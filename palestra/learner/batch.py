@@ -183,7 +183,7 @@ def make_batch(
             given, and loss weights are shared by calls as otherwise by tokens. None: rows have what was sampled.
     """
     config, left_out = algorithm.config, Counter[str]()
-    shares = [_used(share, left_out) for share in shares_of(trajectories, policy, roles)]
+    shares = [_used(share, roles, left_out) for share in shares_of(trajectories, policy, roles)]
     rollouts = [_rollout(share, config, left_out) for share in shares]
     shared = [rollout.tokens if choices is None else len(rollout.trained) for rollout in rollouts]
     weights = token_weights(shared, config.loss_agg_mode, max_tokens)
@@ -234,9 +234,9 @@ def _rollout(trajectory: Trajectory, config: AlgorithmConfig, left_out: Counter[
     return _Rollout(trajectory=trajectory, trie=trie, trained=trained, tokens=tokens)
 
 
-def _used(share: Trajectory, left_out: Counter[str]) -> Trajectory:
-    """Return an episode without calls that led to no action, and count them."""
-    used, unused = without_unused(share)
+def _used(share: Trajectory, roles: Roles, left_out: Counter[str]) -> Trajectory:
+    """Return an episode without its unused calls, and count them."""
+    used, unused = without_unused(share, roles)
     _count_abandoned(unused, left_out)
     return used
 

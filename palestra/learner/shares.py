@@ -69,12 +69,19 @@ def _at(rewards: tuple[float, ...] | None, step: int) -> float | None:
     return None if rewards is None or step >= len(rewards) else rewards[step]
 
 
-def without_unused(share: Trajectory) -> tuple[Trajectory, list[Chat]]:
-    """Return an episode without calls of external players that left before they acted, and these calls.
+def unused_calls(trajectory: Trajectory, roles: Roles) -> frozenset[int]:
+    """Return the indices of calls that are not trained, whatever their policy and their reward.
 
-    They led to no action: another worker, or the policy, answered the observation.
+    They are calls of external players that left before they acted, so that another worker, or the policy, answered the
+    observation; and calls of agents that the job does not train.
     """
-    unused = share.episode.unused_calls
+    untrained = [] if not roles.untrained else [c.index for c in trajectory.chats if not roles.trains(c.agent)]
+    return trajectory.episode.unused_calls.union(untrained)
+
+
+def without_unused(share: Trajectory, roles: Roles) -> tuple[Trajectory, list[Chat]]:
+    """Return an episode without its unused calls, and these calls."""
+    unused = unused_calls(share, roles)
     left_out = [chat for chat in share.chats if chat.index in unused]
     if not left_out:
         return share, left_out

@@ -17,6 +17,7 @@ from palestra.http.app import GuardedApp
 from palestra.http.bodies import read_with
 from palestra.http.disconnects import until_disconnect
 from palestra.server.auth import Caller, EpisodeKey, PlaygroundKey, caller_of, require_model, session_of
+from palestra.server.dialects.agents import caller_name
 from palestra.server.dialects.base import Dialect, DialectRequest, GenerationResult, TokenCounter
 from palestra.server.dialects.fields import AGENT_HEADER, agent_of
 from palestra.server.dialects.sent_pictures import may_show_pictures, pictures_in
@@ -129,6 +130,9 @@ async def _read(
         if isinstance(caller, SeatKey):
             # Whatever name a framework sends, a seat is played by its own policy, and never asks that of an opponent.
             model, agent = policies.roles.default, _agent_of(caller.role, request)
+        server = plane.config.server
+        agent = caller_name(agent, call, request.headers, server.agent_headers, server.auxiliary_prompts)
+        if agent != call.agent:
             asked = asked.of_agent(agent)
         runtime = policies.asked(model, agent, players)
         if runtime.name != call.policy:

@@ -101,8 +101,8 @@ METRICS = (
     Metric(
         "train/calls_abandoned",
         "calls",
-        "Calls that were left out because of `train_on = final-branch`, or because the worker of a seat left before it "
-        "acted.",
+        "Calls that were left out because of `train_on = final-branch` or `rollout.untrained_agents`, or because the "
+        "worker of a seat left before it acted.",
     ),
     Metric("train/tokens_abandoned", "tokens", "Sampled tokens of those calls."),
     Metric("train/calls_frozen", "calls", "Calls that were left out because their policy is frozen."),

@@ -267,3 +267,14 @@ async def test_the_three_dialects_speak_of_one_conversation(tmp_path):
         chats = await recorded(job, episode_id)
     assert chats[1].extends is chats[0]
     assert chats[2].prompt_ids.tolist() == chats[1].prompt_ids.tolist()
+
+
+async def test_subagents_and_titles_of_coding_agents_are_agents_of_the_episode(tmp_path):
+    async with speaking(tmp_path) as (job, _, ai, episode_id):
+        sub = {"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}
+        for more in ({}, {"extra_headers": sub}, {"extra_headers": {"x-palestra-agent": "planner"} | sub}):
+            await ai.chat.completions.create(**asks("text"), **more)
+        title: Any = [{"role": "system", "content": "You are a title generator."}, {"role": "user", "content": "text"}]
+        await ai.chat.completions.create(**(asks("text") | {"messages": title}))
+        chats = await recorded(job, episode_id)
+    assert [chat.agent for chat in chats] == ["agent", "agent/ses_2", "planner/ses_2", "agent/auxiliary"]

@@ -249,6 +249,13 @@ async def test_calls_of_a_worker_that_left_its_seat_are_not_shown_as_trained(tmp
     assert "left before it acted" in found.calls[0].why
 
 
+async def test_calls_of_agents_that_are_not_trained_are_shown_with_the_setting(tmp_path):
+    run = await record(tmp_path, rollout={"untrained_agents": ["agent*"]})
+    found = episode_answer(run, read_reading(run, "train-000000-01"))
+    assert [call.trained for call in found.calls] == [False, False]
+    assert "rollout.untrained_agents" in found.calls[0].why
+
+
 async def test_calls_that_a_final_branch_leaves_out_are_shown_with_the_reason(tmp_path):
     run = await record(tmp_path, algorithm={"train_on": "final-branch"})
     reading = read_reading(run, "train-000000-01")

@@ -166,3 +166,21 @@ def test_games_of_past_versions_alone_are_not_learned_from_and_are_in_no_mean():
     for name in ("reward_mean", "reward_std", "episodes", "groups_zero_variance"):
         assert found.metrics[f"train/{name}"] == without.metrics[f"train/{name}"], name
     assert found.metrics["train/reward_mean"] == 0.5
+
+
+def test_calls_of_agents_that_are_not_trained_are_left_out_and_counted():
+    def with_title(sample: int) -> Trajectory:
+        name = f"train-000000-{sample:02d}"
+        mine = make_chat(episode_id=name, prompt=(1, 2), completion=(10 + sample, 11))
+        title = make_chat(name, index=1, prompt=(9,), completion=(5, 6, 7), agent="agent/auxiliary")
+        return make_trajectory(0, sample, float(sample), [mine, title])
+
+    played = [with_title(0), with_title(1)]
+    without = [Trajectory(episode=one.episode, steps=one.steps[:1]) for one in played]
+    roles = replace(SOLE, untrained=("*/auxiliary",))
+    for settings in ({}, {"train_on": "final-branch"}, {"loss_agg_mode": "token-mean"}):
+        batch = batch_of(played, roles, **settings)
+        same_rows(batch, batch_of(without, **settings))
+        assert (batch.metrics["train/calls_abandoned"], batch.metrics["train/tokens_abandoned"]) == (2, 6)
+    everything = batch_of(played)
+    assert sum(int(row.loss_mask.sum()) for row in everything.samples) == 10

@@ -1,0 +1,46 @@
+"""The agent of a call: subagents by the ids that coding agents send, and auxiliary calls by their prompts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from palestra.types.messages import GenerationRequest
+
+AUXILIARY = "auxiliary"  # last part of the name of an agent whose calls are not part of the task
+# The header of a subagent's id, and the header that only a subagent sends; "": the id itself is such a header.
+ID_HEADERS: Mapping[str, str] = {"x-claude-code-agent-id": "", "x-session-id": "x-parent-session-id"}
+# Beginnings of prompts for titles and the like, by harness. Summaries that replace a long history are part of the task.
+AUXILIARY_PROMPTS = (
+    "Generate a concise, sentence-case title",  # Claude Code
+    "Generate a short kebab-case name",  # Claude Code
+    "You are a title generator",  # opencode
+    "Summarize what was done in this conversation. Write like a pull request description",  # opencode
+)
+_LONGEST_ID = 40
+_OTHERS = re.compile(r"[^\w.:-]")
+
+
+def caller_name(
+    agent: str, call: GenerationRequest, headers: Mapping[str, str], ids: Mapping[str, str], prompts: Sequence[str]
+) -> str:
+    """Return the name of the agent of a call.
+
+    Args:
+        agent: the episode's, a seat's, or the one that the header `x-palestra-agent` names.
+        headers: with names in lower case.
+        ids: more headers of ids, as in `ID_HEADERS`.
+        prompts: more beginnings of prompts, as in `AUXILIARY_PROMPTS`.
+    """
+    for header, required in (ID_HEADERS | dict(ids) if ids else ID_HEADERS).items():
+        found = headers.get(header)
+        if found and headers.get(required or header):
+            agent = f"{agent}/{_OTHERS.sub('-', found)[:_LONGEST_ID]}"
+            break
+    return f"{agent}/{AUXILIARY}" if not call.tools and _is_auxiliary(call, (*AUXILIARY_PROMPTS, *prompts)) else agent
+
+
+def _is_auxiliary(call: GenerationRequest, prompts: tuple[str, ...]) -> bool:
+    """Return whether the system message or the last message begins as one of the prompts."""
+    ends = (*call.messages[:1], *call.messages[-1:])
+    return any(message.role != "assistant" and message.text.lstrip().startswith(prompts) for message in ends)
