@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from palestra.client.task_files import task_rows
+from palestra.client.task_files import read_task_file
 from palestra.errors import ConfigError, JudgeFailed
 from palestra.types.verdicts import Verdict, VerdictKey
 from palestra.waiting import together
@@ -57,7 +57,7 @@ async def check_judge(config: Rubric | Relative, judge: RubricJudge | RelativeJu
     Raises:
         JudgeFailed: the judge gives a verdict on no label.
     """
-    rows = [dict(row) for row in task_rows(labels)]
+    rows = read_task_file(labels)
     if len(rows) < 2:
         raise ConfigError(f"{labels} has {len(rows)} labels; about 50 say something, and 200 are better")
     await judge.open(NoBook())

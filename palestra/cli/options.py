@@ -8,7 +8,7 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,6 +24,7 @@ FUNCTION = "module:function, or path/to/file.py:function"
 ENVIRONMENT = "one that ships (palestra environments), or your own: module:Class, or path/to/file.py:Class"
 
 REWARDS = "palestra.rewards"  # entry points
+Tasks = Iterable[Mapping[str, Any]] | str | Path
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -164,10 +165,8 @@ def run_folder(path: Path) -> tuple[Path, JobConfig]:
     return path, load_saved_config(path)
 
 
-def read_tasks(
-    source: str, validation: Path | None = None
-) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-    """Return (training, validation) tasks from JSONL files or a function.
+def read_tasks(source: str, validation: Path | None = None) -> tuple[Tasks, Tasks]:
+    """Return (training, validation) tasks, or the JSONL files that they are in.
 
     Args:
         source: a file of training tasks, or `module:function`, which returns both.
@@ -176,9 +175,7 @@ def read_tasks(
     if ":" in source and not Path(source).is_file():
         train, held_out = load_function(source)()
         return train, held_out
-    from palestra.client.task_files import task_rows
-
-    return task_rows(source), () if validation is None else task_rows(validation)
+    return source, () if validation is None else validation
 
 
 def load_function(reference: str, group: str | None = None) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -151,13 +151,14 @@ class Client:
         return digest
 
     def push_tasks(
-        self, train: Sequence[Mapping[str, Any]] | str | Path, validation: Sequence[Mapping[str, Any]] | str | Path = ()
+        self, train: Iterable[Mapping[str, Any]] | str | Path, validation: Iterable[Mapping[str, Any]] | str | Path = ()
     ) -> None:
         """Push all tasks of the job at once; pushing the same tasks again has no effect.
 
         Args:
-            train: tasks to train on: JSON objects, whose key `id`, if present, also names the task; or the path of a
-                JSONL file with one per line.
+            train: tasks to train on: JSON objects, whose key `id`, if present, also names the task, in a list, an
+                iterator, a data set or a DataFrame; or the path of a JSONL file with one per line. All are checked
+                before the first is sent; those of an iterator wait in a temporary file.
             validation: tasks to evaluate on, in the same forms.
 
         Raises:

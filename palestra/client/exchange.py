@@ -15,7 +15,7 @@ import random
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -26,7 +26,7 @@ import httpx2
 from palestra.client.episode import Episode
 from palestra.client.plain_values import checked_amount
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS, A, ApiCall, abort_call, finish_call, push_calls, read_claim
-from palestra.client.task_files import task_source
+from palestra.client.task_files import TaskRows, task_source
 from palestra.errors import (
     ClaimOver,
     ConfigError,
@@ -329,7 +329,6 @@ def problem_of(url: str, reply: httpx2.Response) -> PalestraError:
 
 
 GIVE_BACK_SECONDS = 5.0  # limit for giving an episode back after an error; later, its lease runs out
-TaskSource = Iterable[Mapping[str, Any]] | str | Path
 
 
 def claim(
@@ -370,7 +369,11 @@ def release_episode(settings: Settings, episode: Episode, error: BaseException) 
     return False
 
 
-def push(settings: Settings, train: TaskSource, validation: TaskSource) -> Exchange[None]:
+def push(settings: Settings, train: TaskRows | str | Path, validation: TaskRows | str | Path) -> Exchange[None]:
     """Push all tasks of a job; see `Client.push_tasks`."""
-    for call in push_calls({"validation": task_source(validation), "train": task_source(train)}):
-        yield from send_call(settings, call)
+    with (
+        contextlib.closing(task_source(validation, "validation")) as held_out,
+        contextlib.closing(task_source(train, "tasks")) as trained,
+    ):
+        for call in push_calls({"validation": held_out, "train": trained}):
+            yield from send_call(settings, call)

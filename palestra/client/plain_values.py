@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import date, datetime, time
 from decimal import Decimal
 from fractions import Fraction
@@ -42,6 +42,8 @@ def checked_amount(name: str, value: Any, *, above_zero: bool = False, endless: 
 
 
 _MOST = 2**63  # integers are stored in 64 bits, signed or not
+_SCALARS = frozenset({str, int, bool, type(None)})
+ROWS = 1000  # of a frame that are objects at the same time
 _MISSING = ("NAType", "NaTType")  # pandas' types of missing values
 
 
@@ -57,16 +59,18 @@ def plain_object(value: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def rows_of_frame(tasks: Any) -> Any:
-    """Return the rows of a pandas or polars DataFrame, or a pyarrow table; other objects are unchanged.
+    """Return the rows of a pandas or polars DataFrame, or a pyarrow table, lazily; other objects are unchanged.
 
     A missing value is None.
     """
     if hasattr(tasks, "iter_rows") and hasattr(tasks, "columns"):
-        return list(tasks.iter_rows(named=True))
+        return tasks.iter_rows(named=True)
     if hasattr(tasks, "iloc") and hasattr(tasks, "to_dict"):
-        return [{key: _missing_as_none(value) for key, value in row.items()} for row in tasks.to_dict("records")]
-    if hasattr(tasks, "to_pylist") and hasattr(tasks, "column_names"):
-        return tasks.to_pylist()
+        parts = (tasks.iloc[start : start + ROWS] for start in range(0, len(tasks), ROWS))
+        rows = (row for part in parts for row in part.to_dict("records"))
+        return ({key: _missing_as_none(value) for key, value in row.items()} for row in rows)
+    if hasattr(tasks, "to_batches") and hasattr(tasks, "column_names"):
+        return (row for part in tasks.to_batches(ROWS) for row in part.to_pylist())
     return tasks
 
 
@@ -141,15 +145,34 @@ def _refused(place: str, what: str, value: Any, remedy: str) -> InvalidRequest:
     return InvalidRequest(f"{place} {what}, of the type {name}, which can't be stored; {remedy}", place)
 
 
-def plain_tasks(tasks: Iterable[Any], name: str) -> list[Any]:
-    """Return tasks as JSON objects; other entries are unchanged, and refused when pushed."""
-    return [plain_task(task, number, name) for number, task in enumerate(tasks)]
+def plain_task(task: Any, number: int, name: str) -> dict[str, Any]:
+    """Return one of several tasks as a JSON object.
 
+    Args:
+        number: of the task, from 0.
+        name: of the tasks.
 
-def plain_task(task: Any, number: int, name: str) -> Any:
-    """Return one of `plain_tasks`."""
+    Raises:
+        InvalidRequest: it is no object, or has a value without a form in JSON.
+    """
     if not isinstance(task, Mapping):
-        return task
+        raise InvalidRequest(
+            f"a task is a JSON object, such as {{'prompt': {str(task)[:40]!r}}}; {name}, task {number}, {task!r:.60}, "
+            f"is a {type(task).__name__}",
+            name,
+        )
     own = task.get("id")
     said = f" (id {own!r:.60})" if isinstance(own, str | int) else ""
     return plain_object(task, f"{name}, task {number}{said}")
+
+
+def is_json(value: Any) -> bool:
+    """Return whether `orjson.dumps` writes a value, or raises a TypeError, as `plain_object` would take it."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return True
+    if kind is float:
+        return math.isfinite(value)
+    if kind is dict:
+        return all(map(is_json, value.values()))
+    return kind is list and all(map(is_json, value))

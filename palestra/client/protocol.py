@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -13,7 +13,8 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from palestra.client.episode import Episode, ModelEndpoint, Reward, RolloutResult
-from palestra.client.plain_values import checked_amount, plain_object, plain_task
+from palestra.client.plain_values import checked_amount, plain_object
+from palestra.client.task_files import TaskFile
 from palestra.errors import InvalidRequest
 from palestra.types.calls import AgentStepReward
 from palestra.types.messages import ChatMessage
@@ -258,15 +259,14 @@ def act_call(episode: Episode, observation_id: str, action: str | ChatMessage) -
     return ApiCall("/act_seat", body, ActionAccepted, episode.api_key)
 
 
-def push_calls(tasks: Mapping[str, Iterable[Mapping[str, Any]]]) -> Iterator[ApiCall[TasksPushed]]:
+def push_calls(tasks: Mapping[str, TaskFile]) -> Iterator[ApiCall[TasksPushed]]:
     """Build the requests that push tasks by split, in chunks.
 
     A chunk's id is its split and position, so that an interrupted push can be repeated as a whole.
     """
-    for rows in tasks.values():  # a wrong task is refused before any other is pushed
-        for number, row in enumerate(rows):
-            _task_body(row, number)
-    chunks = ((split, start, bodies) for split, rows in tasks.items() for start, bodies in _chunks(rows))
+    for rows in tasks.values():
+        rows.count()  # a wrong task is refused before any other is pushed
+    chunks = ((split, *chunk) for split, rows in tasks.items() for chunk in _chunks(rows))
     following = next(chunks, None)
     while following is not None:
         (split, start, bodies), following = following, next(chunks, None)
@@ -275,14 +275,14 @@ def push_calls(tasks: Mapping[str, Iterable[Mapping[str, Any]]]) -> Iterator[Api
         yield ApiCall("/tasks", body, TasksPushed)
 
 
-def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, list[TaskBody]]]:
+def _chunks(rows: TaskFile) -> Iterator[tuple[int, list[TaskBody]]]:
     """Yield the index of the first task of each chunk, and the chunk.
 
     A chunk has at most CHUNK_TASKS tasks and CHUNK_BYTES bytes; a larger task is its own chunk.
     """
     start, size, bodies = 0, 0, list[TaskBody]()
-    for index, row in enumerate(rows):
-        body = _task_body(row, index)
+    for index, data in enumerate(rows):
+        body = TaskBody(data=data)
         length = len(body.model_dump_json())
         if bodies and (len(bodies) == CHUNK_TASKS or size + length > CHUNK_BYTES):
             yield start, bodies
@@ -291,13 +291,3 @@ def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, list[TaskB
         bodies.append(body)
     if bodies:
         yield start, bodies
-
-
-def _task_body(row: Mapping[str, Any], number: int) -> TaskBody:
-    if not isinstance(row, Mapping):
-        raise InvalidRequest(
-            f"a task is a JSON object, such as {{'prompt': {str(row)[:40]!r}}}; {row!r:.60} is a {type(row).__name__}",
-            "tasks",
-        )
-    with _checked():
-        return TaskBody(data=plain_task(row, number, "tasks"))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from palestra.algorithms.named_rewards import missing_rewards, reward_means
 from palestra.config import AlgorithmConfig, Roles
 from palestra.store import Groups
+from palestra.threads import in_thread
 from palestra.types.metrics import of_policy
 from palestra.types.records import EpisodeRecord, Task
 from palestra.types.states import EpisodeState
+
+PIECE = 500  # tasks that are read and registered at a time
 
 
 async def validate(
@@ -30,7 +34,10 @@ async def validate(
     known = await groups.of_step("validation", done)
     first = known[0][0].group_index if known else await groups.next_index("validation")
     # After a restart, registering an existing group changes nothing.
-    await groups.register_many("validation", done, {first + n: (task,) for n, task in enumerate(tasks)}, 1)
+    for start in range(0, len(tasks), PIECE):
+        piece = await in_thread(partial(_piece, tasks, start))
+        added = {first + start + number: (task,) for number, task in enumerate(piece)}
+        await groups.register_many("validation", done, added, 1)
     await groups.wait_settled("validation", done)
     episodes = [episode for _, members in await groups.of_step("validation", done) for episode in members]
     scored = [e for e in episodes if e.state is EpisodeState.COMPLETED and e.rewards is not None]
@@ -57,6 +64,10 @@ def rewards_of(episodes: Sequence[EpisodeRecord], roles: Roles, algorithm: Algor
 def _played(episodes: Sequence[EpisodeRecord]) -> list[tuple[EpisodeRecord, dict[str, float]]]:
     """Return the episodes in which policies played, each with the rewards of their agents."""
     return [(e, own) for e in episodes if (own := e.rewards_by_policies) is not None and (own or not e.rewards)]
+
+
+def _piece(tasks: Sequence[Task], start: int) -> Sequence[Task]:
+    return tasks[start : start + PIECE]
 
 
 def _means(episodes: Sequence[EpisodeRecord], roles: Roles, algorithm: AlgorithmConfig) -> dict[str, float]:

@@ -73,7 +73,7 @@ class Learner:
         self._sampling = False  # whether the engine is open: until then episodes wait for it, and can't end
         self._unchecked = trained if config.engine.urls else ()  # a server that runs already has any model
         self._train_tasks: Sequence[Task] = []
-        self._validation_tasks: list[Task] = []
+        self._validation_tasks: Sequence[Task] = []
 
     async def prepare(self) -> None:
         """Check other servers needed for training, and load past versions, before this server accepts requests."""
@@ -213,7 +213,7 @@ class Learner:
             self._train_tasks = await self._run.store.tasks.stored("train")
         else:
             self._train_tasks = await self._recordings.tasks()
-        self._validation_tasks = await self._run.store.tasks.of_split("validation")
+        self._validation_tasks = await self._run.store.tasks.stored("validation")
         if not self._train_tasks:
             raise ConfigError("the job has no training tasks")
         self._source = await open_source(self._run, self._train_tasks, self._recordings is None, self._sampler)

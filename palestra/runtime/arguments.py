@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from palestra.agents import named_agents
-from palestra.client.plain_values import plain_tasks, rows_of_frame
-from palestra.client.task_files import task_rows
+from palestra.client.plain_values import rows_of_frame
+from palestra.client.task_files import TaskCheck, TaskFile
 from palestra.client.worker import Rollout
 from palestra.config import JobConfig, JudgeConfig
 from palestra.envs import ConcurrentEnvironment, Environment, TaskEnvironment
@@ -24,7 +23,8 @@ from palestra.rollout import RolloutSpec
 from palestra.runtime.starting_points import with_checkpoints, with_models
 
 TaskData = Mapping[str, Any]
-Tasks = Iterable[TaskData] | str | Path
+TaskRows = Iterable[TaskData] | str | Path
+Tasks = TaskRows | Callable[[], TaskRows]
 EnvironmentMaker = Callable[[], Environment | ConcurrentEnvironment]
 RewardFunction = Callable[..., Any] | Mapping[str, Callable[..., Any]] | JudgeConfig
 
@@ -183,33 +183,37 @@ def _check_two(rollout: Callable[..., Any]) -> None:
         ) from None
 
 
-def check_prompts(name: str, tasks: Iterable[Any], reward: RewardFunction) -> None:
-    """Raise ConfigError for tasks that cannot be asked or scored by a reward function, before the first episode."""
+def prompt_check(reward: RewardFunction) -> TaskCheck:
+    """Return a function that raises ConfigError for a task that the reward function can't ask or score."""
     functions = reward.values() if isinstance(reward, Mapping) else () if isinstance(reward, JudgeConfig) else (reward,)
     needed = {column for function in functions for column in needed_columns(function)}
-    for number, task in enumerate(tasks):
-        if isinstance(task, Mapping):
-            try:
-                task_prompt(task)
-            except InvalidEnvironment as error:
-                raise ConfigError(f"`{name}`, task {number}: {error}") from None
-            if absent := sorted(needed - task.keys()):
-                raise ConfigError(
-                    f"`{name}`, task {number}, has no {' and no '.join(map(repr, absent))}, which the reward function "
-                    f"needs; a function may take columns, completions, prompts and {', '.join(FACTS)}"
-                )
+
+    def check(task: TaskData, place: str) -> None:
+        try:
+            task_prompt(task)
+        except InvalidEnvironment as error:
+            raise ConfigError(f"{place}: {error}") from None
+        if absent := sorted(needed - task.keys()):
+            raise ConfigError(
+                f"{place}, has no {' and no '.join(map(repr, absent))}, which the reward function needs; a function "
+                f"may take columns, completions, prompts and {', '.join(FACTS)}"
+            )
+
+    return check
 
 
-def resolve_tasks(name: str, tasks: Tasks, most: int | None = None) -> list[dict[str, Any]]:
-    """Return tasks as a list of JSON objects.
+def resolve_tasks(name: str, tasks: Tasks) -> Iterable[Any]:
+    """Return tasks, of which few are in memory while they are read.
 
     Args:
-        tasks: a sequence or an iterator of JSON objects, a data set of `datasets`, a DataFrame of pandas or polars, or
-            the path of a JSONL file.
-        most: limit for an iterator, which may be endless; None: all.
+        name: of the argument.
+        tasks: a sequence or an iterator of JSON objects, a data set of `datasets`, a DataFrame of pandas or polars, the
+            path of a JSONL file, or a function that returns one of these.
     """
     if isinstance(tasks, str | Path):
-        return [dict(row) for row in task_rows(tasks)]
+        return TaskFile(Path(tasks))
+    if callable(tasks) and not isinstance(tasks, Iterable):
+        return resolve_tasks(name, tasks())
     tasks = rows_of_frame(tasks)
     if isinstance(tasks, Mapping):
         # `datasets.load_dataset` without `split` is a mapping of splits.
@@ -220,6 +224,4 @@ def resolve_tasks(name: str, tasks: Tasks, most: int | None = None) -> list[dict
         raise ConfigError(
             f"`{name}` has the type {type(tasks).__name__}; give a list of JSON objects, or a JSONL file's path"
         )
-    # Entries that are not objects pass here: the check of pushed tasks, which all tasks go through, refuses them.
-    found: list[Any] = list(tasks) if hasattr(tasks, "__len__") else list(islice(tasks, most))
-    return plain_tasks(found, name)
+    return tasks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +13,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from palestra.agents import ModelAgent, RandomAgent
-from palestra.client.plain_values import checked_count
+from palestra.client.plain_values import checked_count, plain_task
+from palestra.client.task_files import TaskCheck
 from palestra.client.worker import Rollout
 from palestra.config import JobConfig, Roles, TasksConfig
 from palestra.envs.catalog import adapted, catalog_entry
@@ -24,7 +25,7 @@ from palestra.runtime.arguments import (
     Play,
     RewardFunction,
     Tasks,
-    check_prompts,
+    prompt_check,
     resolve_config,
     resolve_rollout,
     resolve_tasks,
@@ -36,7 +37,7 @@ from palestra.runtime.scores import Evaluation, TaskOutcome
 from palestra.runtime.starting_points import config_of_run
 from palestra.runtime.tasks import played_of, task_of
 from palestra.runtime.terms import JobTerms
-from palestra.runtime.training import Rollouts, play_until_over
+from palestra.runtime.training import play_until_over
 from palestra.store.browsing import EpisodeSummary, browse, list_episodes, read_episode
 from palestra.terminal import say
 from palestra.types.records import Trajectory
@@ -173,10 +174,8 @@ def evaluate_until_stopped(
     played = resolve_rollout(config, play) or _shipped(config)
     if random:
         played = _with_random(played, random)
-    given = _tasks(tasks, config)
-    if play.reward is not None:
-        check_prompts("tasks", given, play.reward)
-    scored = [task_of(task) for task in given]
+    check = None if play.reward is None else prompt_check(play.reward)
+    scored = [task_of(task) for task in _tasks(tasks, config, check)]
     if not scored:
         raise ConfigError(
             "there is nothing to score: give `tasks`, a list of JSON objects or a JSONL file that has some"
@@ -202,7 +201,7 @@ def evaluate_until_stopped(
         thread = JobThread(job, console, spec, JobTerms(scored=scored))
         # After a signal, the outcomes so far are returned and marked as incomplete.
         with console, Interrupts(thread.stop) as interrupts:
-            run(play_until_over(thread, Rollouts(function, (), (), concurrency)))
+            run(play_until_over(thread, function, concurrency))
             result = thread.result()
         roles = config.players
         with browse(run_dir / "run.db") as connection:
@@ -281,14 +280,21 @@ def _shipped(config: JobConfig) -> RolloutSpec:
     return spec
 
 
-def _tasks(tasks: Tasks, config: JobConfig) -> list[dict[str, Any]]:
-    found = resolve_tasks("tasks", tasks)
-    if not found and config.tasks.validation is not None:
-        return resolve_tasks("tasks", config.tasks.validation)
-    if found or config.environment.name is None:
-        return found
+def _tasks(tasks: Tasks, config: JobConfig, check: TaskCheck | None) -> Iterator[dict[str, Any]]:
+    """Yield the checked tasks of the argument, or else those of the configuration."""
+    number = -1
+    for number, task in enumerate(resolve_tasks("tasks", tasks)):
+        data = plain_task(task, number, "tasks")
+        if check is not None:
+            check(data, f"`tasks`, task {number}")
+        yield data
     environment = config.environment
-    return catalog_entry(config.environment.name).generate("validation", environment.validation_tasks, config.seed)
+    if number >= 0:
+        return
+    if config.tasks.validation is not None:
+        yield from _tasks(config.tasks.validation, config, check)
+    elif environment.name is not None:
+        yield from catalog_entry(environment.name).generate("validation", environment.validation_tasks, config.seed)
 
 
 class _Console(Console):

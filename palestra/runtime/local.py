@@ -64,7 +64,9 @@ async def local_job(
     spare_own_addresses()
     known, scores = (config.folder / "run.db").exists(), terms.scored is not None
     trains = config.kind == "training" and not scores
-    tasks = None if known or scores else read_files(config)  # before the model, whose loading takes long
+    tasks = terms.tasks
+    if not (tasks or known or scores):
+        tasks = read_files(config)  # before the model, whose loading takes long
     algorithms = _algorithms(config, play, terms, known) if trains else {}
     trackers = config.tracking if trains else []
     check_trackers(trackers)
@@ -86,7 +88,7 @@ async def local_job(
         await _note_models(run, base, scores)
         await _create_policies(run, parts.trainer, algorithms, terms.weights)
         if not scores:
-            await load_tasks(run.store.tasks, run.config, tasks, terms.given)
+            await load_tasks(run.store.tasks, run.config, tasks)
         fault_point("during_start")
         plane = await _data_plane(run, context, scores)
         apart = run.config.environment.runners is not None and play is None and not scores

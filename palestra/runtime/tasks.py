@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from palestra.agents import named_agents
-from palestra.client.task_files import TaskFile
+from palestra.client.task_files import SpooledTasks, TaskCheck, TaskFile
 from palestra.config import JobConfig
 from palestra.config.rollout import SERVERS, EnvironmentConfig
 from palestra.envs import ConcurrentEnvironment, Environment
@@ -83,45 +83,53 @@ CHUNK_TASKS, CHUNK_BYTES = 20_000, 2**23  # of a file, which are in memory at a 
 ENVELOPE = 1000  # bytes of a request body around a single task, including its name
 
 
-async def load_tasks(known: Tasks, config: JobConfig, read: Files | None = None, given: Collection[Split] = ()) -> None:
-    """Store the tasks from files, or those that the environment generates, if the job names any.
+async def load_tasks(known: Tasks, config: JobConfig, read: Mapping[Split, TaskFile] | None = None) -> None:
+    """Store the tasks of a script or of files, and those that the environment generates, if the job names any.
+
+    A run that has all of its tasks plays them; those of a script must be among them.
 
     Args:
-        read: result of `read_files`; None: the files are read now.
-        given: splits whose tasks a client pushes; the environment generates none of them, and the client marks the last
-            task.
+        read: the tasks of a script, by split, or the result of `read_files`; empty: the files are read now.
+
+    Raises:
+        Conflict: the run, or its start that was broken off, has other tasks.
     """
-    if config.kind == "inference" or await known.sealed():
+    if config.kind == "inference":
         return
+    if await known.sealed():
+        for split, file in (read or {}).items():
+            for tasks in file.chunks(CHUNK_TASKS, CHUNK_BYTES):
+                await known.require(split, list(map(_named, tasks)))
+        return
+    files = read or read_files(config)
     environment = config.environment
-    if config.tasks.train is not None:
-        for split, file in (read or read_files(config)).items():
-            for number, tasks in enumerate(file.chunks(CHUNK_TASKS, CHUNK_BYTES)):
-                await known.push(
-                    split,
-                    list(map(_named, tasks)),
-                    f"file {file.path.name}" + (f", part {number + 1}" if number else ""),
-                )
-    elif environment.name is not None:
+    if any(isinstance(file, SpooledTasks) for file in files.values()):
+        await known.clear()  # an iterator may give others than before a start that was broken off
+    for split, file in files.items():
+        for number, tasks in enumerate(file.chunks(CHUNK_TASKS, CHUNK_BYTES)):
+            part = f", part {number + 1}" if number else ""
+            await known.push(split, list(map(_named, tasks)), f"file {file.path.name}{part}")
+        file.close()
+    if environment.name is not None and config.tasks.train is None:
         generate = catalog_entry(environment.name).generate
         counts: dict[Split, int] = {"validation": environment.validation_tasks, "train": environment.train_tasks}
         for split, count in counts.items():
-            made = generate(split, count, config.seed) if count and split not in given else []
-            await known.push(split, [task_of(data) for data in made], environment.name)
-    else:
-        return
-    if not given:
-        await known.seal()
+            if split not in files:
+                made = generate(split, count, config.seed) if count else []
+                await known.push(split, [task_of(data) for data in made], environment.name)
+    elif not files:
+        return  # clients push them
+    await known.seal()
 
 
-def read_files(config: JobConfig) -> Files:
+def read_files(config: JobConfig, check: TaskCheck | None = None) -> Files:
     """Read and check the task files of a job; a serving job has none."""
     if config.kind == "inference" or config.tasks.train is None:
         return {}
     validation, train = config.tasks.validation, config.tasks.train
     found: Files = {} if validation is None else {"validation": TaskFile(validation)}
     found["train"] = TaskFile(train)
-    counts = {split: file.count() for split, file in found.items()}
+    counts = {split: file.count(check) for split, file in found.items()}
     if not counts["train"]:
         raise ConfigError(f"tasks file {train} is empty: the job has no training tasks")
     return found

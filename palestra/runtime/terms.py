@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from palestra.client.task_files import TaskFile
 from palestra.envs.tasks import Split
 from palestra.learner.samplers import SamplerMaker
 from palestra.process.child import ProcessStarter
@@ -45,7 +46,7 @@ class JobTerms:
         weights: folders that replace the policies' `model`, by policy.
         scored: tasks to score the models on, once each, without training. None: the job follows its configuration.
         own_code: whether `algorithm.name` may be a user's class; never true in a server.
-        given: splits whose tasks are pushed to the job, so that its environment generates none; see `load_tasks`.
+        tasks: of a script, by split; see `load_tasks`.
         places: where its other processes run.
         sampler: a user's own choice of the training tasks; None: as configured.
         most_replicas: limit of inference workers that holders of the job's key may request; None: any number.
@@ -54,7 +55,7 @@ class JobTerms:
     weights: Mapping[str, str] = field(default_factory=dict)
     scored: Sequence[Task] | None = None
     own_code: bool = False
-    given: Collection[Split] = ()
+    tasks: Mapping[Split, TaskFile] = field(default_factory=dict)
     places: JobPlaces = HERE
     sampler: SamplerMaker | None = None
     most_replicas: int | None = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from itertools import islice
 
 from palestra.client import AsyncClient, Worker
 from palestra.client.plain_values import checked_count
-from palestra.client.protocol import push_calls
+from palestra.client.task_files import SpooledTasks, TaskCheck, TaskFile
 from palestra.client.worker import Rollout
 from palestra.config import JobConfig, ServerConfig
 from palestra.envs.catalog import adapted
@@ -23,7 +23,7 @@ from palestra.runtime.arguments import (
     RewardFunction,
     TaskData,
     Tasks,
-    check_prompts,
+    prompt_check,
     resolve_config,
     resolve_rollout,
     resolve_tasks,
@@ -32,11 +32,14 @@ from palestra.runtime.arguments import (
 from palestra.runtime.console import Console
 from palestra.runtime.job_thread import OWN_WORKER, Interrupts, JobThread, TrainResult, run
 from palestra.runtime.run_dir import resolve_run_dir
-from palestra.runtime.tasks import read_files
+from palestra.runtime.tasks import read_files, task_of
 from palestra.runtime.terms import JobTerms
+from palestra.store.browsing import browse
+from palestra.store.tasks import are_sealed
+from palestra.types.conversations import read_conversation
 from palestra.waiting import race
 
-SPLITS: tuple[Split, ...] = ("validation", "train")
+ARGUMENTS: dict[Split, str] = {"validation": "validation_tasks", "train": "tasks"}
 SAVE_SECONDS = 120.0  # limit for saving after an error of the rollout function
 
 
@@ -64,10 +67,13 @@ def train(
         rollout: a function `(task, endpoint)`, sync or async. It gets a task and a `ModelEndpoint` (base_url, api_key,
             model for any OpenAI client) and returns a reward, rewards by agent, or a `RolloutResult`. After an
             exception the episode is released without a reward. Or a `RolloutSpec`: an environment, and its agents.
-        tasks: JSON objects: a list, an iterator, a data set of `datasets`, a DataFrame, or the path of a JSONL file. A
-            rollout function, environment or reward gets each task with all of its keys; `id` also names it. An iterator
-            may be endless: the job takes one task for each group. May be empty if the configuration names files, or an
-            environment that generates tasks; with tasks given, such an environment generates none.
+        tasks: JSON objects: a list, an iterator, a data set of `datasets` (streaming, too), a DataFrame, the path of a
+            JSONL file, or a function that returns one of these. All are checked and stored before the first step, and
+            few are in memory at a time. A rollout function, environment or reward gets each task with all of its keys;
+            `id` also names it. An iterator may be endless: the job takes one task for each group. May be empty if the
+            configuration names files, or an environment that generates tasks; with tasks given, such an environment
+            generates none. A resumed run goes on with the tasks that it has stored: iterators, functions and files are
+            not read again, and a list or data set with other tasks is refused.
         config: the job; None for the defaults. The server takes any free port, unless the job has `seats` and
             `server.port` is given: external players call it from other processes.
         model: a model's name, or the folder of a model, a checkpoint, or a run (its best validated weights in
@@ -96,6 +102,7 @@ def train(
     Raises:
         ConfigError: no argument says what to play, or several do; an argument has a wrong type; or `concurrency` is
             below 1.
+        Conflict: a resumed run has other tasks.
         InvalidRequest: a task is not a JSON object.
         PalestraError: the job failed; the message says why and what to do.
         KeyboardInterrupt: after Ctrl-C. The present training step is finished, the run is saved, and `resume` continues
@@ -134,61 +141,89 @@ def train_until_stopped(
         concurrency = checked_count("concurrency", concurrency)
     config = with_judge(config, play.reward)
     played = resolve_rollout(config, play)
-    most = config.steps * config.rollout.groups_per_step
-    splits = {
-        "validation": resolve_tasks("validation_tasks", validation_tasks),
-        "train": resolve_tasks("tasks", tasks, most),
-    }
-    if play.reward is not None:
-        check_prompts("validation_tasks", splits["validation"], play.reward)
-        check_prompts("tasks", splits["train"], play.reward)
-        for file in read_files(config).values():
-            check_prompts(str(file.path), file, play.reward)
-    # An error in a task is raised before the model is loaded.
-    for _ in push_calls(splits):
-        pass
-    _check_job(config, splits)
-    if not (splits["train"] or splits["validation"] or _has_tasks(config)):
-        # The algorithm brings the training tasks, and there are none to validate on, for which the job would wait.
-        off = config.evaluation.model_copy(update={"every_steps": 0, "every_tokens": None})
-        config = config.model_copy(update={"evaluation": off})
+    if config.kind != "training":
+        raise ConfigError(f"`train` is given a configuration with kind = {config.kind!r}; leave kind out")
     notes: list[str] = []
     config = resolve_run_dir(config, resume, notes.append)
-    limits = config.environment.model_copy(update={"max_concurrency": concurrency} if concurrency else {})
-    config = config.model_copy(update={"server": _listening(config), "environment": limits})
-    playing = concurrency or min(64, config.rollout.group_size * config.rollout.groups_per_step)
-    console = Console(config, quiet=quiet, notes=notes)
-    spec = played if isinstance(played, RolloutSpec) else None
-    function = None if isinstance(played, RolloutSpec) else played
-    given = tuple(split for split in SPLITS if splits[split])
-    server = JobThread(
-        config, console, spec, JobTerms(own_code=True, given=given, sampler=play.sampler)
-    )  # this is the user's own process
-    with console, Interrupts(server.stop) as interrupts:
-        run(play_until_over(server, Rollouts(function, splits["train"], splits["validation"], playing)))
-        result = server.result()
-        console.finished(result.state, result.checkpoints)
+    with contextlib.ExitStack() as stack:
+        source = _TaskSource(config, None if play.reward is None else prompt_check(play.reward), notes.append, stack)
+        found = source.tasks({"validation": validation_tasks, "train": tasks})
+        if not (found or source.stored or _has_tasks(config)):
+            # The algorithm brings the training tasks, and there are none to validate on, for which the job would wait.
+            off = config.evaluation.model_copy(update={"every_steps": 0, "every_tokens": None})
+            config = config.model_copy(update={"evaluation": off})
+        limits = config.environment.model_copy(update={"max_concurrency": concurrency} if concurrency else {})
+        config = config.model_copy(update={"server": _listening(config), "environment": limits})
+        playing = concurrency or min(64, config.rollout.group_size * config.rollout.groups_per_step)
+        console = Console(config, quiet=quiet, notes=notes)
+        spec = played if isinstance(played, RolloutSpec) else None
+        function = None if isinstance(played, RolloutSpec) else played
+        # This is the user's own process.
+        server = JobThread(config, console, spec, JobTerms(own_code=True, tasks=found, sampler=play.sampler))
+        with console, Interrupts(server.stop) as interrupts:
+            run(play_until_over(server, function, playing))
+            result = server.result()
+            console.finished(result.state, result.checkpoints)
     return result, interrupts
 
 
-@dataclass(frozen=True, slots=True)
-class Rollouts:
-    """The rollout function and the tasks that a user gave to `train`."""
+class _TaskSource:
+    """Where the tasks of a job come from: the arguments of `train`, files, or an earlier start of the run.
 
-    rollout: Rollout | None  # None: the server plays the episodes itself
-    tasks: Sequence[TaskData]
-    validation_tasks: Sequence[TaskData]
-    concurrency: int
+    Attributes:
+        stored: whether the run has all of its tasks on disk.
+    """
 
+    def __init__(
+        self, config: JobConfig, check: TaskCheck | None, note: Callable[[str], None], stack: contextlib.ExitStack
+    ) -> None:
+        self._config, self._note, self._stack = config, note, stack
+        self._reads_conversations = config.algorithm_of(config.players.default).learns_conversations
+        self._check = check
+        self.stored = False
+        if (store := config.folder / "run.db").exists():
+            with browse(store) as connection:
+                self.stored = are_sealed(connection)
 
-def _check_job(config: JobConfig, splits: Mapping[str, Sequence[TaskData]]) -> None:
-    """Raise ConfigError for a job without training or tasks, or with tasks both from files and as arguments."""
-    if config.kind != "training":
-        raise ConfigError(f"`train` is given a configuration with kind = {config.kind!r}; leave kind out")
-    if config.tasks.train is not None and any(splits.values()):
-        raise ConfigError("tasks are given to `train`, and tasks.train names a file of them; leave one of the two out")
-    if not splits["train"] and not _has_tasks(config) and not config.brings_tasks:
-        raise ConfigError("the job has no tasks: give `train` some, or name a file in tasks.train")
+    def tasks(self, given: Mapping[Split, Tasks]) -> dict[Split, TaskFile]:
+        """Return the tasks by split, checked before anything is loaded; without those that the run has on disk."""
+        found = {split: source for split, tasks in given.items() if (source := self._source(split, tasks)) is not None}
+        config = self._config
+        if found and config.tasks.train is not None:
+            raise ConfigError(
+                "tasks are given to `train`, and tasks.train names a file of them; leave one of the two out"
+            )
+        if found or self.stored:
+            return found
+        if not _has_tasks(config) and not config.brings_tasks:
+            raise ConfigError("the job has no tasks: give `train` some, or name a file in tasks.train")
+        return read_files(config, self._check)
+
+    def _source(self, split: Split, tasks: Tasks) -> TaskFile | None:
+        """Return the tasks of an argument; None: there are none, or the run has them."""
+        name = ARGUMENTS[split]
+        listed = hasattr(tasks, "__len__") and not isinstance(tasks, str)
+        if self.stored and not listed:
+            self._note(f"the run has its tasks on disk, and goes on with those; `{name}` is not read again")
+            return None
+        rows = resolve_tasks(name, tasks)
+        check = self._conversation if split == "train" and self._reads_conversations else self._check
+        if isinstance(rows, TaskFile):
+            return rows if rows.count(check) else None
+        if split == "train" and not listed and not hasattr(rows, "__len__"):  # it may be endless
+            rows = islice(rows, self._config.steps * self._config.rollout.groups_per_step)
+        folder = next(folder for folder in self._config.folder.absolute().parents if folder.is_dir())
+        spooled = self._stack.enter_context(contextlib.closing(SpooledTasks(rows, name, folder, check)))
+        return spooled if len(spooled) else None
+
+    def _conversation(self, task: TaskData, place: str) -> None:
+        """Check a task to learn from."""
+        if self._check is not None:
+            self._check(task, place)
+        try:
+            read_conversation(task_of(dict(task)))
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from None
 
 
 def _listening(config: JobConfig) -> ServerConfig:
@@ -206,12 +241,19 @@ def _has_tasks(config: JobConfig) -> bool:
     return config.environment.name is not None or config.tasks.train is not None
 
 
-async def play_until_over(server: JobThread, user: Rollouts) -> None:
-    """Push the tasks and play episodes until the job, which is started here, is over or was stopped."""
+async def play_until_over(server: JobThread, rollout: Rollout | None, concurrency: int) -> None:
+    """Play episodes until the job, which is started here, is over or was stopped.
+
+    Args:
+        rollout: None: the server plays the episodes itself.
+    """
     job = await server.start()
     try:
+        if rollout is None:
+            await server.ended.wait()
+            return
         async with AsyncClient(job.url, job.api_key, worker_id=OWN_WORKER) as client:
-            await race(_push_and_play(client, user, server.ended), server.ended.wait())
+            await race(Worker(client, rollout, concurrency).run(), server.ended.wait())
     except Exception:
         # The job saves what it has trained before the error is raised: the job's thread ends with the process.
         server.stop()
@@ -221,12 +263,3 @@ async def play_until_over(server: JobThread, user: Rollouts) -> None:
         raise
     finally:
         server.stop()
-
-
-async def _push_and_play(client: AsyncClient, user: Rollouts, ended: asyncio.Event) -> None:
-    if user.tasks or user.validation_tasks:
-        await client.push_tasks(user.tasks, user.validation_tasks)
-    if user.rollout is None:
-        await ended.wait()
-    else:
-        await Worker(client, user.rollout, user.concurrency).run()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any, overload
 
 import orjson
@@ -15,7 +14,6 @@ from palestra.database import WAKE_SECONDS, Database, Notifier, to_json
 from palestra.database.sqlite import sqlite_connection
 from palestra.errors import Conflict
 from palestra.store.tables import meta, task_chunks, tasks
-from palestra.threads import in_thread
 from palestra.types.records import Task
 from palestra.types.wire import MAX_NAME, name_in, task_digest
 
@@ -44,6 +42,9 @@ class StoredTasks(Sequence[Task]):
 
     def __getitem__(self, place: int | slice) -> Task | list[Task]:
         if isinstance(place, slice):
+            start, stop, step = place.indices(self._length)
+            if step == 1:
+                return self._read(start, max(stop - start, 0))
             return [self._read(position, 1)[0] for position in range(self._length)[place]]
         position = range(self._length)[place]
         return self._read(position, 1)[0]
@@ -112,7 +113,7 @@ class Tasks:
                 return total
             if known is not None:
                 raise Conflict(f"chunk {chunk_id!r} was pushed before with other tasks")
-            if _sealed(connection):
+            if are_sealed(connection):
                 raise Conflict(
                     "this job takes no more tasks: a push with final=true ended them, or they came from a file"
                 )
@@ -122,6 +123,32 @@ class Tasks:
             return total + len(rows)
 
         return await self._db.write(push)
+
+    async def require(self, split: str, given: Sequence[Task]) -> None:
+        """Check that a split has these tasks.
+
+        Raises:
+            Conflict: it lacks one.
+        """
+
+        def absent(connection: Connection) -> list[tuple[Any, ...]]:
+            return _new_rows(connection, split, given, [to_json(task.data) for task in given], 0)
+
+        if missing := await self._db.read(absent):
+            raise Conflict(
+                f"the run was started without the {split} task {missing[0][2]!r}, and goes on with the tasks that it "
+                "has; give those of its start, or choose another run_dir for a new run"
+            )
+
+    async def clear(self) -> None:
+        """Forget the tasks of a start that was broken off, unless they are sealed."""
+
+        def clear(connection: Connection) -> None:
+            if not are_sealed(connection):
+                connection.execute(sa.delete(tasks))
+                connection.execute(sa.delete(task_chunks))
+
+        await self._db.write(clear)
 
     async def seal(self) -> None:
         """Record that no more tasks will come, so that training can start."""
@@ -135,7 +162,7 @@ class Tasks:
 
     async def sealed(self) -> bool:
         """Return whether the tasks are sealed."""
-        return await self._db.read(_sealed)
+        return await self._db.read(are_sealed)
 
     async def wait_sealed(self) -> None:
         """Wait until the tasks are sealed."""
@@ -144,13 +171,8 @@ class Tasks:
             await self._changed.wait(WAKE_SECONDS, seen)
             seen = self._changed.count
 
-    async def of_split(self, split: str, most: int | None = None) -> list[Task]:
-        """Return at most `most` tasks of a split, in the order of their upload."""
-        found = await self.stored(split)
-        return await in_thread(lambda: list(islice(found, most)))
-
     async def stored(self, split: str) -> StoredTasks:
-        """Return all tasks of a split, read on access."""
+        """Return all tasks of a split, read on access, in the order of their upload."""
         return StoredTasks(self._db, split, await self._db.read(lambda connection: _count(connection, split)))
 
 
@@ -160,8 +182,8 @@ def _count(connection: Connection, split: str) -> int:
     return 0 if last is None else int(last) + 1
 
 
-def _sealed(connection: Connection) -> bool:
-    """Return whether the row that seals the tasks is there."""
+def are_sealed(connection: Connection) -> bool:
+    """Return whether a run has all of its tasks."""
     return connection.execute(select(meta.c.value).where(meta.c.key == SEALED)).first() is not None
 
 

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 
 from palestra.agents import Agent, ModelAgent
 from palestra.agents.agent import Moves, RandomAgent
-from palestra.client.plain_values import checked_count
+from palestra.client.plain_values import checked_count, plain_task
 from palestra.config import JobConfig, PolicyConfig, Roles, past_name, past_of
 from palestra.errors import ConfigError, NotFound, RolloutFailed
 from palestra.learner.reporting import checkpoints_of
@@ -127,7 +127,7 @@ def play_matrix(
     names = (*models, *([RANDOM] if moves is not None else []))
     if len(names) < 2:
         raise ConfigError(f"a matrix has at least two players, and there is {', '.join(names) or 'none'}")
-    make, played = _environment(environment, config, resolve_tasks("tasks", tasks))
+    make, played = _environment(environment, config, _given(tasks))
     plan = _Plan(
         models=models,
         names=names,
@@ -141,6 +141,10 @@ def play_matrix(
         report=report,
     )
     return run(_played_elsewhere(config, plan))
+
+
+def _given(tasks: Tasks) -> list[dict[str, Any]]:
+    return [plain_task(task, number, "tasks") for number, task in enumerate(resolve_tasks("tasks", tasks))]
 
 
 async def _played_elsewhere(config: JobConfig, plan: _Plan) -> Matrix:

@@ -58,7 +58,7 @@ class OneLine:
 async def read_all(path: Path) -> None:
     with OneLine(), open_run_store(path, config().rollout, config().store) as store:
         await store.tasks.sealed()
-        await store.tasks.of_split("train")
+        list(await store.tasks.stored("train"))
         await store.log.metrics()
         await store.episodes.counts()
         await store.log.events(0)

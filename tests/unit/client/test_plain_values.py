@@ -13,9 +13,9 @@ import pytest
 
 from palestra.client.plain_values import plain_object, rows_of_frame
 from palestra.client.protocol import finish_call, push_calls
+from palestra.client.task_files import task_source
 from palestra.errors import InvalidRequest
 from palestra.rollout.result import EpisodeResult
-from palestra.runtime.arguments import resolve_tasks
 from unit.client.building import EPISODE
 
 TAKEN = [
@@ -42,10 +42,10 @@ TAKEN = [
 
 @pytest.mark.parametrize(("value", "plain"), TAKEN)
 def test_values_with_a_form_in_json_are_taken_wherever_data_enters(value, plain):
-    (row,) = resolve_tasks("tasks", [{"x": value}])
+    (row,) = task_source([{"x": value}], "tasks")
     assert row == {"x": plain}
     assert type(row["x"]) is type(plain)
-    (call,) = push_calls({"train": [{"x": value}]})
+    (call,) = push_calls({"train": task_source([{"x": value}], "tasks")})
     assert call.body.tasks[0].data == {"x": plain}
     assert finish_call(EPISODE, 1.0, metadata={"x": value}).body.metadata == {"x": plain}
 
@@ -73,11 +73,10 @@ REFUSED = [
 @pytest.mark.parametrize(("value", "kind"), REFUSED)
 def test_what_can_not_be_stored_is_refused_with_task_key_and_type(value, kind):
     rows = [{"id": "q0", "a": {"x": 1}}, {"id": "q1", "a": {"x": value}}]
-    for take in (lambda: resolve_tasks("tasks", rows), lambda: list(push_calls({"train": rows}))):
-        with pytest.raises(InvalidRequest) as caught:
-            take()
-        for part in ("task 1", "'q1'", "'a'", "'x'", kind):
-            assert part in str(caught.value)
+    with pytest.raises(InvalidRequest) as caught:
+        task_source(rows, "tasks")
+    for part in ("task 1", "'q1'", "'a'", "'x'", kind):
+        assert part in str(caught.value)
     with pytest.raises(InvalidRequest, match="metadata: 'x'"):
         finish_call(EPISODE, 1.0, metadata={"x": value})
 
@@ -98,7 +97,12 @@ def test_the_information_of_an_environment_shows_numbers_as_numbers():
 class Pandas:
     """The part of a DataFrame of pandas that is used."""
 
-    iloc = None
+    def __len__(self):
+        return 2
+
+    @property
+    def iloc(self):
+        return {slice(0, 1000): self}
 
     def to_dict(self, form):
         assert form == "records"
@@ -116,7 +120,7 @@ class Polars:
 @pytest.mark.parametrize("frame", [Pandas(), Polars()])
 def test_the_rows_of_a_frame_are_tasks_and_missing_values_none(frame):
     rows = [{"prompt": "a", "x": 1.5}, {"prompt": "b", "x": None}]
-    assert resolve_tasks("tasks", frame) == rows_of_frame(frame) == rows
+    assert list(task_source(frame, "tasks")) == list(rows_of_frame(frame)) == rows
 
 
 def test_real_frames_are_tasks():
@@ -124,4 +128,4 @@ def test_real_frames_are_tasks():
     polars = pytest.importorskip("polars")
     rows = [{"id": 1, "prompt": "a", "x": 1.5}, {"id": 2, "prompt": "b", "x": None}]
     for frame in (pandas.DataFrame(rows), polars.DataFrame(rows)):
-        assert resolve_tasks("tasks", frame) == rows
+        assert list(task_source(frame, "tasks")) == rows

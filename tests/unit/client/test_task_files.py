@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from palestra import AsyncClient, Client
-from palestra.client.task_files import task_rows
+from palestra.client.task_files import TaskFile, task_source
 from palestra.errors import ConfigError
 
 
@@ -17,11 +17,22 @@ def files(tmp_path):
     return tmp_path
 
 
-def test_rows_of_a_file_and_those_that_are_given_stay_as_they_are(files):
-    assert task_rows(files / "train.jsonl") == [{"id": "a", "prompt": "x"}, {"prompt": "y"}]
-    assert task_rows(files / "held_out.jsonl") == [{"id": 7, "prompt": "z"}]
-    given = [{"prompt": "x"}]
-    assert task_rows(given) is given
+def test_tasks_can_be_read_several_times_whatever_they_come_from(files):
+    rows = [{"id": "a", "prompt": "x"}, {"prompt": "y"}]
+    for source in (
+        task_source(each, "tasks") for each in (files / "train.jsonl", str(files / "train.jsonl"), iter(rows), rows)
+    ):
+        assert list(source) == list(source) == rows
+        assert source.count() == 2
+
+
+def test_what_is_wrong_in_a_file_is_said_with_its_line(files):
+    def check(task, place):
+        if task.get("prompt") == "y":
+            raise ConfigError(place)
+
+    with pytest.raises(ConfigError, match=r"train\.jsonl:3$"):
+        TaskFile(files / "train.jsonl").count(check)
 
 
 async def test_both_clients_push_the_tasks_of_files(files, monkeypatch):

@@ -107,5 +107,5 @@ def test_tasks_of_a_file_are_named_as_those_that_are_pushed(tmp_path):
 
 def test_a_file_is_pushed_as_it_is_read(tmp_path):
     job(tmp_path, [{"id": n} for n in range(2500)])
-    calls = list(push_calls({"validation": [], "train": TaskFile(tmp_path / "tasks.jsonl")}))
+    calls = list(push_calls({"train": TaskFile(tmp_path / "tasks.jsonl")}))
     assert [(len(call.body.tasks), call.body.final) for call in calls] == [(1000, False), (1000, False), (500, True)]

@@ -147,4 +147,4 @@ class DyingJob:
 @pytest.mark.parametrize("rollout", [None, lambda task, endpoint: 1.0])
 async def test_a_job_that_ends_before_it_has_its_tasks_is_not_waited_for(unused_tcp_port, rollout):
     async with asyncio.timeout(10):
-        await training.play_until_over(DyingJob(unused_tcp_port), training.Rollouts(rollout, [{"a": 1}], [], 1))
+        await training.play_until_over(DyingJob(unused_tcp_port), rollout, 1)

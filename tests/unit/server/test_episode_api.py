@@ -85,7 +85,7 @@ async def test_a_task_that_sft_can_not_learn_from_is_refused_when_it_is_pushed(t
                 answer = await push(f"c{place}", "train", talk, talk | bad)
                 assert answer.status_code == 422, answer.text
                 assert answer.json()["error"]["param"] == "tasks.1.data"
-            assert await job.plane.store.tasks.of_split("train") == [], "nothing of a refused chunk is stored"
+            assert list(await job.plane.store.tasks.stored("train")) == [], "nothing of a refused chunk is stored"
             assert (await push("c", "train", talk)).status_code == 200
             assert (await push("v", "validation", {"prompt": "agents play these"})).status_code == 200
 

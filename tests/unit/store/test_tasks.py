@@ -16,8 +16,8 @@ def tasks(*names: str, **data) -> list[Task]:
 async def test_tasks_keep_their_order_over_chunks(store):
     assert await store.tasks.push("train", tasks("b", "a"), "1") == 2
     assert await store.tasks.push("train", tasks("d", "c"), "2") == 4
-    assert [t.task_id for t in await store.tasks.of_split("train")] == ["b", "a", "d", "c"]
-    assert (await store.tasks.of_split("train"))[0].data == {"name": "b"}
+    assert [t.task_id for t in list(await store.tasks.stored("train"))] == ["b", "a", "d", "c"]
+    assert (await store.tasks.stored("train"))[0].data == {"name": "b"}
 
 
 async def test_the_same_chunk_again_is_a_no_op_and_another_under_its_name_a_conflict(store):
@@ -26,13 +26,13 @@ async def test_the_same_chunk_again_is_a_no_op_and_another_under_its_name_a_conf
     for other in (tasks("a"), tasks("b", "a"), tasks("a", "b", more=1), []):
         with pytest.raises(Conflict, match="'1'"):
             await store.tasks.push("train", other, "1")
-    assert len(await store.tasks.of_split("train")) == 2
+    assert len(await store.tasks.stored("train")) == 2
 
 
 async def test_a_task_that_is_known_is_not_added_again(store):
     await store.tasks.push("train", tasks("a", "a"), "1")
     assert await store.tasks.push("train", tasks("b", "a"), "2") == 2
-    assert [t.task_id for t in await store.tasks.of_split("train")] == ["a", "b"]
+    assert [t.task_id for t in list(await store.tasks.stored("train"))] == ["a", "b"]
 
 
 async def test_a_task_id_stands_for_one_thing_and_a_refused_chunk_leaves_nothing(store):
@@ -41,7 +41,7 @@ async def test_a_task_id_stands_for_one_thing_and_a_refused_chunk_leaves_nothing
         await store.tasks.push("train", [*tasks("new"), *tasks("a", other=1)], "2")
     with pytest.raises(Conflict, match="'x'"):
         await store.tasks.push("train", [*tasks("x"), *tasks("x", other=1)], "3")
-    assert [t.task_id for t in await store.tasks.of_split("train")] == ["a"]
+    assert [t.task_id for t in list(await store.tasks.stored("train"))] == ["a"]
     assert await store.tasks.push("train", tasks("new"), "2") == 2  # the name of the chunk is still free
 
 
@@ -49,7 +49,7 @@ async def test_an_id_of_a_data_set_need_not_be_unique(store):
     rows = [Task(task_id="7", data={"id": 7, "q": q}) for q in ("a", "b", "a", "c")]
     assert await store.tasks.push("train", rows, "1") == 3
     assert await store.tasks.push("train", rows[1:], "2") == 3
-    found = await store.tasks.of_split("train")
+    found = list(await store.tasks.stored("train"))
     assert [task.data for task in found] == [{"id": 7, "q": q} for q in "abc"]
     names = [task.task_id for task in found]
     assert names[0] == "7"
@@ -60,7 +60,7 @@ async def test_an_id_of_a_data_set_need_not_be_unique(store):
 async def test_the_splits_are_apart(store):
     await store.tasks.push("train", tasks("a"), "1")
     assert await store.tasks.push("validation", tasks("a", held_out=True), "1") == 1
-    assert [t.data for t in await store.tasks.of_split("validation")] == [{"name": "a", "held_out": True}]
+    assert [t.data for t in list(await store.tasks.stored("validation"))] == [{"name": "a", "held_out": True}]
 
 
 async def test_after_sealing_only_what_was_there_is_taken(store):
