@@ -375,5 +375,7 @@ def push(settings: Settings, train: TaskRows | str | Path, validation: TaskRows 
         contextlib.closing(task_source(validation, "validation")) as held_out,
         contextlib.closing(task_source(train, "tasks")) as trained,
     ):
+        for source in (held_out, trained):
+            source.count()  # a wrong task is refused before any other is pushed
         for call in push_calls({"validation": held_out, "train": trained}):
             yield from send_call(settings, call)

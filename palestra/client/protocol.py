@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -14,7 +14,6 @@ from pydantic import BaseModel, ValidationError
 
 from palestra.client.episode import Episode, ModelEndpoint, Reward, RolloutResult
 from palestra.client.plain_values import checked_amount, plain_object
-from palestra.client.task_files import TaskFile
 from palestra.errors import InvalidRequest
 from palestra.types.calls import AgentStepReward
 from palestra.types.messages import ChatMessage
@@ -259,13 +258,11 @@ def act_call(episode: Episode, observation_id: str, action: str | ChatMessage) -
     return ApiCall("/act_seat", body, ActionAccepted, episode.api_key)
 
 
-def push_calls(tasks: Mapping[str, TaskFile]) -> Iterator[ApiCall[TasksPushed]]:
+def push_calls(tasks: Mapping[str, Iterable[dict[str, Any]]]) -> Iterator[ApiCall[TasksPushed]]:
     """Build the requests that push tasks by split, in chunks.
 
     A chunk's id is its split and position, so that an interrupted push can be repeated as a whole.
     """
-    for rows in tasks.values():
-        rows.count()  # a wrong task is refused before any other is pushed
     chunks = ((split, *chunk) for split, rows in tasks.items() for chunk in _chunks(rows))
     following = next(chunks, None)
     while following is not None:
@@ -275,7 +272,7 @@ def push_calls(tasks: Mapping[str, TaskFile]) -> Iterator[ApiCall[TasksPushed]]:
         yield ApiCall("/tasks", body, TasksPushed)
 
 
-def _chunks(rows: TaskFile) -> Iterator[tuple[int, list[TaskBody]]]:
+def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[TaskBody]]]:
     """Yield the index of the first task of each chunk, and the chunk.
 
     A chunk has at most CHUNK_TASKS tasks and CHUNK_BYTES bytes; a larger task is its own chunk.

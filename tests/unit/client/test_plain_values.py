@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from fractions import Fraction
@@ -12,11 +13,17 @@ import numpy as np
 import pytest
 
 from palestra.client.plain_values import plain_object, rows_of_frame
-from palestra.client.protocol import finish_call, push_calls
+from palestra.client.protocol import finish_call
 from palestra.client.task_files import task_source
 from palestra.errors import InvalidRequest
 from palestra.rollout.result import EpisodeResult
 from unit.client.building import EPISODE
+
+
+def taken(rows):
+    with closing(task_source(rows, "tasks")) as source:
+        return list(source)
+
 
 TAKEN = [
     (np.int64(3), 3),
@@ -42,11 +49,9 @@ TAKEN = [
 
 @pytest.mark.parametrize(("value", "plain"), TAKEN)
 def test_values_with_a_form_in_json_are_taken_wherever_data_enters(value, plain):
-    (row,) = task_source([{"x": value}], "tasks")
+    (row,) = taken([{"x": value}])
     assert row == {"x": plain}
     assert type(row["x"]) is type(plain)
-    (call,) = push_calls({"train": task_source([{"x": value}], "tasks")})
-    assert call.body.tasks[0].data == {"x": plain}
     assert finish_call(EPISODE, 1.0, metadata={"x": value}).body.metadata == {"x": plain}
 
 
@@ -74,7 +79,7 @@ REFUSED = [
 def test_what_can_not_be_stored_is_refused_with_task_key_and_type(value, kind):
     rows = [{"id": "q0", "a": {"x": 1}}, {"id": "q1", "a": {"x": value}}]
     with pytest.raises(InvalidRequest) as caught:
-        task_source(rows, "tasks")
+        taken(rows)
     for part in ("task 1", "'q1'", "'a'", "'x'", kind):
         assert part in str(caught.value)
     with pytest.raises(InvalidRequest, match="metadata: 'x'"):
@@ -97,12 +102,15 @@ def test_the_information_of_an_environment_shows_numbers_as_numbers():
 class Pandas:
     """The part of a DataFrame of pandas that is used."""
 
+    def __init__(self):
+        self.iloc = self
+
     def __len__(self):
         return 2
 
-    @property
-    def iloc(self):
-        return {slice(0, 1000): self}
+    def __getitem__(self, part):
+        assert part == slice(0, 1000)
+        return self
 
     def to_dict(self, form):
         assert form == "records"
@@ -120,7 +128,7 @@ class Polars:
 @pytest.mark.parametrize("frame", [Pandas(), Polars()])
 def test_the_rows_of_a_frame_are_tasks_and_missing_values_none(frame):
     rows = [{"prompt": "a", "x": 1.5}, {"prompt": "b", "x": None}]
-    assert list(task_source(frame, "tasks")) == list(rows_of_frame(frame)) == rows
+    assert taken(frame) == list(rows_of_frame(frame)) == rows
 
 
 def test_real_frames_are_tasks():
@@ -128,4 +136,4 @@ def test_real_frames_are_tasks():
     polars = pytest.importorskip("polars")
     rows = [{"id": 1, "prompt": "a", "x": 1.5}, {"id": 2, "prompt": "b", "x": None}]
     for frame in (pandas.DataFrame(rows), polars.DataFrame(rows)):
-        assert list(task_source(frame, "tasks")) == rows
+        assert taken(frame) == rows

@@ -18,6 +18,7 @@ from palestra.client.protocol import (
     push_calls,
     read_claim,
 )
+from palestra.client.task_files import task_source
 from palestra.errors import InvalidRequest
 from palestra.types.wire import ClaimAnswer
 from unit.client.building import EPISODE
@@ -141,7 +142,7 @@ def test_a_task_is_pushed_with_its_own_id_whatever_it_is(given):
 
 def test_a_task_that_is_no_json_is_an_invalid_request():
     with pytest.raises(InvalidRequest):
-        list(push_calls({"train": [{"q": object()}]}))
+        task_source([{"q": object()}], "tasks")
 
 
 def test_rewards_of_timesteps_by_agent_say_whose_they_are():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from palestra import AsyncClient, Client
@@ -19,11 +21,10 @@ def files(tmp_path):
 
 def test_tasks_can_be_read_several_times_whatever_they_come_from(files):
     rows = [{"id": "a", "prompt": "x"}, {"prompt": "y"}]
-    for source in (
-        task_source(each, "tasks") for each in (files / "train.jsonl", str(files / "train.jsonl"), iter(rows), rows)
-    ):
-        assert list(source) == list(source) == rows
-        assert source.count() == 2
+    for each in (files / "train.jsonl", str(files / "train.jsonl"), iter(rows), rows):
+        with closing(task_source(each, "tasks")) as source:
+            assert list(source) == list(source) == rows
+            assert source.count() == 2
 
 
 def test_what_is_wrong_in_a_file_is_said_with_its_line(files):
