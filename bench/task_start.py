@@ -124,7 +124,7 @@ def play(folder: Path, brought: dict[str, Any], resume: bool) -> None:
             "steps": 10**7,  # an iterator is read for as many groups
             "run_dir": folder,
             "engine": {"kind": "fake"},
-            "evaluation": {"every_steps": 10**6, "max_tasks": 1},
+            "evaluation": {"every_steps": 10**6},
             "tasks": brought.pop("files", {}),
             "rollout": {"groups_per_step": 1, "group_size": 2},
         }
