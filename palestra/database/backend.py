@@ -21,10 +21,6 @@ def no_problem() -> StoreError | None:
     return None
 
 
-def no_fence(_connection: sa.Connection) -> None:
-    """Allow every transaction to write."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     """Connections to one database, and functions that differ between SQLite and PostgreSQL.
@@ -36,7 +32,7 @@ class Backend:
         watch: called once the tables exist; returns a function that is called after each commit, before its
             acknowledgement. A StoreError that this function returns replaces the acknowledgement.
         fence: called in the transaction that opens the database; returns a function that every later transaction calls
-            first. If it raises Superseded, nothing is written any more.
+            first, or None. If it raises Superseded, nothing is written any more.
         bounded: whether callers wait at most `LONGEST_REPLY_SECONDS`.
         transaction: commits what a block changes on a connection, or rolls it back if the block raises an error.
         release: releases the lock on the database after all connections are closed.
@@ -47,7 +43,7 @@ class Backend:
     readers: int
     explain: Explain
     watch: Callable[[], Problem] = lambda: no_problem
-    fence: Callable[[sa.Connection], Fence] = lambda _: no_fence
+    fence: Callable[[sa.Connection], Fence | None] = lambda _: None
     bounded: bool = False
     transaction: Transaction = sa.Connection.begin
     release: Callable[[], None] = lambda: None

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from palestra.database.backend import Explain, Fence, Problem, Transaction, no_fence, no_problem
+from palestra.database.backend import Explain, Fence, Problem, Transaction, no_problem
 from palestra.errors import PalestraError, StoreError, Superseded
 from palestra.faults import fault_point
 
@@ -51,7 +51,7 @@ class Writer:
         engine: sa.Engine,
         explain: Explain,
         problem: Problem = no_problem,
-        fence: Fence = no_fence,
+        fence: Fence | None = None,
         transaction: Transaction = sa.Connection.begin,
     ) -> None:
         """Start the writing thread.
@@ -167,7 +167,8 @@ class Writer:
     def _transaction(self, connection: sa.Connection, group: list[_Operation]) -> None:
         """Run the operations of a group in one transaction; a PalestraError fails its own operation only."""
         with self._begun(connection):
-            self._fence(connection)
+            if self._fence is not None:
+                self._fence(connection)
             for operation in group:
                 try:
                     operation.result = operation.run(connection)

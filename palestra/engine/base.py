@@ -58,8 +58,16 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
 
 def uniform(seed: int, position: int) -> float:
     """Return a number in [0, 1) with 53 random bits, from a call's seed and a token's position in its reply."""
-    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+    return uniforms(seed, range(position, position + 1))[0]
+
+
+def uniforms(seed: int, positions: range) -> list[float]:
+    """Return the numbers of several positions; see `uniform`."""
+    found = []
+    for position in positions:
+        digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
+        found.append((int.from_bytes(digest, "little") >> 11) * 2.0**-53)
+    return found
 
 
 class TokenReplay:

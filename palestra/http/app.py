@@ -14,9 +14,8 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from palestra import __version__
-from palestra.http.direct import Endpoint
 from palestra.http.errors import ErrorAnswers, ErrorForm
-from palestra.http.guard import Authenticate, RequestGuard
+from palestra.http.guard import Authenticate, Endpoint, RequestGuard
 from palestra.types.wire import ErrorAnswer
 
 PUBLIC = ("/openapi.json",)  # answered without a key

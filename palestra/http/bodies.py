@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from palestra.errors import InvalidRequest, UnsupportedField
-from palestra.http.disconnects import until_disconnect
+from palestra.http.protocol import until_disconnect
 from palestra.threads import WorkPool
 
 B = TypeVar("B", bound=BaseModel)
@@ -23,6 +23,7 @@ LONG_BODY = 32_768  # bytes; handing a longer body to a thread costs less than p
 # Limits of one body. The largest useful one has 10,000 messages of parts, or the token ids of 128 prompts.
 MAX_CONTAINERS, MAX_VALUES = 50_000, 1_000_000
 MAX_KEYS = 100_000  # each is made into a string; 10,000 messages with calls and their results have 65,000
+_MAY_BE_TOO_MANY = min(MAX_CONTAINERS, MAX_VALUES, MAX_KEYS)  # bytes
 _BACKSLASH = ord("\\")
 
 
@@ -33,7 +34,8 @@ def parse_body(kind: type[B], body: bytes) -> B:
         InvalidRequest: not JSON, a value of the wrong type, or too many values.
         UnsupportedField: a validator of `kind` refused a value as `UNSUPPORTED`.
     """
-    check_size(body)
+    if len(body) > _MAY_BE_TOO_MANY:
+        check_size(body)
     try:
         return kind.model_validate_json(body.removeprefix(BOM_UTF8))
     except ValidationError as error:
@@ -46,7 +48,7 @@ def check_size(body: bytes) -> None:
     Brackets and commas in strings count until the limits are exceeded; only then strings are skipped, because skipping
     is slower than counting.
     """
-    if len(body) <= min(MAX_CONTAINERS, MAX_KEYS, MAX_VALUES):
+    if len(body) <= _MAY_BE_TOO_MANY:
         return
     for most, kinds, named in (
         (MAX_CONTAINERS, b"[{", "objects and lists"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection
+from typing import TypeAlias
 
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from palestra.errors import Forbidden, InvalidRequest, PalestraError, PayloadTooLarge, TooManyRequests
-from palestra.http.direct import Direct, Endpoint, JsonAnswer, json_bytes
 from palestra.http.errors import CLIENT_GONE, ErrorAnswers
 from palestra.http.protocol import CONNECTION
 
@@ -21,6 +22,7 @@ BODIES_HELD = 64  # how many bodies of the largest size are held at the same tim
 _LOCAL_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
 # Checks the key of a request, and returns how many bytes its body may have. Must not read the body.
 Authenticate = Callable[[Request], Awaitable[int]]
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response | BaseModel]]
 
 
 class RequestGuard:
@@ -134,6 +136,54 @@ class _Body:
                 else f"the body had not come to its end after {WHOLE_BODY_SECONDS:g} s"
             )
             raise InvalidRequest(late) from None
+
+
+class Direct(Request):
+    """A request whose headers are a dict, by names in lower case, and whose body is read before its endpoint runs."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        super().__init__(scope, receive)
+        pairs = reversed(scope["headers"])  # the first of two headers with one name counts
+        self._headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}  # type: ignore[assignment]
+
+    async def take(self, receive: Receive) -> None:
+        """Read the body.
+
+        Raises:
+            ClientDisconnect: the client closed the connection.
+        """
+        message = await receive()
+        found = [message.get("body", b"")]
+        while message.get("more_body"):
+            message = await receive()
+            found.append(message.get("body", b""))
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        self._body = b"".join(found)
+
+
+class JsonAnswer(Response):
+    """An answer of bytes that are JSON."""
+
+    def __init__(  # Starlette's does more
+        self, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = (), sent: Callable[[], object] | None = None
+    ) -> None:
+        """Create the answer; `sent` is called after its last byte was given to the connection."""
+        self.body, self.status_code, self.background, self._sent = body, 200, None, sent
+        size = b"%d" % len(body)
+        self.raw_headers = [*headers, (b"content-length", size), (b"content-type", b"application/json")]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body})
+        if self._sent is not None:
+            self._sent()
+
+
+def json_bytes(model: BaseModel) -> bytes:
+    """Return a model as JSON."""
+    return model.model_dump_json(by_alias=True).encode()
 
 
 def bearer(request: Request) -> str | None:

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1, with limits before authentication.
+"""uvicorn's HTTP/1.1, with limits before authentication, and what a client that disconnects cancels.
 
 uvicorn has no limit for the time until a request's headers are complete, for their size, for pipelined requests, or for
 unread answers (docs/explanation/architecture.md, "HTTP and dialects").
@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -21,6 +23,7 @@ from uvicorn.server import ServerState
 
 from palestra.http.connections import Connections
 
+T = TypeVar("T")
 CONNECTION = "palestra.connection"  # key in the ASGI scope of a request, whose value is its `LimitedProtocol`
 
 
@@ -209,6 +212,37 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
         else:  # a graceful close would wait for the client
             self.transport.abort()
+
+
+async def until_disconnect(scope: Scope, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; cancel it if the client disconnects.
+
+    Args:
+        scope: of the request. One that `LimitedProtocol` has not received has no connection that could be lost.
+
+    Raises:
+        ClientDisconnect: the client disconnected before `work` was finished.
+    """
+    connection = scope.get(CONNECTION)
+    if connection is None:
+        return await work
+    if connection.lost:
+        work.close()
+        raise ClientDisconnect
+    caller = asyncio.current_task()
+    assert caller is not None
+    cancelled_before = caller.cancelling()
+    connection.flow.resume_reading()  # uvicorn pauses it for a long body, and a paused socket does not say that it ends
+    mine = connection.on_lost = caller.cancel
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if connection.lost and caller.uncancel() <= cancelled_before:
+            raise ClientDisconnect from None
+        raise
+    finally:
+        if connection.on_lost is mine:  # else of the next request on this connection
+            connection.on_lost = None
 
 
 class ServedWebSocket(WebSocketsSansIOProtocol):

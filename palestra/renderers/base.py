@@ -269,6 +269,8 @@ def reply_of(reasoning: str | None, content: str, attempts: Sequence[Attempt], c
     Args:
         reasoning: None: the reply has none.
     """
+    if reasoning is None and not attempts:
+        return Reply(message=text_message("assistant", content), malformed=())
     good = [attempt for attempt in attempts if attempt.problem is None]
     calls = tuple(tool_call(attempt, call_ids, number) for number, attempt in enumerate(good))
     message = text_message("assistant", content)

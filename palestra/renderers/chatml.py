@@ -20,7 +20,7 @@ from palestra.renderers.reply_grammar import CallFormat
 from palestra.renderers.tool_calls import RESULT, call_format, offer, write_call
 from palestra.renderers.vocabulary import Vocabulary
 from palestra.types.calls import Ids, TokenSequence
-from palestra.types.messages import ChatMessage, ImagePart
+from palestra.types.messages import ChatMessage, ImagePart, TextPart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +64,8 @@ class ChatMLRenderer(Renderer):
         )  # an unknown token may also get an id
         self.stop_ids = (self._end, end_of_text) if known else (self._end,)
         self._encode = plain_encoder(tokenizer)
+        self._turn_start, self._turn_end = (self._start,), (self._end, *self._encode("\n"))
+        self._opening = (self._start, *self._encode("assistant\n"))
         self._long = LongText(tokenizer, self._encode)
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:
@@ -87,7 +89,7 @@ class ChatMLRenderer(Renderer):
 
         A reply that was cut at its token limit first gets its end token.
         """
-        return self._sequence(_turns(new_messages, self._role), self._closing(completion_ids), room)
+        return self._sequence(_turns(new_messages, self.config.developer), self._closing(completion_ids), room)
 
     def parse(
         self, completion_ids: Ids, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call"
@@ -109,37 +111,27 @@ class ChatMLRenderer(Renderer):
 
     def _turns(self, messages: Sequence[ChatMessage], tools: Tools) -> Iterator[Pieces]:
         """Yield the turns of a whole conversation. A system turn comes first if there is a system message or a tool."""
-        given = self._role(messages[0]) == "system"
+        given = messages[0].role == "system" or (messages[0].role, self.config.developer) == ("developer", "system")
         said = messages[0].text if given else self.config.default_system
         if said is not None or tools:
             if given:
                 refuse_pictures(messages[0])
             yield ["system\n" + "\n\n".join(([] if said is None else [said]) + ([offer(tools)] if tools else []))]
-        yield from _turns(messages[1:] if given else messages, self._role)
-
-    def _role(self, message: ChatMessage) -> str:
-        return self.config.developer if message.role == "developer" else message.role
+        yield from _turns(messages[1:] if given else messages, self.config.developer)
 
     def _sequence(self, turns: Iterable[Pieces], before: Sequence[int], room: int | None) -> TokenSequence:
         """Return `before` followed by the ids of the turns, and the beginning of the assistant's reply."""
-        writer = PromptWriter(self._encode, self._long, self._pictures, room)
-        writer.tokens(before)
+        writer = PromptWriter(self._encode, self._long, self._pictures, room, before)
         for pieces in turns:
-            writer.tokens([self._start])
-            writer.pieces(pieces)
-            writer.end_turn([self._end, *self._encode("\n")])
-        writer.tokens(self._opening())
-        return writer.sequence()
+            writer.turn(pieces, self._turn_start, self._turn_end)
+        return writer.sequence(self._opening)
 
-    def _opening(self) -> list[int]:
-        return [self._start, *self._encode("assistant\n")]
-
-    def _closing(self, completion_ids: Ids) -> list[int]:
+    def _closing(self, completion_ids: Ids) -> Sequence[int]:
         stopped = len(completion_ids) > 0 and int(completion_ids[-1]) in self.stop_ids
-        return [*([] if stopped else [self._end]), *self._encode("\n")]
+        return self._turn_end[1:] if stopped else self._turn_end
 
 
-def _turns(messages: Sequence[ChatMessage], role: Callable[[ChatMessage], str]) -> Iterator[Pieces]:
+def _turns(messages: Sequence[ChatMessage], developer: str) -> Iterator[Pieces]:
     """Yield the pieces between the start and end token of each turn.
 
     Consecutive tool results share one user turn, as in Qwen's templates.
@@ -152,11 +144,14 @@ def _turns(messages: Sequence[ChatMessage], role: Callable[[ChatMessage], str]) 
         if results:
             yield joined(["user\n", *results])
             results = []
-        if message.role == "assistant":
+        role, content = developer if message.role == "developer" else message.role, message.content
+        if role == "assistant":
             refuse_pictures(message)
-            yield [f"{role(message)}\n{_reply(message)}"]
+            yield [f"{role}\n{_reply(message)}"]
+        elif len(content) == 1 and isinstance(only := content[0], TextPart):
+            yield [f"{role}\n{only.text}"]
         else:
-            yield joined([f"{role(message)}\n", *pieces_of(message)])
+            yield joined([f"{role}\n", *pieces_of(message)])
     if results:
         yield joined(["user\n", *results])
 

@@ -122,17 +122,14 @@ class DialogRenderer(Renderer):
         """Return `before`, the turns of the messages, and the beginning of the assistant's reply."""
         if tools:
             raise ValueError("this model's format has no tools")
-        writer, closing = PromptWriter(self._encode, self._long, self._pictures, room), self.format.closing
-        writer.tokens(before)
+        writer, closing = PromptWriter(self._encode, self._long, self._pictures, room, before), self.format.closing
         unwritten: Pieces = []  # a token may reach over the end of a turn that no control token ends
         for message in messages:
             unwritten += self._pieces(message)
             if closing is not None:
-                writer.pieces(joined(unwritten))
-                writer.end_turn([self._end, *self._encode(closing)])
+                writer.turn(joined(unwritten), end=[self._end, *self._encode(closing)])
                 unwritten = []
-        writer.pieces(joined([*unwritten, self.format.opening]))
-        writer.end_turn([])
+        writer.turn(joined([*unwritten, self.format.opening]))
         return writer.sequence()
 
     def _pieces(self, message: ChatMessage) -> Pieces:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -18,8 +18,15 @@ Pieces = list[str | ImagePart]  # of a turn, of which no two texts follow one an
 class PromptWriter:
     """Writes one prompt, or a continuation after a reply."""
 
-    def __init__(self, encode: Encode, long: LongText, pictures: PictureTokens | None, room: int | None) -> None:
-        """Begin empty.
+    def __init__(
+        self,
+        encode: Encode,
+        long: LongText,
+        pictures: PictureTokens | None,
+        room: int | None,
+        before: Sequence[int] = (),
+    ) -> None:
+        """Begin with the tokens `before`.
 
         Args:
             encode: a text to its ids, without control tokens.
@@ -27,14 +34,11 @@ class PromptWriter:
             room: limit in tokens; None: unlimited.
         """
         self._encode, self._long, self._pictures, self._room = encode, long, pictures, room
-        self._ids, self._media = list[int](), list[MediaSpan]()
+        self._ids, self._media = list(before), list[MediaSpan]()
 
-    def tokens(self, ids: Iterable[int]) -> None:
-        """Append tokens."""
-        self._ids += ids
-
-    def pieces(self, pieces: Pieces) -> None:
-        """Append texts and pictures."""
+    def turn(self, pieces: Pieces, start: Iterable[int] = (), end: Iterable[int] = ()) -> None:
+        """Append a turn: the tokens that start it, its texts and pictures, and the tokens that end it."""
+        self._ids += start
         for piece in pieces:
             if isinstance(piece, ImagePart):
                 if self._pictures is None:
@@ -46,16 +50,14 @@ class PromptWriter:
                 self._ids += self._encode(piece)
             else:
                 self._ids += self._long.encode(piece, max(self._room - len(self._ids), 0))
-
-    def end_turn(self, ids: Iterable[int]) -> None:
-        """Append the tokens that end a turn."""
-        self._ids += ids
+        self._ids += end
         if self._room is not None and len(self._ids) > self._room:
             raise TooManyTokens(len(self._ids))
         check_wanted()
 
-    def sequence(self) -> TokenSequence:
-        """Return the result, int32 [N], with its pictures."""
+    def sequence(self, opening: Iterable[int] = ()) -> TokenSequence:
+        """Return the result, int32 [N], with its pictures, and with the tokens that open the next turn."""
+        self._ids += opening
         return TokenSequence(np.asarray(self._ids, np.int32), tuple(self._media))
 
 
@@ -77,5 +79,8 @@ def joined(pieces: Iterable[str | ImagePart]) -> Pieces:
 
 def refuse_pictures(message: ChatMessage) -> None:
     """Raise ValueError if a text-only message has a picture."""
-    if any(isinstance(part, ImagePart) for part in message.content):
-        raise ValueError(f"a message of role {message.role} has a picture; pictures are the user's, or a tool's result")
+    for part in message.content:
+        if isinstance(part, ImagePart):
+            raise ValueError(
+                f"a message of role {message.role} has a picture; pictures are the user's, or a tool's result"
+            )

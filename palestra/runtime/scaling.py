@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from palestra.engine.base import WorkerPool
 from palestra.errors import Conflict, InvalidRequest
-from palestra.http.disconnects import until_disconnect
+from palestra.http.protocol import until_disconnect
 from palestra.server import DataPlane
 from palestra.server.auth import require_job
 from palestra.types.wire import Body

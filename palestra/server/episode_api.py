@@ -11,7 +11,7 @@ from palestra.config import AlgorithmConfig, JobConfig
 from palestra.errors import ConfigError, Forbidden, InvalidRequest, ServerStopping
 from palestra.http.app import GuardedApp
 from palestra.http.bodies import parse_body, read_request, read_with
-from palestra.http.disconnects import until_disconnect
+from palestra.http.protocol import until_disconnect
 from palestra.server.auth import EpisodeKey, require_episode, require_job
 from palestra.server.episode_routes import EpisodeRoutes
 from palestra.server.seat_api import claim_seat

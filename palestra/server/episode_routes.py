@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from palestra.errors import Conflict
 from palestra.http.app import GuardedApp
-from palestra.http.direct import Endpoint
+from palestra.http.guard import Endpoint
 from palestra.server.state import DataPlane
 
 

@@ -14,17 +14,19 @@ from starlette.responses import JSONResponse, Response
 
 from palestra.errors import Forbidden
 from palestra.http.app import GuardedApp
-from palestra.http.bodies import read_with
-from palestra.http.disconnects import until_disconnect
-from palestra.server.auth import Caller, EpisodeKey, PlaygroundKey, caller_of, require_model, session_of
+from palestra.http.bodies import LONG_BODY
+from palestra.http.guard import JsonAnswer
+from palestra.http.protocol import until_disconnect
+from palestra.server.auth import CALLER, Caller, EpisodeKey, PlaygroundKey, require_model, session_of
 from palestra.server.dialects.agents import caller_name
 from palestra.server.dialects.base import Dialect, DialectRequest, GenerationResult, TokenCounter
 from palestra.server.dialects.fields import AGENT_HEADER, agent_of
 from palestra.server.dialects.sent_pictures import may_show_pictures, pictures_in
-from palestra.server.respond import StreamedAnswer, WholeAnswer, sample_calls
+from palestra.server.respond import OVERRULED, StreamedAnswer, sample_calls
 from palestra.server.state import DataPlane
 from palestra.session import PolicyRuntime, SeatKey
 from palestra.session.policies import NO_PLAYERS
+from palestra.session.sampling import overruled
 from palestra.types.calls import TokenSequence
 
 # Answers with more tokens (counting `top_logprobs`) are written as JSON in a thread, not on the event loop.
@@ -54,17 +56,20 @@ class GenerateHandler:
         Raises:
             ClientDisconnect: the client has disconnected; nothing is recorded.
         """
-        caller = caller_of(request)
+        caller: Caller = request.scope[CALLER]
         asked, runtime = await _read(self._plane, caller, request, self._dialect.parse, self._dialect.check)
         if asked.stream:
             writer = self._dialect.sse(asked, runtime, self._plane.store.clock.now())
             return StreamedAnswer(self._sessions, caller, asked.calls, writer, self._dialect.error_body)
         async with session_of(caller, self._sessions) as session:
-            result = GenerationResult(chats=await until_disconnect(request.scope, sample_calls(session, asked.calls)))
+            calls = asked.calls
+            work = session.generate(calls[0]) if len(calls) == 1 else sample_calls(session, calls)
+            result = GenerationResult(chats=await until_disconnect(request.scope, work))
             if asked.scored:
                 result = await until_disconnect(request.scope, _scored(result, runtime))
-            body = await self._rendered(asked, result, runtime)
-            return WholeAnswer(session, asked.calls, result.chats, body)
+            body, note = await self._rendered(asked, result, runtime), overruled(calls[0], result.chats[0].sampling)
+            headers = () if note is None else ((OVERRULED.encode(), note.encode()),)
+            return JsonAnswer(body, headers, partial(session.delivered, *result.chats))
 
     async def _rendered(self, asked: DialectRequest[Any], result: GenerationResult, runtime: PolicyRuntime) -> bytes:
         """Return the whole answer as JSON, encoded in a thread if it is long."""
@@ -102,7 +107,7 @@ class CountHandler:
         Raises:
             ClientDisconnect: the client has disconnected.
         """
-        caller = caller_of(request)
+        caller: Caller = request.scope[CALLER]
         asked, _ = await _read(self._plane, caller, request, self._counter.parse, self._dialect.check)
         async with session_of(caller, self._plane.sessions) as session:
             tokens = await until_disconnect(request.scope, session.count_tokens(asked.calls[0]))
@@ -118,7 +123,12 @@ async def _read(
 ) -> tuple[DialectRequest[Any], PolicyRuntime]:
     """Return the parsed request and the runtime of the policy that answers it."""
     require_model(caller, plane.config.kind)
-    asked = await read_with(partial(_parsed, parse, request.headers), request, plane.pool)
+    body = await request.body()
+    if len(body) < LONG_BODY:
+        asked = _parsed(parse, request.headers, body)
+    else:
+        pool = plane.sessions.context.pool
+        asked = await until_disconnect(request.scope, pool.run(_parsed, parse, request.headers, body))
     policies, players = plane.sessions.context.policies, NO_PLAYERS
     if isinstance(caller, PlaygroundKey):  # it names the policy and has no role
         runtime = policies.runtime(asked.policy)

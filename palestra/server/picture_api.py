@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from palestra.errors import InvalidRequest
-from palestra.http.disconnects import until_disconnect
 from palestra.http.pictures import SHOWN, picture_answer
+from palestra.http.protocol import until_disconnect
 from palestra.pictures.blobs import picture_digest
 from palestra.pictures.containers import MEDIA_TYPES
 from palestra.server.auth import caller_of, require_job

@@ -11,13 +11,12 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from palestra.errors import PalestraError
-from palestra.http.direct import JsonAnswer
-from palestra.http.disconnects import until_disconnect
 from palestra.http.errors import ErrorForm, Failure
+from palestra.http.protocol import until_disconnect
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
 from palestra.server.auth import Caller, session_of
 from palestra.server.dialects.base import EventWriter
-from palestra.session import CallMaker, CallStart, Listener, ReplyPiece, Sessions
+from palestra.session import CallMaker, Listener, ReplyPiece, Sessions
 from palestra.session.sampling import overruled
 from palestra.types.calls import Chat
 from palestra.types.messages import GenerationRequest
@@ -69,32 +68,14 @@ class _Numbered:
         """Wrap `listener`; `first` is the number of the call's first choice in the request."""
         self._listener, self._first = listener, first
 
-    def started(self, choice: int, start: CallStart) -> None:
-        self._listener.started(self._first + choice, start)
+    def started(self, choice: int, chat: Chat) -> None:
+        self._listener.started(self._first + choice, chat)
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:
         self._listener.sampled(self._first + choice, piece)
 
     def finished(self, choice: int, chat: Chat) -> None:
         self._listener.finished(self._first + choice, chat)
-
-
-class WholeAnswer(JsonAnswer):
-    """A complete answer; after its last byte the session is notified, and a later equal request is a new call."""
-
-    def __init__(
-        self, session: CallMaker, calls: Sequence[GenerationRequest], chats: Sequence[Chat], body: bytes
-    ) -> None:
-        """Create the answer."""
-        note = overruled(calls[0], chats[0].sampling)
-        super().__init__(body, () if note is None else ((OVERRULED.encode(), note.encode()),))
-        self._session, self._chats = session, chats
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer, then mark its calls as delivered."""
-        await super().__call__(scope, receive, send)
-        for chat in self._chats:
-            self._session.delivered(chat)
 
 
 class StreamedAnswer(Response):
@@ -137,11 +118,11 @@ class StreamedAnswer(Response):
 
     # These three methods make the answer a `Listener`: it keeps the header's value and forwards to the writer.
 
-    def started(self, choice: int, start: CallStart) -> None:
+    def started(self, choice: int, chat: Chat) -> None:
         """Forward the start of a choice to the writer, and store the value of the header `x-palestra-sampling`."""
         if choice == 0:
-            self._note = overruled(self._calls[0], start.sampling)
-        self._writer.started(choice, start)
+            self._note = overruled(self._calls[0], chat.sampling)
+        self._writer.started(choice, chat)
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:
         """Forward a piece of a choice to the writer, and wake the sending task."""
@@ -173,8 +154,7 @@ class StreamedAnswer(Response):
                 raise outcome
             await self._flush(send)
             await _send(send, {"type": "http.response.body", "body": b"", "more_body": False})
-            for chat in () if isinstance(outcome, Exception) else outcome:
-                session.delivered(chat)
+            session.delivered(*(() if isinstance(outcome, Exception) else outcome))
         finally:
             await cancelled(sampling)
             # The error refers to this frame: if the frame referred to the error, the request would stay in memory.

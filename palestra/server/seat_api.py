@@ -7,7 +7,7 @@ from starlette.requests import Request
 from palestra.faults import fault_point
 from palestra.http.app import GuardedApp
 from palestra.http.bodies import read_request
-from palestra.http.disconnects import until_disconnect
+from palestra.http.protocol import until_disconnect
 from palestra.server.auth import require_role, require_seat
 from palestra.server.episode_routes import EpisodeRoutes
 from palestra.server.state import DataPlane

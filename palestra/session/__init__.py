@@ -5,7 +5,7 @@ reads sampled ids.
 from palestra.session.context import SessionContext
 from palestra.session.history import Sameness
 from palestra.session.policies import PolicyRuntime, PolicySet
-from palestra.session.request import CallStart, Listener, ReplyPiece
+from palestra.session.request import Listener, ReplyPiece
 from palestra.session.seat_session import SeatSession
 from palestra.session.seats import SeatBook, SeatClaim, SeatKey
 from palestra.session.session import CallMaker, EpisodeSession, Session, StatelessSession
@@ -13,7 +13,6 @@ from palestra.session.sessions import Sessions
 
 __all__ = [
     "CallMaker",
-    "CallStart",
     "EpisodeSession",
     "Listener",
     "PolicyRuntime",

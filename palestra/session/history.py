@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -191,7 +192,7 @@ class History:
         """
         self._sameness, self._unseen = sameness, unseen
         self._compared = Sameness(whitespace=sameness.whitespace)  # by which keys are made
-        self._starts: dict[str, _HistoryNode] = {}
+        self._starts: defaultdict[str, _HistoryNode] = defaultdict(lambda: _HistoryNode(None, None))  # by policy
         self._ends: dict[int, _HistoryNode] = {}  # the node of a call's reply, by the call's index
         self._replies: dict[tuple[str, Hashable], list[Chat]] = {}  # by policy and key
         self._newest: dict[str, tuple[Chat, tuple[ChatMessage, ...]]] = {}  # of each policy, with messages and reply
@@ -203,9 +204,9 @@ class History:
             keys: known keys of its messages, by `id`; see `keys`.
         """
         if chat.is_raw:
-            self._ends[chat.index] = self._start(chat.policy)
+            self._ends[chat.index] = self._starts[chat.policy]
             return
-        node, messages = self._start(chat.policy), chat.new_messages
+        node, messages = self._starts[chat.policy], chat.new_messages
         if chat.parent is not None and chat.parent.policy == chat.policy:
             node = self._ends[chat.parent.index]
             while node.parent is not None and node.depth > chat.shared_messages:
@@ -277,7 +278,7 @@ class History:
             same: what `same` returned for them; None: it is called here.
         """
         # A message without reasoning may stand for several replies, so there may be several places in the tree.
-        nodes, replied, ends, known = [self._start(policy)], list[Chat](), 0, 0
+        nodes, replied, ends, known = [self._starts[policy]], list[Chat](), 0, 0
         if same is None:
             same = self.same(policy, messages)
         if same:
@@ -319,10 +320,6 @@ class History:
         if not self._sameness.reasoning or message.role != "assistant":
             return None
         return message_key(message, self._sameness, self._unseen(policy))
-
-    def _start(self, policy: str) -> _HistoryNode:
-        """Return the root of a policy's conversations."""
-        return self._starts.setdefault(policy, _HistoryNode(None, None))
 
     def _has_reply(self, policy: str, messages: Sequence[ChatMessage]) -> bool:
         """Return whether one of the messages is a reply of an earlier call of the policy."""

@@ -55,13 +55,6 @@ class Prompt:
     keys: Mapping[int, Hashable] = field(default_factory=dict, compare=False)
     digest: bytes = b""
 
-    @property
-    def tail(self) -> Ids:
-        """Return the ids after the shared prefix, [P - shared], as a copy: a view would keep the whole prompt in
-        memory.
-        """
-        return self.ids[self.shared :].copy()
-
 
 class PromptBuilder:
     """Builds an episode's prompts from the messages and exact ids of its earlier calls."""

@@ -1,39 +1,109 @@
-"""The calls of one lease: numbers, seeds, recording, and replies kept for retries."""
+"""The calls of one lease: states, numbers, seeds, and replies kept for retries."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import partial
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from palestra.session.context import SessionContext
-from palestra.session.prompting import Prompt, PromptBuilder
+from palestra.session.context import StateTimes
+from palestra.session.prompting import Prompt
 from palestra.types.calls import Chat, Ids
 from palestra.types.messages import GenerationRequest
+from palestra.types.states import TurnState, check_transition
 
 # `hashlib` lets another thread run while it digests more bytes than these, and a busy server waits longer for its turn
 # than for the digest of a prompt.
 _PIECE = 2047
+_MEASURED = {state: state for state in (TurnState.PENDING, TurnState.GENERATING)}  # by the call itself
 KEYED = "key-"  # beginning of the digest of a request that has a key of its own, by which its retries are known
 
 
-@dataclass(frozen=True, slots=True)
-class ReservedCall:
-    """The number and seed of a call, reserved once its prompt is known.
+class CallInFlight:
+    """One choice of a request, from its arrival until it is on disk.
 
     Attributes:
-        index: number of the call in its lease.
-        occurrence: number of earlier calls with an equal prompt.
+        number: of the choice in its request.
+        state: only tokens of GENERATING are trained.
+        seed: reserved for it; None: its prompt is not built yet. A caller's own seed may replace it in `chat.sampling`.
+        chat: its record, filled on the way; set with the seed, as is `prompt`.
+        recorded: whether it is on disk.
     """
 
-    index: int
+    __slots__ = ("chat", "number", "prompt", "recorded", "seed", "state")
+    chat: Chat
+    prompt: Prompt
+
+    def __init__(self, number: int = 0) -> None:
+        self.number, self.state = number, TurnState.PENDING
+        self.seed: int | None = None
+        self.recorded = False
+
+
+class Turns:
+    """The calls of a session that are in flight, with their states and times.
+
+    Without any, the agent or its environment acts.
+    """
+
+    def __init__(self, subject: str, times: StateTimes) -> None:
+        """Start without calls."""
+        self._subject, self._times = subject, times
+        self._open: set[CallInFlight] = set()
+        self._acting = False  # whether no call is in flight after there was one
+        self._over = False
+
+    def begin(self, calls: Iterable[CallInFlight]) -> None:
+        """Add calls, which end the agent's action."""
+        left, self._acting = TurnState.INTERACTING if self._acting else None, False
+        for call in calls:
+            self._open.add(call)
+            self._times.move(left, TurnState.PENDING)
+            left = None
+
+    def move(self, call: CallInFlight, following: TurnState) -> None:
+        """Change a call to its next state."""
+        check_transition(self._subject, call.state, following)
+        self._times.move(_MEASURED.get(call.state), _MEASURED.get(following))
+        call.state = following
+
+    def end(self, calls: Iterable[CallInFlight]) -> None:
+        """Remove calls. After the last one the agent acts."""
+        self._open.difference_update(calls)
+        if not self._open and not self._over:
+            self._acting = True
+            self._times.move(None, TurnState.INTERACTING)
+
+    def terminate(self) -> None:
+        """End the session, and stop measuring the agent's time."""
+        self._over = True
+        if self._acting:
+            self._acting = False
+            self._times.move(TurnState.INTERACTING, None)
+
+    def state(self, called: bool) -> TurnState:
+        """Return the state of the session: GENERATING or PENDING if any call is, in this order; INTERACTING between
+        calls.
+
+        Args:
+            called: whether there was any earlier call.
+        """
+        if self._over:
+            return TurnState.TERMINATED
+        states = {call.state for call in self._open}
+        for state in (TurnState.GENERATING, TurnState.PENDING):
+            if state in states:
+                return state
+        return TurnState.INTERACTING if called else TurnState.PENDING
+
+
+class ReservedCall(NamedTuple):
+    """The number of a call in its lease, and its seed, reserved once its prompt is known."""
+
+    number: int
     seed: int
-    prompt: bytes
-    occurrence: int
 
 
 class CallRegistry:
@@ -67,7 +137,8 @@ class CallRegistry:
         used = {chat.parent.index for chat in calls if chat.parent is not None and chat.extends}
         for chat in calls:
             self._seeds[chat.sampling.seed] = chat.index
-            self._count(chat)
+            self._next_index = max(self._next_index, chat.index + 1)
+            self.next_step = max(self.next_step, chat.time_step + 1)
             # A call that continues this one shows that the reply arrived. Otherwise a retry may ask for it.
             if chat.index not in used or chat.request_digest.startswith(KEYED):
                 self._undelivered[chat.request_digest] = chat
@@ -86,24 +157,17 @@ class CallRegistry:
             seed = call_seed(self._job_seed, self._episode_id, prompt, occurrence)
             if seed not in self._seeds:
                 break
-        self._taken[prompt] = occurrence
+        self._taken[prompt] = occurrence + 1
         index = self._next_index  # larger than its parent's, because prompts are built in this order
         self._next_index += 1
         self._seeds[seed] = index
-        return ReservedCall(index, seed, prompt, occurrence)
-
-    def release(self, reservation: ReservedCall) -> None:
-        """Free the seed of a call that will not be recorded, so that a retry gives the same sample."""
-        if self._seeds.get(reservation.seed) != reservation.index:  # it was freed before, and another call may have it
-            return
-        del self._seeds[reservation.seed]
-        self._taken[reservation.prompt] = min(self._taken[reservation.prompt], reservation.occurrence)
+        return ReservedCall(index, seed)
 
     def free(self, index: int, seed: int, prompt_ids: Ids, policy: str = "", seat: str = "") -> None:
-        """Free the seed of a call that led to no action, so that a repetition gives the same sample.
+        """Free the seed of a call that is not recorded or led to no action, so that a repetition is the same sample.
 
         Args:
-            index: of the call, which may be recorded, sampled, or in writing.
+            index: of the call.
             seed: kept if another call uses it by now.
             prompt_ids: int32 [P].
         """
@@ -127,7 +191,7 @@ class CallRegistry:
 
     def recording(self, chat: Chat, written: asyncio.Future[None]) -> None:
         """Mark a call as being written; `written` resolves when it is on disk."""
-        self._count(chat)
+        self.next_step = max(self.next_step, chat.time_step + 1)
         self._recordings[chat.request_digest] = written
 
     def recorded(self, chat: Chat, written: asyncio.Future[None], kept: bool) -> None:
@@ -140,11 +204,6 @@ class CallRegistry:
             del self._recordings[chat.request_digest]
         if kept:
             self._undelivered[chat.request_digest] = chat
-
-    def _count(self, chat: Chat) -> None:
-        """Advance the next number and time step past those of a call."""
-        self._next_index = max(self._next_index, chat.index + 1)
-        self.next_step = max(self.next_step, chat.time_step + 1)
 
 
 class CallStore(Protocol):
@@ -166,48 +225,6 @@ class NoStore:
         done = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
-
-
-class Recorder:
-    """Records the calls of a session, and adds recorded ones to its history."""
-
-    def __init__(
-        self, store: CallStore, context: SessionContext, registry: CallRegistry, prompts: PromptBuilder
-    ) -> None:
-        self._store, self._context = store, context
-        self._registry, self._prompts = registry, prompts
-        self._over = False
-
-    def close(self) -> None:
-        """End the session.
-
-        Calls in writing are still recorded, but no later call continues from them.
-        """
-        self._over = True
-
-    async def record(self, chat: Chat, prompt: Prompt) -> None:
-        """Record a call, and return when it is on disk. Cancelling the caller does not stop the recording.
-
-        Raises:
-            EpisodeLeaseExpired, EpisodeEnded: the lease is over, and nothing of the call is stored.
-        """
-        written = self._store.append(chat)
-        self._registry.recording(chat, written)
-        # Added before the callback of `shield`, so that the call is registered when the caller resumes.
-        written.add_done_callback(partial(self._written, chat, prompt))
-        await asyncio.shield(written)
-
-    def _written(self, chat: Chat, prompt: Prompt, written: asyncio.Future[None]) -> None:
-        """Run at the end of the commit, even after the client disconnected, so that a retry returns exactly the
-        committed call.
-        """
-        failed = written.cancelled() or written.exception() is not None  # the error is raised where it is awaited
-        self._registry.recorded(chat, written, kept=not failed and not self._over)
-        if failed:
-            return
-        self._context.count(chat)
-        if not self._over:
-            self._prompts.add(chat, prompt)
 
 
 def call_seed(job_seed: int, episode_id: str, prompt: bytes, occurrence: int) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from palestra.errors import GrammarRefused, InvalidRequest, UnsupportedField
 from palestra.renderers import MessageDelta, NotInThisFormat, Renderer, ReplyForm
 from palestra.renderers.base import Tools
-from palestra.types.calls import Chat, Ids, SamplingParams
+from palestra.types.calls import Chat
 from palestra.types.messages import GenerationRequest
 
 _MAX_CALLS = 8  # of one reply if calls are required: a small model would write calls until its token limit
@@ -78,23 +78,6 @@ def _callable(call: GenerationRequest) -> Tools:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CallStart:
-    """The facts about a choice before its first token.
-
-    Attributes:
-        prompt_ids: int32 [P].
-        shared: how many of them are an earlier call's.
-    """
-
-    episode_id: str
-    fence: int
-    index: int
-    prompt_ids: Ids
-    shared: int
-    sampling: SamplingParams
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyPiece:
     """Newly sampled tokens, and the part of the message that became final; either may be empty."""
 
@@ -110,8 +93,8 @@ class Listener(Protocol):
     The pieces of a choice add up to its message and tokens. Methods run on the event loop and must return quickly.
     """
 
-    def started(self, choice: int, start: CallStart) -> None:
-        """Receive the prompt and sampling parameters of a choice before its first token."""
+    def started(self, choice: int, chat: Chat) -> None:
+        """Receive a choice before its first token: its prompt and sampling parameters are set, and its reply is not."""
         ...
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from palestra.session.request import CallStart, Listener, ReplyPiece
+from palestra.session.request import Listener, ReplyPiece
 from palestra.session.seat_table import SeatTable
 from palestra.session.session import EpisodeSession
 from palestra.types.calls import Chat
@@ -39,7 +39,7 @@ class SeatSession:
         digest = f"{self._role}.{self._fence}:{request.digest}"
         with self._table.calling(self._role, self._fence):
             return await self._session.generate(
-                replace(request, time_step=number, digest=digest), _Noted(self, number, request, listener)
+                replace(request, time_step=number, digest=digest), _Noted(self, number, listener)
             )
 
     async def count_tokens(self, request: GenerationRequest) -> int:
@@ -47,26 +47,25 @@ class SeatSession:
         self._table.renew(self._role, self._fence)
         return await self._session.count_tokens(request)
 
-    def delivered(self, chat: Chat) -> None:
-        """Mark a reply as sent; see `Session.delivered`."""
-        self._session.delivered(chat)
+    def delivered(self, *chats: Chat) -> None:
+        """Mark replies as sent; see `Session.delivered`."""
+        self._session.delivered(*chats)
 
-    def note(self, number: int, start: CallStart, request: GenerationRequest) -> None:
+    def note(self, number: int, chat: Chat) -> None:
         """Record a call of this player before it is sampled."""
-        forget = partial(self._session.free_seed, start, request.policy, request.agent)
-        self._table.calls.note(self._role, self._fence, number, start.index, forget)
+        self._table.calls.note(self._role, self._fence, number, chat.index, partial(self._session.free_seed, chat))
 
 
 class _Noted:
     """A listener that records each call of a player and forwards everything to another listener."""
 
-    def __init__(self, seat: SeatSession, number: int, request: GenerationRequest, listener: Listener | None) -> None:
-        self._seat, self._number, self._request, self._listener = seat, number, request, listener
+    def __init__(self, seat: SeatSession, number: int, listener: Listener | None) -> None:
+        self._seat, self._number, self._listener = seat, number, listener
 
-    def started(self, choice: int, start: CallStart) -> None:
-        self._seat.note(self._number, start, self._request)
+    def started(self, choice: int, chat: Chat) -> None:
+        self._seat.note(self._number, chat)
         if self._listener is not None:
-            self._listener.started(choice, start)
+            self._listener.started(choice, chat)
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:
         if self._listener is not None:

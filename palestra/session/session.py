@@ -3,66 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
+
+import numpy as np
 
 from palestra.errors import GrammarRefused, PalestraError, UnsupportedField
 from palestra.renderers import whole_message
 from palestra.session.context import SessionContext
 from palestra.session.policies import PolicyRuntime
 from palestra.session.prompting import Prompt, PromptBuilder
-from palestra.session.registry import CallRegistry, CallStore, NoStore, Recorder, ReservedCall
-from palestra.session.reply import sample_reply
-from palestra.session.request import UNCONSTRAINED, CallStart, Constraint, Listener, ReplyPiece, constraint_of
-from palestra.session.sampling import overruled, sampling_of, trainable
-from palestra.session.turns import Turn, Turns
-from palestra.types.calls import Chat, SamplingParams
-from palestra.types.messages import GenerationRequest
+from palestra.session.registry import CallInFlight, CallRegistry, CallStore, NoStore, Turns
+from palestra.session.request import UNCONSTRAINED, Constraint, Listener, ReplyPiece, constraint_of
+from palestra.session.sampling import overruled, sample_reply, sampling_of, trainable
+from palestra.types.calls import Chat
+from palestra.types.messages import GenerationRequest, text_message
 from palestra.types.records import EpisodeKind, EpisodeRecord
 from palestra.types.states import TurnState
 from palestra.waiting import together
 
 GRAMMARS_AT_ONCE = 2  # grammars of one session that are being compiled or wait to be
+_UNDECIDED = -1  # time step of choices of which none is recorded: the first one decides
+_NO_REPLY: dict[str, Any] = {
+    "reply": text_message("assistant", ""),
+    "completion_ids": np.empty(0, np.int32),
+    "logprobs": np.empty(0, np.float32),
+    "versions": (),
+    "finish_reason": "length",
+    "finished_at": 0.0,
+}  # of a call that is not sampled yet
 
 
-@dataclass(kw_only=True, slots=True)
-class _Choice:
-    """One sample of a call in progress.
+class _Sampling(NamedTuple):
+    """The parts of a request's sampling that its choices share."""
 
-    Attributes:
-        reserved: None: the prompt is not built yet.
-        sampling: None: the prompt is not built yet.
-        recorded: whether it is on disk.
-    """
-
-    number: int
-    turn: Turn
-    reserved: ReservedCall | None = None
-    sampling: SamplingParams | None = None
-    recorded: bool = False
-
-
-@dataclass(kw_only=True, slots=True)
-class _Call:
-    """The parts of a call that its choices share.
-
-    Attributes:
-        request: the request as it is sampled.
-        listener: of the choices, if any.
-        started_at: Unix seconds.
-        time_step: None: the first recorded choice decides.
-    """
-
-    asked: GenerationRequest
     request: GenerationRequest
     runtime: PolicyRuntime
-    listener: Listener | None
-    constraint: Constraint
     prompt: Prompt
-    started_at: float
-    time_step: int | None
+    constraint: Constraint
 
 
 class CallMaker(Protocol):
@@ -76,8 +56,8 @@ class CallMaker(Protocol):
         """Return the number of prompt tokens of a request; see `Session.count_tokens`."""
         ...
 
-    def delivered(self, chat: Chat) -> None:
-        """Mark a reply as sent, so that a retry does not match this call."""
+    def delivered(self, *chats: Chat) -> None:
+        """Mark replies as sent, so that a retry does not match these calls."""
         ...
 
 
@@ -114,7 +94,7 @@ class Session:
             context.policies.unseen,
         )
         self._registry = CallRegistry(context.seed, episode_id, recorded)
-        self._recorder = Recorder(store, context, self._registry, self._prompts)
+        self._store = store
         self._turns = Turns(f"a call of episode {episode_id}", context.times)
         # All sessions share one queue of grammars to compile, which a single episode must not fill with hundreds.
         self._checks = asyncio.Semaphore(GRAMMARS_AT_ONCE)
@@ -144,14 +124,14 @@ class Session:
         """
         if self._over is not None:
             raise self._over
+        if request.choices == 1 and not request.retry:
+            return await self._sample_all([CallInFlight()], request, listener, request.time_step)
         known = await self._answer_again(request, listener) if request.retry else {}
-        missing = [number for number in range(request.choices) if number not in known] if known else None
-        if missing == []:
-            return tuple(known[number] for number in range(request.choices))
-        sampled = await self._sample_all(request, listener, known, missing or range(request.choices))
-        if not known:
-            return sampled
-        known |= zip(missing or (), sampled, strict=True)
+        calls = [CallInFlight(number) for number in range(request.choices) if number not in known]
+        if calls:
+            step = min((chat.time_step for chat in known.values()), default=request.time_step)
+            sampled = await self._sample_all(calls, request, listener, step)
+            known |= zip((call.number for call in calls), sampled, strict=True)
         return tuple(known[number] for number in range(request.choices))
 
     async def generate_one(self, request: GenerationRequest, listener: Listener | None = None) -> Chat:
@@ -171,19 +151,19 @@ class Session:
         runtime = self._context.policies.runtime(request.policy)
         return len((await self._prompts.build(request, runtime.renderer, max_context=None)).ids)
 
-    def delivered(self, chat: Chat) -> None:
-        """Mark a reply as sent, so that a retry does not match this call."""
-        self._registry.delivered(chat)
+    def delivered(self, *chats: Chat) -> None:
+        """Mark replies as sent, so that a retry does not match these calls."""
+        for chat in chats:
+            self._registry.delivered(chat)
 
-    def free_seed(self, call: CallStart, policy: str, agent: str) -> None:
+    def free_seed(self, chat: Chat) -> None:
         """Free the seed of a call that led to no action, so that its repetition is the same sample."""
-        self._registry.free(call.index, call.sampling.seed, call.prompt_ids, *self._seeded_for(policy, agent))
+        self._free(chat, chat.sampling.seed)
 
     def terminate(self, reason: PalestraError) -> None:
         """End the session. Running and later calls raise `reason`."""
         self._over = reason
         self._turns.terminate()
-        self._recorder.close()
         for task in self._in_flight:
             task.cancel()
         self._forget_if_idle()
@@ -198,43 +178,44 @@ class Session:
 
     async def _sample_all(
         self,
+        calls: Sequence[CallInFlight],
         request: GenerationRequest,
         listener: Listener | None,
-        known: Mapping[int, Chat],
-        numbers: Sequence[int],
+        time_step: int | None,
     ) -> tuple[Chat, ...]:
         """Sample choices, holding the lease. If that fails, give up the choices that are not recorded."""
         task = asyncio.current_task()
         assert task is not None
-        choices = [_Choice(number=number, turn=self._turns.begin()) for number in numbers]
+        self._turns.begin(calls)
         self._in_flight.add(task)
+        leases = self._context.store.leases
+        lease = leases.begin_hold(self.episode_id, self.fence)
         try:
-            with self._context.store.leases.hold(self.episode_id, self.fence):
-                call = await self._begin(request, listener, known)
-                for choice in choices:
-                    self._reserve(call, choice)
-                if len(choices) == 1:
-                    return (await self._sample(call, choices[0]),)
-                return tuple(await together(*(self._sample(call, choice) for choice in choices)))
+            sampling = await self._begin(calls, request, listener, time_step)
+            if len(calls) == 1:
+                return (await self._sample(calls[0], calls, sampling, listener),)
+            return tuple(await together(*(self._sample(call, calls, sampling, listener) for call in calls)))
         except BaseException as error:
-            for choice in choices:
-                self._give_up(choice)
+            for call in calls:
+                self._give_up(call)
             if isinstance(error, asyncio.CancelledError) and self._over is not None:
                 raise self._over from None
             raise
         finally:
+            leases.end_hold(lease)
             self._in_flight.discard(task)
-            self._turns.end([choice.turn for choice in choices])
+            self._turns.end(calls)
             if self._over is not None:
                 self._forget_if_idle()
 
     async def _begin(
         self,
+        calls: Sequence[CallInFlight],
         asked: GenerationRequest,
         listener: Listener | None,
-        known: Mapping[int, Chat],
-    ) -> _Call:
-        """Check a request, have its grammar compiled, and build its prompt."""
+        time_step: int | None,
+    ) -> _Sampling:
+        """Check a request, have its grammar compiled, build its prompt, and begin the records of its choices."""
         request, runtime = asked, self._context.policies.runtime(asked.policy)
         if self.kind == "train" and not runtime.config.frozen:  # what a frozen policy says is not trained on
             request = trainable(asked, self._context.ignore_untrainable)
@@ -249,111 +230,102 @@ class Session:
             constraint = constraint_of(request, runtime.renderer)
             async with self._checks:
                 await runtime.grammars.check(*constraint)
-        return _Call(
-            asked=asked,
-            request=request,
-            runtime=runtime,
-            listener=listener,
-            constraint=constraint,
-            prompt=await self._prompts.build(request, runtime.renderer, runtime.config.max_context),
-            started_at=started_at,
-            time_step=request.time_step if not known else min(chat.time_step for chat in known.values()),
-        )
+        prompt = await self._prompts.build(request, runtime.renderer, runtime.config.max_context)
+        sampling = _Sampling(request, runtime, prompt, constraint)
+        for call in calls:
+            self._reserve(call, sampling, started_at, _UNDECIDED if time_step is None else time_step)
+            if overruled(asked, call.chat.sampling, call.number) is not None:
+                self._context.counts["sampling_overruled"] += 1
+            if listener is not None:
+                listener.started(call.number, call.chat)
+        return sampling
 
-    def _reserve(self, call: _Call, choice: _Choice) -> None:
-        """Give a choice its number, its seed and its sampling parameters, and report them to the listener."""
-        seeded_for = self._seeded_for(call.request.policy, call.request.agent)
-        reserved = choice.reserved = self._registry.reserve(call.prompt.ids, *seeded_for)
-        sampling = choice.sampling = sampling_of(
-            call.request,
-            call.runtime.config,
-            self.kind,
-            len(call.prompt.ids),
-            reserved.seed,
-            choice.number,
-            call.constraint.grammar,
-        )
-        if overruled(call.asked, sampling, choice.number) is not None:
-            self._context.counts["sampling_overruled"] += 1
-        if call.listener is not None:
-            start = CallStart(
-                episode_id=self.episode_id,
-                fence=self.fence,
-                index=reserved.index,
-                prompt_ids=call.prompt.ids,
-                shared=call.prompt.shared,
-                sampling=sampling,
-            )
-            call.listener.started(choice.number, start)
-
-    def _seeded_for(self, policy: str, agent: str) -> tuple[str, str]:
-        """Return policy and player slot as used for seeds: the default policy is ""."""
-        default = policy == self._context.policies.roles.default
-        return "" if default else policy, self._context.seat_of(agent) if self._context.seats else ""
-
-    async def _sample(self, call: _Call, choice: _Choice) -> Chat:
-        """Sample one choice, parse its reply, and record it."""
-        reserved, sampling, listener, number = choice.reserved, choice.sampling, call.listener, choice.number
-        assert reserved is not None
-        assert sampling is not None
-        choice.turn.move(TurnState.GENERATING)
-        try:
-            sampled = await sample_reply(
-                call.request,
-                call.runtime,
-                call.prompt.sequence,
-                sampling,
-                call_ids=f"call_{reserved.seed:016x}",
-                tell=None if listener is None else (lambda piece: listener.sampled(number, piece)),
-            )
-        except GrammarRefused as error:  # at a token of the reply; the engine does not know the request's field
-            raise error.of_field(call.constraint.field) from None
-        choice.turn.move(TurnState.INTERACTING)
-        self._context.counts["malformed_tool_calls"] += len(sampled.reply.malformed)
-        if call.time_step is None:
-            call.time_step = self._registry.next_step
-        request, prompt = call.request, call.prompt
-        chat = Chat(
+    def _reserve(self, call: CallInFlight, what: _Sampling, started_at: float, time_step: int) -> None:
+        """Give a choice its number, its seed and its sampling parameters, and make its record."""
+        request, runtime, prompt, constraint = what
+        index, seed = self._registry.reserve(prompt.ids, *self._seeded_for(request.policy, request.agent))
+        call.prompt = prompt
+        call.chat = Chat(
             episode_id=self.episode_id,
             fence=self.fence,
-            index=reserved.index,
-            time_step=call.time_step,
+            index=index,
+            time_step=time_step,
             agent=request.agent,
             policy=request.policy,
             parent=prompt.parent,
             shared=prompt.shared,
             shared_messages=prompt.shared_messages,
             new_messages=prompt.new_messages,
-            prompt_tail=prompt.tail,
+            prompt_tail=prompt.ids[prompt.shared :].copy(),  # a view would keep the whole prompt in memory
             media=prompt.media,
             tools=request.tools,
-            reply=sampled.reply.message,
-            completion_ids=sampled.ids,
-            logprobs=sampled.logprobs,
-            versions=sampled.versions,
-            finish_reason=sampled.finish_reason,
             fork=prompt.fork,
-            stop=sampled.stop,
-            top=sampled.top,
-            sampling=sampling,
-            request_digest=request.choice_digest(number) if number else request.digest,
-            started_at=call.started_at,
-            finished_at=self._clock.now(),
+            sampling=sampling_of(
+                request, runtime.config, self.kind, len(prompt.ids), seed, call.number, constraint.grammar
+            ),
+            request_digest=request.choice_digest(call.number) if call.number else request.digest,
+            started_at=started_at,
+            **_NO_REPLY,
         )
-        await self._recorder.record(chat, prompt)
-        choice.recorded = True
+        call.seed = seed
+
+    def _seeded_for(self, policy: str, agent: str) -> tuple[str, str]:
+        """Return policy and player slot as used for seeds: the default policy is ""."""
+        default = policy == self._context.policies.roles.default
+        return "" if default else policy, self._context.seat_of(agent) if self._context.seats else ""
+
+    async def _sample(
+        self, call: CallInFlight, calls: Sequence[CallInFlight], what: _Sampling, listener: Listener | None
+    ) -> Chat:
+        """Sample one of the choices of a request, parse its reply, and record it."""
+        chat, number = call.chat, call.number
+        tell = None if listener is None else (lambda piece: listener.sampled(number, piece))
+        self._turns.move(call, TurnState.GENERATING)
+        try:
+            malformed = await sample_reply(
+                what.request, what.runtime, what.prompt.sequence, chat, f"call_{call.seed:016x}", tell
+            )
+        except GrammarRefused as error:  # at a token of the reply; the engine does not know the request's field
+            raise error.of_field(what.constraint.field) from None
+        self._turns.move(call, TurnState.INTERACTING)
+        self._context.counts["malformed_tool_calls"] += len(malformed)
+        if chat.time_step == _UNDECIDED:
+            for choice in calls:
+                choice.chat.time_step = self._registry.next_step
+        chat.finished_at = self._clock.now()
+        written = self._store.append(chat)
+        self._registry.recording(chat, written)
+        # Added before the callback of `shield`, so that the call is registered when this task resumes.
+        written.add_done_callback(partial(self._written, call))
+        await asyncio.shield(written)
+        call.recorded = True
         if listener is not None:
             listener.finished(number, chat)
         return chat
 
-    def _give_up(self, choice: _Choice) -> None:
-        """Free a choice's reservation, unless the choice is recorded or may still become so."""
-        if choice.recorded:
+    def _written(self, call: CallInFlight, written: asyncio.Future[None]) -> None:
+        """Run at the end of the commit, even after the client disconnected, so that a retry returns exactly the
+        committed call. A call that was in writing when the session ended is recorded, but none continues from it.
+        """
+        failed = written.cancelled() or written.exception() is not None  # the error is raised where it is awaited
+        self._registry.recorded(call.chat, written, kept=not failed and self._over is None)
+        if failed:
             return
-        if choice.reserved is not None and choice.turn.state is not TurnState.INTERACTING:
-            self._registry.release(choice.reserved)
-        choice.turn.move(TurnState.TERMINATED)
+        self._context.count(call.chat)
+        if self._over is None:
+            self._prompts.add(call.chat, call.prompt)
+
+    def _give_up(self, call: CallInFlight) -> None:
+        """Free a choice's seed, unless the choice is recorded or may still become so."""
+        if call.recorded:
+            return
+        if call.seed is not None and call.state is not TurnState.INTERACTING:
+            self._free(call.chat, call.seed)
+        self._turns.move(call, TurnState.TERMINATED)
         self._context.counts["calls_incomplete"] += 1
+
+    def _free(self, chat: Chat, seed: int) -> None:
+        self._registry.free(chat.index, seed, chat.prompt_ids, *self._seeded_for(chat.policy, chat.agent))
 
     def _forget_if_idle(self) -> None:
         """Free the memory of a session that is over, if no call needs it any more."""
@@ -384,17 +356,7 @@ def _replay(number: int, chat: Chat, listener: Listener | None) -> None:
     """Report a call that was recorded before to a listener, as if it was sampled now."""
     if listener is None:
         return
-    listener.started(
-        number,
-        CallStart(
-            episode_id=chat.episode_id,
-            fence=chat.fence,
-            index=chat.index,
-            prompt_ids=chat.prompt_ids,
-            shared=chat.shared,
-            sampling=chat.sampling,
-        ),
-    )
+    listener.started(number, chat)
     ids, logprobs = tuple(chat.completion_ids.tolist()), tuple(chat.logprobs.tolist())
     top = () if chat.top is None else tuple(map(tuple, chat.top.rows()))
     listener.sampled(number, ReplyPiece(delta=whole_message(chat.reply), ids=ids, logprobs=logprobs, top=top))

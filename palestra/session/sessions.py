@@ -35,7 +35,8 @@ class Sessions:
             EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is not, or no longer, the episode's.
         """
         store = self.context.store
-        await store.episodes.renew(episode_id, fence)
+        if not store.leases.renew(episode_id, fence):
+            await store.episodes.renew(episode_id, fence)  # raises the reason
         session = self._episodes.get((episode_id, fence))
         if session is None:
             episode, recorded = await store.calls.of_lease(episode_id, fence)

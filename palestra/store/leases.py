@@ -83,14 +83,23 @@ class LeaseBook:
     @contextmanager
     def hold(self, episode_id: str, fence: int) -> Iterator[None]:
         """Keep a lease from expiring during a call, and renew it at the end."""
-        lease = self._leases.get(episode_id)
-        if lease is None or lease.fence != fence:
-            yield
-            return
-        lease.held += 1
+        lease = self.begin_hold(episode_id, fence)
         try:
             yield
         finally:
+            self.end_hold(lease)
+
+    def begin_hold(self, episode_id: str, fence: int) -> Lease | None:
+        """Keep a lease from expiring until `end_hold`; None: it is over already."""
+        lease = self._leases.get(episode_id)
+        if lease is None or lease.fence != fence:
+            return None
+        lease.held += 1
+        return lease
+
+    def end_hold(self, lease: Lease | None) -> None:
+        """Let a lease expire again, and restart its period."""
+        if lease is not None:
             lease.held -= 1
             lease.expires_at = self._clock.monotonic() + lease.seconds
 

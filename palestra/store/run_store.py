@@ -113,7 +113,11 @@ class OpenFile:
     def problem(self) -> StoreError | None:
         """Return an error if the path no longer names the opened file."""
         for name, known in self._known.items():
-            if _identity(name) != known:
+            try:
+                found = os.stat(name)
+            except OSError:
+                found = None
+            if found is None or (found.st_dev, found.st_ino) != known:
                 return StoreError(
                     f"{name} was deleted, moved or replaced while the job was running, so nothing more is "
                     f"acknowledged; put it back from a copy and {GO_ON}, or start a new run"

@@ -187,7 +187,10 @@ class Prepared:
 
     def change(self, connection: sa.Connection, values: Mapping[str, Any]) -> int:
         """Execute an insert or update, and return the number of changed rows."""
-        return self._execute(connection, values, lambda cursor: cursor.rowcount)
+        try:
+            return sqlite_connection(connection).execute(self._sql, self._given(values)).rowcount
+        except sqlite3.Error as error:
+            raise as_sqlalchemys(error, self._sql) from error
 
     def change_many(self, connection: sa.Connection, values: Iterable[Mapping[str, Any]]) -> None:
         """Execute an insert or update once for each of some values."""
@@ -214,5 +217,4 @@ class Prepared:
 
     def _given(self, values: Mapping[str, Any]) -> list[Any]:
         """Return the values of the statement in its order."""
-        known = {**self._fixed, **values}
-        return [known[name] for name in self._names]
+        return list(map({**self._fixed, **values}.__getitem__, self._names))

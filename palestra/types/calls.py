@@ -248,9 +248,11 @@ class GrammarSpan(NamedTuple):
 
 
 # Compared by identity (`eq=False`), because arrays can't be compared with a single truth value. So is `TrainSample`.
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Chat:
     """One call of a model, token by token.
+
+    A session makes it when the prompt is built, and fills in the reply. From then on nothing changes it.
 
     Only the difference from `parent` is stored, because the prompts of a conversation would otherwise take quadratic
     memory; the properties read the rest through the parents.
@@ -341,9 +343,11 @@ class Chat:
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
         """Return all messages of the prompt, assembled from this call and its ancestors."""
-        pieces: list[tuple[ChatMessage, ...]] = [self.new_messages]
         end = self.shared_messages
-        chat = self.parent
+        chat: Chat | None = self.parent
+        if end == 0:
+            return self.new_messages
+        pieces: list[tuple[ChatMessage, ...]] = [self.new_messages]
         while chat is not None and end > 0:
             pieces.append((*chat.new_messages, chat.reply)[: max(end - chat.shared_messages, 0)])
             end = min(end, chat.shared_messages)

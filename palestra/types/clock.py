@@ -24,10 +24,5 @@ class Clock(Protocol):
 class SystemClock:
     """The clocks of the machine, used by all programs except tests."""
 
-    def now(self) -> float:
-        """Return Unix seconds from the machine's clock, which may jump."""
-        return time.time()
-
-    def monotonic(self) -> float:
-        """Return seconds since some fixed moment, which differs between processes."""
-        return time.monotonic()
+    now = staticmethod(time.time)
+    monotonic = staticmethod(time.monotonic)

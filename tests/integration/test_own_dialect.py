@@ -21,7 +21,7 @@ from palestra.server import create_app
 from palestra.server.dialects import DIALECTS, Dialect
 from palestra.server.dialects.base import DialectRequest, EventWriter, GenerationResult, TokenCounter
 from palestra.server.dialects.fields import call_fields
-from palestra.session import CallStart, PolicyRuntime, ReplyPiece
+from palestra.session import PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
 from palestra.types.messages import GenerationRequest, text_message
 from palestra.types.records import Task
@@ -78,8 +78,8 @@ class Talk(Dialect[Say]):
 
 
 class Words(EventWriter):
-    def started(self, choice: int, start: CallStart) -> None:
-        self.write({"read": len(start.prompt_ids)}, "start")
+    def started(self, choice: int, chat: Chat) -> None:
+        self.write({"read": len(chat.prompt_ids)}, "start")
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:
         if piece.delta.content:

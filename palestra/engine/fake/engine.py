@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from palestra.engine.base import EngineLoad, EngineRequest, uniform
+from palestra.engine.base import EngineLoad, EngineRequest, uniform, uniforms
 from palestra.errors import EngineFailure
 from palestra.faults import fault_point
 from palestra.models.weights import WeightSource
@@ -23,7 +23,7 @@ def digits_script(length: int, stop_id: int) -> Script:
 
     def reply(prompt_ids: Ids, sampling: SamplingParams) -> list[int]:
         count = 1 + int(uniform(sampling.seed, 0) * (length - 1))
-        return [ord("0") + int(uniform(sampling.seed, i) * 10) for i in range(1, count)] + [stop_id]
+        return [ord("0") + int(drawn * 10) for drawn in uniforms(sampling.seed, range(1, count))] + [stop_id]
 
     return reply
 
@@ -129,8 +129,10 @@ class FakeEngine:
 
 def _until_stop(reply: Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
     ids = tuple(reply)[: sampling.max_tokens]
-    ends = [place for place, token in enumerate(ids) if token in sampling.stop_ids]
-    return ids[: ends[0] + 1] if ends else ids
+    for place, token in enumerate(ids):
+        if token in sampling.stop_ids:
+            return ids[: place + 1]
+    return ids
 
 
 def _top(token: int, number: int) -> tuple[tuple[int, float], ...]:

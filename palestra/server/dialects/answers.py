@@ -5,17 +5,18 @@ from __future__ import annotations
 import codecs
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from math import isfinite
 from typing import Any
 
-from palestra.session import CallStart
 from palestra.types.calls import Chat
 
+MOST_TEXTS = 8192  # of tokens, that are kept
 TokenBytes = Callable[[int], bytes]  # the bytes of a token, which may be part of a character
 
 
-def answer_id(kind: str, call: Chat | CallStart) -> str:
+def answer_id(kind: str, call: Chat) -> str:
     """Return the id of an answer, derived from its first call, so that a retry gets the same id.
 
     Args:
@@ -75,13 +76,10 @@ def chat_logprobs(
             out of the answer.
         bytes_of: returns the bytes of a token.
     """
-    content, known = [], dict[int, dict[str, Any]]()  # the texts of tokens that come again
+    content = []
     for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
-        if token not in known:
-            known[token] = _entry(token, logprob, bytes_of)
-        entry = known[token] | {"logprob": logprob}
-        entry["top_logprobs"] = [_entry(t, p, bytes_of) for t, p in _possible(top[place])] if top else []
-        content.append(entry)
+        others = [_text(t, bytes_of) | {"logprob": p} for t, p in _possible(top[place])] if top else []
+        content.append(_text(token, bytes_of) | {"logprob": logprob, "top_logprobs": others})
     return {"content": content, "refusal": None}
 
 
@@ -89,10 +87,11 @@ def _possible(top: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return [(token, logprob) for token, logprob in top if isfinite(logprob)]
 
 
-def _entry(token: int, logprob: float, bytes_of: TokenBytes) -> dict[str, Any]:
+@lru_cache(MOST_TEXTS)
+def _text(token: int, bytes_of: TokenBytes) -> dict[str, Any]:
     # Bytes that are only part of a character are written as OpenAI writes them: a backslash, x, and two digits.
     data = bytes_of(token)
-    return {"token": data.decode("utf-8", "backslashreplace"), "logprob": logprob, "bytes": list(data)}
+    return {"token": data.decode("utf-8", "backslashreplace"), "bytes": list(data)}
 
 
 class TokenTexts:

@@ -30,8 +30,8 @@ from palestra.server.dialects.fields import (
     call_fields,
 )
 from palestra.server.dialects.others import OtherFields, other_fields
-from palestra.session import CallStart, PolicyRuntime, ReplyPiece
-from palestra.session.reply import CALL_END
+from palestra.session import PolicyRuntime, ReplyPiece
+from palestra.session.sampling import CALL_END
 from palestra.types.calls import Chat
 from palestra.types.messages import FunctionName, GenerationRequest, Schema
 
@@ -326,11 +326,11 @@ class _MessageEvents(EventWriter):
         self._blocks = 0  # number of blocks so far
         self._open: str | None = None  # type of the open block, if any
 
-    def started(self, choice: int, start: CallStart) -> None:
+    def started(self, choice: int, chat: Chat) -> None:
         """Write `message_start`, with the usage of the prompt."""
-        name = answer_id("msg", start)
+        name = answer_id("msg", chat)
         begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-        usage = _usage(len(start.prompt_ids), start.shared, 0)
+        usage = _usage(chat.prompt_tokens, chat.shared, 0)
         self._event("message_start", message=_frame(name, self._model) | begun | {"usage": usage})
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:

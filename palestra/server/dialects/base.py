@@ -18,7 +18,7 @@ from palestra.http.errors import Failure, openai_error
 from palestra.http.sse import encode_event
 from palestra.server.dialects.others import NO_OTHERS, OtherFields
 from palestra.server.dialects.sent_pictures import SentPicture
-from palestra.session import CallStart, PolicyRuntime, ReplyPiece
+from palestra.session import PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
 from palestra.types.messages import GenerationRequest
 
@@ -106,7 +106,7 @@ class EventWriter(ABC):
         return written
 
     @abstractmethod
-    def started(self, choice: int, start: CallStart) -> None:
+    def started(self, choice: int, chat: Chat) -> None:
         """Write the events for the start of a choice. See `Listener`."""
 
     @abstractmethod

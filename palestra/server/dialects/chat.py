@@ -28,7 +28,7 @@ from palestra.server.dialects.fields import (
 )
 from palestra.server.dialects.others import NO_OTHERS, other_fields
 from palestra.server.dialects.sent_pictures import may_show_pictures, with_places
-from palestra.session import CallStart, PolicyRuntime, ReplyPiece
+from palestra.session import PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
 from palestra.types.messages import MAX_TOOLS, ChatMessage, FunctionName, GenerationRequest, Schema, ToolSpec
 
@@ -221,7 +221,10 @@ def _message(reply: ChatMessage) -> dict[str, Any]:
 
 
 def _usage(chats: Sequence[Chat], bytes_of: TokenBytes) -> dict[str, Any]:
-    thought = sum(reasoning_tokens(chat, bytes_of) for chat in chats)
+    thought = 0
+    for chat in chats:
+        if chat.reply.reasoning_content:
+            thought += reasoning_tokens(chat, bytes_of)
     return usage_of(chats, len(chats)) | {"completion_tokens_details": {"reasoning_tokens": thought}}
 
 
@@ -243,11 +246,11 @@ class _ChatChunks(EventWriter):
         self._said: dict[int, set[str]] = {}  # by choice: fields of its message that were sent
         self._calls: dict[int, int] = {}  # by choice: number of tool calls so far
 
-    def started(self, choice: int, start: CallStart) -> None:
+    def started(self, choice: int, chat: Chat) -> None:
         """Name the answer after its first call and prepare the choice. See `Listener`."""
         if not self._head["id"]:
-            self._head["id"] = answer_id("chatcmpl", start)
-            self._prompt = start.prompt_ids.tolist() if self._ids else None
+            self._head["id"] = answer_id("chatcmpl", chat)
+            self._prompt = chat.prompt_ids.tolist() if self._ids else None
         self._said[choice], self._calls[choice] = set(), 0
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:

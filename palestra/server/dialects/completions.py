@@ -14,7 +14,7 @@ from palestra.server.dialects.answers import TokenBytes, TokenTexts, answer_id, 
 from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult
 from palestra.server.dialects.fields import MAX_CHOICES, Flag, SamplingFields, call_fields
 from palestra.server.dialects.others import other_fields
-from palestra.session import CallStart, PolicyRuntime, ReplyPiece
+from palestra.session import PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
 from palestra.types.messages import GenerationRequest
 
@@ -162,14 +162,14 @@ class _CompletionChunks(EventWriter):
         self._prompts: dict[int, list[int]] = {}  # prompts of choices without a chunk so far
         self._texts: dict[int, TokenTexts] = {}
 
-    def started(self, choice: int, start: CallStart) -> None:
+    def started(self, choice: int, chat: Chat) -> None:
         """Name the answer after its first call and prepare the choice. See `Listener`."""
         if not self._head["id"]:
-            self._head["id"] = answer_id("cmpl", start)
+            self._head["id"] = answer_id("cmpl", chat)
         if self._bytes_of is not None:
             self._texts[choice] = TokenTexts(self._bytes_of)
         if self._ids:
-            self._prompts[choice] = start.prompt_ids.tolist()
+            self._prompts[choice] = chat.prompt_ids.tolist()
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:
         """Write a chunk with the new text, and with logprobs and token ids if they were asked for."""

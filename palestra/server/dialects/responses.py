@@ -30,7 +30,7 @@ from palestra.server.dialects.responses_items import (
     reasoning_item,
     text_part,
 )
-from palestra.session import CallStart, PolicyRuntime, ReplyPiece
+from palestra.session import PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
 from palestra.types.messages import FunctionName, GenerationRequest, Schema, Text
 
@@ -317,9 +317,9 @@ class _ResponseEvents(EventWriter):
         self._open: str | None = None  # type of the open item, if any
         self._text: list[str] = []  # text of the open item
 
-    def started(self, choice: int, start: CallStart) -> None:
+    def started(self, choice: int, chat: Chat) -> None:
         """Write `response.created` and `response.in_progress`, both with a response without output."""
-        self._name = answer_id("", start)
+        self._name = answer_id("", chat)
         frame = _frame(self._request, f"resp{self._name}", self._created)
         self._event("response.created", response=frame)
         self._event("response.in_progress", response=frame)

@@ -9,7 +9,7 @@ import pytest
 
 from palestra.errors import ReplyLost
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
-from palestra.session.reply import MOST_ATTEMPTS, sample_reply
+from palestra.session.sampling import MOST_ATTEMPTS, sample_reply
 from palestra.types.calls import PolicyVersion, SampledTokens, SamplingParams, TokenSequence
 
 
@@ -35,13 +35,15 @@ async def sampled(engine, tell=None):
     runtime = SimpleNamespace(engine=engine, renderer=ChatMLRenderer(ByteTokenizer()))
     sampling = SamplingParams(temperature=1.0, max_tokens=8, seed=1)
     prompt = TokenSequence(np.arange(40, 50, dtype=np.int32))
-    return await sample_reply(request, runtime, prompt, sampling, "call", tell)
+    chat = SimpleNamespace(sampling=sampling, stop=None)
+    await sample_reply(request, runtime, prompt, chat, "call", tell)
+    return chat
 
 
 async def test_all_of_a_reply_comes_from_the_attempt_that_was_not_lost():
     reply = await sampled(engine := Losing(2))
     assert engine.attempts == 3
-    assert reply.ids.tolist() == [ord("a") + 3, 256]
+    assert reply.completion_ids.tolist() == [ord("a") + 3, 256]
     assert [span.version for span in reply.versions] == [PolicyVersion(0, 3)]
 
 

@@ -21,29 +21,29 @@ def test_equal_prompts_have_the_seeds_of_their_occurrences_and_numbers_in_order(
     registry = CallRegistry(7, "e", ())
     made = [registry.reserve(PROMPT) for _ in range(3)]
     assert [one.seed for one in made] == seeds(0, 1, 2)
-    assert [one.index for one in made] == [0, 1, 2]
+    assert [one.number for one in made] == [0, 1, 2]
     assert registry.reserve(ids(9)).seed == call_seed(7, "e", prompt_digest(ids(9)), 0)
 
 
 def test_a_seed_that_was_released_is_the_next_ones_and_its_number_stays_a_gap():
     registry = CallRegistry(7, "e", ())
     made = [registry.reserve(PROMPT) for _ in range(3)]
-    registry.release(made[1])
-    registry.release(made[0])
+    registry.free(*made[1], PROMPT)
+    registry.free(*made[0], PROMPT)
     again = [registry.reserve(PROMPT) for _ in range(3)]
     assert [one.seed for one in again] == seeds(0, 1, 3)
-    assert [one.index for one in again] == [3, 4, 5]
+    assert [one.number for one in again] == [3, 4, 5]
 
 
 def test_a_seed_is_freed_by_the_call_that_has_it_and_by_no_other():
     """The call of a worker that died was cancelled late: its seed is that of the next worker's call by then."""
     registry = CallRegistry(7, "e", ())
     first = registry.reserve(PROMPT)
-    registry.free(first.index, first.seed, PROMPT)
+    registry.free(first.number, first.seed, PROMPT)
     second = registry.reserve(PROMPT)
-    assert (second.seed, second.index) == (first.seed, 1)
-    registry.release(first)
-    registry.free(first.index, first.seed, PROMPT)
+    assert (second.seed, second.number) == (first.seed, 1)
+    registry.free(*first, PROMPT)
+    registry.free(first.number, first.seed, PROMPT)
     assert registry.reserve(PROMPT).seed == seeds(1)[0]
 
 
@@ -51,7 +51,7 @@ def test_a_registry_of_recorded_calls_goes_on_where_they_end():
     first = make_chat(index=4, prompt=[1], completion=[2])
     registry = CallRegistry(7, "e", [first])
     assert registry.next_step == first.time_step + 1
-    assert registry.reserve(PROMPT).index == 5
+    assert registry.reserve(PROMPT).number == 5
 
 
 async def test_what_is_being_written_is_waited_for_and_what_was_delivered_is_not_found():

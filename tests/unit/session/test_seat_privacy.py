@@ -66,7 +66,7 @@ async def test_the_seeds_of_seats_do_not_depend_on_which_worker_calls_first(benc
 
 async def test_a_call_of_a_seat_whose_worker_left_is_the_same_sample_when_it_is_made_again(session):
     first = await secret_call(session)
-    session.free_seed(first, first.policy, first.agent)
+    session.free_seed(first)
     session.delivered(first)
     again = await session.generate_one(call("worth 3 1 1", agent="white", digest="heir"))
     assert (again.reply, again.sampling.seed) == (first.reply, first.sampling.seed)

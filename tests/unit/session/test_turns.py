@@ -4,7 +4,7 @@ import pytest
 
 from palestra.errors import IllegalTransition
 from palestra.session.context import StateTimes
-from palestra.session.turns import Turn
+from palestra.session.registry import CallInFlight, Turns
 from palestra.types.states import TurnState
 from unit.building import FakeClock
 
@@ -12,16 +12,17 @@ from unit.building import FakeClock
 def test_the_time_in_each_state_is_added_up_and_what_goes_on_counts_up_to_now():
     clock = FakeClock()
     times = StateTimes(clock)
-    first, second = Turn("a call", times), Turn("another", times)
+    turns, first, second = Turns("a call", times), CallInFlight(0), CallInFlight(1)
+    turns.begin([first, second])
     for wait, state in ((2, TurnState.GENERATING), (3, TurnState.INTERACTING), (4, TurnState.PENDING)):
         clock.ticks += wait
         clock.wall -= 10**9
-        first.move(state)
+        turns.move(first, state)
         assert first.state is state
     clock.ticks += 1
     assert times.seconds == {TurnState.PENDING: 2 + 1 + 10.0, TurnState.GENERATING: 3.0}
     assert times._inside[TurnState.PENDING] == 2
-    second.move(TurnState.TERMINATED)
+    turns.move(second, TurnState.TERMINATED)
     clock.ticks += 5
     assert times.seconds[TurnState.PENDING] == 2 + 6 + 10
     assert times._inside[TurnState.PENDING] == 1
@@ -29,8 +30,9 @@ def test_the_time_in_each_state_is_added_up_and_what_goes_on_counts_up_to_now():
 
 def test_a_move_that_the_machine_does_not_have_changes_nothing():
     times = StateTimes(FakeClock())
-    turn = Turn("a call of episode e", times)
+    turns, call = Turns("a call of episode e", times), CallInFlight()
+    turns.begin([call])
     with pytest.raises(IllegalTransition, match="a call of episode e"):
-        turn.move(TurnState.INTERACTING)
-    assert turn.state is TurnState.PENDING
+        turns.move(call, TurnState.INTERACTING)
+    assert call.state is TurnState.PENDING
     assert times._inside[TurnState.PENDING] == 1

@@ -11,8 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from palestra.http.app import build_app
-from palestra.http.disconnects import until_disconnect
-from palestra.http.protocol import CONNECTION
+from palestra.http.protocol import CONNECTION, until_disconnect
 from palestra.http.server import listen, served
 from palestra.types.wire import ErrorAnswer
 
