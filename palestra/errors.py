@@ -3,6 +3,7 @@
     PalestraError                    500
     ├── InvalidRequest               422  the body, or a value in it, cannot be used
     │   ├── UnsupportedField         400  a field of the OpenAI API that is not supported here
+    │   ├── CallsRefused             400  an episode is ended of which every model call was refused
     │   ├── ProtocolMismatch         400  server and client of an environment speak no common version
     │   ├── ControlTokenInText       400  a message spells a control token, and this model's renderer cannot write it
     │   └── GrammarRefused           400  a schema that takes too much time or memory
@@ -113,6 +114,12 @@ class InvalidRequest(PalestraError):
 
 class UnsupportedField(InvalidRequest):
     """A field of a provider's API has a value that this server does not implement; leave the field out."""
+
+    http_status = 400
+
+
+class CallsRefused(InvalidRequest):
+    """Every model call of an episode was refused, so that its reward would say nothing of the policy; abort it."""
 
     http_status = 400
 

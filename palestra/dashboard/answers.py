@@ -177,6 +177,7 @@ class EpisodeLine(Answer):
     cut: int = Field(0, description="Replies that ended at max_tokens.")
     attempts: int = 0
     forks: dict[str, int] = Field({}, description="Calls that lost exact tokens of an earlier one, by reason.")
+    refused: dict[str, int] = Field({}, description="Refused model calls, by error and field.")
     termination: str | None = None
     reason: str | None = Field(None, description="Why it was given back or discarded last.")
     worker: str | None = Field(None, description="The worker that holds it now.")

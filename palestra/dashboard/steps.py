@@ -81,6 +81,7 @@ def _line(found: EpisodeSummary) -> EpisodeLine:
         cut=found.cut,
         attempts=found.attempts,
         forks={reason.value: count for reason, count in found.forks.items()},
+        refused=found.refused,
         termination=found.termination,
         reason=found.reason,
         worker=found.worker_id,

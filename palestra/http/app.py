@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from palestra import __version__
 from palestra.http.errors import ErrorAnswers, ErrorForm
-from palestra.http.guard import Authenticate, Endpoint, RequestGuard
+from palestra.http.guard import Authenticate, Endpoint, OnRefused, RequestGuard
 from palestra.types.wire import ErrorAnswer
 
 PUBLIC = ("/openapi.json",)  # answered without a key
@@ -97,6 +97,7 @@ def build_app(
     max_body_bytes: int,
     public: Collection[str] = PUBLIC,
     error_forms: Mapping[str, ErrorForm] | None = None,
+    on_refused: OnRefused | None = None,
 ) -> GuardedApp:
     """Return an application without routes that answers errors and requires a key for every request.
 
@@ -104,10 +105,11 @@ def build_app(
         authenticate: called for each request before its body is read; raises if the key is missing or unknown.
         public: paths that need no key.
         error_forms: form of errors by path prefix; others have OpenAI's form.
+        on_refused: called before a refused request of a direct route is answered.
     """
     answers = ErrorAnswers(error_forms or {})
     app = GuardedApp(
-        RequestGuard(authenticate, max_body_bytes, public, answers),
+        RequestGuard(authenticate, max_body_bytes, public, answers, on_refused),
         title=title,
         version=__version__,
         description=description,

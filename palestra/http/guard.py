@@ -23,6 +23,7 @@ _LOCAL_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.A
 # Checks the key of a request, and returns how many bytes its body may have. Must not read the body.
 Authenticate = Callable[[Request], Awaitable[int]]
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response | BaseModel]]
+OnRefused = Callable[[Scope, PalestraError], None]
 
 
 class RequestGuard:
@@ -33,7 +34,12 @@ class RequestGuard:
     """
 
     def __init__(
-        self, authenticate: Authenticate, max_bytes: int, public: Collection[str], answers: ErrorAnswers
+        self,
+        authenticate: Authenticate,
+        max_bytes: int,
+        public: Collection[str],
+        answers: ErrorAnswers,
+        on_refused: OnRefused | None = None,
     ) -> None:
         """Prepare to guard an application.
 
@@ -42,9 +48,10 @@ class RequestGuard:
             max_bytes: the longest body, also if `authenticate` allows more.
             public: paths that need no key, and take no body.
             answers: gives refusals the form of their route.
+            on_refused: called before a refused request of a direct route is answered.
         """
         self._authenticate, self.max, self._public = authenticate, max_bytes, frozenset(public)
-        self._answers = answers
+        self._answers, self._on_refused = answers, on_refused
         self.held = 0  # bytes of the bodies of all requests that are being answered
 
     async def pass_on(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,6 +82,8 @@ class RequestGuard:
         except ClientDisconnect:
             await Response(status_code=CLIENT_GONE)(scope, receive, send)
         except PalestraError as error:
+            if self._on_refused is not None:
+                self._on_refused(scope, error)
             await self._answers.answer(scope["path"], error)(scope, receive, send)
         except Exception as error:  # noqa: BLE001 - answered as an internal error, and logged
             await self._answers.unexpected(scope["method"], scope["path"], error)(scope, receive, send)

@@ -44,6 +44,7 @@ def create_app(
         max(most, largest_picture),
         public,
         error_forms={dialect.path: dialect.error_body for dialect in dialects},
+        on_refused=plane.count_refusal,
     )
     add_dialect_routes(app, plane, dialects)
     add_models_route(app, plane)

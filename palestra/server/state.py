@@ -8,12 +8,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from starlette.types import Scope
+
 from palestra.config import JobConfig
-from palestra.errors import Conflict, ServerStopping
+from palestra.errors import (
+    Conflict,
+    InvalidRequest,
+    PalestraError,
+    ServerStopping,
+    TooManyRequests,
+    Unauthorized,
+)
 from palestra.http.connections import Connections
 from palestra.pictures.blobs import Charge
-from palestra.server.auth import Caller, EpisodeKey, KeyRing
-from palestra.server.dialects.others import OtherFields
+from palestra.server.auth import CALLER, MODEL_ROUTES, Caller, EpisodeKey, KeyRing
+from palestra.server.dialects.others import MAX_NAME, OtherFields
 from palestra.server.picture_intake import PictureIntake
 from palestra.server.workers import WorkerRegistry
 from palestra.session import SeatBook, SeatKey, Sessions
@@ -61,6 +70,19 @@ class DataPlane:
             others.refuse_unknown()
         for name in others.names:
             self.ignored[name if name in self.ignored or len(self.ignored) < MAX_IGNORED else "(others)"] += 1
+
+    def count_refusal(self, scope: Scope, error: PalestraError) -> None:
+        """Count a model call of an episode that is refused for what it asks.
+
+        Errors of the present state, such as a lease that is over or too many calls, are no refusals.
+        """
+        caller = scope.get(CALLER)
+        if not isinstance(caller, EpisodeKey | SeatKey) or not scope["path"].startswith(MODEL_ROUTES):
+            return
+        if 400 <= error.http_status < 500 and not isinstance(error, Conflict | TooManyRequests | Unauthorized):
+            field = error.field if isinstance(error, InvalidRequest) else None
+            name = error.code if field is None else f"{error.code} {field[:MAX_NAME]}"
+            self.store.leases.add_refusal(caller.episode_id, caller.fence, name)
 
     @property
     def pool(self) -> WorkPool:

@@ -28,7 +28,7 @@ from palestra.store.run_store import store_error
 from palestra.store.tables import SCHEMA, chats, episodes, events, groups, manifests
 from palestra.store.verdicts import verdicts_of
 from palestra.types.calls import ForkReason
-from palestra.types.records import RunEvent, Trajectory
+from palestra.types.records import REFUSED_CALLS, RunEvent, Trajectory
 from palestra.types.states import EpisodeState, GroupState
 from palestra.types.verdicts import Verdict
 
@@ -78,6 +78,12 @@ class EpisodeSummary:
     def reward(self) -> float | None:
         """Return the sum of its agents' rewards; None until it is completed."""
         return None if self.rewards is None else float(sum(self.rewards.values()))
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Return the refused model calls, by error and field."""
+        found = self.facts.get(REFUSED_CALLS)
+        return {str(name): n for name, n in found.items() if type(n) is int} if isinstance(found, dict) else {}
 
     @property
     def termination(self) -> str | None:

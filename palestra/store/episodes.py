@@ -6,6 +6,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from sqlalchemy import Connection, func, select
 
@@ -178,8 +179,11 @@ class Episodes:
             Conflict: the episode was completed with another body.
             EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
             InvalidRequest: there are fewer step rewards than TimeSteps with calls, or a reward is not finite.
+            CallsRefused: every model call was refused.
         """
         now, kind = self._clock.now(), lifecycle.episode_kind(episode_id)
+        if refused := self.leases.refused(episode_id, fence):
+            end = replace(end, refused=refused)
         judged = self.judged and kind != "adhoc"
         players = await self._db.write(
             lambda c: lifecycle.complete(c, episode_id, fence, end, now, judged), "end_commit"

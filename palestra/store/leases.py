@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import nsmallest
 
 from palestra.errors import EpisodeLeaseExpired, PayloadTooLarge
 from palestra.types.clock import Clock
+
+MOST_REFUSALS = 20  # different names that are counted for one lease; clients choose the fields
 
 
 @dataclass(slots=True)
@@ -21,6 +24,7 @@ class Lease:
         held: running calls; while there are any, the lease does not expire, because the server is what delays the
             worker.
         picture_bytes: added to the run's pictures under it.
+        refused: model calls that were refused, by error and field.
     """
 
     fence: int
@@ -31,6 +35,7 @@ class Lease:
     claimed_at: float
     held: int = 0
     picture_bytes: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +161,22 @@ class LeaseBook:
         except BaseException:
             lease.picture_bytes -= size
             raise
+
+    def add_refusal(self, episode_id: str, fence: int, name: str) -> None:
+        """Count a refused model call, if the lease is the episode's present one.
+
+        Args:
+            name: of the refusal; after MOST_REFUSALS different ones, others share a name.
+        """
+        lease = self._leases.get(episode_id)
+        if lease is not None and lease.fence == fence:
+            known = name in lease.refused or len(lease.refused) < MOST_REFUSALS
+            lease.refused[name if known else "(others)"] += 1
+
+    def refused(self, episode_id: str, fence: int) -> dict[str, int]:
+        """Return the refused model calls of a lease, by name; empty: there are none, or it is over."""
+        lease = self._leases.get(episode_id)
+        return dict(lease.refused) if lease is not None and lease.fence == fence else {}
 
     def expired(self) -> list[tuple[str, int]]:
         """Return (episode id, fence) of every expired lease."""

@@ -16,12 +16,21 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, bindparam, func, select
 
 from palestra.database import to_json
-from palestra.errors import ClaimOver, Conflict, EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, NotFound
+from palestra.errors import (
+    CallsRefused,
+    ClaimOver,
+    Conflict,
+    ContextOverflow,
+    EpisodeEnded,
+    EpisodeLeaseExpired,
+    InvalidRequest,
+    NotFound,
+)
 from palestra.store.casting import Casting
 from palestra.store.codec import episode_of, rewards_to_json
 from palestra.store.tables import Prepared, chats, episodes
 from palestra.types.calls import AgentStepReward, StepTimes
-from palestra.types.records import ON_PURPOSE, EpisodeKind, EpisodeRecord, Task
+from palestra.types.records import ON_PURPOSE, REFUSED_CALLS, EpisodeKind, EpisodeRecord, Task
 from palestra.types.states import EpisodeState, check_transition
 
 _BY_ID = Prepared(select(episodes).where(episodes.c.episode_id == bindparam("episode_id")))
@@ -32,6 +41,7 @@ _NEXT = Prepared(
     .order_by(episodes.c.group_index, episodes.c.sample_index)
     .limit(1)
 )
+_CONTEXT_OVERFLOW = ContextOverflow(0, 0).code
 CLAIM_ORDER: tuple[EpisodeKind, ...] = ("validation", "train")  # ad-hoc episodes are claimed by id only
 _REGISTERED = episodes.alias()
 
@@ -246,6 +256,7 @@ class EpisodeEnd:
         step_times: one per TimeStep; None: unknown.
         named_rewards: terms of the weighted sum `rewards`, if any.
         agent_step_rewards: terms of the sums `step_rewards`, if known and needed.
+        refused: refused model calls, which the server has counted; not part of the worker's report.
     """
 
     rewards: Mapping[str, float]
@@ -255,6 +266,7 @@ class EpisodeEnd:
     named_rewards: Mapping[str, float | None] | None = None
     agent_step_rewards: Sequence[AgentStepReward] | None = None
     facts: Mapping[str, Any] | None = None
+    refused: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,6 +297,7 @@ def complete(
         Conflict: the episode was completed before with another body.
         EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
         InvalidRequest: there are fewer step rewards than TimeSteps with calls, or a reward is not finite.
+        CallsRefused: every model call was refused.
     """
     body: dict[str, str | None] = {
         "rewards": rewards_to_json(end.rewards),
@@ -296,6 +309,9 @@ def complete(
     if end.facts:
         body["facts"] = to_json(dict(end.facts))
     digest = hashlib.sha256(to_json(sorted(body.items())).encode()).hexdigest()
+    if end.refused:
+        _check_answered(connection, episode_id, fence, end.refused)
+        body["facts"] = to_json({**(end.facts or {}), REFUSED_CALLS: dict(end.refused)})
     body["step_times"] = None if end.step_times is None else to_json([list(times) for times in end.step_times])
     if end.agent_step_rewards is not None:
         body["agent_step_rewards"] = to_json([list(one) for one in end.agent_step_rewards])
@@ -320,6 +336,18 @@ def complete(
         "to",
         "step_rewards",
     )
+
+
+def _check_answered(connection: Connection, episode_id: str, fence: int, refused: Mapping[str, int]) -> None:
+    """Raise CallsRefused if no call of a lease was answered.
+
+    A prompt that does not fit is the agent's own: it may have ended the episode knowingly.
+    """
+    named = [f"{name} ({count})" for name, count in refused.items() if name != _CONTEXT_OVERFLOW]
+    if named and _last_step(connection, episode_id, fence) < 0:
+        raise CallsRefused(
+            f"no model call of episode {episode_id} was answered, so it has no reward; refused: {', '.join(named)}"
+        )
 
 
 def _last_step(connection: Connection, episode_id: str, fence: int) -> int:

@@ -27,6 +27,7 @@ CONTEXT_FULL = "context_full"  # why an episode ended; in its facts also the age
 WITHOUT_POLICY = "without_policy"  # `facts[...]` of an episode: agents that were played by no policy
 UNUSED_CALLS = "unused_calls"  # `facts[...]` of an episode: calls that are not trained, by index
 SOLE_AGENT = "agent"  # name of an agent that does not say its name, and who has a reward that names no agent
+REFUSED_CALLS = "refused_calls"  # `facts[...]` of an episode: refused model calls, by error and field
 MAX_STEPS = "max_steps"  # `facts["termination"]` of an episode that the environment has cut off
 
 

@@ -34,7 +34,7 @@ export async function episodeView({ run, rest, query }) {
   return {
     title: `${name} of ${title}`, crumbs, up: line.kind === "adhoc" ? href(run, "episodes") : href(run, "group", line.kind, line.group_index),
     node: h("div", { class: "view wide episode" },
-      h("div", { class: "head" }, h("h1", {}, copyable(name)), badge(line.state, line.state === "discarded" ? "bad" : "plain"), line.kind === "train" ? null : badge(line.kind, "plain"), line.termination ? badge(words(line.termination), "plain", "How it ended") : null,
+      h("div", { class: "head" }, h("h1", {}, copyable(name)), badge(line.state, line.state === "discarded" ? "bad" : "plain"), line.kind === "train" ? null : badge(line.kind, "plain"), line.termination ? badge(words(line.termination), "plain", "How it ended") : null, Object.entries(line.refused).map(([name, count]) => badge(`${count} refused: ${words(name)}`, "bad", "Refused model calls")),
         line.attempts > 1 ? badge(`${line.attempts} attempts`, "warn") : null, playerBadges(line), around("episode of the group", sibling(line.sample_index - 1), sibling(line.sample_index + 1))),
       h("p", { class: `fate ${found.trained ? "yes" : "no"}` }, h("b", {}, found.trained ? "Trained. " : "Not trained. "), sentence(found.why)),
       line.reason ? h("p", { class: "note" }, `Given back or discarded: ${visible(line.reason)}`) : null,

@@ -85,5 +85,5 @@ function row(run, line) {
       h("td", { class: "task" }, line.task_id), h("td", {}, badge(line.state, line.state === "discarded" ? "bad" : line.state === "claimed" ? "good" : "plain", line.worker)),
       h("td", { class: "n" }, number(line.reward, 4)), h("td", { class: "n" }, whole(line.calls)), h("td", { class: "n" }, whole(line.tokens)),
       h("td", {}, line.termination ? words(line.termination) : ""),
-      h("td", { class: "left" }, line.attempts > 1 ? badge(`${line.attempts} attempts`, "warn") : null, playerBadges(line), Object.entries(line.forks).map(([reason, count]) => badge(`${count} ${words(reason)}`, "warn")), line.reason ? h("span", { class: "muted small" }, line.reason.slice(0, 160)) : null)]);
+      h("td", { class: "left" }, line.attempts > 1 ? badge(`${line.attempts} attempts`, "warn") : null, playerBadges(line), Object.entries(line.forks).map(([reason, count]) => badge(`${count} ${words(reason)}`, "warn")), Object.entries(line.refused).map(([name, count]) => badge(`${count} refused: ${words(name)}`, "bad")), line.reason ? h("span", { class: "muted small" }, line.reason.slice(0, 160)) : null)]);
 }
