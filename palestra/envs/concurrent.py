@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from itertools import count
@@ -76,6 +77,11 @@ class ConcurrentEnvironment(ABC):
     # Members that a subclass uses.
 
     @property
+    def holds_nothing(self) -> bool:
+        """Return whether there is nothing to close after an episode, because `close` is the default."""
+        return is_default(self.close, ConcurrentEnvironment.close)
+
+    @property
     def cut_off(self) -> bool:
         """Return whether the episode has reached its `max_steps` actions."""
         return self.max_steps is not None and len(self._acted) >= self.max_steps
@@ -129,7 +135,7 @@ class ConcurrentEnvironment(ABC):
         )
         if not observation.is_last:
             self._open[observation.id] = observation
-        self._unseen.put_nowait(observation)
+        self._unseen.append(observation)
         self._changed.set()
         return observation
 
@@ -181,18 +187,18 @@ class ConcurrentEnvironment(ABC):
             EpisodeOver: the episode is over.
             Exception: the first exception raised by `on_action`.
         """
-        while self._unseen.empty():
+        while not self._unseen:
             if self._failure is not None:
                 raise self._failure
             if not self._open and not self._working:
                 raise EpisodeOver("nothing is open in this episode")
             self._changed.clear()
             await self._changed.wait()
-        return self._unseen.get_nowait()
+        return self._unseen.popleft()
 
     def waits_only_for(self, observation_id: str) -> bool:
         """Return whether the environment is blocked until this observation is answered."""
-        if len(self._open) != 1 or observation_id not in self._open or not self._unseen.empty():
+        if len(self._open) != 1 or observation_id not in self._open or self._unseen:
             return False
         # A finished task stays in the dict until its callback has run, later in this turn of the loop.
         return all(task.done() for task in self._working.values())
@@ -243,7 +249,7 @@ class ConcurrentEnvironment(ABC):
         self._acted: dict[str, ChatMessage] = {}
         self._withdrawn: dict[str, ChatMessage | None] = {}  # observations that wait no more -> action in their place
         self._working: dict[str, asyncio.Task[None]] = {}
-        self._unseen: asyncio.Queue[Observation] = asyncio.Queue()
+        self._unseen: deque[Observation] = deque()
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
 
@@ -281,9 +287,15 @@ class SerialEnvironment(ConcurrentEnvironment):
         self.forfeit_reward = environment.forfeit_reward
         self.gives_choices, self.moves = environment.gives_choices, environment.choices
 
+    @property
+    def holds_nothing(self) -> bool:
+        """Return whether the environment's `close` is the default."""
+        return is_default(self._environment.close, Environment.close)
+
     async def setup(self) -> None:
         """Run the environment's `setup`, in a thread if the environment is `blocking`."""
-        await self._run(self._environment.setup)
+        if not is_default(self._environment.setup, Environment.setup):
+            await self._run(self._environment.setup)
 
     async def close(self) -> None:
         """Abandon the episode and run the environment's `close`."""
@@ -324,6 +336,11 @@ class SerialEnvironment(ConcurrentEnvironment):
 
     async def _run(self, work: Callable[[], Any]) -> Any:
         return await call(work, "palestra-environment", blocking=self._environment.blocking)
+
+
+def is_default(method: Any, default: Any) -> bool:
+    """Return whether a bound method is the one that a base class has, so that calling it has no effect."""
+    return getattr(method, "__func__", None) is default
 
 
 def step_call(environment: Environment, action: ChatMessage) -> Callable[[], Any]:

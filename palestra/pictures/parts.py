@@ -68,6 +68,15 @@ def _part(value: Any) -> Part:
     return Picture.of(value)
 
 
+def has_files(messages: Iterable[ChatMessage]) -> bool:
+    """Return whether some pictures of messages carry their files."""
+    for message in messages:
+        for part in message.content:
+            if isinstance(part, Picture):
+                return True
+    return False
+
+
 def files_in(messages: Iterable[ChatMessage]) -> list[Picture]:
     """Return the pictures of messages that carry their files, in order."""
     return [part for message in messages for part in message.content if isinstance(part, Picture)]

@@ -25,6 +25,10 @@ from palestra.types.calls import AgentStepReward, Chat
 from palestra.types.messages import MAX_NAMED, ChatMessage, GenerationRequest, Observation, StepReward, ToolChoice
 from palestra.types.records import FORFEIT
 
+_OF_ENVIRONMENT = classify_errors(Termination.ENVIRONMENT_FAILED)
+_AFTER_ACTION = classify_errors(Termination.ENVIRONMENT_FAILED, acted=True)
+_OF_AGENT = classify_errors(Termination.AGENT_FAILED)
+
 
 class TrajectoryCollectEngine:
     """Plays one episode. Agents answer open observations concurrently."""
@@ -76,7 +80,7 @@ class TrajectoryCollectEngine:
             if limit is None or not limit.expired() or not self._acted or self._answering:
                 raise
             self._forfeit(EpisodeForfeited("the time for the episode was over before the action had an end"))
-        with classify_errors(Termination.ENVIRONMENT_FAILED):
+        with _OF_ENVIRONMENT:
             self._check_named()
         self._result.without_policy = sorted(name for name in self._result.rewards if not self._asks_policy(name))
         if self._seats is not None:
@@ -86,7 +90,7 @@ class TrajectoryCollectEngine:
     async def _play(self, task: Mapping[str, Any]) -> None:
         """Play the episode to its end, and collect it in the result."""
         try:
-            with classify_errors(Termination.ENVIRONMENT_FAILED):
+            with _OF_ENVIRONMENT:
                 await self._environment.reset(task)
             for role in self._environment.roles:
                 self._check_moves(role, self._environment.moves)
@@ -111,7 +115,7 @@ class TrajectoryCollectEngine:
         turns = self._turns
         # Fast path: with nothing else to wait for, no task of the event loop is needed.
         if not turns and self._observing is None:
-            with classify_errors(Termination.ENVIRONMENT_FAILED, acted=self._acted):
+            with _AFTER_ACTION if self._acted else _OF_ENVIRONMENT:
                 observation = await self._observed()
             if not self._take(observation):
                 return
@@ -127,7 +131,7 @@ class TrajectoryCollectEngine:
             if not turn.cancelled():  # as is the turn of an agent whose time is over
                 turn.result()
         if observing.done():
-            with classify_errors(Termination.ENVIRONMENT_FAILED, acted=self._acted):
+            with _AFTER_ACTION if self._acted else _OF_ENVIRONMENT:
                 observation, self._observing = observing.result(), None
             if self._take(observation):
                 turns[asyncio.ensure_future(self._turn(observation))] = observation.id
@@ -135,8 +139,9 @@ class TrajectoryCollectEngine:
     async def _observed(self) -> Observation:
         """Return the next observation, after putting its pictures into the run's folder."""
         observation = await self._environment.observe()
-        content = await self._pictures.without_files(observation.content)
-        return observation if content is observation.content else replace(observation, content=content)
+        if not self._pictures.change(observation.content):
+            return observation
+        return replace(observation, content=await self._pictures.without_files(observation.content))
 
     def _check_moves(self, agent: str, moves: Sequence[str]) -> None:
         """Raise an error for an agent restricted to legal moves that its policy's vocabulary cannot express."""
@@ -265,7 +270,7 @@ class TrajectoryCollectEngine:
         number, name = self._number[observation.id], observation.agent
         self._check_moves(name, observation.choices)
         try:
-            with classify_errors(Termination.AGENT_FAILED):
+            with _OF_AGENT:
                 chats, action = await self._agent(name).step(observation, _Handle(self, name, number))
         except ContextOverflow as error:
             self._fill(observation, error)
@@ -282,7 +287,7 @@ class TrajectoryCollectEngine:
         self._answering.pop(name, None)
         self._histories[name] = _conversation((*self._histories[name], *observation.content), chats, action)
         self._environment.calls.extend(chats)
-        with classify_errors(Termination.ENVIRONMENT_FAILED):
+        with _OF_ENVIRONMENT:
             self._environment.act(observation.id, action)
 
     def _fill(self, observation: Observation, error: ContextOverflow) -> None:
@@ -333,9 +338,8 @@ class TrajectoryCollectEngine:
 
     async def call(self, request: GenerationRequest) -> Chat:
         """Make one model call of the episode and return its record."""
-        messages = await self._pictures.without_files(request.messages)  # with those of tools of the agent's own
-        if messages is not request.messages:
-            request = replace(request, messages=messages)
+        if self._pictures.change(request.messages):  # with those of tools of the agent's own
+            request = replace(request, messages=await self._pictures.without_files(request.messages))
         return await self._episode.call(request)
 
 

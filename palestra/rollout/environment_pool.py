@@ -65,7 +65,8 @@ class EnvironmentPool:
                 await self._close(made)
 
     async def _close(self, made: Made) -> None:
-        await close_or_log(self._concurrent(made), CLOSE_SECONDS, log, type(made).__name__)
+        if not (environment := self._concurrent(made)).holds_nothing:
+            await close_or_log(environment, CLOSE_SECONDS, log, type(made).__name__)
 
     def _concurrent(self, made: Made) -> ConcurrentEnvironment:
         return (

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from palestra.config import Roles
 from palestra.errors import InvalidRequest
-from palestra.pictures.parts import Picture, files_in
+from palestra.pictures.parts import Picture, has_files
 from palestra.types.calls import Chat
 from palestra.types.messages import ChatMessage, GenerationRequest, ImagePart, Observation, Part, TextPart
 
@@ -29,13 +29,15 @@ class EpisodePictures:
         # By digest. An environment server sends a file once an episode, so that only its digest comes the next time.
         self._unread: dict[str, str] = {}
 
+    def change(self, messages: Sequence[ChatMessage]) -> bool:
+        """Return whether `without_files` may return other messages."""
+        return bool(self._unread) or has_files(messages)
+
     async def without_files(self, messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
         """Return messages with stored pictures replaced by image parts.
 
         An unreadable picture in a tool's result is replaced by a text that names it and the reason.
         """
-        if not self._unread and not files_in(messages):
-            return tuple(messages)
         return tuple([await self._without_files(message) for message in messages])
 
     async def _without_files(self, message: ChatMessage) -> ChatMessage:

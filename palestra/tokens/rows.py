@@ -114,7 +114,8 @@ def _row(
         row.versions[here] = chat.versions[0].version if len(chat.versions) == 1 else token_versions(chat)[there]
         row.temperatures[here] = chat.sampling.temperature
         row.calls[here] = chat.index
-    return replace(row, media=_media(trie, path), grammars=_grammars(trained))
+    media, grammars = _media(trie, path) if trie.has_media else (), _grammars(trained)
+    return replace(row, media=media, grammars=grammars) if media or grammars else row
 
 
 def _grammars(trained: Sequence[tuple[TrieNode, Sampled]]) -> tuple[GrammarSpan, ...]:
@@ -141,7 +142,7 @@ def _media(trie: TokenTrie, path: Sequence[TrieNode]) -> tuple[MediaSpan, ...]:
     """Return the spans of media on a path. Two adjacent images of the same bytes are one span."""
     spans: list[MediaSpan] = []
     for node in path:
-        for position, digest in enumerate(trie.digests(node) if trie.has_media else (), node.start):
+        for position, digest in enumerate(trie.digests(node), node.start):
             if digest is None:
                 continue
             if spans and spans[-1].digest == digest and spans[-1].start + spans[-1].tokens == position:

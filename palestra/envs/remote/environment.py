@@ -228,7 +228,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
 
     def _show(self, event: Observed) -> None:
         """Show an observation."""
-        if max(len(self._open), self._unseen.qsize()) >= MOST_WAITING:
+        if max(len(self._open), len(self._unseen)) >= MOST_WAITING:
             raise EnvironmentFailed(f"{self._address.url} shows more than {MOST_WAITING:,} observations at a time")
         observation = observation_of(event, self.clock.now(), self._pictures)
         if not observation.is_last:
@@ -237,5 +237,5 @@ class RemoteEnvironment(ConcurrentEnvironment):
                 self._alone.add(observation.id)
             if event.survives_failure:
                 self._survivors.add(observation.id)
-        self._unseen.put_nowait(observation)
+        self._unseen.append(observation)
         self._changed.set()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 
 import pytest
 
-from palestra.envs import ConcurrentEnvironment
+from palestra.envs import ConcurrentEnvironment, TaskEnvironment
 from palestra.envs import concurrent as closing
 from palestra.envs.concurrent import close_or_log
 from palestra.rollout.environment_pool import EnvironmentPool
@@ -93,3 +94,37 @@ async def test_a_pool_closes_all_that_it_keeps_at_the_same_time(monkeypatch):
     await asyncio.sleep(0.01)
     assert len(made) == 3
     assert all(one.closed for one in made)
+
+
+class Noted(TaskEnvironment):
+    """Notes in which thread it is set up and closed."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda task, answer: 1.0)
+        self.threads: list[int] = []
+
+    def setup(self) -> None:
+        self.threads.append(threading.get_ident())
+
+    def close(self) -> None:
+        self.threads.append(threading.get_ident())
+
+
+async def test_only_an_environment_that_has_something_to_do_gets_a_thread_for_its_setup_and_its_end(monkeypatch):
+    started = list[str]()
+    really = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        really(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    noted = Noted()
+    for made, threads in ((TaskEnvironment(lambda task, answer: 1.0), 0), (noted, 2)):
+        started.clear()
+        pool = EnvironmentPool(lambda made=made: made, system=None, clock=SystemClock())
+        async with pool.acquire():
+            pass
+        assert len(started) == threads
+    assert len(noted.threads) == 2
+    assert threading.get_ident() not in noted.threads

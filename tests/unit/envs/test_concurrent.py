@@ -108,5 +108,5 @@ async def test_one_that_is_not_reusable_has_one_episode_and_one_that_is_forgets_
     again.act(observation.id, says("late 60"))
     await again.reset({"first": 1})
     assert (await again.observe()).content[0].text == "hello 0"
-    assert again._unseen.empty()
+    assert not again._unseen
     assert not again._working
