@@ -44,10 +44,12 @@ class Group:
         trajectories: the episodes, in order of their sample index.
         rows: the token rows to train. A group has no rows if the algorithm learns nothing from it; episodes that cannot
             be trained have no rows. `episode_id` and `calls` of a row tell which call sampled each token.
+        environment: what it plays, in a job with several environments; returns are only compared within one.
     """
 
     trajectories: tuple[Trajectory, ...]
     rows: tuple[TrainSample, ...] = ()
+    environment: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

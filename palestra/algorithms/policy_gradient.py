@@ -8,9 +8,9 @@ loss of a token, and the off-policy correction (`importance`). The rows' weights
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -71,11 +71,9 @@ class PolicyGradient(Algorithm):
         """
         metrics = {"calls_without_peers": 0.0, **self.batch_metrics(groups)}
         if self.across_groups:
-            groups = with_batch_means(groups, self.config)
+            groups = _by_environment(groups, lambda own: with_batch_means(own, self.config))
         advantages: list[Floats] = []
-        estimated = self.estimate(
-            [self.shaped(group.trajectories, self.returns(group.trajectories)) for group in groups]
-        )
+        estimated = _by_environment(groups, self._estimated)
         for group, found in zip(groups, estimated, strict=True):
             metrics["calls_without_peers"] += found.calls_without_peers
             names = (trajectory.episode.episode_id for trajectory in group.trajectories)
@@ -86,6 +84,10 @@ class PolicyGradient(Algorithm):
         if self.config.importance_sampling == "none" or not rows:
             return TokenAdvantages(advantages=advantages, metrics=metrics)
         return self._weighed(rows, advantages, forward, metrics)
+
+    def _estimated(self, groups: Sequence[Group]) -> list[GroupAdvantages]:
+        """Return the advantages of the calls of groups, of shaped returns."""
+        return self.estimate([self.shaped(group.trajectories, self.returns(group.trajectories)) for group in groups])
 
     def batch_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Return an algorithm's own metrics of a batch, as declared in `metrics`; by default none."""
@@ -191,6 +193,20 @@ class ScaledGroupBaseline(GroupBaseline):
         if self.config.advantage_scale == "gdpo":
             return batch_advantages(groups, self.compare)
         return super().estimate(groups)
+
+
+T = TypeVar("T")
+
+
+def _by_environment(groups: Sequence[Group], of: Callable[[Sequence[Group]], Sequence[T]]) -> list[T]:
+    """Return what `of` gives for the groups of each environment, in the order of all groups."""
+    own: dict[str, list[int]] = {}
+    for place, group in enumerate(groups):
+        own.setdefault(group.environment, []).append(place)
+    found: dict[int, T] = {}
+    for places in own.values():
+        found |= zip(places, of([groups[place] for place in places]), strict=True)
+    return [found[place] for place in range(len(groups))]
 
 
 def clipped_loss(config: ClippedConfig | PPOConfig) -> LossSpec:

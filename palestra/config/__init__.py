@@ -58,7 +58,7 @@ from palestra.config.policy_gradient import (
     ScaledGroupConfig,
 )
 from palestra.config.roles import MAX_AGENT, PoolConfig, RoleConfig, Roles, is_agent_name, past_name, past_of
-from palestra.config.rollout import EnvironmentConfig, EvaluationConfig, RolloutConfig, TasksConfig
+from palestra.config.rollout import CurriculumConfig, EnvironmentConfig, EvaluationConfig, RolloutConfig, TasksConfig
 
 __all__ = [
     "ALGORITHM_NAMES",
@@ -84,6 +84,7 @@ __all__ = [
     "ClippedConfig",
     "Credit",
     "CriticConfig",
+    "CurriculumConfig",
     "DAPOConfig",
     "DistillConfig",
     "DrGRPOConfig",

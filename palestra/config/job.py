@@ -28,7 +28,16 @@ from palestra.config.parts import (
 from palestra.config.policy import PolicyConfig, not_frozen, with_model
 from palestra.config.policy_gradient import GRPOConfig
 from palestra.config.roles import AgentName, Role, RoleConfig, Roles, check_pools
-from palestra.config.rollout import EnvironmentConfig, EvaluationConfig, RolloutConfig, TasksConfig
+from palestra.config.rollout import (
+    CurriculumConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    MixedEnvironment,
+    PlayedEnvironment,
+    RolloutConfig,
+    TasksConfig,
+    check_environments,
+)
 from palestra.config.section import Identifier, Positive, Section
 from palestra.errors import ConfigError
 
@@ -42,6 +51,7 @@ SMOLLM2, TINY, TINY_VISION, TINY_QWEN_VL = BUILT_IN = (
     "tiny-random-qwen-vl",
 )
 MAX_POLICIES = 8
+MAX_ENVIRONMENTS = 64
 
 
 class JobConfig(Section):
@@ -94,6 +104,15 @@ class JobConfig(Section):
     )
     tasks: TasksConfig = TasksConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    environments: list[MixedEnvironment] = Field(
+        [],
+        max_length=MAX_ENVIRONMENTS,
+        description="Several environments, or files of tasks, in place of `environment.name` and `tasks.train`. Each "
+        "group of episodes plays one of them, in the proportion of their weights.",
+    )
+    curriculum: CurriculumConfig | None = Field(
+        None, description="Draws tasks by how often they are solved. None: all in a new random order every epoch."
+    )
     seats: SeatsConfig = SeatsConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AnyAlgorithmConfig = GRPOConfig()
@@ -146,6 +165,18 @@ class JobConfig(Section):
     def _runners_can_play(self) -> JobConfig:
         if self.environment.runners is not None and self.seats.roles:
             raise ValueError("seats belong to episodes that the job's own process plays; leave environment.runners out")
+        return self
+
+    @model_validator(mode="after")
+    def _can_choose_tasks(self) -> JobConfig:
+        check_environments(self.environments, self.environment, self.tasks)
+        algorithms = [self.algorithm_of(name) for name in self.trained_policies]
+        if any(each.brings_tasks or each.learns_conversations for each in algorithms):
+            for key, chosen in (("environments", self.environments), ("curriculum", self.curriculum)):
+                if chosen:
+                    raise ValueError(f"{key} chooses among tasks that are played, and this algorithm plays none")
+        if self.curriculum is not None and self.trains_several:
+            raise ValueError("a curriculum needs one reward of an episode, and several policies are trained")
         return self
 
     @model_validator(mode="after")
@@ -236,6 +267,24 @@ class JobConfig(Section):
         return self.algorithm_of(policy).teacher_of(self.frozen_policies)
 
     @property
+    def each_environment(self) -> dict[str, JobConfig]:
+        """Return the job with each of `environments` alone, by id; {"": itself} if it has one environment."""
+        if not self.environments:
+            return {"": self}
+        return {
+            each.id: self.model_copy(
+                update={
+                    "environments": [],
+                    "tasks": each.tasks,
+                    "environment": self.environment.model_copy(
+                        update={name: getattr(each, name) for name in PlayedEnvironment.model_fields}
+                    ),
+                }
+            )
+            for each in self.environments
+        }
+
+    @property
     def brings_tasks(self) -> bool:
         """Return whether an algorithm provides the training tasks."""
         return any(self.algorithm_of(name).brings_tasks for name in self.trained_policies)
@@ -280,7 +329,7 @@ class JobConfig(Section):
         Left out are the address and the files, limits of workers, who plays, and the number of steps (unless the
         learning rate depends on it). The tasks themselves are in the run store.
         """
-        apart = "name kind run_dir tracking tasks seats server pictures store checkpoint evaluation watchdog"
+        apart = "name kind run_dir tracking seats server pictures store checkpoint evaluation watchdog"
         left_out: dict[str, Any] = dict.fromkeys(apart.split(), True)
         left_out["rollout"] = {
             "lease_seconds",
@@ -292,15 +341,12 @@ class JobConfig(Section):
             # It changes no token: a call that one setting refuses is sampled without the fields by the other.
             "untrainable_sampling",
         }
-        left_out["environment"] = {
-            "train_tasks",
-            "validation_tasks",
-            "max_concurrency",
-            "timeout_seconds",
-            "runners",
-            "url",  # a server may move
-            "key_variable",
-        }
+        moves = {"train_tasks", "validation_tasks", "url", "key_variable"}  # a server may move
+        left_out["environment"] = moves | {"max_concurrency", "timeout_seconds", "runners"}
+        left_out["environments"] = {"__all__": moves | {"tasks"}} if self.environments else True
+        left_out["tasks"] = {"train", "validation"} if self.environments else True
+        if self.curriculum is None:
+            left_out["curriculum"] = True
         left_out["engine"] = self.engine.not_trained()  # a server may move, and every worker gives the same reply
         left_out["trainer"] = {"rank_timeout_seconds"}  # it changes no number
         # These change the order of sums alone, so that a run may go on with other values, unless it counts every bit.

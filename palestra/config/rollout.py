@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from palestra.config.roles import AgentName
-from palestra.config.section import Positive, Seconds, Section
+from palestra.config.section import Identifier, Positive, Seconds, Section
 from palestra.extensions import extensions
 
 SERVERS = "palestra.environment_servers"
@@ -22,9 +23,12 @@ class TasksConfig(Section):
 
     train: Path | None = Field(None, description="JSONL file of tasks: one JSON object per line; its `id` names it.")
     validation: Path | None = Field(None, description="JSONL file of held-out tasks, never trained on.")
+    weigh: Literal["groups", "tokens"] = Field(
+        "groups", description="What the weights of `[[environments]]` share out: groups, or sampled tokens of groups."
+    )
 
 
-class EnvironmentConfig(Section):
+class PlayedEnvironment(Section):
     """An environment that ships with Palestra, or one on a server; the job's process plays its episodes."""
 
     name: str | None = Field(
@@ -61,6 +65,27 @@ class EnvironmentConfig(Section):
     train_tasks: Positive = Field(512, description="Tasks to generate, if no file names any.")
     validation_tasks: int = Field(64, ge=0, description="Held-out tasks to generate, if no file names any.")
     system: str | None = Field(None, description="System message. None: the environment's own, if it has one.")
+
+    @field_validator("protocol")
+    @classmethod
+    def _protocol_is_known(cls, protocol: str) -> str:
+        if protocol != "palestra" and protocol not in (others := extensions(SERVERS)):
+            raise ValueError(f"{protocol!r} is no protocol; there are {', '.join(['palestra', *others])}")
+        return protocol
+
+    @model_validator(mode="after")
+    def _one_environment(self) -> PlayedEnvironment:
+        if self.url is not None and (self.name is not None or (self.settings and self.protocol == "palestra")):
+            raise ValueError(
+                "environment.url names a server that has its own environment and settings; leave `name` and "
+                "`settings` out"
+            )
+        return self
+
+
+class EnvironmentConfig(PlayedEnvironment):
+    """The environment of a job; with `[[environments]]`, the limits of all of them."""
+
     max_concurrency: Positive | None = Field(
         None, description="Episodes that are played at the same time. None: as many as a step has, at most 256."
     )
@@ -73,33 +98,67 @@ class EnvironmentConfig(Section):
         "service each counts as one core of the job. None: the job's own process plays.",
     )
 
-    @field_validator("protocol")
-    @classmethod
-    def _protocol_is_known(cls, protocol: str) -> str:
-        if protocol != "palestra" and protocol not in (others := extensions(SERVERS)):
-            raise ValueError(f"{protocol!r} is no protocol; there are {', '.join(['palestra', *others])}")
-        return protocol
-
     @model_validator(mode="after")
     def _runners_have_a_name(self) -> EnvironmentConfig:
         if self.runners is not None and self.name is None:
             raise ValueError("environment.runners play an environment that ships; give environment.name")
         return self
 
-    @model_validator(mode="after")
-    def _settings_have_an_agent(self) -> EnvironmentConfig:
-        if self.agent_settings and self.agent is None:
-            raise ValueError("environment.agent_settings are settings of an agent; give environment.agent")
-        return self
+
+class MixedEnvironment(PlayedEnvironment):
+    """One of several environments of a job, or one of several files of tasks."""
+
+    id: Identifier = Field(description="Name of the environment in metrics, and of its tasks: `ID/TASK`.")
+    weight: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="Share of the groups of all steps, relative to the other weights."
+    )
+    tasks: TasksConfig = TasksConfig()
 
     @model_validator(mode="after")
-    def _one_environment(self) -> EnvironmentConfig:
-        if self.url is not None and (self.name is not None or (self.settings and self.protocol == "palestra")):
-            raise ValueError(
-                "environment.url names a server that has its own environment and settings; leave `name` and "
-                "`settings` out"
-            )
+    def _has_tasks(self) -> MixedEnvironment:
+        if self.name is None and self.tasks.train is None:
+            raise ValueError(f"environment {self.id!r} has no tasks: name a file in its tasks.train")
         return self
+
+
+class CurriculumConfig(Section):
+    """Draws training tasks that are solved sometimes, in place of a plain order; see docs/how-to/curricula.md."""
+
+    target: float = Field(
+        0.5, gt=0, lt=1, description="Share of solved episodes of the tasks that are drawn, which teach most."
+    )
+    solved: float = Field(0.5, allow_inf_nan=False, description="Least reward of an episode that has solved its task.")
+    forget: float = Field(
+        0.1, ge=0, lt=1, description="Share of what is known of a task that each new group of it replaces."
+    )
+    explore: float = Field(
+        0.15,
+        gt=0,
+        le=1,
+        description="Share of each step's groups that play the tasks which have waited longest, so that each comes "
+        "back.",
+    )
+
+
+def check_environments(environments: Sequence[MixedEnvironment], alone: EnvironmentConfig, tasks: TasksConfig) -> None:
+    """Raise ValueError for environments of one name, or that are named in two ways.
+
+    Args:
+        alone: the job's `[environment]`.
+        tasks: the job's `[tasks]`.
+    """
+    twice = [name for name, count in Counter(each.id for each in environments).items() if count > 1]
+    if twice:
+        raise ValueError(f"two of environments have the id {twice[0]!r}; give each its own")
+    if not environments:
+        return
+    named: dict[str, object] = {"environment.name": alone.name, "environment.url": alone.url}
+    named |= {"tasks.train": tasks.train, "tasks.validation": tasks.validation}
+    for key, value in named.items():
+        if value is not None:
+            raise ValueError(f"{key} is set, and the job has [[environments]], which have their own; leave it out")
+    if len({each.name is None and each.url is None for each in environments}) > 1:
+        raise ValueError("either all of environments have `name` or `url`, or none has: then workers play their tasks")
 
 
 class RolloutConfig(Section):

@@ -6,8 +6,10 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from palestra.algorithms.named_rewards import missing_rewards, reward_means
+from palestra.algorithms.named_rewards import reward_means
 from palestra.config import AlgorithmConfig, Roles
+from palestra.learner.environment_metrics import validation_metrics
+from palestra.learner.shares import played_by_policies, rewards_of
 from palestra.store import Groups
 from palestra.threads import in_thread
 from palestra.types.metrics import of_policy
@@ -18,7 +20,12 @@ PIECE = 500  # tasks that are read and registered at a time
 
 
 async def validate(
-    groups: Groups, tasks: Sequence[Task], done: int, roles: Roles, algorithm: AlgorithmConfig
+    groups: Groups,
+    tasks: Sequence[Task],
+    done: int,
+    roles: Roles,
+    algorithm: AlgorithmConfig,
+    environments: bool = False,
 ) -> dict[str, float]:
     """Score every validation task once, and return the metrics.
 
@@ -29,6 +36,7 @@ async def validate(
         groups: each task becomes a group of one episode.
         roles: rewards of agents played by frozen policies are not counted.
         algorithm: weights named rewards, if at most one policy is trained.
+        environments: whether the job has several, of which the mean rewards are wanted as well.
     """
     started = time.monotonic()
     known = await groups.of_step("validation", done)
@@ -50,20 +58,8 @@ async def validate(
         "validation/attempts_replayed": float(sum(e.replays for e in episodes)),
         "time/validation_seconds": time.monotonic() - started,
     }
+    row |= validation_metrics(scored, roles, algorithm) if environments else {}
     return row | (_means_of_rivals(scored, roles) if roles.rivals else _means(scored, roles, algorithm))
-
-
-def rewards_of(episodes: Sequence[EpisodeRecord], roles: Roles, algorithm: AlgorithmConfig) -> list[float]:
-    """Return the reward of each completed episode in which policies played; arguments as in `validate`."""
-    scored = _played(episodes)
-    rewards = [float(sum(roles.of_episode(e.players).trained_rewards(own).values())) for e, own in scored]
-    missing = missing_rewards([e.named_rewards for e, _ in scored], algorithm)
-    return [reward + more for reward, more in zip(rewards, missing, strict=True)]
-
-
-def _played(episodes: Sequence[EpisodeRecord]) -> list[tuple[EpisodeRecord, dict[str, float]]]:
-    """Return the episodes in which policies played, each with the rewards of their agents."""
-    return [(e, own) for e in episodes if (own := e.rewards_by_policies) is not None and (own or not e.rewards)]
 
 
 def _piece(tasks: Sequence[Task], start: int) -> Sequence[Task]:
@@ -73,7 +69,7 @@ def _piece(tasks: Sequence[Task], start: int) -> Sequence[Task]:
 def _means(episodes: Sequence[EpisodeRecord], roles: Roles, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Return the mean rewards if at most one policy is trained; arguments as in `validate`."""
     rewards = rewards_of(episodes, roles, algorithm)
-    named = reward_means([e.named_rewards for e, _ in _played(episodes)])
+    named = reward_means([e.named_rewards for e, _ in played_by_policies(episodes)])
     row = {f"validation/rewards/{name}": mean for name, mean in named.items()}
     return row | ({"validation/reward_mean": sum(rewards) / len(rewards)} if rewards else {})
 

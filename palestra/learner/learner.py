@@ -19,6 +19,7 @@ from palestra.errors import ConfigError
 from palestra.faults import fault_point
 from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.engine_check import check_engine
+from palestra.learner.environment_metrics import environment_metrics
 from palestra.learner.evaluation import validate
 from palestra.learner.groups import DynamicSampling, Gathered, gather_groups
 from palestra.learner.open_run import OpenRun
@@ -30,6 +31,7 @@ from palestra.learner.schedule import SAMPLED, TrainingBudget
 from palestra.learner.task_source import open_source
 from palestra.learner.update import PolicyUpdate
 from palestra.models.weights import WeightSource
+from palestra.store.tasks import split_in
 from palestra.threads import freed, in_thread, short_turns
 from palestra.trainer.base import Trainer
 from palestra.types.calls import PolicyVersion
@@ -72,7 +74,6 @@ class Learner:
         self._stopping = asyncio.Event()
         self._sampling = False  # whether the engine is open: until then episodes wait for it, and can't end
         self._unchecked = trained if config.engine.urls else ()  # a server that runs already has any model
-        self._train_tasks: Sequence[Task] = []
         self._validation_tasks: Sequence[Task] = []
 
     async def prepare(self) -> None:
@@ -209,14 +210,18 @@ class Learner:
         evaluation = self._run.config.evaluation
         if not self._run.config.brings_tasks or evaluation.every_steps or evaluation.every_tokens is not None:
             await self._run.store.tasks.wait_sealed()
-        if self._recordings is None:
-            self._train_tasks = await self._run.store.tasks.stored("train")
-        else:
-            self._train_tasks = await self._recordings.tasks()
-        self._validation_tasks = await self._run.store.tasks.stored("validation")
-        if not self._train_tasks:
-            raise ConfigError("the job has no training tasks")
-        self._source = await open_source(self._run, self._train_tasks, self._recordings is None, self._sampler)
+        config, stored = self._run.config, self._run.store.tasks
+        pools = {name: await stored.stored(split_in(name, "train")) for name in config.each_environment}
+        held = [await stored.stored(split_in(name, "validation")) for name in config.each_environment]
+        self._validation_tasks = held[0] if len(held) == 1 else [task for tasks in held for task in tasks]
+        trained: Mapping[str, Sequence[Task]] = pools
+        if self._recordings is not None:
+            trained = {"": await self._recordings.tasks()}
+        for name, tasks in trained.items():
+            if not tasks:
+                raise ConfigError(f"{f'environment {name!r}' if name else 'the job'} has no training tasks")
+        group_key = config.rollout.group_key if self._recordings is None else ""
+        self._source = await open_source(self._run, trained, group_key, self._sampler)
 
     # One step
 
@@ -268,7 +273,11 @@ class Learner:
         with self._run.progress.inside(Part.TRAINER):
             row = {**gathered, **await self._update(manifest.step, trajectories)}
         row |= {SAMPLED: float(self._budget.sampled)}
-        row |= await in_thread(lambda: role_metrics(trajectories, self._run.policies.roles))
+        roles = self._run.policies.roles
+        row |= await in_thread(lambda: role_metrics(trajectories, roles))
+        if self._run.config.environments:
+            algorithm = self._run.config.algorithm_of(roles.default)
+            row |= await in_thread(lambda: environment_metrics(trajectories, roles, algorithm))
         row |= await self._judged(manifest.step)
         started = time.monotonic()
         await self._publish(self._due(manifest.step))
@@ -366,7 +375,8 @@ class Learner:
             self._run.progress.enter(_evaluating(step), Phase("validation", step))
             roles = self._run.policies.roles
             algorithm = self._run.config.algorithm_of(roles.default)
-            evaluation = validate(self._run.store.groups, self._validation_tasks, step, roles, algorithm)
+            mixed = bool(self._run.config.environments)
+            evaluation = validate(self._run.store.groups, self._validation_tasks, step, roles, algorithm, mixed)
             found = await self._unless_stopped(evaluation)
             if found is None:
                 return False

@@ -8,6 +8,7 @@ from dataclasses import replace
 from palestra.algorithms.loss import LOSSES, LossMetric
 from palestra.algorithms.registry import ALGORITHMS
 from palestra.algorithms.regularization import REGULARIZATION_METRICS
+from palestra.learner.environment_metrics import ENVIRONMENT_METRICS
 from palestra.learner.reporting import ROLE_METRICS
 from palestra.trainer.base import CRITIC_METRICS, REFERENCE_METRICS, TRAINER_METRICS, StepReport
 from palestra.types.metrics import METRICS, Metric
@@ -29,6 +30,7 @@ def metric_tables() -> dict[str, tuple[Metric, ...]]:
     return {
         "Every run": (*METRICS, *_trained(TRAINER_METRICS)),
         "Where several agents are rewarded": ROLE_METRICS,
+        "With several environments": ENVIRONMENT_METRICS,
         "With a reference policy": _trained((*REFERENCE_METRICS, *REGULARIZATION_METRICS)),
         "With a critic": _trained((*CRITIC_METRICS, *CRITIC_UPDATE_METRICS)),
         "Algorithms": _trained(_named({name: algorithm.metrics for name, algorithm in ALGORITHMS.items()})),

@@ -114,8 +114,8 @@ class History:
         before: number of all other steps' groups that are registered, for samplers that go through the tasks in order.
     """
 
-    results: Sequence[PlayedGroup] = ()
-    underway: Sequence[int] = ()
+    results: tuple[PlayedGroup, ...] = ()
+    underway: tuple[int, ...] = ()
     before: int = 0
 
 

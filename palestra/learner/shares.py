@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from palestra.config import Roles
+from palestra.algorithms.named_rewards import missing_rewards
+from palestra.config import AlgorithmConfig, Roles
 from palestra.types.calls import Chat
 from palestra.types.records import EpisodeRecord, Trajectory
 
@@ -67,6 +68,24 @@ def _step_rewards(episode: EpisodeRecord, own: Mapping[str, float], roles: Roles
 def _at(rewards: tuple[float, ...] | None, step: int) -> float | None:
     """Return the reward of a TimeStep; None: it has none of its own."""
     return None if rewards is None or step >= len(rewards) else rewards[step]
+
+
+def rewards_of(episodes: Sequence[EpisodeRecord], roles: Roles, algorithm: AlgorithmConfig) -> list[float]:
+    """Return the reward of each completed episode in which policies played.
+
+    Args:
+        roles: rewards of agents played by frozen policies are not counted.
+        algorithm: weights named rewards.
+    """
+    scored = played_by_policies(episodes)
+    rewards = [float(sum(roles.of_episode(e.players).trained_rewards(own).values())) for e, own in scored]
+    missing = missing_rewards([e.named_rewards for e, _ in scored], algorithm)
+    return [reward + more for reward, more in zip(rewards, missing, strict=True)]
+
+
+def played_by_policies(episodes: Sequence[EpisodeRecord]) -> list[tuple[EpisodeRecord, dict[str, float]]]:
+    """Return the episodes in which policies played, each with the rewards of their agents."""
+    return [(e, own) for e in episodes if (own := e.rewards_by_policies) is not None and (own or not e.rewards)]
 
 
 def unused_calls(trajectory: Trajectory, roles: Roles) -> frozenset[int]:

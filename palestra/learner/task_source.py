@@ -1,13 +1,19 @@
-"""`TaskSource`: the tasks of the groups that are registered next, by the job's sampler and the history in its store."""
+"""`TaskSource`: the tasks of the groups that are registered next, by the job's samplers and its store."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import partial
+from hashlib import sha256
+from typing import NamedTuple
 
-from palestra.config import AlgorithmConfig, Roles, RolloutConfig
-from palestra.learner.evaluation import rewards_of
+from palestra.config import AlgorithmConfig, JobConfig, Roles
+from palestra.learner.curriculum import SuccessBand
 from palestra.learner.open_run import OpenRun
+from palestra.learner.quotas import next_environments, shares_of, unfilled
 from palestra.learner.samplers import (
     History,
     PlayedGroup,
@@ -18,32 +24,42 @@ from palestra.learner.samplers import (
     check_pool,
     drawn,
 )
+from palestra.learner.shares import rewards_of
 from palestra.store import Groups
 from palestra.threads import in_thread
 from palestra.types.progress import GroupRecord
 from palestra.types.records import Task
-from palestra.types.states import EpisodeState
+from palestra.types.states import REPLACED, EpisodeState
+
+
+class _Total(NamedTuple):
+    """Of an environment, up to a step: all groups; those that were not replaced, and their sampled tokens."""
+
+    groups: int = 0
+    kept: int = 0
+    tokens: int = 0
 
 
 class TaskSource:
-    """Asks a sampler for tasks.
+    """Asks the sampler of each environment for tasks, in the proportion of their weights.
 
     What it remembers of earlier steps can be read again from the store at any time.
     """
 
-    def __init__(
-        self, groups: Groups, rollout: RolloutConfig, sampler: TaskSampler, roles: Roles, algorithm: AlgorithmConfig
-    ) -> None:
+    def __init__(self, groups: Groups, config: JobConfig, roles: Roles, samplers: Mapping[str, TaskSampler]) -> None:
         """Create the source.
 
         Args:
             roles: rewards of agents played by frozen policies are no part of the history.
-            algorithm: weights named rewards.
+            samplers: by environment; "" is the only one of a job without `environments`.
         """
-        self._groups, self._rollout, self._sampler = groups, rollout, sampler
-        self._roles, self._algorithm = roles, algorithm
-        self._results: list[PlayedGroup] = []  # of the steps up to `_until`
-        self._until = 0
+        self._groups, self._rollout, self._samplers, self._roles = groups, config.rollout, samplers, roles
+        self._algorithm: AlgorithmConfig = config.algorithm_of(roles.default)
+        self._shares = shares_of({each.id: each.weight for each in config.environments} or {"": 1.0})
+        self._policies = config.trained_policies if config.tasks.weigh == "tokens" else ()
+        self._reads = len(samplers) > 1 or any(sampler.reads_results for sampler in samplers.values())
+        self._results: defaultdict[str, list[PlayedGroup]] = defaultdict(list)  # in order
+        self._totals: list[dict[str, _Total]] = [{}]  # by step
 
     async def tasks(self, step: int, indices: Sequence[int]) -> dict[int, tuple[Task, ...]]:
         """Return the tasks of a step's next groups, which the episodes of each play in turn, by group index.
@@ -55,67 +71,126 @@ class TaskSource:
             InvalidSampler: see `drawn`.
         """
         over = max(step - 1 - self._rollout.max_staleness, 0)  # whenever the step's groups are registered
+        while self._reads and len(self._totals) <= over:
+            await self._read(len(self._totals))
         later = await self._groups.after("train", over)
-        place = sum(record.step == step for record in later)
-        history = History(before=indices[0] - place)
-        if self._sampler.reads_results:
-            history = await self._history(step, over, later, indices[0] - place)
+        return await in_thread(lambda: self._chosen(step, over, later, indices))
 
-        def read() -> dict[int, tuple[Task, ...]]:
-            positions = drawn(self._sampler, step, history, range(place, place + len(indices)))
-            return {index: self._sampler.pool[each] for index, each in zip(indices, positions, strict=True)}
+    def _chosen(
+        self, step: int, over: int, later: Sequence[GroupRecord], indices: Sequence[int]
+    ) -> dict[int, tuple[Task, ...]]:
+        """Return the result of `tasks`; `later` are the groups of the steps after `over`."""
+        present = [record for record in later if record.step == step]
+        of_index = dict(zip(indices, self._environments(step, over, later, len(indices)), strict=True))
+        there = Counter(map(self._of, present))
+        found: dict[int, tuple[Task, ...]] = {}
+        for name, wanted in Counter(of_index.values()).items():
+            sampler, place = self._samplers[name], there[name]
+            before = indices[0] - place
+            if len(self._samplers) > 1:
+                counted = sum(self._of(record) == name for record in later) - place
+                before = self._totals[over].get(name, _Total()).groups + counted
+            history = self._history(name, step, over, later, before)
+            positions = drawn(sampler, step, history, range(place, place + wanted))
+            own = [index for index in indices if of_index[index] == name]
+            found |= {index: sampler.pool[position] for index, position in zip(own, positions, strict=True)}
+        return {index: found[index] for index in indices}
 
-        return await in_thread(read)
+    def _environments(self, step: int, over: int, later: Sequence[GroupRecord], count: int) -> list[str]:
+        """Return the environments of the next `count` groups of a step; other arguments as in `_chosen`."""
+        if len(self._samplers) == 1:
+            return list(self._samplers) * count
+        before = self._first_groups(step, over, later)
+        running = Counter(map(self._of, before))
+        totals = {name: self._totals[over].get(name, _Total()) for name in self._shares}
+        cost = dict.fromkeys(self._shares, Fraction(1))
+        if self._policies:
+            known = [total for total in totals.values() if total.tokens]
+            mean = Fraction(sum(t.tokens for t in known), sum(t.kept for t in known)) if known else Fraction(1)
+            cost = {name: Fraction(t.tokens, t.kept) if t.tokens else mean for name, t in totals.items()}
+        taken = {name: total.tokens if self._policies else total.kept for name, total in totals.items()}
+        spent = {name: taken[name] + running[name] * cost[name] for name in self._shares}
+        slots = next_environments(self._shares, spent, cost, self._rollout.groups_per_step)
+        return unfilled(slots, [(self._of(r), r.state in REPLACED) for r in later if r.step == step])[:count]
 
-    async def _history(self, step: int, over: int, later: Sequence[GroupRecord], before: int) -> History:
-        """Return what the sampler may know; `later` are the groups of the steps after `over`."""
-        while self._until < over:
-            self._results += await self._results_of(self._until + 1)
-            self._until += 1
-        underway: list[str] = []
+    def _first_groups(self, step: int, over: int, later: Sequence[GroupRecord]) -> list[GroupRecord]:
+        """Return the first groups of the steps between `over` and a step.
+
+        Replacements are left out, because it depends on time whether there are any by now.
+        """
+        found: list[GroupRecord] = []
         for number in range(over + 1, step):
-            # Replacements are left out, because it depends on time whether there are any by now.
-            of_step = [record.task_id for record in later if record.step == number]
-            underway += of_step[: self._rollout.groups_per_step]
-        known = await in_thread(lambda: self._sampler.pool.entries_of(underway))
+            found += [record for record in later if record.step == number][: self._rollout.groups_per_step]
+        return found
+
+    def _history(self, name: str, step: int, over: int, later: Sequence[GroupRecord], before: int) -> History:
+        """Return what the sampler of an environment may know."""
+        sampler, results = self._samplers[name], self._results[name]
+        if not sampler.reads_results:
+            return History(before=before)
+        underway = [r.task_id for r in self._first_groups(step, over, later) if self._of(r) == name]
+        known = sampler.pool.entries_of(underway)
         return History(
-            results=tuple(self._results[: bisect_right(self._results, over, key=lambda group: group.step)]),
-            underway=tuple(known[name] for name in underway if name in known),
+            results=tuple(results[: bisect_right(results, over, key=lambda group: group.step)]),
+            underway=tuple(known[task] for task in underway if task in known),
             before=before,
         )
 
-    async def _results_of(self, step: int) -> list[PlayedGroup]:
-        """Return the groups of a step that is over."""
+    async def _read(self, step: int) -> None:
+        """Add the groups of a step that is over."""
         of_step = await self._groups.of_step("train", step)
-        names = [record.task_id for record, _ in of_step]
-        known = await in_thread(lambda: self._sampler.pool.entries_of(names))
-        found = []
+        tokens = await self._groups.tokens_by_group(range(step, step + 1), self._policies) if self._policies else {}
+        by_name: defaultdict[str, list[str]] = defaultdict(list)
+        for record, _ in of_step:
+            by_name[self._of(record)].append(record.task_id)
+        known = await in_thread(lambda: {name: self._samplers[name].pool.entries_of(by_name[name]) for name in by_name})
+        totals = dict(self._totals[-1])
         for record, members in of_step:
+            name, kept = self._of(record), record.state not in REPLACED
+            total = totals.get(name, _Total())
+            own = tokens.get(record.group_index, 0) if kept else 0
+            totals[name] = _Total(total.groups + 1, total.kept + kept, total.tokens + own)
             completed = [episode for episode in members if episode.state is EpisodeState.COMPLETED]
             rewards = tuple(rewards_of(completed, self._roles, self._algorithm))
-            if record.task_id in known:
-                found.append(PlayedGroup(position=known[record.task_id], step=step, rewards=rewards))
-        return found
+            position = known[name][record.task_id]
+            self._results[name].append(PlayedGroup(position=position, step=step, rewards=rewards))
+        self._totals.append(totals)
+
+    def _of(self, record: GroupRecord) -> str:
+        """Return the environment of a group."""
+        return record.task_id.partition("/")[0] if len(self._samplers) > 1 else next(iter(self._samplers))
 
 
-async def open_source(run: OpenRun, tasks: Sequence[Task], grouped: bool, own: SamplerMaker | None) -> TaskSource:
+async def open_source(
+    run: OpenRun, pools: Mapping[str, Sequence[Task]], group_key: str, own: SamplerMaker | None
+) -> TaskSource:
     """Return what chooses among the training tasks of a run.
 
     Args:
-        grouped: whether tasks with the same `rollout.group_key` are one group.
+        pools: the tasks of each environment, by name; see `TaskSource`.
+        group_key: see `TaskPool`.
         own: a user's sampler, which is checked; None: as configured.
     """
-    config, rollout, make = run.config, run.config.rollout, own or Shuffled
-    key = rollout.group_key if grouped else ""
-    pool = await in_thread(lambda: TaskPool(tasks, key, rollout.group_size))
-    if pool.grouped:
+    config = run.config
+    samplers = {
+        name: await in_thread(partial(_sampler, config, name, tasks, group_key, own)) for name, tasks in pools.items()
+    }
+    if grouped := sum(sampler.pool.grouped for sampler in samplers.values()):
         text = (
-            f"tasks with the same {key} are played and compared as one group: {pool.grouped} groups have "
-            "several; rollout.group_key says by which key"
+            f"tasks with the same {group_key} are played and compared as one group: {grouped} groups have several; "
+            "rollout.group_key says by which key"
         )
-        await run.event("tasks_grouped", {"groups": pool.grouped, "text": text})
-    if own is not None:
-        await in_thread(lambda: check_pool(own, pool, config.seed, rollout.groups_per_step))
-    roles = run.policies.roles
-    algorithm = config.algorithm_of(roles.default)
-    return TaskSource(run.store.groups, rollout, make(pool, config.seed), roles, algorithm)
+        await run.event("tasks_grouped", {"groups": grouped, "text": text})
+    return TaskSource(run.store.groups, config, run.policies.roles, samplers)
+
+
+def _sampler(
+    config: JobConfig, name: str, tasks: Sequence[Task], group_key: str, own: SamplerMaker | None
+) -> TaskSampler:
+    """Return what chooses among the tasks of an environment; arguments as in `open_source`."""
+    pool = TaskPool(tasks, group_key, config.rollout.group_size)
+    seed = config.seed if not name else int.from_bytes(sha256(f"{config.seed}/{name}".encode()).digest()[:7])
+    if own is None:
+        return Shuffled(pool, seed) if config.curriculum is None else SuccessBand(config.curriculum, pool, seed)
+    check_pool(own, pool, seed, config.rollout.groups_per_step)
+    return own(pool, seed)

@@ -30,6 +30,7 @@ from palestra.learner.batch import (
     token_metrics,
 )
 from palestra.learner.checkpoints import Stateful
+from palestra.learner.environment_metrics import with_environments
 from palestra.learner.metrics import loss_metrics
 from palestra.learner.open_run import OpenRun
 from palestra.learner.replay import ReplayBuffer
@@ -185,7 +186,7 @@ class PolicyUpdate:
     async def _make_batch(self, trajectories: Sequence[Trajectory], choices: Choices | None = None) -> Batch:
         """Return the rows of episodes, for sampled replies or, with `choices`, for every possible reply."""
         config = self._config
-        return await asyncio.to_thread(
+        batch = await asyncio.to_thread(
             make_batch,
             trajectories,
             self._algorithm,
@@ -195,6 +196,7 @@ class PolicyUpdate:
             self._roles,
             choices,
         )
+        return replace(batch, groups=with_environments(batch.groups)) if config.environments else batch
 
     async def _problems(self, batch: Batch, trajectories: Sequence[Trajectory], request_id: str) -> dict[str, str]:
         """Return why episodes cannot be trained, by their ids."""

@@ -36,7 +36,7 @@ class Runner:
     def __init__(
         self,
         sessions: Sessions,
-        play: RolloutSpec,
+        play: RolloutSpec | Mapping[str, RolloutSpec],
         *,
         algorithm_of: AlgorithmOf = lambda policy: _WEIGHTS_OF_ONE,
         timeout_seconds: float | None = None,
@@ -45,21 +45,29 @@ class Runner:
         """Create a runner.
 
         Args:
+            play: agents in an environment; or several by id, where `ID/TASK` is the name of a task.
             algorithm_of: returns a policy's algorithm, which weights named rewards.
             timeout_seconds: limit for one attempt; None: only the job's `max_episode_seconds`.
         """
         self._sessions, self._store = sessions, sessions.context.store
-        self._agents = play.agents or {"": ModelAgent(max_tokens=play.max_tokens)}
-        self._environments = EnvironmentPool(play.environment, system=play.system, clock=sessions.context.clock)
-        self._temperature, self._algorithm_of = play.temperature, algorithm_of
+        self._plays = {"": play} if isinstance(play, RolloutSpec) else dict(play)
+        self._agents = {
+            name: each.agents or {"": ModelAgent(max_tokens=each.max_tokens)} for name, each in self._plays.items()
+        }
+        self._environments = {
+            name: EnvironmentPool(each.environment, system=each.system, clock=sessions.context.clock)
+            for name, each in self._plays.items()
+        }
+        self._algorithm_of = algorithm_of
         self._timeout_seconds, self.worker_id = timeout_seconds, worker_id
 
     async def __aenter__(self) -> Self:
-        self._environments.keep()
+        for pool in self._environments.values():
+            pool.keep()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._environments.close()
+        await asyncio.gather(*(pool.close() for pool in self._environments.values()))
 
     async def play_episode(self, reset_kwargs: Mapping[str, Any] | None = None) -> Trajectory | None:
         """Play one episode to its end: the next claimable one, or a new one; None: no episode can be claimed.
@@ -157,11 +165,12 @@ class Runner:
 
     async def _collect(self, episode: EpisodeRecord, limit: asyncio.Timeout) -> EpisodeResult:
         session = await self._sessions.begin(episode)  # first: a lease that has run out has no seats any more
-        book, agents = self._sessions.seats, self._agents
+        name = "" if "" in self._plays else episode.task.task_id.partition("/")[0]
+        book, agents = self._sessions.seats, self._agents[name]
         seats = None if book is None else book.open(episode)
         if book is not None and seats is not None:
             agents = with_seats(agents, seats, book.roles)
-        async with self._environments.acquire() as environment:
+        async with self._environments[name].acquire() as environment:
             if book is not None and seats is not None:
                 _pace(environment, book.roles, seats)
             engine = TrajectoryCollectEngine(
@@ -169,7 +178,7 @@ class Runner:
                 agents=agents,
                 seats=seats,
                 episode=SessionEpisode(self._sessions, session, self._algorithm_of),
-                temperature=self._temperature,
+                temperature=self._plays[name].temperature,
             )
             return (await engine.collect(episode.task.data, limit)).finite()
 

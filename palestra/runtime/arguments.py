@@ -81,6 +81,7 @@ def resolve_rollout(config: JobConfig, play: Play) -> Rollout | RolloutSpec | No
     """Return the user's rollout function, or agents in an environment; None: `config.environment` names it."""
     rollout, environment, reward = play.rollout, play.environment, play.reward
     named, served = config.environment.name, config.environment.url
+    mixed = any(each.name is not None or each.url is not None for each in config.environments)
     _check_rollout(rollout)
     given = {
         "rollout": rollout is not None,
@@ -88,6 +89,7 @@ def resolve_rollout(config: JobConfig, play: Play) -> Rollout | RolloutSpec | No
         "reward": reward is not None,
         f"environment.name = {named!r}": named is not None,
         f"environment.url = {served!r}": served is not None,
+        "[[environments]]": mixed,
     }
     found = [name for name, is_given in given.items() if is_given]
     if not found:

@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def check_job(config: JobConfig) -> list[CheckFinding]:
     """Return the problems of a job with this configuration, this machine and the job's files."""
     checks: list[Callable[[JobConfig], Iterator[CheckFinding]]] = [_port, _folder, _devices, _engine]
     if config.kind == "training":
-        checks += [_tasks, _environment, _algorithms, _groups, _updates]
+        checks += [_tasks, _environments, _algorithms, _groups, _updates]
     if config.loads_models:
         checks.append(_models)
     return [finding for check in checks for finding in check(config)]
@@ -131,6 +131,13 @@ def _tasks(config: JobConfig) -> Iterator[CheckFinding]:
         read_files(config)
     except ConfigError as error:
         yield CheckFinding(key="tasks", text=str(error))
+
+
+def _environments(config: JobConfig) -> Iterator[CheckFinding]:
+    """Check each environment of the job."""
+    for name, job in config.each_environment.items():
+        for found in _environment(job):
+            yield replace(found, key=f"environments.{name}", text=f"{name}: {found.text}") if name else found
 
 
 def _environment(config: JobConfig) -> Iterator[CheckFinding]:

@@ -171,6 +171,8 @@ def evaluate_until_stopped(
             f"{config.run_dir} has a run already; choose another folder for the episodes of an evaluation"
         )
     config = with_judge(config, play.reward)
+    if config.environments:
+        raise ConfigError("environments has several, and an evaluation plays one; name it in environment.name")
     played = resolve_rollout(config, play) or _shipped(config)
     if random:
         played = _with_random(played, random)

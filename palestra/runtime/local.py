@@ -31,11 +31,11 @@ from palestra.runtime.model_memory import check_memory
 from palestra.runtime.numerics import note_numerics, numerics_of, threads_of
 from palestra.runtime.page import create_job_app
 from palestra.runtime.parts import BaseConnection, Parts, base_connector, build_parts, pooled_parts
-from palestra.runtime.playing import algorithms_of, check_played_roles, fleet_of, runners_of
+from palestra.runtime.playing import algorithms_of, check_played_roles, fleet_of, plays_of, runners_of
 from palestra.runtime.renewal import Renewal
 from palestra.runtime.run_dir import starting_in
 from palestra.runtime.serving import Scoring, Serving
-from palestra.runtime.tasks import load_tasks, played_of, read_files
+from palestra.runtime.tasks import load_tasks, read_files
 from palestra.runtime.terms import USUAL, JobTerms
 from palestra.runtime.watchdog import Watchdog
 from palestra.server import DataPlane, KeyRing
@@ -124,7 +124,7 @@ def _algorithms(config: JobConfig, play: RolloutSpec | None, terms: JobTerms, kn
     """Return the algorithms of a training job; errors are raised before its model is loaded."""
     found = algorithms_of(config, play, terms.own_code)
     if play is None:
-        played_of(config)
+        plays_of(config, None)
     if not known:
         check_played_roles(config, play)
     return found

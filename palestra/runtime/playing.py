@@ -19,11 +19,24 @@ from palestra.types.progress import JobProgress
 MOST_AT_ONCE = 256  # episodes played concurrently, unless the job sets another number
 
 
+def plays_of(config: JobConfig, play: RolloutSpec | None) -> dict[str, RolloutSpec]:
+    """Return what this process plays, by environment as in `each_environment`; "": all. Empty: others play.
+
+    Args:
+        play: what the user has given; None: what the job names.
+    """
+    if play is not None:
+        return {"": play}
+    named = {name: played_of(job) for name, job in config.each_environment.items()}
+    return {name: spec for name, spec in named.items() if spec is not None}
+
+
 def check_played_roles(config: JobConfig, play: RolloutSpec | None) -> None:
     """Check that roles, external players and policies fit the environment."""
     if config.roles or config.seats.roles or len(config.policies) > 1:
-        spec = play or played_of(config)
-        check_roles(config, () if spec is None else agents_of(spec.environment))
+        of_each = [agents_of(spec.environment) for spec in plays_of(config, play).values()]
+        # Where the agents of one are not known before an episode, nothing can be said.
+        check_roles(config, tuple(dict.fromkeys(name for names in of_each for name in names)) if all(of_each) else ())
 
 
 def algorithms_of(config: JobConfig, play: RolloutSpec | None, own_code: bool) -> dict[str, Algorithm]:
@@ -41,12 +54,13 @@ def _check_choices(config: JobConfig, policy: str, play: RolloutSpec | None) -> 
 
     For external workers this is only checked at the first step.
     """
-    spec = play or played_of(config)
-    if spec is None:
+    specs = plays_of(config, play).values()
+    if not specs:
         return
     # Of a user's function that makes environments it is not known what they give; of a class and an environment it is.
-    given = bool(getattr(spec.environment if play is not None else spec.environment(), "gives_choices", False))
-    agents = spec.agents or {"": ModelAgent()}
+    made = [spec.environment if play is not None else spec.environment() for spec in specs]
+    given = all(getattr(environment, "gives_choices", False) for environment in made)
+    agents = {name: agent for spec in specs for name, agent in (spec.agents or {"": ModelAgent()}).items()}
     if not any(agent.may_choose or (isinstance(agent, ModelAgent) and given) for agent in agents.values()):
         raise ConfigError(
             f"{config.algorithm_key(policy)}.name is {config.algorithm_of(policy).name!r}, which needs replies that "
@@ -61,8 +75,8 @@ def runners_of(
     """Return the pool that plays episodes here, if any."""
     if config.kind == "inference":
         return None
-    play = play or played_of(config)
-    if play is None:
+    plays = plays_of(config, play)
+    if not plays:
         if sessions.seats is not None:
             raise ConfigError(
                 "seats.roles names agents of an environment that the server plays, and the job has none; name one in "
@@ -71,7 +85,7 @@ def runners_of(
         return None
     return RunnerPool(
         sessions,
-        Runner(sessions, play, algorithm_of=config.algorithm_of, timeout_seconds=config.environment.timeout_seconds),
+        Runner(sessions, plays, algorithm_of=config.algorithm_of, timeout_seconds=config.environment.timeout_seconds),
         max_concurrency=_concurrency(config),
         progress=progress.rollouts,
     )

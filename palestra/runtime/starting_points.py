@@ -112,6 +112,7 @@ def config_of_run(
         return None
     saved = load_saved_config(run)
     left_out = ["run_dir", "tracking", "seats", "server", "environment.url", "environment.runners"]
+    left_out += ["environments", "curriculum"]
     left_out += [f'policies."{name}".base' for name in saved.policies]
     if saved.engine.urls:  # of servers that may work for the run, and would get another owner
         left_out.append("engine")

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,9 @@ from palestra.errors import ConfigError
 from palestra.extensions import extensions, load_extension
 from palestra.rollout import RolloutSpec
 from palestra.store import Tasks
+from palestra.store.tasks import split_in
 from palestra.types.records import Task
-from palestra.types.wire import TaskBody, name_in, task_digest, task_id_of
+from palestra.types.wire import MAX_NAME, TaskBody, name_in, task_digest, task_id_of
 
 
 def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEnvironment] | None:
@@ -78,12 +80,12 @@ def _partner(chosen: EnvironmentConfig, url: str) -> Callable[[], Environment | 
     return partial(make, url, **given)
 
 
-Files = dict[Split, TaskFile]
+Files = dict[str, TaskFile]  # by split in the store
 CHUNK_TASKS, CHUNK_BYTES = 20_000, 2**23  # of a file, which are in memory at a time
 ENVELOPE = 1000  # bytes of a request body around a single task, including its name
 
 
-async def load_tasks(known: Tasks, config: JobConfig, read: Mapping[Split, TaskFile] | None = None) -> None:
+async def load_tasks(known: Tasks, config: JobConfig, read: Mapping[str, TaskFile] | None = None) -> None:
     """Store the tasks of a script or of files, and those that the environment generates, if the job names any.
 
     A run that has all of its tasks plays them; those of a script must be among them.
@@ -102,36 +104,64 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Mapping[Split, TaskF
                 await known.require(split, list(map(_named, tasks)))
         return
     files = read or read_files(config)
-    environment = config.environment
     if any(isinstance(file, SpooledTasks) for file in files.values()):
         await known.clear()  # an iterator may give others than before a start that was broken off
     for split, file in files.items():
+        name = split.partition("/")[2]
         for number, tasks in enumerate(file.chunks(CHUNK_TASKS, CHUNK_BYTES)):
             part = f", part {number + 1}" if number else ""
-            await known.push(split, list(map(_named, tasks)), f"file {file.path.name}{part}")
+            new = [_of_environment(name, _named(data)) for data in tasks]
+            await known.push(split, new, f"file {file.path.name}{part}")
         file.close()
-    if environment.name is not None and config.tasks.train is None:
-        generate = catalog_entry(environment.name).generate
-        counts: dict[Split, int] = {"validation": environment.validation_tasks, "train": environment.train_tasks}
-        for split, count in counts.items():
-            if split not in files:
-                made = generate(split, count, config.seed) if count else []
-                await known.push(split, [task_of(data) for data in made], environment.name)
-    elif not files:
-        return  # clients push them
-    await known.seal()
+    made = False
+    for name, job in config.each_environment.items():
+        if job.environment.name is not None and job.tasks.train is None:
+            await _generate(known, name, job, files)
+            made = True
+    if made or files:  # else clients push them
+        await known.seal()
+
+
+async def _generate(known: Tasks, name: str, job: JobConfig, files: Mapping[str, TaskFile]) -> None:
+    """Store the tasks that an environment generates, without splits that are given.
+
+    Args:
+        name: of the environment, as in `each_environment`.
+    """
+    environment = job.environment
+    assert environment.name is not None
+    generate = catalog_entry(environment.name).generate
+    counts: dict[Split, int] = {"validation": environment.validation_tasks, "train": environment.train_tasks}
+    for split, count in counts.items():
+        if split_in(name, split) not in files:
+            made = generate(split, count, job.seed) if count else []
+            new = [_of_environment(name, task_of(data)) for data in made]
+            await known.push(split_in(name, split), new, environment.name)
+
+
+def _of_environment(name: str, task: Task) -> Task:
+    """Return a task of an environment, named `ENVIRONMENT/TASK`; "": the job's only environment, whose names stay."""
+    if not name:
+        return task
+    full = f"{name}/{task.task_id}"
+    return replace(task, task_id=full if len(full) <= MAX_NAME else f"{name}/t{task_digest(task.data)}")
 
 
 def read_files(config: JobConfig, check: TaskCheck | None = None) -> Files:
     """Read and check the task files of a job; a serving job has none."""
-    if config.kind == "inference" or config.tasks.train is None:
+    if config.kind == "inference":
         return {}
-    validation, train = config.tasks.validation, config.tasks.train
-    found: Files = {} if validation is None else {"validation": TaskFile(validation)}
-    found["train"] = TaskFile(train)
-    counts = {split: file.count(check) for split, file in found.items()}
-    if not counts["train"]:
-        raise ConfigError(f"tasks file {train} is empty: the job has no training tasks")
+    found: Files = {}
+    for name, job in config.each_environment.items():
+        if (train := job.tasks.train) is None:
+            continue
+        if job.tasks.validation is not None:
+            found[split_in(name, "validation")] = TaskFile(job.tasks.validation)
+        found[split_in(name, "train")] = TaskFile(train)
+    for split, file in found.items():
+        if not file.count(check) and split.startswith("train"):
+            whose = f"environment {split.partition('/')[2]!r}" if "/" in split else "the job"
+            raise ConfigError(f"tasks file {file.path} is empty: {whose} has no training tasks")
     return found
 
 

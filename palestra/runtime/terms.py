@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from palestra.client.task_files import TaskFile
-from palestra.envs.tasks import Split
 from palestra.learner.samplers import SamplerMaker
 from palestra.process.child import ProcessStarter
 from palestra.runtime.runner_fleet import RunnerStarter
@@ -55,7 +54,7 @@ class JobTerms:
     weights: Mapping[str, str] = field(default_factory=dict)
     scored: Sequence[Task] | None = None
     own_code: bool = False
-    tasks: Mapping[Split, TaskFile] = field(default_factory=dict)
+    tasks: Mapping[str, TaskFile] = field(default_factory=dict)
     places: JobPlaces = HERE
     sampler: SamplerMaker | None = None
     most_replicas: int | None = None

@@ -185,13 +185,19 @@ class _TaskSource:
             with browse(store) as connection:
                 self.stored = are_sealed(connection)
 
-    def tasks(self, given: Mapping[Split, Tasks]) -> dict[Split, TaskFile]:
+    def tasks(self, given: Mapping[Split, Tasks]) -> dict[str, TaskFile]:
         """Return the tasks by split, checked before anything is loaded; without those that the run has on disk."""
-        found = {split: source for split, tasks in given.items() if (source := self._source(split, tasks)) is not None}
+        found: dict[str, TaskFile] = {
+            split: source for split, tasks in given.items() if (source := self._source(split, tasks)) is not None
+        }
         config = self._config
         if found and config.tasks.train is not None:
             raise ConfigError(
                 "tasks are given to `train`, and tasks.train names a file of them; leave one of the two out"
+            )
+        if found and config.environments:
+            raise ConfigError(
+                "tasks are given to `train`, and [[environments]] have their own; leave one of the two out"
             )
         if found or self.stored:
             return found
@@ -238,7 +244,7 @@ def _listening(config: JobConfig) -> ServerConfig:
 
 def _has_tasks(config: JobConfig) -> bool:
     """Return whether the configuration names an environment that makes tasks, or files of tasks."""
-    return config.environment.name is not None or config.tasks.train is not None
+    return bool(config.environments) or config.environment.name is not None or config.tasks.train is not None
 
 
 async def play_until_over(server: JobThread, rollout: Rollout | None, concurrency: int) -> None:

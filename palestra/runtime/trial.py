@@ -173,7 +173,7 @@ async def _run(
     with MemoryPeak() as memory:
         try:
             async with asyncio.timeout(limit_seconds), local_job(config, heard, play) as job:
-                if config.tasks.train is None and config.environment.name is None and not config.brings_tasks:
+                if not (config.environments or config.tasks.train or config.environment.name or config.brings_tasks):
                     await job.plane.store.tasks.push("train", [task_of(_stand_in_task(config))], "check")
                     await job.plane.store.tasks.seal()
                 report("playing and training" if plays_episodes(config) else "training")
@@ -224,7 +224,8 @@ async def _until_over(job: LocalJob, rollout: Rollout | None, concurrency: int) 
 
 
 def _plays_outside(config: JobConfig) -> bool:
-    return config.environment.name is None and config.environment.url is None
+    jobs = config.each_environment.values()
+    return all(job.environment.name is None and job.environment.url is None for job in jobs)
 
 
 def _stand_in_task(config: JobConfig) -> dict[str, Any]:

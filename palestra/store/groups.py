@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -219,22 +220,28 @@ class Groups:
         return await self._db.read(query)
 
     async def sampled_tokens(self, steps: range, policies: Sequence[str]) -> int:
-        """Return the number of tokens that policies sampled in the completed training episodes of steps.
+        """Return the number of tokens that policies sampled in the completed training episodes of steps."""
+        return sum((await self.tokens_by_group(steps, policies)).values())
 
-        It includes calls of last leases, and dropped groups.
+    async def tokens_by_group(self, steps: range, policies: Sequence[str]) -> dict[int, int]:
+        """Return the tokens that policies sampled in the completed training episodes of steps, by group index.
+
+        They include calls of last leases, and dropped groups. Groups without any are left out.
         """
         in_steps = (groups.c.kind == "train", groups.c.step >= steps.start, groups.c.step < steps.stop)
         of_steps = select(groups.c.group_index).where(*in_steps)
         wanted = (
-            select(chats.c.versions)
+            select(episodes.c.group_index, chats.c.versions)
             .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
             .where(episodes.c.kind == "train", episodes.c.group_index.in_(of_steps))
             .where(episodes.c.state == EpisodeState.COMPLETED.value, chats.c.policy.in_(policies))
         )
 
-        def query(connection: Connection) -> int:
-            found = connection.execute(wanted).scalars()
-            return sum(tokens for versions in found for _, _, tokens in orjson.loads(versions))
+        def query(connection: Connection) -> dict[int, int]:
+            found = Counter[int]()
+            for index, versions in connection.execute(wanted):
+                found[index] += sum(tokens for *_, tokens in orjson.loads(versions))
+            return found
 
         return await self._db.read(query)
 

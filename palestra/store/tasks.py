@@ -25,6 +25,11 @@ _READ = "SELECT task_id, data FROM tasks WHERE split = ? AND position >= ? ORDER
 _INSERT = "INSERT INTO tasks (split, position, task_id, data) VALUES (?, ?, ?, ?)"
 
 
+def split_in(environment: str, split: str) -> str:
+    """Return the split in the store of one environment's tasks; "": the only environment of a job."""
+    return f"{split}/{environment}" if environment else split
+
+
 class StoredTasks(Sequence[Task]):
     """The tasks of a split in the order of their upload, each read from the store on access."""
 

@@ -176,9 +176,9 @@ def _checked(overrides: Table, place: str) -> Table:
 
 def _check_validation(key: str, config: JobConfig, given: Mapping[str, Any]) -> None:
     """Raise an error for a scenario without held-out tasks."""
-    environment = config.environment
-    made = environment.name is not None and environment.validation_tasks
-    if not (given.get("validation_tasks") or config.tasks.validation or made):
+    jobs = config.each_environment.values()
+    made = any(job.environment.name is not None and job.environment.validation_tasks for job in jobs)
+    if not (given.get("validation_tasks") or any(job.tasks.validation for job in jobs) or made):
         raise ConfigError(f"scenario {key} has no validation tasks, and a comparison is of their rewards")
 
 

@@ -167,6 +167,8 @@ class Rules:
         """Raise ConfigError for a configuration beyond the operator's limits."""
         self._check_picture_hosts(config)
         self._check_trackers(config)
+        if config.environments:
+            raise ConfigError("environments has several, and a service plays one; submit a job for each")
         name = config.environment.name
         if name is not None and catalog_entry(name).starts_programs and not self.programs:
             raise ConfigError(

@@ -220,3 +220,19 @@ def test_every_algorithm_is_described_and_its_loss_has_the_configured_numbers(na
 def test_equal_rewards_and_a_batch_of_one_give_finite_advantages(name):
     for rewards in ([[1.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]], [[1e6, -1e6]]):
         assert all(math.isfinite(v) for group in advantages(made(name), groups_of(rewards)) for v in group)
+
+
+@pytest.mark.parametrize("settings", [{"name": "reinforce_pp"}, {"name": "grpo", "advantage_scale": "gdpo"}])
+def test_returns_are_compared_within_an_environment_alone(settings):
+    """Rewards of one are a thousand times as large; each environment has the advantages that it has alone."""
+    mixed = [
+        replace(group, environment=name)
+        for group, name in zip(
+            groups_of([(1.0, 0.0), (1000.0, 0.0), (0.0, 1.0), (0.0, 0.0, 1000.0)]), "abab", strict=True
+        )
+    ]
+    found = advantages(made(**settings), mixed)
+    for name, places in (("a", (0, 2)), ("b", (1, 3))):
+        alone = advantages(made(**settings), [group for group in mixed if group.environment == name])
+        assert [found[place] for place in places] == alone
+    assert found != advantages(made(**settings), [replace(group, environment="") for group in mixed])

@@ -205,8 +205,9 @@ def config(**leaf_values: Any) -> JobConfig:
 
 
 def test_the_table_of_this_test_has_every_field():
-    # See test_shared_base.py, test_policies.py, and judges/test_judges.py.
+    # See test_shared_base.py, test_policies.py, judges/test_judges.py, and the end of this file.
     elsewhere = {"policies.policy.base", "policies.policy.vision", "judge"}
+    elsewhere |= {"environments", "curriculum", "tasks.weigh"}
     assert leaves(config()) == OTHER.keys() | ONLY_ONE_VALUE | SHORT | elsewhere
 
 
@@ -411,3 +412,53 @@ def test_numbers_of_an_optimizer_are_bounded_where_no_step_could_be_computed(key
         assert "\n" not in str(caught.value)
     for value in taken:
         parse_config(given(value))
+
+
+SUMS = {"id": "sums", "name": "arithmetic"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"environments": [SUMS, SUMS]}, "two of environments have the id 'sums'; give each its own"),
+        ({"environments": [SUMS], "environment": {"name": "calculator"}}, "environment.name is set"),
+        ({"environments": [SUMS], "tasks": {"train": "a.jsonl"}}, "tasks.train is set"),
+        ({"environments": [SUMS, {"id": "b", "tasks": {"train": "b.jsonl"}}]}, "or none has"),
+        ({"environments": [{"id": "b"}]}, "environment 'b' has no tasks"),
+        ({"environments": [{"id": "b", "url": "http://10.0.0.7:7500"}]}, "environment 'b' has no tasks"),
+        ({"environments": [{**SUMS, "weight": 0}]}, "weight"),
+        ({"environments": [{**SUMS, "weight": float("nan")}]}, "weight"),
+        ({"environments": [{**SUMS, "id": "a/b"}]}, "id"),
+        ({"environments": [{"name": "arithmetic"}]}, "id"),
+        ({"environments": [SUMS], "algorithm": {"name": "sft"}}, "environments chooses among tasks that are played"),
+        ({"curriculum": {"target": 1.0}}, "target"),
+        ({"curriculum": {"explore": 0.0}}, "explore"),
+        ({"curriculum": {}, "algorithm": {"name": "sft"}}, "curriculum chooses among tasks that are played"),
+    ],
+)
+def test_environments_and_curricula_that_can_not_be_are_one_line(settings, said):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(settings)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_each_environment_is_a_job_of_its_own():
+    job = parse_config(
+        {"environments": [{**SUMS, "settings": {"x": 1}}, {"id": "b", "name": "calculator", "tasks": {"train": "b"}}]}
+    )
+    sums, other = job.each_environment.values()
+    assert (sums.environment.name, sums.environment.settings, sums.tasks.train) == ("arithmetic", {"x": 1}, None)
+    assert (other.environment.name, str(other.tasks.train), other.environments) == ("calculator", "b", [])
+    assert JobConfig().each_environment == {"": JobConfig()}
+
+
+def test_weights_are_part_of_what_is_trained_and_places_of_files_are_not():
+    def digest(**changes) -> str:
+        return parse_config({"environments": [{**SUMS, **changes}]}).digest()
+
+    assert digest() == digest(train_tasks=7) == digest(tasks={"train": "other.jsonl"})
+    assert digest() != digest(weight=2)
+    by_tokens = parse_config({"environments": [SUMS], "tasks": {"weigh": "tokens"}})
+    assert by_tokens.digest() != digest()
+    assert parse_config({"curriculum": {}}).digest() != JobConfig().digest()

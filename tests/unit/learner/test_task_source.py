@@ -6,13 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from palestra.config import GRPOConfig, Roles, RolloutConfig
+from palestra.config import JobConfig
 from palestra.errors import InvalidSampler
 from palestra.learner.samplers import History, PlayedGroup, Shuffled, TaskPool, TaskSampler
 from palestra.learner.task_source import TaskSource
 from palestra.store.lifecycle import EpisodeEnd
+from palestra.types.calls import PolicyVersion, VersionSpan
 from palestra.types.records import Task
 from palestra.types.states import GroupState
+from unit.building import make_chat
 
 TASKS = [Task(task_id=str(n), data={"group_id": n // 2}) for n in range(12)]
 
@@ -32,9 +34,21 @@ class Listening(TaskSampler):
 
 
 def source(store, sampler: TaskSampler, **rollout) -> TaskSource:
-    config = RolloutConfig.model_validate({"group_size": 2, "groups_per_step": 2} | rollout)
-    roles = Roles(default="policy", named={}, frozen=frozenset())
-    return TaskSource(store.groups, config, sampler, roles, GRPOConfig())
+    config = JobConfig.model_validate({"rollout": {"group_size": 2, "groups_per_step": 2} | rollout})
+    return TaskSource(store.groups, config, config.players, {"": sampler})
+
+
+def mixed(store, make=Shuffled, weigh="groups", **rollout) -> TaskSource:
+    """Two environments, of which the first has two thirds of the groups."""
+    environments = [{"id": "a", "name": "arithmetic", "weight": 2}, {"id": "b", "name": "calculator"}]
+    settings = {"rollout": {"group_size": 2, "groups_per_step": 3} | rollout, "tasks": {"weigh": weigh}}
+    config = JobConfig.model_validate(settings | {"environments": environments})
+    pools = {name: TaskPool([Task(task_id=f"{name}/{n}", data={}) for n in range(6)]) for name in "ab"}
+    return TaskSource(store.groups, config, config.players, {name: make(pools[name], 1) for name in "ab"})
+
+
+def names_of(tasks) -> str:
+    return "".join(group[0].task_id[0] for group in tasks.values())
 
 
 async def play(store, step: int, given, rewards=(1.0, 0.0), state=GroupState.READY) -> None:
@@ -105,3 +119,65 @@ async def test_a_group_of_several_tasks_is_one_position(store):
 async def test_a_sampler_without_enough_tasks_fails_with_its_name(store):
     with pytest.raises(InvalidSampler, match=r"Listening.* ends after task 1 of step 11, and 2"):
         await source(store, Listening(TaskPool(TASKS), 0)).tasks(11, range(2))
+
+
+# Several environments
+
+
+async def test_quotas_are_exact_and_a_replacement_plays_the_same_environment(store):
+    tasks = mixed(store)
+    first = await tasks.tasks(1, range(3))
+    assert sorted(names_of(first)) == ["a", "a", "b"]
+    await store.groups.register_many("train", 1, first, 2)
+    lost = names_of(first).index("b")
+    await store.groups.settle("train", {lost: GroupState.DROPPED})
+    again = await mixed(store).tasks(1, [3])
+    assert names_of(again) == "b"
+    assert again[3] != first[lost]
+    await store.groups.register_many("train", 1, again, 2)
+    following = await mixed(store).tasks(2, range(4, 7))
+    assert sorted(names_of(following)) == ["a", "a", "b"]
+    named = [group[0].task_id for each in (first, again, following) for group in each.values()]
+    assert len(set(named)) == len(named), "each environment goes through its own tasks in order"
+
+
+async def test_the_tasks_of_a_step_are_the_same_if_they_are_registered_one_by_one_with_restarts_between(store):
+    whole = await mixed(store).tasks(1, range(3))
+    for index in range(3):
+        one = await mixed(store).tasks(1, [index])
+        assert one == {index: whole[index]}
+        await store.groups.register_many("train", 1, one, 2)
+
+
+async def test_each_sampler_hears_of_its_own_environment_alone(store):
+    heard: dict[str, Listening] = {}
+
+    def make(pool, seed):
+        return heard.setdefault(pool[0][0].task_id[0], Listening(pool, seed))
+
+    tasks = mixed(store, make)
+    await play(store, 1, await tasks.tasks(1, range(3)))
+    await tasks.tasks(2, range(3, 6))
+    assert [group.position for group in heard["a"].heard[-1][1].results] == [1, 2]
+    assert heard["a"].heard[-1][1].before == 2
+    assert heard["b"].heard[-1] == (
+        2,
+        History(results=(PlayedGroup(position=1, step=1, rewards=(1.0, 0.0)),), before=1),
+    )
+
+
+async def test_by_tokens_an_environment_with_long_replies_gets_fewer_groups(store):
+    tasks, played = mixed(store, weigh="tokens"), ""
+    for step in range(1, 9):
+        given = await tasks.tasks(step, range(3 * step - 3, 3 * step))
+        await store.groups.register_many("train", step, given, 1)
+        for _ in given:
+            claim = await store.episodes.claim("w", f"{step}-{len(played)}", None)
+            played += claim.task.task_id[0]
+            length = 40 if played[-1] == "a" else 10
+            chat = make_chat(claim.episode_id, versions=(VersionSpan(PolicyVersion(0, 0), length),))
+            await store.calls.append(chat)
+            await store.episodes.end(claim.episode_id, claim.fence, EpisodeEnd(rewards={"agent": 1.0}))
+        await store.groups.settle("train", dict.fromkeys(given, GroupState.READY))
+    tokens = {"a": 40 * played.count("a"), "b": 10 * played.count("b")}
+    assert abs(tokens["a"] / sum(tokens.values()) - 2 / 3) < 0.1
