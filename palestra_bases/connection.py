@@ -25,10 +25,9 @@ from palestra.runtime.parts import Parts
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.threads import in_thread
 from palestra_bases.base import BaseDescription, SamplerSpec
-from palestra_bases.engine import RemoteEngine
 from palestra_bases.link import Link
 from palestra_bases.protocol import BaseCalls
-from palestra_bases.trainer import RemoteTrainer
+from palestra_bases.remote import RemoteEngine, RemoteTrainer
 
 KEY, KEY_FILE = "PALESTRA_BASE_KEY", "PALESTRA_BASE_KEY_FILE"
 

@@ -12,10 +12,9 @@ import numpy as np
 from palestra.errors import Unauthorized
 from palestra.types.calls import FIRST_VERSION
 from palestra_bases.base import BaseDescription, SamplerSpec
-from palestra_bases.engine import RemoteEngine
 from palestra_bases.link import Link
+from palestra_bases.remote import RemoteEngine, RemoteTrainer
 from palestra_bases.server import BackendServer
-from palestra_bases.trainer import RemoteTrainer
 
 KEYS = {"key-of-ada": "ada", "key-of-ben": "ben"}
 

@@ -1,25 +1,27 @@
-"""The process of an engine worker: loads an engine, serves it to its job, and says how far the engine is."""
+"""An engine in a process of its own: the worker serves it and says how far it is; the job has it as an `Engine`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from palestra.backend import weights as _weights  # noqa: F401 - how they are sent
+from palestra.backend.weights import SampledVersions
 from palestra.config import JobConfig
 from palestra.engine.base import Engine, EngineLoad
-from palestra.errors import EngineFailure, PalestraError
-from palestra.process.channel import Channel, Event, raw
-from palestra.process.stub import Server
+from palestra.errors import EngineFailure, InvalidRequest, PalestraError
+from palestra.process.channel import Channel, Event, Remote, raw
+from palestra.process.codec import decode
+from palestra.process.stub import Server, proxy, remote_method
 from palestra.threads import in_thread
 from palestra.waiting import cancelled, race
 
 if TYPE_CHECKING:
     from palestra.engine.driver import LoadedEngine
+
 
 log = logging.getLogger("palestra.engine")
 LOAD_SECONDS = 0.2  # between two reports of what the engine has done
@@ -109,3 +111,64 @@ class EngineWorkerServer:
             return error
         log.error("a call of an engine worker failed", exc_info=error)
         return EngineFailure(f"the engine failed: {type(error).__name__}: {error}")
+
+
+# The side of the job
+
+
+class WorkerEngine(SampledVersions):
+    """The methods of `Engine` that the job answers without the worker.
+
+    The end of the channel is the end of the worker: all calls fail.
+
+    Attributes:
+        engine: the complete engine; its other methods are remote calls.
+    """
+
+    def __init__(self, channel: Channel, cause: Callable[[], Awaitable[str]]) -> None:
+        """Start to receive.
+
+        Args:
+            channel: to the worker; closed by `close`.
+            cause: returns how the worker died, after its end of the channel closed.
+        """
+        self._cause = cause
+        self._load = EngineLoad(waiting=0, running=0)
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._remote = Remote(channel, self._ended, self._take)
+        super().__init__(self._remote)
+        self.engine = proxy(WorkerMethods, self._remote, self)
+
+    async def begin(self, order: EngineOrder) -> dict[str, tuple[int, int]]:
+        """Load the models in the worker; see `WorkerMethods.begin`."""
+        found: dict[str, tuple[int, int]] = await remote_method(WorkerMethods, "begin", self._remote)(order)
+        return found
+
+    def load(self) -> EngineLoad:
+        """Return the worker's last report, a fraction of a second old."""
+        return self._load
+
+    async def failure(self) -> str:
+        """Wait until the worker fails or dies, and return the reason."""
+        return await asyncio.shield(self._lost)
+
+    def lose(self, why: str) -> None:
+        """Declare the worker lost, and fail all its calls; the first reason counts."""
+        if not self._lost.done():
+            self._lost.set_result(why)
+            self._remote.lose(EngineFailure(f"an engine worker {why}"))
+
+    async def close(self) -> None:
+        """Close the channel, which ends the worker, and fail all calls."""
+        self.lose("was closed")
+        await self._remote.close()
+
+    async def _ended(self, problem: InvalidRequest | None) -> Exception:
+        self.lose(await self._cause() if problem is None else f"sent what is no message: {problem}")
+        return EngineFailure(f"an engine worker {self._lost.result()}")
+
+    def _take(self, event: Event) -> None:
+        if event.name == "load":
+            self._load = decode(EngineLoad, event.value)
+        else:
+            self.lose(f"has failed: {decode(str, event.value)}")

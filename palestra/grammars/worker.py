@@ -19,7 +19,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
@@ -30,14 +29,12 @@ from palestra.grammars.matcher import refusal
 from palestra.grammars.vocabulary import GrammarVocabulary
 from palestra.grammars.walking import compile_grammar, make_tokenizer, walk_grammar
 from palestra.process.channel import BlockingChannel, Call, Failed, Message, Result, raw
-from palestra.process.child import die_with_parent, popen
-from palestra.process.codec import SentError
-from palestra.process.stub import method_of
+from palestra.process.child import die_with_parent, popen, process_memory
+from palestra.process.stub import answer_of
 
 _START_SECONDS = 120.0  # enough to load a tokenizer of a few hundred thousand tokens on a busy machine
 # The environment variables that the process inherits: none that holds a key.
 _KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "HOME", "LANG")
-_PAGE = resource.getpagesize()
 _STACK = 1 << 20  # less than a thread has, which compiles the same grammar afterwards
 _PROBES, _PROBE_TOKENS = 3, 12  # how many random replies of a new grammar are tried, and their length
 _KEPT_SHARE = 0.25  # of a grammar's memory: a process that has kept more of it is replaced
@@ -91,7 +88,7 @@ class GrammarWorker:
             self._end()
             raise EngineFailure("the process for grammars did not start; see the server's log")
         ours.settimeout(None)
-        self._loaded = _memory(process.pid)[1]
+        self._loaded = process_memory(process.pid)[1]
 
     def examine(self, grammar: str, bounds: Bounds) -> None:
         """Compile a grammar, and try some replies; call `start` first.
@@ -108,7 +105,7 @@ class GrammarWorker:
             if not self._ask("examine", grammar, bounds):
                 raise _reason(process.wait(), bounds)
         finally:
-            if _memory(process.pid)[1] - self._loaded > (bounds.memory_mib << 20) * _KEPT_SHARE:
+            if process_memory(process.pid)[1] - self._loaded > (bounds.memory_mib << 20) * _KEPT_SHARE:
                 self._end()
 
     def _ask(self, method: str, *arguments: Any) -> bool:
@@ -145,14 +142,6 @@ def _kill(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     process.kill()
     process.wait()
     connection.close()
-
-
-def _memory(pid: int) -> tuple[int, int]:
-    """Return the address space of a process and its resident memory, in bytes; 0: it has ended."""
-    with contextlib.suppress(OSError):
-        total, resident, *_ = Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()
-        return int(total) * _PAGE, int(resident) * _PAGE
-    return 0, 0
 
 
 def _reason(status: int, bounds: Bounds) -> PalestraError:
@@ -206,7 +195,7 @@ class GrammarCompiler:
 def _confined(bounds: Bounds) -> Iterator[None]:
     """Limit this process's time and memory inside the block, and silence the warnings and backtraces of llguidance."""
     limits = {
-        resource.RLIMIT_AS: _memory(os.getpid())[0] + (bounds.memory_mib << 20),
+        resource.RLIMIT_AS: process_memory(os.getpid())[0] + (bounds.memory_mib << 20),
         resource.RLIMIT_STACK: _STACK,
         resource.RLIMIT_CORE: 0,
     }
@@ -258,11 +247,7 @@ def _main(connection: socket.socket) -> None:
     channel, compiler = BlockingChannel(connection), GrammarCompiler()
     for message in channel.messages():
         if isinstance(message, Call):
-            arguments = method_of(GrammarCompiler, message.method).decoded(message.arguments)
-            try:
-                channel.send(Result(message.id, raw(getattr(compiler, message.method)(*arguments))))
-            except PalestraError as error:
-                channel.send(Failed(message.id, SentError.of(error)))
+            channel.send(answer_of(compiler, message))
 
 
 if __name__ == "__main__":

@@ -73,6 +73,14 @@ class ChildProcess(Protocol):
         ...
 
 
+async def how_lost(process: ChildProcess, seconds: float) -> str:
+    """Return how a process that has closed its end of the socket has ended, if it does within some seconds."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            return await process.how_ended()
+    return "has closed its connection"
+
+
 ProcessStarter = Callable[[str, Mapping[str, str]], Awaitable[ChildProcess]]
 """(module, variables) -> starts a program with these environment variables beside those of the job. Raises
 ServerFailed: it can't be started now, for the reason in the message."""
@@ -223,6 +231,14 @@ def last_line(log: Path) -> str:
         lines = file.read(LAST_BYTES).decode(errors="replace").strip().splitlines()
         return lines[-1][:500] if lines else "it said nothing"
     return "what it said can't be read"
+
+
+def process_memory(pid: int) -> tuple[int, int]:
+    """Return the address space of a process and its resident memory, in bytes; 0: it has ended."""
+    with contextlib.suppress(OSError, ValueError):
+        total, resident, *_ = Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()
+        return int(total) * os.sysconf("SC_PAGE_SIZE"), int(resident) * os.sysconf("SC_PAGE_SIZE")
+    return 0, 0
 
 
 def with_owner(then: Callable[[bytes], None]) -> socket.socket:

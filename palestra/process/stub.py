@@ -1,6 +1,6 @@
 """Remote calls of the methods of a class or protocol, derived from its annotations.
 
-`proxy` represents the remote object, and `Server` executes the calls.
+`proxy` represents the remote object, and `Server` executes the calls; `answer_of` executes one without an event loop.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,8 +16,8 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from palestra.errors import InvalidRequest
-from palestra.process.channel import Call, Cancel, Duplex, Failed, Piece, Remote, Result, raw
+from palestra.errors import InvalidRequest, PalestraError
+from palestra.process.channel import Call, Cancel, Duplex, Failed, Piece, Remote, Result, TakenBack, raw
 from palestra.process.codec import SentError, decode
 from palestra.waiting import cancelled
 
@@ -103,6 +104,19 @@ def remote_method(protocol: Any, name: str, remote: Remote, part: str = "") -> C
             await pieces.aclose()
 
     return stream if method.streams else call
+
+
+def answer_of(target: object, call: Call) -> Result | Failed:
+    """Call a method of an object, and return the answer for the other end."""
+    kind: Any = type(target)
+    try:
+        arguments = method_of(kind, call.method).decoded(call.arguments)
+        return Result(call.id, raw(getattr(target, call.method)(*arguments)))
+    except TakenBack as error:
+        return Failed(call.id, None if error.problem is None else SentError.of(error.problem))
+    except Exception as error:  # noqa: BLE001 - the caller has it
+        trace = "" if isinstance(error, PalestraError) else traceback.format_exc()
+        return Failed(call.id, SentError.of(error), trace)
 
 
 class Server:

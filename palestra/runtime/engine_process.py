@@ -7,7 +7,6 @@ connect, and the worker ends when the job closes its end, or dies.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -17,8 +16,7 @@ from dataclasses import replace
 
 import uvloop
 
-from palestra.backend.engine_worker import EngineOrder, EngineWorkerServer
-from palestra.backend.worker_engine import WorkerEngine
+from palestra.backend.engine_worker import EngineOrder, EngineWorkerServer, WorkerEngine
 from palestra.engine.cards import CardTurns
 from palestra.engine.driver import EngineJob, LoadedEngine, SampledModel, driver_of
 from palestra.engine.pool.worker import StartedWorker
@@ -27,7 +25,7 @@ from palestra.models.gpus import VISIBLE
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.kept import StoredPictures
 from palestra.process.channel import Channel
-from palestra.process.child import ProcessStarter, die_with_parent, start_process
+from palestra.process.child import ProcessStarter, die_with_parent, how_lost, start_process
 from palestra.runtime.numerics import numerics_of
 from palestra.threads import in_thread
 
@@ -84,14 +82,9 @@ class EngineProcesses:
         except ServerFailed as error:  # another start may succeed
             raise EngineFailure(str(error)) from error
 
-        async def cause() -> str:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(REAP_SECONDS):
-                    return await process.how_ended()
-            return "has closed its connection"
-
         try:
-            worker = WorkerEngine(await Channel.over(process.connection), cause)
+            channel = await Channel.over(process.connection)
+            worker = WorkerEngine(channel, lambda: how_lost(process, REAP_SECONDS))
         except BaseException:
             process.kill()
             raise

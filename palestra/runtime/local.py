@@ -44,7 +44,7 @@ from palestra.store import RunStore, open_run_store
 from palestra.store.casting import Casting
 from palestra.store.key_files import SecretFile, publish_key
 from palestra.threads import in_thread
-from palestra.tracking.launch import tracking
+from palestra.tracking.process import tracking
 from palestra.tracking.registry import check_trackers
 from palestra.trainer.base import Trainer
 from palestra.types.progress import JobProgress

@@ -9,8 +9,7 @@ from pathlib import Path
 from palestra.client.task_files import TaskFile
 from palestra.learner.samplers import SamplerMaker
 from palestra.process.child import ProcessStarter
-from palestra.runtime.runner_fleet import RunnerStarter
-from palestra.runtime.runner_process import start_runner
+from palestra.runtime.runner_fleet import RunnerStarter, start_runner
 from palestra.types.records import Task
 
 

@@ -14,8 +14,7 @@ import ray
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from palestra.runtime.runner_fleet import RunnerDied, RunnerOrder, RunnerStarter
-from palestra.runtime.runner_process import play_environment
+from palestra.runtime.runner_fleet import RunnerDied, RunnerOrder, RunnerStarter, play_environment
 from palestra.runtime.terms import JobPlaces
 from palestra.types.jobs import Role
 from palestra_service.jobs.launcher import ServerOrder

@@ -27,8 +27,7 @@ from palestra.trainer.fake import FakeTrainer
 from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.calls import GrammarSpan, PolicyVersion
 from palestra_bases.base import SamplerSpec
-from palestra_bases.engine import RemoteEngine
-from palestra_bases.trainer import RemoteTrainer
+from palestra_bases.remote import RemoteEngine, RemoteTrainer
 
 LOSS = LossSpec.of(PPOClipLoss())
 PARAMS = OptimParams(learning_rate=1e-3)

@@ -223,7 +223,7 @@ def test_what_the_server_refuses_is_said_in_one_line(tmp_path, fleet):
 
 def test_a_process_that_plays_loads_neither_torch_nor_ray():
     code = (
-        "import sys, palestra.runtime.runner_process, palestra.runtime.runner_process, palestra.cli.worker\n"
+        "import sys, palestra.runtime.runner_fleet, palestra.cli.worker\n"
         "found = {'torch', 'transformers', 'ray', 'fastapi'} & set(sys.modules)\n"
         "assert not found, found"
     )

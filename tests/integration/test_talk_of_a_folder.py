@@ -59,7 +59,7 @@ class Page:
 
     def children(self) -> list[psutil.Process]:
         mine = psutil.Process().children(recursive=True)
-        return [one for one in mine if "palestra.runtime.checkpoint_process" in " ".join(one.cmdline())]
+        return [one for one in mine if "palestra.runtime.checkpoint_server" in " ".join(one.cmdline())]
 
 
 @pytest.fixture

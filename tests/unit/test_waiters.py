@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from palestra.backend.worker_engine import WorkerEngine
+from palestra.backend.engine_worker import WorkerEngine
 from palestra.dashboard.reader import _Kept
 from palestra.database import Notifier
 from palestra.engine.embedded.command_queue import CommandQueue

@@ -19,7 +19,7 @@ from palestra.models.device import available_cores
 from palestra.models.numerics import numerics
 from palestra.models.owned_folder import OwnedFolder
 from palestra.process.channel import CallBroken, Cause, Channel, Remote, TakenBack
-from palestra.process.child import ChildProcess, ProcessStarter, start_process
+from palestra.process.child import ChildProcess, ProcessStarter, how_lost, start_process
 from palestra.process.codec import decode
 from palestra.process.stub import method_of
 from palestra.threads import in_thread
@@ -248,10 +248,7 @@ class _RankProcess:
 
     async def how_ended(self) -> str:
         """Wait for the process to end, and return how it did, in words."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_SECONDS):
-                return await self._process.how_ended()
-        return "has closed its connection"
+        return await how_lost(self._process, GRACE_SECONDS)
 
     def kill(self) -> None:
         """End the process, also one that is stopped."""

@@ -15,13 +15,10 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 
-from palestra.errors import PalestraError
-from palestra.process.channel import Beat, BlockingChannel, Call, Failed, Message, Result, TakenBack, raw
+from palestra.process.channel import Beat, BlockingChannel, Call
 from palestra.process.child import HOSTED, die_with_parent
-from palestra.process.codec import SentError
 
 BEAT_SECONDS = 1.0
 PROGRAM = "palestra.trainer.sharded.rank_process"
@@ -78,22 +75,12 @@ def _main() -> None:
     from palestra.models.device import tune_malloc  # torch comes after the first sign of life
 
     tune_malloc()
-    from palestra.process.stub import method_of
+    from palestra.process.stub import answer_of
     from palestra.trainer.sharded.rank import Rank
 
     rank = Rank()
     while True:
-        call = calls.get()
-        answer: Message
-        try:
-            result = getattr(rank, call.method)(*method_of(Rank, call.method).decoded(call.arguments))
-            answer = Result(call.id, raw(result))
-        except (TakenBack, PalestraError) as error:
-            problem = error.problem if isinstance(error, TakenBack) else error
-            answer = Failed(call.id, None if problem is None else SentError.of(problem))
-        except Exception as error:  # noqa: BLE001 - the job ends all ranks
-            answer = Failed(call.id, SentError.of(error), traceback.format_exc())
-        channel.send(answer)
+        channel.send(answer_of(rank, calls.get()))
 
 
 if __name__ == "__main__":

@@ -35,12 +35,11 @@ from palestra.trainer.fake import FakeTrainer
 from palestra.types.calls import GrammarSpan, MediaSpan, PolicyVersion, SamplingParams
 from palestra_bases import job_channel, link
 from palestra_bases.base import SamplerSpec
-from palestra_bases.engine import RemoteEngine
 from palestra_bases.job_channel import JobChannel
 from palestra_bases.link import Link
 from palestra_bases.protocol import PROTOCOL, Hello, Welcome, event, first, pack_messages, unpack_messages
+from palestra_bases.remote import RemoteEngine, RemoteTrainer
 from palestra_bases.server import BackendServer
-from palestra_bases.trainer import RemoteTrainer
 from unit.building import engine_request, make_sample
 
 SPEC = SamplerSpec(model="given")

@@ -11,10 +11,9 @@ from palestra.models.saved_weights import SavedWeights
 from palestra.trainer.base import PolicySpec
 from palestra.types.calls import PolicyVersion, SamplingParams
 from palestra_bases.base import SamplerSpec
-from palestra_bases.engine import RemoteEngine
 from palestra_bases.link import Link
+from palestra_bases.remote import RemoteEngine, RemoteTrainer
 from palestra_bases.serving import BaseOptions, base_server
-from palestra_bases.trainer import RemoteTrainer
 from unit.building import engine_request
 
 ADAPTER = AdapterConfig(rank=2)

@@ -19,7 +19,7 @@ from palestra.errors import ConfigError, StoreError
 from palestra.process.child import start_process
 from palestra.tracking import follow as following
 from palestra.tracking.follow import Follower, completed, follow_run, tracked_run
-from palestra.tracking.launch import tracking
+from palestra.tracking.process import tracking
 from palestra.tracking.registry import check_trackers, create_tracker, known_trackers
 from unit.building import FakeClock, open_store
 from unit.dashboard.recorded import record
@@ -213,7 +213,7 @@ async def test_a_process_that_raises_dies_or_hangs_costs_the_job_nothing(tmp_pat
     script.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n')
     script.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(script))
-    monkeypatch.setattr("palestra.tracking.launch.LINGER_SECONDS", 0.3)
+    monkeypatch.setattr("palestra.tracking.process.LINGER_SECONDS", 0.3)
     caplog.set_level(logging.WARNING, "palestra")
     async with tracking(tmp_path, ["tensorboard"]):
         began = time.monotonic()
@@ -227,8 +227,8 @@ async def test_a_process_that_writes_without_an_end_is_ended_before_it_fills_the
     script.write_text("#!/bin/sh\nwhile true; do echo yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy; done\n")
     script.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(script))
-    monkeypatch.setattr("palestra.tracking.launch.LOOK_SECONDS", 0.02)
-    monkeypatch.setattr("palestra.tracking.launch.MOST_SAID", 2**12)
+    monkeypatch.setattr("palestra.tracking.process.DISK_SECONDS", 0.02)
+    monkeypatch.setattr("palestra.tracking.process.MOST_SAID", 2**12)
     caplog.set_level(logging.WARNING, "palestra")
     async with tracking(tmp_path, ["tensorboard"]):
         async with asyncio.timeout(5.0):

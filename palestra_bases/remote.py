@@ -1,23 +1,28 @@
-"""The engine of a base server, as a job uses it."""
+"""The engine and the trainer of a base server, as a job uses them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
 from typing import Any
 
+from palestra.backend.weights import SampledVersions
 from palestra.engine.base import Engine, EngineLoad, EngineRequest, TokenReplay
-from palestra.errors import BaseServerLost, EngineFailure
-from palestra.models.weights import WeightSource
+from palestra.errors import BaseServerLost, EngineFailure, NotFound
+from palestra.process.channel import Event
+from palestra.process.codec import decode
 from palestra.process.stub import proxy, remote_method
+from palestra.trainer import checkpoint
+from palestra.trainer.base import Trainer
 from palestra.types.calls import FIRST_VERSION, PolicyVersion, SampledTokens
 from palestra_bases.base import SamplerSpec
 from palestra_bases.link import Link
 from palestra_bases.protocol import BaseCalls
 
 
-class RemoteEngine:
+class RemoteEngine(SampledVersions):
     """The parts of `Engine` that a job does not leave to the engine of its base server.
 
     Pausing holds this job's calls back, and nothing of other jobs. A reply whose connection is lost is sampled again
@@ -29,8 +34,8 @@ class RemoteEngine:
 
     def __init__(self, link: Link) -> None:
         """Use a connection, which this object closes."""
+        super().__init__(link.remote, "engine")
         self._link = link
-        self._versions: dict[str, PolicyVersion] = {}
         self._open = asyncio.Event()
         self._open.set()
         self._idle = asyncio.Event()
@@ -82,24 +87,6 @@ class RemoteEngine:
         self._running += 1
         self._idle.clear()
 
-    async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
-        """Make the base server's engine take weights from its trainer, or from a folder; see `Engine.sync_weights`."""
-        await self._remote("sync_weights", policy, version, source)
-        self._versions[policy] = version
-
-    async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
-        """Add a policy; see `Engine.add_policy`."""
-        await self._remote("add_policy", name, like, version, source)
-        self._versions[name] = version
-
-    async def remove_policy(self, name: str) -> None:
-        """Remove a policy; see `Engine.remove_policy`."""
-        await self._remote("remove_policy", name)
-        self._versions.pop(name, None)
-
-    async def _remote(self, name: str, *arguments: Any) -> None:
-        await remote_method(Engine, name, self._link.remote, "engine")(*arguments)
-
     async def pause(self) -> None:
         """Let no call of this job begin until `resume`, and wait for running ones."""
         self._open.clear()
@@ -109,10 +96,6 @@ class RemoteEngine:
         """Let calls begin again after `pause`, or after the base server had forgotten the job."""
         if not self._link.is_lost:
             self._open.set()
-
-    def version(self, policy: str) -> PolicyVersion:
-        """Return the version of a policy's weights."""
-        return self._versions.get(policy, FIRST_VERSION)
 
     def load(self) -> EngineLoad:
         """Return this job's calls and sampled tokens; passes are shared by all jobs."""
@@ -127,3 +110,66 @@ class RemoteEngine:
         self._closed = True
         self._open.set()
         await self._link.leave()
+
+
+class RemoteTrainer:
+    """The parts of `Trainer` that a job does not leave to the trainer of its base server.
+
+    Rows go there and numbers come back; weights, moments and gradients stay. The server writes checkpoints into the
+    job's folder, so both have to be on one machine, or see the same disk under the same path.
+
+    Attributes:
+        trainer: the whole; its other methods are called there.
+    """
+
+    def __init__(self, link: Link, keep: int) -> None:
+        """Use a connection, which this object closes.
+
+        Args:
+            keep: number of checkpoints to keep per policy.
+        """
+        self._link, self._keep = link, keep
+        self._versions: dict[str, PolicyVersion] = {}
+        link.on_event = self._take
+        self.trainer = proxy(Trainer, link.remote, self, "trainer")
+
+    def forget(self) -> None:
+        """Drop all policies, because the base server has forgotten the job."""
+        self._versions.clear()
+
+    async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
+        """Make the base server write a checkpoint, and remove older ones; see `Trainer.save`."""
+        path: Path = await remote_method(Trainer, "save", self._link.remote, "trainer")(
+            policy, folder, state, request_id
+        )
+        checkpoint.keep_newest(folder, self._keep)
+        return folder / path.name
+
+    async def remove(self, policy: str) -> None:
+        """Make the base server remove a policy; see `Trainer.remove`."""
+        await remote_method(Trainer, "remove", self._link.remote, "trainer")(policy)
+        del self._versions[policy]
+
+    def version(self, policy: str) -> PolicyVersion:
+        """Return the last known version of a policy's master weights."""
+        if policy not in self._versions:
+            raise NotFound(f"the trainer has no policy {policy!r}")
+        return self._versions[policy]
+
+    def begin_incarnation(self, policy: str, incarnation: int) -> None:
+        """Set the incarnation of all later versions; see `Trainer.begin_incarnation`.
+
+        The call is sent after earlier ones, and its error is raised by the next one.
+        """
+        self._versions[policy] = PolicyVersion(incarnation, self.version(policy).n)
+        answer = self._link.remote.post("trainer.begin_incarnation", policy, incarnation)
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def close(self) -> None:
+        """Disconnect from the base server, which then frees all policies."""
+        await self._link.leave()
+
+    def _take(self, event: Event) -> None:
+        if event.name == "version":
+            policy, version = decode(tuple[str, PolicyVersion], event.value)
+            self._versions[policy] = version
