@@ -1,4 +1,4 @@
-"""SQLite files: how they are created, and the engines that work on them."""
+"""SQLite files: how they are created, the engines that work on them, and whether a path still names the open one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, TypeVar, cast
 
 import sqlalchemy as sa
 
-from palestra.disk import open_own
+from palestra.disk import GO_ON, open_own
+from palestra.errors import StoreError
 
 # KiB of pages that a connection caches. A run's file grows with every call, and pages that were read stay until the
 # cache is full, so a long run holds this much memory; further pages come from the operating system's cache.
@@ -114,3 +115,31 @@ def make_private(path: Path) -> None:
             os.fchmod(descriptor, 0o600)
     finally:
         os.close(descriptor)
+
+
+class OpenFile:
+    """Detects that a path no longer names the opened file.
+
+    SQLite does not check the path again, so a process could write forever into a deleted file. The inode is not reused
+    meanwhile, because the file is open.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Store the inodes of `path` and its write-ahead log, which must be open."""
+        # Text: it is looked at after each commit, and a Path takes three times as long.
+        found = {name: os.stat(name) for name in (str(path), f"{path}-wal") if os.path.exists(name)}
+        self._known = {name: (status.st_dev, status.st_ino) for name, status in found.items()}
+
+    def problem(self) -> StoreError | None:
+        """Return an error if the path no longer names the opened file."""
+        for name, known in self._known.items():
+            try:
+                found = os.stat(name)
+            except OSError:
+                found = None
+            if found is None or (found.st_dev, found.st_ino) != known:
+                return StoreError(
+                    f"{name} was deleted, moved or replaced while the job was running, so nothing more is "
+                    f"acknowledged; put it back from a copy and {GO_ON}, or start a new run"
+                )
+        return None

@@ -20,8 +20,9 @@ from palestra.http.protocol import until_disconnect
 from palestra.server.auth import CALLER, Caller, EpisodeKey, PlaygroundKey, require_model, session_of
 from palestra.server.dialects.agents import caller_name
 from palestra.server.dialects.base import Dialect, DialectRequest, GenerationResult, TokenCounter
-from palestra.server.dialects.fields import AGENT_HEADER, agent_of
-from palestra.server.dialects.sent_pictures import may_show_pictures, pictures_in
+from palestra.server.dialects.fields import AGENT_HEADER, agent_of, may_show_pictures
+from palestra.server.dialects.others import NO_OTHERS
+from palestra.server.dialects.sent_pictures import pictures_in
 from palestra.server.respond import OVERRULED, StreamedAnswer, sample_calls
 from palestra.server.state import DataPlane
 from palestra.session import PolicyRuntime, SeatKey
@@ -147,7 +148,8 @@ async def _read(
         runtime = policies.asked(model, agent, players)
         if runtime.name != call.policy:
             asked = asked.of_policy(runtime.name)
-    plane.take_others(asked.others)
+    if asked.others is not NO_OTHERS:
+        plane.take_others(asked.others)
     check(asked, runtime)
     if asked.pictures:
         settling = plane.pictures.settle(asked, runtime, plane.picture_charge(caller))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import zlib
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import sqlalchemy as sa
 
 from palestra.config import PicturesConfig, RolloutConfig, StoreConfig
 from palestra.database import Backend, Database
-from palestra.database.sqlite import make_private, open_engine, transaction
+from palestra.database.sqlite import OpenFile, make_private, open_engine, transaction
 from palestra.disk import GO_ON, private_folder, writing
 from palestra.errors import StoreError
 from palestra.pictures.blobs import FOLDER
@@ -93,45 +92,6 @@ def damage_of(path: Path) -> str | None:
     except sqlite3.DatabaseError as error:
         return str(error)
     return None if found == "ok" else str(found)
-
-
-class OpenFile:
-    """Detects that a path no longer names the opened file.
-
-    SQLite does not check the path again, so a process could write forever into a deleted file. The inode is not reused
-    meanwhile, because the file is open.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Store the inodes of `path` and its write-ahead log, which must be open."""
-        names = (
-            str(path),
-            f"{path}-wal",
-        )  # text: it is looked at after each commit, and a Path takes three times as long
-        self._known = {name: found for name in names if (found := _identity(name)) is not None}
-
-    def problem(self) -> StoreError | None:
-        """Return an error if the path no longer names the opened file."""
-        for name, known in self._known.items():
-            try:
-                found = os.stat(name)
-            except OSError:
-                found = None
-            if found is None or (found.st_dev, found.st_ino) != known:
-                return StoreError(
-                    f"{name} was deleted, moved or replaced while the job was running, so nothing more is "
-                    f"acknowledged; put it back from a copy and {GO_ON}, or start a new run"
-                )
-        return None
-
-
-def _identity(name: str) -> tuple[int, int] | None:
-    """Return device and inode of a path's file, or None."""
-    try:
-        found = os.stat(name)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,10 @@ from palestra.server.dialects.fields import (
     Message,
     SamplingFields,
     call_fields,
+    may_show_pictures,
 )
 from palestra.server.dialects.others import NO_OTHERS, other_fields
-from palestra.server.dialects.sent_pictures import may_show_pictures, with_places
+from palestra.server.dialects.sent_pictures import with_places
 from palestra.session import PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
 from palestra.types.messages import MAX_TOOLS, ChatMessage, FunctionName, GenerationRequest, Schema, ToolSpec

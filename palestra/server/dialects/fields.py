@@ -104,6 +104,11 @@ def _known_content(message: Any) -> Any:
     return message
 
 
+def may_show_pictures(body: bytes) -> bool:
+    """Return whether a body, in any dialect, may show a picture; the name of such a part may be written in escapes."""
+    return b"image" in body or b"\\u" in body
+
+
 Message = Annotated[ChatMessage, BeforeValidator(_known_content)]
 StopStrings = Annotated[
     tuple[StopString, ...],

@@ -99,11 +99,6 @@ def _chat_part(number: int, part: Any) -> Any:
     return part
 
 
-def may_show_pictures(body: bytes) -> bool:
-    """Return whether a body, in any dialect, may show a picture; the name of such a part may be written in escapes."""
-    return b"image" in body or b"\\u" in body
-
-
 def with_places(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
     """Return the messages of a chat with the paths of their pictures; the same object without pictures."""
     if not any(map(pictures_of, messages)):
