@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import re
+import shlex
 from typing import Any
 
 import openai
@@ -83,9 +84,8 @@ def demonstrate(
 ) -> palestra.TrainResult:
     """Train, then show what the model answered before and after."""
     training, validation = sums()
-    result = palestra.train(
-        rollout, training, job(seed, steps, model, lora, vllm), validation_tasks=validation, resume=resume
-    )
+    config = job(seed, steps, model, lora, vllm)
+    result = palestra.train(rollout, training, config, validation_tasks=validation, resume=resume)
     print_change(result)
     return result
 
@@ -103,9 +103,10 @@ def print_change(result: palestra.TrainResult, shown: int = 10) -> None:
     for task, first, last in changed[:shown]:
         old, new = (f"{shortened(repr(answer))} {word}" for answer, word in (first, last))
         print(f"  {task:>8} = {sum(map(int, task.split('+'))):<3} {old:<36} {new}")
-    print(f"all of them: palestra episodes {result.run_dir} --kind validation")
+    folder = shlex.quote(str(result.run_dir))
+    print(f"all of them: palestra episodes {folder} --kind validation")
     size = sum(file.stat().st_size for file in result.run_dir.rglob("*") if file.is_file()) / 1e9
-    print(f"\n{size:.1f} GB of checkpoints and records are in {result.run_dir}; rm -r {result.run_dir} removes them")
+    print(f"\n{size:.1f} GB of checkpoints and records are in {result.run_dir}; rm -r {folder} removes them")
 
 
 def shortened(text: str, most: int = 28) -> str:
@@ -121,5 +122,4 @@ if __name__ == "__main__":
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--lora", action="store_true", help="train an adapter of rank 16 in place of all weights")
     parser.add_argument("--vllm", help="interpreter of an environment with vLLM, which samples then")
-    arguments = parser.parse_args()
-    demonstrate(arguments.steps, arguments.seed, arguments.resume, arguments.model, arguments.lora, arguments.vllm)
+    demonstrate(**vars(parser.parse_args()))

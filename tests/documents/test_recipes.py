@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import runpy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -47,6 +48,26 @@ def test_the_demo_pays_nothing_for_an_answer_that_is_cut():
     ended = [reward(task, answer, end) for answer in ("19", "8 + 11 = 19.", "18") for end in ("stop", "length")]
     assert ended == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert "finish_reason" in inspect.signature(reward).parameters  # `train(reward=…)` fills it by its name
+
+
+def test_the_demo_shows_what_changed_and_how_to_remove_what_it_left(tmp_path, monkeypatch, capsys):
+    said = {"1+2": [("4", "stop", 0.0), ("3", "stop", 1.0)], "2+2": [("4", "stop", 1.0), ("4, for", "length", 0.0)]}
+    said["5+5"] = [("10", "stop", 1.0)] * 2
+    episodes = [
+        SimpleNamespace(task_id=task, rewards={"agent": reward}, metadata={"answer": answer, "finish_reason": end})
+        for place in (0, 1)
+        for task, answer, end, reward in ((task, *each[place]) for task, each in said.items())
+    ]
+    monkeypatch.setattr("palestra.read_episodes", lambda folder, kind: episodes)
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    runpy.run_path(str(RECIPES["addition"]))["print_change"](SimpleNamespace(run_dir=folder))
+    out = capsys.readouterr().out
+    assert "2 of 3 right before, 2 after; 2 changed" in out
+    shown = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines() if " = " in line]
+    assert shown == [["1+2 = 3", "'4' wrong", "'3' right"], ["2+2 = 4", "'4' right", "'4, for' cut"]]
+    assert f"rm -r '{folder}' removes them" in out
+    assert f"palestra episodes '{folder}'" in out
 
 
 @pytest.mark.slow
