@@ -32,7 +32,7 @@ def caller_name(
         ids: more headers of ids, as in `ID_HEADERS`.
         prompts: more beginnings of prompts, as in `AUXILIARY_PROMPTS`.
     """
-    for header, required in (ID_HEADERS | dict(ids) if ids else ID_HEADERS).items():
+    for header, required in ({**ID_HEADERS, **ids} if ids else ID_HEADERS).items():
         found = headers.get(header)
         if found and headers.get(required or header):
             agent = f"{agent}/{_OTHERS.sub('-', found)[:_LONGEST_ID]}"
