@@ -12,6 +12,7 @@ An entry point's name is what users write, and it leads to one object:
 | `palestra.engines` | a `palestra.engine.driver.EngineDriver` |
 | `palestra.environment_servers` | an environment at another project's server: `(url, key=, system=, **settings)` |
 | `palestra.environments` | a `palestra.envs.CatalogEntry` |
+| `palestra.harnesses` | a `palestra_harness.Harness` |
 | `palestra.judges` | a class derived from `palestra.config.JudgeConfig`; see `palestra.envs.judge` |
 | `palestra.kernels` | a function that returns a `palestra.models.kernels.Kernels` |
 | `palestra.rewards` | a function, as `reward=` of `palestra.train` takes it |

@@ -1,0 +1,16 @@
+"""Harnesses: agents that are programs, such as coding agents, played against an episode's own key.
+
+    rollout = palestra_harness.HarnessRollout(palestra_harness.find_harness("pi"), score=score)
+    palestra.train(rollout=rollout, tasks=[{"prompt": "Fix the test.", "files": {"add.py": "…"}}], …)
+
+The program gets a workspace and a home of its own, and the server's address, the episode's key and the model's name. It
+is not isolated: it may read what its user may. A package of another author brings harnesses by the entry points of the
+group `palestra.harnesses`, each of which leads to a `Harness`.
+"""
+
+from __future__ import annotations
+
+from palestra_harness.harness import Harness, HarnessResult, find_harness, known_harnesses
+from palestra_harness.rollout import HarnessRollout
+
+__all__ = ["Harness", "HarnessResult", "HarnessRollout", "find_harness", "known_harnesses"]

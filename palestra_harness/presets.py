@@ -1,0 +1,167 @@
+"""The coding agents that were tried, each with the version. Their lean forms have few tools, for small contexts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from palestra_harness.harness import Harness
+
+CLAUDE_CODE = Harness(
+    name="claude-code",
+    tried="2.1.197",
+    install="npm install -g @anthropic-ai/claude-code@2.1.197",
+    command=(
+        *("claude", "-p", "{task}", "--dangerously-skip-permissions"),
+        *("--output-format", "json", "--no-session-persistence"),
+    ),
+    variables={
+        "ANTHROPIC_BASE_URL": "{anthropic_url}",
+        "ANTHROPIC_API_KEY": "{api_key}",
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "{max_tokens}",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_AUTOUPDATER": "1",
+        "DISABLE_ERROR_REPORTING": "1",
+        "DISABLE_TELEMETRY": "1",
+        "IS_SANDBOX": "1",  # so that it runs as root without asking
+    }
+    | dict.fromkeys(
+        (
+            "ANTHROPIC_MODEL",
+            "ANTHROPIC_SMALL_FAST_MODEL",
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+            "ANTHROPIC_DEFAULT_SONNET_MODEL",
+            "ANTHROPIC_DEFAULT_OPUS_MODEL",
+            "CLAUDE_CODE_SUBAGENT_MODEL",
+        ),
+        "{model}",
+    ),
+)
+CLAUDE_CODE_LEAN = replace(
+    CLAUDE_CODE,
+    name="claude-code-lean",
+    command=(*CLAUDE_CODE.command, "--bare", "--tools", "Bash,Read,Edit,Write"),
+)
+
+CODEX = Harness(
+    name="codex",
+    tried="0.171.0",
+    install="npm install -g @openai/codex@0.171.0",
+    command=("codex", "exec", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check", "{task}"),
+    variables={"CODEX_HOME": "{home}/codex", "PALESTRA_EPISODE_KEY": "{api_key}"},
+    files={
+        "codex/config.toml": """model = "{model}"
+model_provider = "palestra"
+check_for_update_on_startup = false
+
+[analytics]
+enabled = false
+
+[model_providers.palestra]
+name = "palestra"
+base_url = "{base_url}"
+env_key = "PALESTRA_EPISODE_KEY"
+wire_api = "responses"
+request_max_retries = 0
+stream_max_retries = 0
+"""
+    },
+)
+
+_OPENCODE = """{"$schema": "https://opencode.ai/config.json", "autoupdate": false, "share": "disabled",
+ "model": "palestra/{model}", "small_model": "palestra/{model}",
+ "provider": {"palestra": {"npm": "@ai-sdk/openai-compatible", "name": "palestra",
+  "options": {"baseURL": "{base_url}", "apiKey": "{api_key}"},
+  "models": {"{model}": {"name": "policy", "tool_call": true,
+   "limit": {"context": {max_context}, "output": {max_tokens}}}}}},
+ "permission": {"edit": "allow", "bash": "allow"}}"""
+OPENCODE = Harness(
+    name="opencode",
+    tried="1.18.33",
+    install="npm install -g opencode-ai@1.18.33",
+    command=("opencode", "run", "{task}"),
+    variables={
+        "OPENCODE_CONFIG_CONTENT": _OPENCODE,
+        "OPENCODE_DISABLE_AUTOUPDATE": "1",
+        "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
+        "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+        "OPENCODE_DISABLE_MODELS_FETCH": "1",
+    },
+)
+
+_PI = """{"providers": {"palestra": {"baseUrl": "{base_url}", "apiKey": "PALESTRA_EPISODE_KEY",
+ "api": "openai-completions", "models": [{"id": "{model}", "name": "policy", "reasoning": false, "input": ["text"],
+  "contextWindow": {max_context}, "maxTokens": {max_tokens},
+  "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}}]}}}"""
+PI = Harness(
+    name="pi",
+    tried="0.73.1",
+    install="npm install -g @mariozechner/pi-coding-agent@0.73.1",
+    command=("pi", "-p", "--no-session", "--offline", "--provider", "palestra", "--model", "{model}", "{task}"),
+    variables={
+        "PI_CODING_AGENT_DIR": "{home}/pi",
+        "PALESTRA_EPISODE_KEY": "{api_key}",
+        "PI_OFFLINE": "1",
+        "PI_TELEMETRY": "0",
+    },
+    files={"pi/models.json": _PI},
+)
+
+QWEN_CODE = Harness(
+    name="qwen-code",
+    tried="0.15.10",
+    install="npm install -g @qwen-code/qwen-code@0.15.10",
+    command=("qwen", "--auth-type", "openai", "--yolo", "-p", "{task}"),
+    variables={
+        "OPENAI_BASE_URL": "{base_url}",
+        "OPENAI_API_KEY": "{api_key}",
+        "OPENAI_MODEL": "{model}",
+        "QWEN_TELEMETRY_ENABLED": "false",
+    },
+    files={
+        ".qwen/settings.json": """{"general": {"disableAutoUpdate": true, "enableAutoUpdate": false},
+ "privacy": {"usageStatisticsEnabled": false}, "telemetry": {"enabled": false}}"""
+    },
+)
+
+MINI_SWE_AGENT = Harness(
+    name="mini-swe-agent",
+    tried="2.4.6",
+    install="pip install mini-swe-agent==2.4.6",
+    command=(
+        "mini",
+        "-m",
+        "openai/{model}",
+        "-t",
+        "{task}",
+        "-y",
+        "--exit-immediately",
+        "-o",
+        "{home}/trajectory.json",
+    ),
+    variables={
+        "OPENAI_API_KEY": "{api_key}",
+        "OPENAI_BASE_URL": "{base_url}",
+        "OPENAI_API_BASE": "{base_url}",
+        "MSWEA_CONFIGURED": "true",
+        "MSWEA_COST_TRACKING": "ignore_errors",
+        "MSWEA_SILENT_STARTUP": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    },
+)
+
+AIDER = Harness(
+    name="aider",
+    tried="0.86.2",
+    install="pip install aider-chat==0.86.2",
+    command=(
+        *("aider", "--model", "openai/{model}", "--weak-model", "openai/{model}", "--message", "{task}"),
+        *("--yes-always", "--no-check-update", "--no-analytics", "--no-show-release-notes"),
+        *("--no-show-model-warnings", "--no-auto-commits", "--no-gitignore", "--edit-format", "diff"),
+    ),
+    variables={
+        "OPENAI_API_KEY": "{api_key}",
+        "OPENAI_API_BASE": "{base_url}",
+        "AIDER_ANALYTICS": "false",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    },
+)
