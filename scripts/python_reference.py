@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import palestra
+import palestra_harness
 import palestra_judges
 import palestra_lab
 import palestra_screens
@@ -21,7 +22,7 @@ from palestra.client import exchange, job
 from palestra.client.worker import Worker
 
 FURTHER: tuple[Any, ...] = (Worker, job.Job, job.JobEvent)  # what the exported names give back, or are made for
-BESIDE: tuple[ModuleType, ...] = (palestra_worlds, palestra_screens, palestra_judges, palestra_lab)
+BESIDE: tuple[ModuleType, ...] = (palestra_worlds, palestra_screens, palestra_harness, palestra_judges, palestra_lab)
 ATTRIBUTES = "Attributes:"
 SECTIONS = ("Args:", ATTRIBUTES, "Raises:", "Returns:", "Yields:")
 _INTRODUCTION = """# Python API

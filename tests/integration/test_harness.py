@@ -1,4 +1,4 @@
-"""A program of its own, which speaks chat completions and edits a file, is trained with the tokens that were sampled."""
+"""A program that speaks chat completions and edits a file is trained with the tokens that were sampled."""
 
 from __future__ import annotations
 
