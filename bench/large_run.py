@@ -32,8 +32,8 @@ from palestra.cli.top_view import view_of
 from palestra.config import JobConfig, dump_config, parse_config
 from palestra.dashboard.conversation import read_call
 from palestra.dashboard.episode import episode_answer, read_reading, read_tokens
-from palestra.dashboard.findings import read_findings
 from palestra.dashboard.progress import describe_run, read_columns
+from palestra.dashboard.reader import read_findings
 from palestra.dashboard.runs import Run
 from palestra.dashboard.slow_calls import read_slow_calls
 from palestra.dashboard.steps import find_episodes, read_events_before, read_group, read_step

@@ -15,7 +15,7 @@ from conversations import SYSTEM_TOKENS, TOKENS_A_TURN, calls, threads
 from merge_palestra import play
 from merge_runs import Stopwatch
 
-from palestra.session.history import History
+from palestra.session.history import CallHistory
 from palestra.tokens import TokenTrie
 from palestra.types.calls import Chat
 
@@ -32,7 +32,7 @@ def main() -> None:
     turns = threads(1, max(TURNS), TOKENS_A_TURN)
     found: dict[int, dict[str, list[float]]] = {turn: {piece: [] for piece in PIECES} for turn in TURNS}
     for _ in range(arguments.runs):
-        trie, history = TokenTrie(), History()
+        trie, history = TokenTrie(), CallHistory()
         chats: list[Chat] = []
         gc.collect()
         for call in calls(turns):

@@ -4,7 +4,7 @@ recorded   as a session records: a call refers to its parent and holds only the 
 unknown    no call has a parent and each holds its whole prompt, so that the trie has to compare everything
 messages   the request's messages are matched against the episode's history first, then as recorded
 
-Timed: what the session does with each call (`TokenTrie.add`; `History.match` and `History.add`), then the rows.
+Timed: what the session does with each call (`TokenTrie.add`; `CallHistory.match` and `CallHistory.add`), then the rows.
 Not timed: making records and messages. Each request's messages are new objects, with strings of their own.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from conversations import Call, Message, Row, Turn, calls, fresh
 from merge_runs import Stopwatch, main
 
-from palestra.session.history import History
+from palestra.session.history import CallHistory
 from palestra.tokens import TokenTrie, rows_of
 from palestra.types.calls import Chat, Ids, PolicyVersion, SamplingParams, VersionSpan
 from palestra.types.messages import ChatMessage, text_message
@@ -90,7 +90,7 @@ def merge_unknown(turns: Sequence[Turn], watch: Stopwatch) -> list[Row]:
 
 def merge_messages(turns: Sequence[Turn], watch: Stopwatch) -> list[Row]:
     """The same with the request's messages, as the agent sends them again with every call."""
-    trie, history = TokenTrie(), History()
+    trie, history = TokenTrie(), CallHistory()
     chats: list[Chat] = []
     for call in calls(turns):
         chats.append(play(call, trie, history, chats, watch, watch, watch))
@@ -100,7 +100,7 @@ def merge_messages(turns: Sequence[Turn], watch: Stopwatch) -> list[Row]:
 def play(
     call: Call,
     trie: TokenTrie,
-    history: History,
+    history: CallHistory,
     chats: Sequence[Chat],
     matching: Stopwatch,
     inserting: Stopwatch,

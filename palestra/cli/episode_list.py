@@ -67,7 +67,7 @@ def episode_lines(
                 yield Text(line, style="dim")
 
 
-def rewards_of(row: EpisodeSummary) -> str:
+def reward_text(row: EpisodeSummary) -> str:
     """Return an episode's reward as text; for several agents each one's, because those of a game sum to 0."""
     if row.rewards is None or len(row.rewards) < 2:
         return short_number(row.reward)
@@ -97,7 +97,7 @@ def _cells(row: EpisodeSummary | DamagedEpisode, now: float, task: int | None) -
         "episode": row.episode_id,
         "task": row.task_id if task is None else shortened(row.task_id, task),
         "state": row.state,
-        "reward": rewards_of(row),
+        "reward": reward_text(row),
         "calls": str(row.calls),
         "cut": str(row.cut or ""),
         "tokens": str(row.completion_tokens),

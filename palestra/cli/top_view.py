@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from sqlalchemy import Connection, select
 
-from palestra.cli.episode_list import rewards_of
+from palestra.cli.episode_list import reward_text
 from palestra.cli.fitted_table import fitted_table
 from palestra.client.control import ControlClient
 from palestra.dashboard.answers import EpisodesAnswer, MetricsAnswer, RunAnswer, RunsAnswer, SlowCall, SlowCallsAnswer
@@ -147,7 +147,7 @@ def _ended(connection: Connection, width: int, now: float) -> Table:
         ended = f"{duration(now - row.ended_at)} ago" if isinstance(row.ended_at, float) else ""
         if isinstance(one, EpisodeSummary):
             counts = (str(one.calls), str(one.completion_tokens))
-            found.append((one.episode_id, one.task_id, one.state, rewards_of(one), *counts, ended))
+            found.append((one.episode_id, one.task_id, one.state, reward_text(one), *counts, ended))
         else:
             found.append((one.episode_id, "", "damaged", "", "", "", ended))
     return episodes_table("episodes that ended", found, width, "ended")

@@ -8,13 +8,14 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from palestra.dashboard.answers import FindingsAnswer, RunAnswer
+from palestra.dashboard.answers import FindingAnswer, FindingsAnswer, RunAnswer
 from palestra.dashboard.episode import EpisodeReading, read_reading
-from palestra.dashboard.findings import read_findings
 from palestra.dashboard.progress import describe_run, unreadable
 from palestra.dashboard.runs import DAMAGED, Run
+from palestra.doctor.examination import RULES, add_facts, examine_store
 from palestra.errors import NotFound, PalestraError, ServerStopping, StoreError, StoreUnreachable
 from palestra.threads import in_thread
 
@@ -213,3 +214,20 @@ class Reader:
         while len(self._readings) > READINGS:
             self._readings.popitem(last=False)
         return found
+
+
+def read_findings(run: Run) -> FindingsAnswer:
+    """Return the findings over all steps of a run."""
+    config, kept, more = run.config, run.memory.examined, True
+    while more:  # each with the whole time of a connection; what was read is kept where one takes too long
+        with run.open() as connection:
+            more = add_facts(connection, kept)
+    with run.open() as connection:
+        found = examine_store(connection, config, run.folder, kept)
+    return FindingsAnswer(
+        run=run.name,
+        step=found.step,
+        steps=found.steps,
+        rules=len(RULES),
+        findings=[FindingAnswer(**asdict(finding)) for finding in found.findings],
+    )

@@ -7,7 +7,9 @@ Only the learning rate is changed, to nearly zero, so that both steps sample fro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -16,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import orjson
 from sqlalchemy import select
@@ -33,13 +35,77 @@ from palestra.runtime.checking import existing_parent
 from palestra.runtime.event_loop import run_on_uvloop
 from palestra.runtime.local import local_job
 from palestra.runtime.local_job import LocalJob
-from palestra.runtime.memory import MemoryPeak
 from palestra.runtime.starting_points import newest_checkpoints
 from palestra.runtime.tasks import task_of
 from palestra.store.browsing import browse, list_episodes
 from palestra.store.tables import chats
 from palestra.types.metrics import row_of_policy
 from palestra.waiting import race
+
+LOOK_SECONDS = 0.02  # between two looks at the memory of this process
+OTHERS_SECONDS = 0.5  # between two looks at the others, for which the kernel walks through their pages
+
+
+class MemoryPeak:
+    """Samples the memory of this process and its descendants, from a thread, while it is entered.
+
+    Attributes:
+        peak: resident bytes of this process.
+        others: bytes of its descendants together, such as engine servers, each with its share of shared memory.
+    """
+
+    def __init__(self) -> None:
+        """Create without samples."""
+        self.peak = self.others = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="palestra-memory", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def now(self) -> int:
+        """Return the resident memory of this process in bytes; 0 without /proc."""
+        try:
+            pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+        except OSError:
+            return 0
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def _watch(self) -> None:
+        due = 0.0
+        while not self._over.wait(LOOK_SECONDS):
+            self.peak = max(self.peak, self.now())
+            if time.monotonic() >= due:
+                self.others = max(self.others, sum(map(_share, child_processes(os.getpid()))))
+                due = time.monotonic() + OTHERS_SECONDS
+
+
+def child_processes(process: int) -> list[int]:
+    """Return the descendants of a process; empty without /proc."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = int(path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = [process]
+    for parent in found:  # the list grows during the loop
+        found.extend(children.get(parent, ()))
+    return found[1:]
+
+
+def _share(process: int) -> int:
+    """Return the bytes of a process, with its share of the memory that it has in common with others."""
+    with contextlib.suppress(OSError):  # it has ended
+        for line in Path(f"/proc/{process}/smaps_rollup").read_text(encoding="utf-8").splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
 
 T = TypeVar("T")
 STEPS = 2  # the first step makes the optimizer's moments and warms up

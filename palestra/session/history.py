@@ -181,7 +181,7 @@ class Match:
     reason: ForkReason | None = None
 
 
-class History:
+class CallHistory:
     """An episode's conversations as a tree of messages; equal messages share a node."""
 
     def __init__(self, sameness: Sameness = EXACT, unseen: Callable[[str], Unseen] = lambda _: frozenset()) -> None:

@@ -15,7 +15,7 @@ from palestra.errors import ContextOverflow, HistoryDrift, InvalidRequest, Unsup
 from palestra.renderers import Renderer
 from palestra.renderers.long_text import TooManyTokens
 from palestra.renderers.probes import Unseen
-from palestra.session.history import History, Match, Sameness
+from palestra.session.history import CallHistory, Match, Sameness
 from palestra.threads import WorkPool
 from palestra.tokens import TokenTrie, common_tokens
 from palestra.types.calls import Chat, Fork, ForkReason, Ids, MediaSpan, TokenSequence
@@ -40,7 +40,7 @@ class Prompt:
         shared_messages: how many leading messages are the parent's.
         fork: where exact tokens of an earlier call are lost; None: none are.
         media: images among the ids that are not shared, by their positions in `ids`.
-        keys: of its messages; see `History.add`.
+        keys: of its messages; see `CallHistory.add`.
         digest: of the ids of a prompt that was rendered whole and has no image; b"": of no other.
     """
 
@@ -72,7 +72,7 @@ class PromptBuilder:
 
         Args:
             picture_pool: threads for prompts with pictures, which may have to be decoded first.
-            sameness: changes of a reply that are ignored; see `History`.
+            sameness: changes of a reply that are ignored; see `CallHistory`.
             strict: refuse calls that would lose exact tokens of an earlier call.
             seat_of: returns an agent's player slot, or "". Calls of a slot share nothing with others, so that prompts
                 do not reveal other players' observations. None: there are no slots.
@@ -316,7 +316,7 @@ class _Past:
         self._tries: defaultdict[str, TokenTrie] = defaultdict(TokenTrie)
         self.unmerged: list[Chat] = []  # not yet in a trie, which most episodes never need
         self.prompts: dict[tuple[str, bytes], Chat] = {}  # first calls, by policy and digest of the prompt
-        self.history = History(sameness, unseen)
+        self.history = CallHistory(sameness, unseen)
 
     def trie(self, policy: str) -> TokenTrie:
         """Return all calls of a policy merged by tokens, after adding new ones."""

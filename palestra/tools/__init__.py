@@ -5,8 +5,7 @@ Importing this package loads neither torch nor ray, so that a rollout worker sta
 
 from palestra.tools.calculator import Calculator
 from palestra.tools.function import FunctionTool, tool
-from palestra.tools.installed import installed_tools, load_tool
-from palestra.tools.manager import ToolFailure, ToolManager, ToolResult
+from palestra.tools.manager import ToolFailure, ToolManager, ToolResult, installed_tools, load_tool
 from palestra.tools.mcp import McpServer
 from palestra.tools.tool import FINISH, BadArguments, Finish, OpenTools, Tool, ToolSource
 

@@ -19,8 +19,7 @@ from typing import Self
 
 from palestra.errors import ConfigError, EnvironmentFailed
 from palestra.threads import in_thread
-from palestra_screens.terminal.program import Program
-from palestra_screens.terminal.system_calls import LIBRARY, call_filter, has_filters
+from palestra_screens.terminal.program import LIBRARY, Program, call_filter, has_filters
 
 
 class Descriptors:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.building import make_chat
 
-from palestra.session.history import EXACT, History, Match, Sameness, message_key
+from palestra.session.history import EXACT, CallHistory, Match, Sameness, message_key
 from palestra.types.calls import Chat, ForkReason, SamplingParams
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
 
@@ -142,8 +142,8 @@ def conversations(draw) -> Conversation:
     return Conversation(chats[:-1], chats[-1].messages, chats[-1].policy)
 
 
-def history_of(chats: Sequence[Chat], sameness: Sameness = EXACT) -> History:
-    history = History(sameness)
+def history_of(chats: Sequence[Chat], sameness: Sameness = EXACT) -> CallHistory:
+    history = CallHistory(sameness)
     for chat in chats:
         history.add(chat)
     return history

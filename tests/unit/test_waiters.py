@@ -24,7 +24,7 @@ from palestra.session.registry import CallRegistry
 from palestra.store.sync_lock import RolloutSyncLock
 from palestra.tools.mcp.connection import McpConnection
 from palestra_bases.link import Link
-from palestra_bases.tinker.futures import Futures
+from palestra_bases.tinker.service import Futures
 from palestra_bases.tinker.tables import PENDING
 from palestra_worlds import Gomoku
 

@@ -10,9 +10,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Map
 import numpy as np
 
 from palestra.engine.base import EngineLoad, EngineRequest, TokenReplay
-from palestra.engine.pool.change import NumberChange
 from palestra.engine.pool.keeper import WorkerKeeper
-from palestra.engine.pool.options import CallCounts, CheckCapacity, PoolOptions, StartWorker
+from palestra.engine.pool.options import CallCounts, CheckCapacity, NumberChange, PoolOptions, StartWorker
 from palestra.engine.pool.placement import block_hashes, place_request
 from palestra.engine.pool.state import PoolState
 from palestra.engine.pool.wanted import KeptWeights, WantedPolicy

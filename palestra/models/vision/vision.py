@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
@@ -13,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from palestra.errors import ModelError
+from palestra.models.quiet import NO_PICKLE
 from palestra.models.vision.placed import PictureRows, PlacedPicture, Plane, placed_pictures, plane_positions
 from palestra.models.vision.processor import PictureProcessor
-from palestra.models.vision.towers import Tower
+from palestra.models.vision.towers import Tower, tower_of
 from palestra.types.calls import Ids, MediaSpan
 from palestra.types.messages import Pictures
 
@@ -190,3 +192,20 @@ class Vision:
         once, at_first = np.unique(np.concatenate(rows), return_index=True)
         chosen = torch.from_numpy(np.concatenate(sources)[at_first]).to(values.device)
         return PictureRows(torch.from_numpy(once).to(values.device), values.index_select(0, chosen))
+
+
+def load_vision_model(folder: Path | str, dtype: torch.dtype, attention: str) -> tuple[Any, Vision]:
+    """Load a transformers vision-language model and its tower.
+
+    Args:
+        folder: or the name of a model on the hub.
+        attention: name of the text model's attention; the tower uses torch's.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    processor = PictureProcessor(folder)
+    implementations = {"text_config": attention, "vision_config": "sdpa"}
+    model = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=dtype, attn_implementation=implementations, **NO_PICKLE
+    )
+    return model, Vision(tower_of(model), processor)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from palestra.algorithms.importance import importance_weights
+from palestra.algorithms.policy_gradient import importance_weights
 from unit.building import make_sample
 
 MODES = ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask")

@@ -13,7 +13,7 @@ from palestra.errors import ConfigError, ModelError
 from palestra.models.saved_weights import SavedWeights
 from palestra.types.calls import PolicyVersion, SamplingParams
 from palestra_bases.adapter_cache import AdapterCache
-from palestra_bases.adapter_engine import AdapterEngine
+from palestra_bases.serving import AdapterEngine
 from unit.building import engine_request
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from palestra.cli.episode_view import conversation
-from palestra.cli.terminal_pictures import TerminalPicture, protocol_of
+from palestra.cli.episode_view import TerminalPicture, conversation, protocol_of
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.encoding import encode_picture
 from palestra.renderers.model_layouts import FixedLayout, PatchLayout

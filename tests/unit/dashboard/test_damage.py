@@ -19,9 +19,8 @@ from palestra.dashboard import reader as reader_module
 from palestra.dashboard import runs as run_module
 from palestra.dashboard.credit import UNKNOWN_CREDIT
 from palestra.dashboard.episode import episode_answer, read_reading, read_tokens
-from palestra.dashboard.findings import read_findings
 from palestra.dashboard.progress import describe_run, read_columns
-from palestra.dashboard.reader import Reader
+from palestra.dashboard.reader import Reader, read_findings
 from palestra.dashboard.runs import Run
 from palestra.dashboard.slow_calls import read_slow_calls
 from palestra.dashboard.steps import find_episodes, read_events_after, read_group, read_step

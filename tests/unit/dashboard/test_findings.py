@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from palestra.dashboard.findings import read_findings
-from palestra.dashboard.reader import Reader
+from palestra.dashboard.reader import Reader, read_findings
 from palestra.dashboard.runs import Run
 from palestra.doctor.examination import RULES, examine
 from palestra.errors import StoreError

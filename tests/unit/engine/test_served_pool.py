@@ -26,8 +26,7 @@ from palestra.models.kept_weights import WeightKeeper
 from palestra.models.weights import LocalWeights
 from palestra.renderers import ByteTokenizer
 from palestra.types.calls import PolicyVersion, SamplingParams
-from palestra_engines.external.model_files import ModelFiles
-from palestra_engines.external.served_models import ServedModel
+from palestra_engines.external.served_models import ModelFiles, ServedModel
 from palestra_engines.external.workers import ServerWorkers
 from unit.building import engine_request
 from unit.engine.engine_servers import (

@@ -11,8 +11,7 @@ import pytest
 from palestra.config import parse_config
 from palestra.engine.cards import Card
 from palestra.errors import ConfigError
-from palestra_engines.external.model_files import ModelFiles
-from palestra_engines.external.served_models import ServedModel
+from palestra_engines.external.served_models import ModelFiles, ServedModel
 from palestra_engines.vllm import places as server_places
 from palestra_engines.vllm.command import OnCards, OnCores
 from palestra_engines.vllm.places import VllmPlaces

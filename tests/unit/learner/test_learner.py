@@ -12,9 +12,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from palestra.algorithms.importance import IMPORTANCE_METRICS
 from palestra.algorithms.losses import TwinValueLoss, build_loss
-from palestra.algorithms.policy_gradient import PolicyGradient
+from palestra.algorithms.policy_gradient import IMPORTANCE_METRICS, PolicyGradient
 from palestra.algorithms.registry import ALGORITHMS, create_algorithm
 from palestra.algorithms.sac import SAC
 from palestra.config import dump_config

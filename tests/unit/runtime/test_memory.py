@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from palestra.runtime.memory import MemoryPeak, child_processes
+from palestra.runtime.trial import MemoryPeak, child_processes
 
 MIB = 2**20
 GRANDCHILD = "held = bytearray(b'x' * (96 * 2**20)); print('ready', flush=True); input()"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from palestra.renderers.probes import NAMES
-from palestra.session.history import History, Sameness, message_key
+from palestra.session.history import CallHistory, Sameness, message_key
 from palestra.types.calls import ForkReason, SamplingParams
 from palestra.types.messages import ChatMessage, FunctionCall, ImagePart, TextPart, ToolCall, text_message
 from unit.building import make_chat
@@ -26,14 +26,14 @@ def a_call(index: int, *texts: str, seed: int = 7, policy: str = "policy", **cha
     )
 
 
-def history_of(*chats, **settings) -> History:
-    history = History(**settings)
+def history_of(*chats, **settings) -> CallHistory:
+    history = CallHistory(**settings)
     for chat in chats:
         history.add(chat)
     return history
 
 
-def matched(history: History, *texts: str, policy: str = "policy") -> tuple:
+def matched(history: CallHistory, *texts: str, policy: str = "policy") -> tuple:
     match = history.match(policy, turns(*texts))
     left = None if match.left is None else match.left.index
     return None if match.call is None else match.call.index, match.messages, match.known, left, match.reason
@@ -43,7 +43,7 @@ def matched(history: History, *texts: str, policy: str = "policy") -> tuple:
 
 
 def test_an_episode_without_calls_has_nothing_to_go_on_from():
-    assert matched(History(), "a") == (None, 0, 0, None, None)
+    assert matched(CallHistory(), "a") == (None, 0, 0, None, None)
 
 
 def test_the_longest_call_is_gone_on_from():

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.algorithms.importance import importance_weights
 from palestra.algorithms.loss import LOSSES, Loss, LossSpec
 from palestra.algorithms.losses import PPOClipLoss
+from palestra.algorithms.policy_gradient import importance_weights
 from palestra.config import TrainerConfig
 from palestra.errors import CheckpointError
 from palestra.models import device

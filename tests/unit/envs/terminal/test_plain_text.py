@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra_screens.terminal.plain_text import Output, plain_text
+from palestra_screens.terminal.shell import Output, plain_text
 
 
 @pytest.mark.parametrize(
