@@ -10,6 +10,7 @@ from palestra.algorithms.base import Algorithm, StepOrder
 from palestra.algorithms.batch_baselines import RAE, ReinforcePP
 from palestra.algorithms.group_relative import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO
 from palestra.algorithms.imitation import SFT, Distill
+from palestra.algorithms.preference import DPO
 from palestra.algorithms.sac import SAC
 from palestra.config import AlgorithmConfig
 from palestra.config.algorithm import GROUP
@@ -29,6 +30,7 @@ ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
     "a2c": A2C,
     "sac": SAC,
     "sft": SFT,
+    "dpo": DPO,
     "distill": Distill,
 }
 

@@ -24,7 +24,7 @@ REGULARIZATION_METRICS = (
         "kl_at_sampling",
         "nats",
         "Divergence KL(sampled || reference) of a token, by `algorithm.kl.estimator`; an adaptive coefficient follows "
-        "it. Without meaning for conversations (`sft`), which nothing has sampled.",
+        "it. Not written where recorded episodes are trained.",
     ),
 )
 

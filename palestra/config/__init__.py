@@ -4,7 +4,7 @@ from palestra.config.actor_critic import A2CConfig, ActorCriticConfig, PPOConfig
 from palestra.config.algorithm import ALGORITHM_NAMES, OwnAlgorithmConfig
 from palestra.config.algorithm_base import REWARD_NAME, AlgorithmConfig, LossAggMode
 from palestra.config.engine import Alike, EngineConfig, MixedEngineConfig, PooledEngineConfig
-from palestra.config.imitation import DistillConfig, SFTConfig
+from palestra.config.imitation import DistillConfig, DPOConfig, SFTConfig
 from palestra.config.job import BUILT_IN, SMOLLM2, TINY, TINY_QWEN_VL, TINY_VISION, JobConfig, JobKind
 from palestra.config.judge import JudgeAccess, JudgeConfig
 from palestra.config.loading import (
@@ -86,6 +86,7 @@ __all__ = [
     "CriticConfig",
     "CurriculumConfig",
     "DAPOConfig",
+    "DPOConfig",
     "DistillConfig",
     "DrGRPOConfig",
     "EngineConfig",

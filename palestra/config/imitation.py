@@ -1,38 +1,29 @@
-"""Algorithms that learn from given data: `[algorithm]` of SFT, and of distillation."""
+"""Algorithms that learn from given data: `[algorithm]` of SFT, DPO and distillation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from palestra.config.algorithm_base import LOSS_AGG_MODE, NAME, AlgorithmConfig, LossAggMode
-from palestra.config.networks import TeacherServerConfig
+from palestra.config.networks import KLConfig, TeacherServerConfig
+
+_OF_PAIRS = "Fixed: the loss is a mean over pairs, each with the sums over its replies before the step's one update."
 
 
-class SFTConfig(AlgorithmConfig):
-    """Supervised fine-tuning on recorded episodes; none is played for training."""
+class _RecordedConfig(AlgorithmConfig):
+    """Keys of algorithms that train recorded episodes, of a run or of the tasks; none is played for training."""
 
-    name: Literal["sft"] = Field("sft", description=NAME)
-    loss_agg_mode: LossAggMode = Field("token-mean", description=LOSS_AGG_MODE)
-    from_run: Path | None = Field(
-        None,
-        description="Folder of the run whose completed training episodes are learned from; in a service the ID of a "
-        "job of the same tenant, whose episodes until the submission are taken. None: the tasks are conversations, "
-        "JSON objects with `messages`, and perhaps `tools` and `reward`, whose replies are learned. Each group is one "
-        "of them, so that a step has `rollout.groups_per_step`.",
-    )
     from_policy: str | None = Field(
         None,
         min_length=1,
         description="Policy of `from_run` whose calls and rewards are learned from, where that run has trained "
         "several. None: the one with the name of the policy that learns.",
     )
-    min_reward: float | None = Field(
-        None, description="Episodes with a smaller reward are left out of those of `from_run`. None: all are taken."
-    )
+    from_run: Path | None = None  # the subclasses describe it
 
     @property
     def brings_tasks(self) -> bool:
@@ -45,12 +36,62 @@ class SFTConfig(AlgorithmConfig):
         return not self.brings_tasks
 
     @model_validator(mode="after")
-    def _reward_of_a_run(self) -> SFTConfig:
-        if self.min_reward is not None and self.from_run is None:
-            raise ValueError("min_reward chooses among the episodes of `from_run`, and that is not given")
+    def _policy_of_a_run(self) -> Self:
         if self.from_policy is not None and self.from_run is None:
             raise ValueError("from_policy is a policy of the run `from_run`, and that is not given")
         return self
+
+
+class SFTConfig(_RecordedConfig):
+    """Supervised fine-tuning on recorded episodes."""
+
+    name: Literal["sft"] = Field("sft", description=NAME)
+    loss_agg_mode: LossAggMode = Field("token-mean", description=LOSS_AGG_MODE)
+    from_run: Path | None = Field(
+        None,
+        description="Folder of the run whose completed training episodes are learned from; in a service the ID of a "
+        "job of the same tenant, whose episodes until the submission are taken. None: the tasks are conversations, "
+        "JSON objects with `messages`, and perhaps `tools` and `reward`, whose replies are learned. Each group is one "
+        "of them, so that a step has `rollout.groups_per_step`.",
+    )
+    min_reward: float | None = Field(
+        None, description="Episodes with a smaller reward are left out of those of `from_run`. None: all are taken."
+    )
+
+    @model_validator(mode="after")
+    def _reward_of_a_run(self) -> Self:
+        if self.min_reward is not None and self.from_run is None:
+            raise ValueError("min_reward chooses among the episodes of `from_run`, and that is not given")
+        return self
+
+
+class DPOConfig(_RecordedConfig):
+    """Direct preference optimisation (Rafailov et al. 2023) on recorded pairs."""
+
+    learns_pairs: ClassVar[bool] = True
+
+    name: Literal["dpo"] = Field("dpo", description=NAME)
+    beta: float = Field(
+        0.1,
+        gt=0,
+        le=1e3,
+        description="Factor of the log-ratios between policy and reference: the larger, the nearer the policy stays "
+        "to the reference.",
+    )
+    from_run: Path | None = Field(
+        None,
+        description="Folder of the run whose pairs are learned from: of each group of completed training episodes the "
+        "ones with the largest and the smallest reward; a group of equal rewards is left out. In a service the ID of a "
+        "job of the same tenant. None: the tasks are pairs, JSON objects with `prompt`, `chosen` and `rejected`, and "
+        "perhaps `tools`: texts or messages, as data sets for TRL have them. Each group is one pair, so that a step "
+        "has `rollout.groups_per_step`.",
+    )
+    kl: KLConfig = Field(
+        KLConfig(), description="The reference policy, and perhaps a penalty in addition to the loss of pairs."
+    )
+    loss_agg_mode: Literal["seq-mean-token-mean"] = Field("seq-mean-token-mean", description=_OF_PAIRS)
+    epochs: Literal[1] = Field(1, description=_OF_PAIRS)
+    minibatches: Literal[1] = Field(1, description=_OF_PAIRS)
 
 
 class DistillConfig(AlgorithmConfig):

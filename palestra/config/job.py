@@ -290,6 +290,12 @@ class JobConfig(Section):
         return any(self.algorithm_of(name).brings_tasks for name in self.trained_policies)
 
     @property
+    def learns_recorded(self) -> bool:
+        """Return whether training episodes are recorded ones, so that none is played for training."""
+        algorithms = [self.algorithm_of(name) for name in self.trained_policies]
+        return any(each.brings_tasks or each.learns_conversations for each in algorithms)
+
+    @property
     def players(self) -> Roles:
         """Return which policy plays which agent."""
         default = (*self.trained_policies, *self.policies)[0]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,9 +32,9 @@ from palestra.store.calls import read_trajectory
 from palestra.threads import in_thread
 from palestra.tokens import common_tokens
 from palestra.types.calls import Chat, Ids, PolicyVersion, SamplingParams, TokenSequence, VersionSpan
-from palestra.types.conversations import read_conversation
+from palestra.types.conversations import Conversation, read_conversations
 from palestra.types.messages import ChatMessage, ImagePart, text_message
-from palestra.types.records import RecordedEpisode, Task
+from palestra.types.records import EpisodeRecord, RecordedEpisode, Task
 
 
 def learned_policies(run_dir: Path, policy: str | None, learner: str) -> tuple[str, ...]:
@@ -111,13 +113,13 @@ def _same_tokens(model: str, runtime: PolicyRuntime) -> bool:
     return len(other) == len(own) and all(other.bytes_of(token) == own.bytes_of(token) for token in range(len(own)))
 
 
-def chosen_episodes(run_dir: Path, policies: Sequence[str], min_reward: float | None) -> list[str]:
-    """Return the ids of a run's completed training episodes with enough reward, in canonical order.
+def chosen_episodes(source: RecordedEpisodes, run_dir: Path, policies: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the ids of a run's completed training episodes to learn from, by group of the job, in canonical order.
 
     Args:
+        source: which of the run's episodes.
         policies: of the run, to learn from; one of several trained policies must have called in each episode, and its
             own reward counts.
-        min_reward: None: any.
     """
     roles = source_config(run_dir).players
     with browse(run_dir / "run.db") as connection:
@@ -126,22 +128,35 @@ def chosen_episodes(run_dir: Path, policies: Sequence[str], min_reward: float | 
         ]
         called = called_by(connection, policies[0]) if is_apart(roles, policies) else None
     rewarded = [
-        (each.episode_id, sum(recorded_rewards(roles, policies, each.players, each.rewards).values()))
+        (each, sum(recorded_rewards(roles, policies, each.players, each.rewards).values()))
         for each in found
         if each.rewards is not None and (called is None or each.episode_id in called)
     ]
-    names = [name for name, reward in rewarded if min_reward is None or reward >= min_reward]
+    if source.pairs:
+        groups = groupby(rewarded, key=lambda pair: pair[0].group_index)
+        pairs = [pair for _, members in groups if (pair := _best_and_worst(list(members))) is not None]
+        if not pairs:
+            raise ConfigError(f"algorithm.from_run: the run in {run_dir} has no group of episodes with unequal rewards")
+        return pairs
+    least = source.min_reward
+    names = [(each.episode_id,) for each, reward in rewarded if least is None or reward >= least]
     if not names:
         best = max((reward for _, reward in rewarded), default=None)
         most = "it has none at all" if best is None else f"the largest reward is {best:g}"
         raise ConfigError(
-            f"algorithm.from_run: the run in {run_dir} has no training episode with a reward of at least "
-            f"{min_reward}; {most}"
+            f"algorithm.from_run: the run in {run_dir} has no training episode with a reward of at least {least}; "
+            f"{most}"
         )
     return names
 
 
-_IDS = "recorded_episodes"  # fact in the run store: the ids of the episodes that are learned from
+def _best_and_worst(members: Sequence[tuple[EpisodeRecord, float]]) -> tuple[str, str] | None:
+    """Return the ids of a group's episodes with the largest and the smallest reward; None: all are equal."""
+    best, worst = max(members, key=itemgetter(1)), min(members, key=itemgetter(1))
+    return (best[0].episode_id, worst[0].episode_id) if best[1] > worst[1] else None
+
+
+_IDS = "recorded_episodes"  # fact in the run store: the ids of the episodes that are learned from, by group
 _POLICIES = "recorded_policies"  # fact in the run store: the policies of that run whose calls are learned
 _CERTAIN = 0.0  # the log-probability of a token that was given and not sampled
 
@@ -171,11 +186,11 @@ class Recordings:
         return cls(source, run.policies.runtime(policy), run.store)
 
     async def tasks(self) -> Sequence[Task]:
-        """Return a task for each recorded episode, in canonical order; a resumed job has those of its first start."""
+        """Return a task for each group, in canonical order; a resumed job has those of its first start."""
         run_dir = self._source.run_dir
         if run_dir is None:
             tasks = await self._store.tasks.stored("train")
-            await in_thread(lambda: _check_conversations(tasks))
+            await in_thread(lambda: _check_conversations(tasks, self._source.pairs))
             return tasks
         config = await in_thread(lambda: source_config(run_dir))
         self._roles = config.players
@@ -183,7 +198,7 @@ class Recordings:
         if known is None:
             self._policies = learned_policies(run_dir, self._source.policy, self._runtime.name)
             await in_thread(lambda: check_tokens(config, self._policies, run_dir, self._runtime))
-            names = await in_thread(lambda: chosen_episodes(run_dir, self._policies, self._source.min_reward))
+            names = await in_thread(lambda: chosen_episodes(self._source, run_dir, self._policies))
             await self._store.log.set_fact(
                 _POLICIES, to_json(list(self._policies))
             )  # before _IDS, which says it is there
@@ -194,23 +209,28 @@ class Recordings:
             assert chosen is not None
             self._policies = tuple(orjson.loads(chosen))
             await in_thread(lambda: check_tokens(config, self._policies, run_dir, self._runtime))
-        return [Task(task_id=name, data={"recorded": name}) for name in names]
+        return [Task(task_id=group[0], data={"recorded": group}) for group in names]
 
-    async def episode(self, task: Task, version: PolicyVersion) -> RecordedEpisode:
-        """Return the recorded episode of a task, with calls as if the job's policy had made them now.
+    async def episodes(self, task: Task, version: PolicyVersion) -> tuple[RecordedEpisode, ...]:
+        """Return the recorded episodes of a task, with calls as if the job's policy had made them now.
 
         Args:
             version: for all tokens: recorded tokens are never stale.
         """
         run_dir = self._source.run_dir
         if run_dir is None:
-            return await in_thread(lambda: self._of_conversation(task, version))
-        return await in_thread(lambda: self._of_run(run_dir, task, version))
+            return await in_thread(
+                lambda: tuple(
+                    self._of_conversation(task, conversation, version)
+                    for conversation in read_conversations(task, pairs=self._source.pairs)
+                )
+            )
+        return await in_thread(lambda: tuple(self._of_run(run_dir, name, version) for name in task.data["recorded"]))
 
-    def _of_run(self, run_dir: Path, task: Task, version: PolicyVersion) -> RecordedEpisode:
+    def _of_run(self, run_dir: Path, name: str, version: PolicyVersion) -> RecordedEpisode:
         """Read an episode of another run; calls of policies that are not learned from are left out."""
         with browse(run_dir / "run.db") as connection:
-            found = read_trajectory(connection, task.data["recorded"])
+            found = read_trajectory(connection, name)
         episode = found.episode
         calls = [chat for chat in found.chats if chat.policy in self._policies]
         apart = is_apart(self._roles, self._policies)
@@ -233,9 +253,9 @@ class Recordings:
         spans = (VersionSpan(version, len(chat.completion_ids)),)
         return replace(chat, fence=0, policy=self._runtime.name, versions=spans)
 
-    def _of_conversation(self, task: Task, version: PolicyVersion) -> RecordedEpisode:
-        """Return an episode with a call for each reply of a conversation."""
-        messages, tools, reward = read_conversation(task)
+    def _of_conversation(self, task: Task, given: Conversation, version: PolicyVersion) -> RecordedEpisode:
+        """Return an episode with a call for each learned reply of a conversation."""
+        messages = given.messages
         with_images = any(isinstance(part, ImagePart) for message in messages for part in message.content)
         if with_images and not self._runtime.renderer.takes_images:
             raise ConfigError(
@@ -243,9 +263,9 @@ class Recordings:
             )
         calls: list[Chat] = []
         for place, message in enumerate(messages):
-            if message.role == "assistant":
-                calls.append(self._call(task, messages[:place], message, tools, calls, version))
-        return RecordedEpisode(task=task, rewards={"agent": reward}, metadata={}, calls=tuple(calls))
+            if message.role == "assistant" and place >= given.prompt:
+                calls.append(self._call(task, messages[:place], message, given.tools, calls, version))
+        return RecordedEpisode(task=task, rewards={"agent": given.reward}, metadata={}, calls=tuple(calls))
 
     def _call(
         self,
@@ -328,10 +348,10 @@ class Recordings:
         return shared, tail, rest[: int(ends[0]) + 1]
 
 
-def _check_conversations(tasks: Iterable[Task]) -> None:
-    """Raise ConfigError if a task is no conversation."""
+def _check_conversations(tasks: Iterable[Task], pairs: bool) -> None:
+    """Raise ConfigError if a task is no conversation, or no pair."""
     for task in tasks:
-        read_conversation(task)
+        read_conversations(task, pairs=pairs)
 
 
 async def gather_recorded(
@@ -345,8 +365,8 @@ async def gather_recorded(
     """Enter a step's missing recorded episodes into the store, and return all of them.
 
     Args:
-        tasks_of: see `gather_groups`; the first task of a group is its episode's.
-        groups: number of the step's episodes; each is its own group.
+        tasks_of: see `gather_groups`; the first task of a group is that of all its episodes.
+        groups: number of the step's groups.
         versions: before the step; exactly one.
     """
     (version,) = versions.values()
@@ -354,7 +374,7 @@ async def gather_recorded(
     for _ in range(groups - len(there)):
         index = await store.groups.next_index("train")
         tasks = await tasks_of(step, (index,))
-        await store.groups.register_recorded(index, step, await recordings.episode(tasks[index][0], version))
+        await store.groups.register_recorded(index, step, await recordings.episodes(tasks[index][0], version))
     found = await store.groups.of_step("train", step)
     names = tuple(episode.episode_id for _, episodes in found for episode in episodes)
     trajectories = await store.calls.trajectories(names)

@@ -54,6 +54,11 @@ from palestra.types.records import Trajectory
 log = logging.getLogger("palestra.learner")
 COUNTS = ("train/rows", "train/trained_tokens", "train/updates_skipped")  # metrics that add up over a step's batches
 _BEFORE_UPDATES = frozenset(f"train/{metric.name}" for metric in TRAINER_METRICS if metric.epoch == "first")
+# Metrics that compare the policy with what has sampled the tokens. Of a conversation nothing has, and of another run's
+# episodes it was another policy.
+_OF_SAMPLING = frozenset(
+    f"train/{name}" for name in ("logprob_gap_mean", "logprob_gap_max", "sampling_kl", "kl_at_sampling")
+)
 CRITIC_COUNTS = ("train/critic_updates_skipped",)  # these add up where there is a critic
 
 
@@ -259,6 +264,8 @@ class PolicyUpdate:
         if batch.samples and not waits:
             row |= await self._update(step, batch, loss, request)
         await freed(batch.groups)  # with the rows that have advantages; those without are the caller's
+        if self._algorithm.recorded is not None:
+            row = {name: value for name, value in row.items() if name not in _OF_SAMPLING}
         return row
 
     def _with_advantages(

@@ -77,6 +77,14 @@ class Play:
     sampler: SamplerMaker | None = None
 
 
+async def _none_is_played(task: TaskData, endpoint: Any) -> float:
+    """Raise ConfigError: the job trains recorded episodes, and was given something to validate on."""
+    raise ConfigError(
+        "nothing says how validation episodes are played: give `rollout`, `environment` or `reward`, or no "
+        "`validation_tasks`"
+    )
+
+
 def resolve_rollout(config: JobConfig, play: Play) -> Rollout | RolloutSpec | None:
     """Return the user's rollout function, or agents in an environment; None: `config.environment` names it."""
     rollout, environment, reward = play.rollout, play.environment, play.reward
@@ -92,6 +100,8 @@ def resolve_rollout(config: JobConfig, play: Play) -> Rollout | RolloutSpec | No
         "[[environments]]": mixed,
     }
     found = [name for name, is_given in given.items() if is_given]
+    if not found and config.learns_recorded:
+        return _none_is_played
     if not found:
         raise ConfigError(
             "nothing says what is played: give `rollout`, a function (task, endpoint) -> reward; or `environment`; or "

@@ -40,7 +40,7 @@ from palestra.runtime.model_memory import (
 from palestra.runtime.role_check import agents_of, impossible_roles, odd_roles
 from palestra.runtime.tasks import environment_of, read_files, task_of
 from palestra.runtime.terms import HERE
-from palestra.types.conversations import read_conversation
+from palestra.types.conversations import read_conversations
 
 GIB = 2**30
 MOST_STEPS = 100_000  # of a job, in which steps without an update are looked for
@@ -244,10 +244,10 @@ def _recordings(config: JobConfig, policy: str, recorded: RecordedEpisodes | Non
     try:
         if recorded is not None and recorded.run_dir is not None:
             policies = learned_policies(recorded.run_dir, recorded.policy, policy)
-            chosen_episodes(recorded.run_dir, policies, recorded.min_reward)
+            chosen_episodes(recorded, recorded.run_dir, policies)
         elif recorded is not None:
             for data in _tasks_of(config, "train"):
-                read_conversation(task_of(data))
+                read_conversations(task_of(data), pairs=recorded.pairs)
     except (ConfigError, StoreError) as error:
         key, brings = config.algorithm_key(policy), config.algorithm_of(policy).brings_tasks
         where = f"{key}.from_run" if brings else "tasks.train"
@@ -255,7 +255,8 @@ def _recordings(config: JobConfig, policy: str, recorded: RecordedEpisodes | Non
             key=where, text=str(error).removeprefix("algorithm.from_run: ").removeprefix("tasks.train: ")
         )
     if recorded is not None and recorded.run_dir is None and config.tasks.train is None and config.environment.name:
-        text = f"the tasks of {config.environment.name!r} are no conversations; name a file in tasks.train, or from_run"
+        kind = "pairs" if recorded.pairs else "conversations"
+        text = f"the tasks of {config.environment.name!r} are no {kind}; name a file in tasks.train, or from_run"
         yield CheckFinding(key="tasks.train", text=text)
 
 

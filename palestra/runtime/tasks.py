@@ -148,7 +148,11 @@ def _of_environment(name: str, task: Task) -> Task:
 
 
 def read_files(config: JobConfig, check: TaskCheck | None = None) -> Files:
-    """Read and check the task files of a job; a serving job has none."""
+    """Read and check the task files of a job; a serving job has none.
+
+    Args:
+        check: of each task that is played.
+    """
     if config.kind == "inference":
         return {}
     found: Files = {}
@@ -159,7 +163,8 @@ def read_files(config: JobConfig, check: TaskCheck | None = None) -> Files:
             found[split_in(name, "validation")] = TaskFile(job.tasks.validation)
         found[split_in(name, "train")] = TaskFile(train)
     for split, file in found.items():
-        if not file.count(check) and split.startswith("train"):
+        trains = split.startswith("train")
+        if not file.count(None if trains and config.learns_recorded else check) and trains:
             whose = f"environment {split.partition('/')[2]!r}" if "/" in split else "the job"
             raise ConfigError(f"tasks file {file.path} is empty: {whose} has no training tasks")
     return found

@@ -36,7 +36,7 @@ from palestra.runtime.tasks import read_files, task_of
 from palestra.runtime.terms import JobTerms
 from palestra.store.browsing import browse
 from palestra.store.tasks import are_sealed
-from palestra.types.conversations import read_conversation
+from palestra.types.conversations import read_conversations
 from palestra.waiting import race
 
 ARGUMENTS: dict[Split, str] = {"validation": "validation_tasks", "train": "tasks"}
@@ -178,7 +178,7 @@ class _TaskSource:
         self, config: JobConfig, check: TaskCheck | None, note: Callable[[str], None], stack: contextlib.ExitStack
     ) -> None:
         self._config, self._note, self._stack = config, note, stack
-        self._reads_conversations = config.algorithm_of(config.players.default).learns_conversations
+        self._algorithm = config.algorithm_of(config.players.default)
         self._check = check
         self.stored = False
         if (store := config.folder / "run.db").exists():
@@ -213,7 +213,7 @@ class _TaskSource:
             self._note(f"the run has its tasks on disk, and goes on with those; `{name}` is not read again")
             return None
         rows = resolve_tasks(name, tasks)
-        check = self._conversation if split == "train" and self._reads_conversations else self._check
+        check = self._conversation if split == "train" and self._algorithm.learns_conversations else self._check
         if isinstance(rows, TaskFile):
             return rows if rows.count(check) else None
         if split == "train" and not listed and not hasattr(rows, "__len__"):  # it may be endless
@@ -224,10 +224,8 @@ class _TaskSource:
 
     def _conversation(self, task: TaskData, place: str) -> None:
         """Check a task to learn from."""
-        if self._check is not None:
-            self._check(task, place)
         try:
-            read_conversation(task_of(dict(task)))
+            read_conversations(task_of(dict(task)), pairs=self._algorithm.learns_pairs)
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from None
 

@@ -19,7 +19,7 @@ from palestra.server.state import DataPlane
 from palestra.session import SeatKey
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.calls import AgentStepReward, StepTimes
-from palestra.types.conversations import read_conversation
+from palestra.types.conversations import read_conversations
 from palestra.types.records import MAX_STEPS, SOLE_AGENT, EpisodeRecord, Task
 from palestra.types.wire import (
     MAX_REWARD,
@@ -171,7 +171,7 @@ def _pushed(algorithm: AlgorithmConfig, body: bytes) -> tuple[PushTasks, list[Ta
     if algorithm.learns_conversations and pushed.split == "train":
         for place, task in enumerate(tasks):
             try:
-                read_conversation(task)
+                read_conversations(task, pairs=algorithm.learns_pairs)
             except ConfigError as error:
                 raise InvalidRequest(str(error), f"tasks.{place}.data") from None
     return pushed, tasks

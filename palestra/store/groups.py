@@ -157,38 +157,34 @@ class Groups:
         self.available.notify(sum(map(len, names.values())))
 
     @shielded
-    async def register_recorded(self, group_index: int, step: int, recorded: RecordedEpisode) -> None:
-        """Add a training group of one episode that was played elsewhere, with its calls; an existing group is not
+    async def register_recorded(self, group_index: int, step: int, recorded: Sequence[RecordedEpisode]) -> None:
+        """Add a training group of episodes that were played elsewhere, with their calls; an existing group is not
         changed.
 
         Args:
             group_index: in canonical order.
+            recorded: of one task.
         """
-        name = episode_name("train", group_index, 0)
-        episode = {
-            "episode_id": name,
-            "kind": "train",
-            "group_index": group_index,
-            "sample_index": 0,
-            "task_id": recorded.task.task_id,
-            "task_data": to_json(recorded.task.data),
-            "state": EpisodeState.COMPLETED.value,
-            "rewards": rewards_to_json(recorded.rewards),
-            "step_rewards": None if recorded.step_rewards is None else rewards_to_json(recorded.step_rewards),
-            "step_times": None if recorded.step_times is None else to_json([list(t) for t in recorded.step_times]),
-            "named_rewards": None if recorded.named_rewards is None else rewards_to_json(recorded.named_rewards),
-            "metadata": to_json(recorded.metadata),
-        }
-        group = {"kind": "train", "group_index": group_index, "step": step, "task_id": recorded.task.task_id}
+        names = [episode_name("train", group_index, sample) for sample in range(len(recorded))]
+        group = {"kind": "train", "group_index": group_index, "step": step, "task_id": recorded[0].task.task_id}
+        rows = [
+            _recorded_row(each) | {"episode_id": name, "group_index": group_index, "sample_index": sample}
+            for sample, (name, each) in enumerate(zip(names, recorded, strict=True))
+        ]
+        calls = [
+            chat_row(call) | {"episode_id": name}
+            for name, each in zip(names, recorded, strict=True)
+            for call in each.calls
+        ]
 
         def register(connection: Connection) -> None:
             where = (groups.c.kind == "train", groups.c.group_index == group_index)
             if connection.execute(select(groups.c.size).where(*where)).first():
                 return
-            connection.execute(groups.insert(), group | {"size": 1, "state": GroupState.READY.value})
-            connection.execute(episodes.insert(), episode)
-            if recorded.calls:
-                connection.execute(chats.insert(), [chat_row(call) | {"episode_id": name} for call in recorded.calls])
+            connection.execute(groups.insert(), group | {"size": len(rows), "state": GroupState.READY.value})
+            connection.execute(episodes.insert(), rows)
+            if calls:
+                connection.execute(chats.insert(), calls)
 
         await self._db.write(register)
 
@@ -396,4 +392,19 @@ def _new_episode(kind: EpisodeKind, group_index: int, sample: int, task_id: str,
         "task_id": task_id,
         "task_data": task_data,
         "state": EpisodeState.REGISTERED.value,
+    }
+
+
+def _recorded_row(recorded: RecordedEpisode) -> dict[str, Any]:
+    """Return the row of an episode that was played elsewhere, without its place."""
+    return {
+        "kind": "train",
+        "task_id": recorded.task.task_id,
+        "task_data": to_json(recorded.task.data),
+        "state": EpisodeState.COMPLETED.value,
+        "rewards": rewards_to_json(recorded.rewards),
+        "step_rewards": None if recorded.step_rewards is None else rewards_to_json(recorded.step_rewards),
+        "step_times": None if recorded.step_times is None else to_json([list(t) for t in recorded.step_times]),
+        "named_rewards": None if recorded.named_rewards is None else rewards_to_json(recorded.named_rewards),
+        "metadata": to_json(recorded.metadata),
     }

@@ -56,7 +56,7 @@ TRAINER_METRICS = (
         "logprob_gap_mean",
         "nats",
         "Mean of |trainer's logprob - engine's logprob| over trained tokens, before the first update of the step: "
-        "rounding alone where no token is stale. Without meaning for conversations (`sft`), which nothing has sampled.",
+        "rounding alone where no token is stale. Not written where recorded episodes are trained.",
         epoch="first",
     ),
     LossMetric("logprob_gap_max", "nats", "Largest such difference.", epoch="first"),
@@ -64,7 +64,7 @@ TRAINER_METRICS = (
         "sampling_kl",
         "nats",
         "Divergence KL(sampled || policy) of a token, by the estimator k3: what staleness, rounding and the step's "
-        "earlier updates have moved. Without meaning for conversations (`sft`), which nothing has sampled.",
+        "earlier updates have moved. Not written where recorded episodes are trained.",
     ),
 )
 """What `forward_backward` measures with every loss of the policy, beside the loss's own metrics."""

@@ -1,4 +1,4 @@
-"""A tiny model learns replies by heart, from conversations and from the good episodes of a run."""
+"""A tiny model learns from what was recorded: conversations, good episodes of a run, and pairs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ CONVERSATIONS = [
     }
     for task in TASKS
 ]
+
+
+def as_reply(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
 
 
 def reward(task, answer):
@@ -78,3 +82,18 @@ def test_the_good_episodes_of_a_run_are_learned(taught, tmp_path):
     assert result.metrics[-1]["validation/reward_mean"] == 1.0
     without_validation = job(tmp_path / "without", 2, settings)
     assert len(palestra.train(reward=reward, config=without_validation, quiet=True).metrics) == 2
+
+
+@pytest.mark.slow
+def test_of_two_answers_the_preferred_one_becomes_more_likely_than_the_other(taught, tmp_path):
+    """A model that knows the right answers learns to prefer another, as far as the log-ratio with its start says."""
+    pairs = [{"prompt": question, "chosen": "8", "rejected": right} for question, right in ANSWERS.items()]
+    settings = job(tmp_path / "run", 20, {"name": "dpo"}, model=str(taught.checkpoint))
+    result = palestra.train(tasks=pairs, config=settings, quiet=True)
+    first, last = result.metrics[0], result.metrics[-1]
+    assert first["train/pair_loss"] == pytest.approx(0.6931, abs=1e-3), "policy and reference are equal"
+    assert last["train/pair_accuracy"] == 1.0
+    assert last["train/pair_loss"] < 0.6
+    # The margin is beta times the change of the log-odds: by more than 2 nats here.
+    assert last["train/pair_margin"] > 0.2
+    assert not {"train/logprob_gap_mean", "train/sampling_kl"} & last.keys(), "nothing has sampled these replies"

@@ -41,6 +41,8 @@ def same(found, wanted):
 def test_neither_cutting_nor_order_nor_padding_matters_and_each_token_is_trained_once(
     name, rewards, calls, rows, reverse, pad
 ):
+    if name == "dpo":
+        rewards = [members[:2] for members in rewards]  # its groups are pairs
     wanted = token_gradients(made(name), made_up_groups(rewards=rewards))
     other = made_up_groups(
         rewards=rewards, calls=calls, rows=min(rows, calls), reverse=reverse, pad=pad, prompt=2 + pad

@@ -1,4 +1,4 @@
-"""Record what TRL computes for its GRPO family of losses: values and gradients, on tensors that are drawn here.
+"""Record what TRL computes for its GRPO family of losses and for DPO: values and gradients, on tensors drawn here.
 
 In an environment of its own, with CPU torch:
 
@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import torch
 import trl
 from trl.rewards import get_soft_overlong_punishment
+from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 BATCH, LENGTH, MAX_LENGTH = 6, 9, 12
@@ -64,6 +65,38 @@ def trainer(logprobs: torch.Tensor, settings: dict) -> SimpleNamespace:
     )
 
 
+def pairs(mask: torch.Tensor, logprobs: torch.Tensor, reference: torch.Tensor, beta: float) -> dict:
+    """What `DPOTrainer._compute_loss` makes of three pairs; the first half of the rows are the chosen replies."""
+    logprobs = (logprobs * mask).clone().requires_grad_(True)
+    whole = torch.cat([torch.zeros(len(mask), 1, dtype=torch.long), mask], dim=1)
+    other = {"entropy": mask * 0.0, "mean_logits": mask * 0.0, "is_top1": mask.bool()}  # for metrics
+    models = (SimpleNamespace(log_probs=found, **other) for found in (logprobs, reference * mask))
+    model = torch.nn.Identity()
+    model.is_gradient_checkpointing = False
+    given = SimpleNamespace(
+        model=model,
+        ref_model=lambda **_: next(models),
+        accelerator=SimpleNamespace(device=torch.device("cpu"), gather_for_metrics=lambda x: x, gather=lambda x: x),
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None, gradient_checkpointing=False),
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=False,
+        f_divergence_type="reverse_kl",
+        loss_types=["sigmoid"],
+        loss_weights=[1.0],
+        beta=beta,
+        use_weighting=False,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {"input_ids": whole * 0, "attention_mask": whole * 0 + 1, "completion_mask": whole}
+    loss = DPOTrainer._compute_loss(given, lambda **_: next(models), inputs, return_outputs=False)
+    loss.backward()
+    said = {name: values[-1] for name, values in given._metrics["train"].items() if name.startswith("rewards/")}
+    return {"beta": beta, "loss": float(loss.detach()), "gradient": logprobs.grad.tolist(), "metrics": said}
+
+
 def main() -> None:
     """Write the fixtures to standard output."""
     draw = torch.Generator().manual_seed(0)
@@ -98,6 +131,7 @@ def main() -> None:
         "logprobs": now.tolist(),
         "advantages": advantages.tolist(),
         "cases": found,
+        "pairs": [pairs(mask, now * 2, old, beta) for beta in (0.1, 1.0, 30.0)],
         "overlong": {"max": 100, "cache": 20, "lengths": replies, "rewards": overlong([[0] * n for n in replies])},
     }
     json.dump(document, sys.stdout)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from palestra.algorithms.base import Group
 from palestra.algorithms.group_relative import DAPO
 from palestra.algorithms.loss import LossInputs
 from palestra.algorithms.losses import CISPOLoss, GSPOLoss, PPOClipLoss
-from palestra.config import DAPOConfig
+from palestra.algorithms.preference import DPO
+from palestra.config import DAPOConfig, DPOConfig
 from palestra.tokens import token_weights
-from unit.building import make_chat, make_trajectory
+from unit.building import make_chat, make_sample, make_trajectory
 
 RECORDED = json.loads((Path(__file__).parent / "trl_losses.json").read_text())
 MASK = torch.tensor(RECORDED["mask"]).bool()
@@ -72,3 +76,47 @@ def test_the_soft_penalty_of_length_is_that_of_trl():
         group = [make_trajectory(0, 0, 3.0, [chat]), make_trajectory(0, 1, 0.0, [])]
         returns, _ = algorithm.shaped(group, algorithm.returns(group))
         assert list(returns.values.values()) == [pytest.approx(3.0 + reward)]
+
+
+@pytest.mark.parametrize("recorded", RECORDED["pairs"], ids=lambda recorded: f"beta {recorded['beta']}")
+def test_the_gradient_of_pairs_is_that_of_trl(recorded):
+    """The weights of `DPO` and the log-likelihood together; TRL's batch has the chosen replies first."""
+    logprobs, reference = torch.tensor(RECORDED["logprobs"]) * 2, torch.tensor(RECORDED["old_logprobs"])
+    tokens = MASK.sum(1).tolist()
+    rows = [make_sample([1] * n, range(n), name=f"train-{i % 3:06d}-{i // 3:02d}") for i, n in enumerate(tokens)]
+    order = [0, 3, 1, 4, 2, 5]  # by pair
+    groups = [
+        Group(
+            trajectories=(make_trajectory(pair, 0, 1.0, []), make_trajectory(pair, 1, 0.0, [])),
+            rows=(rows[pair], rows[pair + 3]),
+        )
+        for pair in range(3)
+    ]
+    by_row = [[column[place][: tokens[place]].numpy() for place in order] for column in (logprobs, reference)]
+    found = DPO(DPOConfig(beta=recorded["beta"])).advantages(
+        groups, {"old_logprobs": by_row[0], "reference_logprobs": by_row[1]}
+    )
+    assert found.importance_weights is not None
+    weights = token_weights([tokens[place] for place in order], "seq-mean-token-mean", 12)
+    for place, weight, factors, advantages in zip(
+        order, weights, found.importance_weights, found.advantages, strict=True
+    ):
+        wanted = torch.tensor(recorded["gradient"])[place]
+        torch.testing.assert_close(torch.tensor(-weight * factors), wanted[: tokens[place]], rtol=1e-5, atol=1e-7)
+        assert set(np.sign(advantages)) <= ({0, 1} if place < 3 else {0, -1})
+    said = recorded["metrics"]
+    names = {"chosen": "chosen_reward", "rejected": "rejected_reward", "accuracies": "pair_accuracy"}
+    for trl, here in names.items():
+        assert found.metrics[here] == pytest.approx(said[f"rewards/{trl}"], rel=1e-5)
+    assert found.metrics["pair_margin"] == pytest.approx(said["rewards/margins"], rel=1e-4)
+    assert found.metrics["pair_loss"] == pytest.approx(recorded["loss"], rel=1e-5)
+
+
+def test_a_pair_of_which_one_reply_is_not_trained_teaches_nothing():
+    row = make_sample([1, 1], [0, 1], name="train-000000-00")
+    group = Group(trajectories=(make_trajectory(0, 0, 1.0, []), make_trajectory(0, 1, 0.0, [])), rows=(row,))
+    other = np.zeros(2, np.float32)
+    found = DPO(DPOConfig()).advantages([group], {"old_logprobs": [other], "reference_logprobs": [other]})
+    assert found.importance_weights is not None
+    assert not found.importance_weights[0].any()
+    assert not any(map(math.isfinite, found.metrics.values()))

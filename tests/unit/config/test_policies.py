@@ -21,7 +21,10 @@ ROLES = Roles(
 def test_one_policy_is_trained_and_the_others_are_frozen():
     config = parse_config(TWO)
     assert config.trained_policies == ("white",)
-    assert config.players == Roles(default="white", named={"opponent": "black"}, frozen=frozenset({"black"}))
+    untrained = config.rollout.untrained_agents
+    assert config.players == Roles(
+        default="white", named={"opponent": "black"}, frozen=frozenset({"black"}), untrained=untrained
+    )
 
 
 def test_the_policy_that_is_trained_plays_what_is_not_named_wherever_it_stands():

@@ -19,7 +19,12 @@ def job(role: object, **changes: object) -> JobConfig:
 
 def test_a_pool_has_defaults_and_is_written_back_as_it_was():
     config = job(PAST)
-    assert config.players == Roles(default="white", named={"opponent": "white"}, pools={"opponent": PoolConfig()})
+    assert config.players == Roles(
+        default="white",
+        named={"opponent": "white"},
+        pools={"opponent": PoolConfig()},
+        untrained=config.rollout.untrained_agents,
+    )
     assert parse_config(tomllib.loads(dump_config(config))) == config
     assert JobConfig(policies={"white": {}}, roles={"opponent": RoleConfig(**PAST)}) == config
 
