@@ -21,6 +21,7 @@ IN_ONE_PROCESS = (
     "addition",
     "black_box_agent",
     "judged_answers",
+    "mixture",
     *(pytest.param(name, marks=pytest.mark.long) for name in ("calculator", "frozen_lake", "gomoku")),
     *(pytest.param(name, marks=pytest.mark.long) for name in ("gomoku_self_play", "own_environment", "subagents")),
 )
