@@ -70,7 +70,7 @@ class Served:
     end: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, told: dict[str, Any]) -> None:
-        """Apply an event of the process; see `checkpoint_process`."""
+        """Apply an event of the process; see the top of this module."""
         self.phase = told.get("phase", self.phase)
         self.reason = told.get("failed", self.reason)
         if "url" in told:
