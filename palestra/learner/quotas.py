@@ -14,7 +14,7 @@ from fractions import Fraction
 Shares = Mapping[str, Fraction]
 
 
-def shares_of(weights: Mapping[str, float]) -> dict[str, Fraction]:
+def exact_shares(weights: Mapping[str, float]) -> dict[str, Fraction]:
     """Return the share of each environment; all add up to 1, exactly."""
     whole = sum(map(Fraction, weights.values()))
     return {name: Fraction(weight) / whole for name, weight in weights.items()}

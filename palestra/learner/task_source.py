@@ -13,7 +13,7 @@ from typing import NamedTuple
 from palestra.config import AlgorithmConfig, JobConfig, Roles
 from palestra.learner.curriculum import SuccessBand
 from palestra.learner.open_run import OpenRun
-from palestra.learner.quotas import next_environments, shares_of, unfilled
+from palestra.learner.quotas import exact_shares, next_environments, unfilled
 from palestra.learner.samplers import (
     History,
     PlayedGroup,
@@ -55,7 +55,7 @@ class TaskSource:
         """
         self._groups, self._rollout, self._samplers, self._roles = groups, config.rollout, samplers, roles
         self._algorithm: AlgorithmConfig = config.algorithm_of(roles.default)
-        self._shares = shares_of({each.id: each.weight for each in config.environments} or {"": 1.0})
+        self._shares = exact_shares({each.id: each.weight for each in config.environments} or {"": 1.0})
         self._policies = config.trained_policies if config.tasks.weigh == "tokens" else ()
         self._reads = len(samplers) > 1 or any(sampler.reads_results for sampler in samplers.values())
         self._results: defaultdict[str, list[PlayedGroup]] = defaultdict(list)  # in order

@@ -38,7 +38,7 @@ from palestra.runtime.model_memory import (
     shortage,
 )
 from palestra.runtime.role_check import agents_of, impossible_roles, odd_roles
-from palestra.runtime.tasks import environment_of, read_files, task_of
+from palestra.runtime.tasks import named_environment, read_files, task_of
 from palestra.runtime.terms import HERE
 from palestra.types.conversations import read_conversations
 
@@ -157,7 +157,7 @@ def _environment(config: JobConfig) -> Iterator[CheckFinding]:
             yield CheckFinding(key="seats.roles", text=text)
         return
     try:
-        make = environment_of(config)
+        make = named_environment(config)
         assert make is not None
         generated = catalog_entry(name).generate
         generated("validation", config.environment.validation_tasks, config.seed)
@@ -181,7 +181,7 @@ def _environment(config: JobConfig) -> Iterator[CheckFinding]:
 def _environment_server(config: JobConfig) -> Iterator[CheckFinding]:
     """Play the environment of the job's environment server, with the first task of the job's files, if there is one."""
     try:
-        make = environment_of(config)
+        make = named_environment(config)
         assert make is not None
         for key, text in impossible_roles(config, agents_of(make())):
             yield CheckFinding(key=key, text=text)

@@ -27,7 +27,7 @@ from palestra.types.records import Task
 from palestra.types.wire import MAX_NAME, TaskBody, name_in, task_digest, task_id_of
 
 
-def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEnvironment] | None:
+def named_environment(config: JobConfig) -> Callable[[], Environment | ConcurrentEnvironment] | None:
     """Return a factory of the environment that the job names; None: external workers play."""
     chosen = config.environment
     if chosen.url is not None and chosen.protocol != "palestra":
@@ -54,7 +54,7 @@ def played_of(config: JobConfig) -> RolloutSpec | None:
         ConfigError: a name or a setting is wrong, or there is an agent without an environment.
     """
     chosen = config.environment
-    make, agents = environment_of(config), named_agents(chosen.agent, chosen.agent_settings)
+    make, agents = named_environment(config), named_agents(chosen.agent, chosen.agent_settings)
     if make is not None:
         return RolloutSpec(environment=make, agents=agents, system=chosen.system)
     if agents is not None:

@@ -8,14 +8,14 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.learner.quotas import next_environments, shares_of, unfilled
+from palestra.learner.quotas import exact_shares, next_environments, unfilled
 
 WEIGHTS = st.lists(st.one_of(st.integers(1, 5), st.floats(1e-4, 10)), min_size=1, max_size=7)
 
 
 @given(WEIGHTS, st.lists(st.integers(1, 12), min_size=1, max_size=20))
 def test_every_prefix_over_all_steps_is_within_one_group_of_its_quota(weights, steps):
-    shares = shares_of({str(n): weight for n, weight in enumerate(weights)})
+    shares = exact_shares({str(n): weight for n, weight in enumerate(weights)})
     one = dict.fromkeys(shares, Fraction(1))
     spent = dict.fromkeys(shares, Fraction(0))
     bound = 1 - Fraction(1, 2 * len(weights) - 2) if len(weights) > 1 else 0
@@ -28,7 +28,7 @@ def test_every_prefix_over_all_steps_is_within_one_group_of_its_quota(weights, s
 
 @given(WEIGHTS, st.data())
 def test_by_tokens_the_shares_of_tokens_come_within_two_groups_of_the_quota(weights, data):
-    shares = shares_of({str(n): weight for n, weight in enumerate(weights)})
+    shares = exact_shares({str(n): weight for n, weight in enumerate(weights)})
     cost = {name: Fraction(data.draw(st.integers(1, 1000))) for name in shares}
     spent = dict.fromkeys(shares, Fraction(0))
     for _ in range(10):

@@ -18,7 +18,7 @@ from palestra.errors import (
     NotScored,
     TooManyRequests,
 )
-from palestra.runtime.tasks import environment_of
+from palestra.runtime.tasks import named_environment
 from palestra_worlds import OpenEnvEnvironment
 from unit.envs.openenv_server import CALL, MOVE, openenv
 from unit.envs.playing import calls, play, says
@@ -144,7 +144,7 @@ async def test_it_keeps_to_what_environments_have_to_do():
 def test_a_job_names_the_protocol_of_its_server(monkeypatch):
     monkeypatch.delenv("PALESTRA_ENVIRONMENT_KEY", raising=False)
     given = {"url": "http://127.0.0.1:1", "protocol": "openenv", "settings": {"max_steps": 4}, "system": "Play."}
-    made = environment_of(parse_config({"environment": given}))()
+    made = named_environment(parse_config({"environment": given}))()
     assert isinstance(made, OpenEnvEnvironment)
     assert (made.max_steps, made.system) == (4, "Play.")
 
@@ -160,4 +160,4 @@ def test_a_job_names_the_protocol_of_its_server(monkeypatch):
 )
 def test_wrong_settings_of_a_partner_are_refused_at_once(given, words):
     with pytest.raises(ConfigError, match=words):
-        environment_of(parse_config({"environment": given}))
+        named_environment(parse_config({"environment": given}))
