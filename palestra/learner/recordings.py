@@ -27,14 +27,14 @@ from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.renderers.long_text import TooManyTokens
 from palestra.session import PolicyRuntime
 from palestra.store import RunStore
-from palestra.store.browsing import browse, called_by, list_episodes
+from palestra.store.browsing import EpisodeSummary, browse, called_by, list_episodes
 from palestra.store.calls import read_trajectory
 from palestra.threads import in_thread
 from palestra.tokens import common_tokens
 from palestra.types.calls import Chat, Ids, PolicyVersion, SamplingParams, TokenSequence, VersionSpan
 from palestra.types.conversations import Conversation, read_conversations
 from palestra.types.messages import ChatMessage, ImagePart, text_message
-from palestra.types.records import EpisodeRecord, RecordedEpisode, Task
+from palestra.types.records import RecordedEpisode, Task
 
 
 def learned_policies(run_dir: Path, policy: str | None, learner: str) -> tuple[str, ...]:
@@ -134,12 +134,12 @@ def chosen_episodes(source: RecordedEpisodes, run_dir: Path, policies: Sequence[
     ]
     if source.pairs:
         groups = groupby(rewarded, key=lambda pair: pair[0].group_index)
-        pairs = [pair for _, members in groups if (pair := _best_and_worst(list(members))) is not None]
+        pairs = [pair for _, members in groups for pair in _best_and_worst(list(members))]
         if not pairs:
             raise ConfigError(f"algorithm.from_run: the run in {run_dir} has no group of episodes with unequal rewards")
         return pairs
     least = source.min_reward
-    names = [(each.episode_id,) for each, reward in rewarded if least is None or reward >= least]
+    names: list[tuple[str, ...]] = [(each.episode_id,) for each, reward in rewarded if least is None or reward >= least]
     if not names:
         best = max((reward for _, reward in rewarded), default=None)
         most = "it has none at all" if best is None else f"the largest reward is {best:g}"
@@ -150,10 +150,10 @@ def chosen_episodes(source: RecordedEpisodes, run_dir: Path, policies: Sequence[
     return names
 
 
-def _best_and_worst(members: Sequence[tuple[EpisodeRecord, float]]) -> tuple[str, str] | None:
-    """Return the ids of a group's episodes with the largest and the smallest reward; None: all are equal."""
+def _best_and_worst(members: Sequence[tuple[EpisodeSummary, float]]) -> list[tuple[str, ...]]:
+    """Return the ids of a group's episodes with the largest and the smallest reward; none where all are equal."""
     best, worst = max(members, key=itemgetter(1)), min(members, key=itemgetter(1))
-    return (best[0].episode_id, worst[0].episode_id) if best[1] > worst[1] else None
+    return [(best[0].episode_id, worst[0].episode_id)] if best[1] > worst[1] else []
 
 
 _IDS = "recorded_episodes"  # fact in the run store: the ids of the episodes that are learned from, by group
