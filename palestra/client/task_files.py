@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,7 +18,8 @@ from palestra.types.wire import TaskBody
 
 DEEP = 200  # brackets: a line that has more may be nested deeper than can be stored
 MEMORY = 2**23  # bytes of spooled tasks that stay in memory
-_LONG = re.compile(rb"[0-9]{19}")  # perhaps an integer over 64 bits, which orjson reads as a float
+_LONG = b"0" * 19  # as digits, perhaps an integer over 64 bits, which orjson reads as a float
+_DIGITS = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(" ") for byte in range(256))
 TaskRows = Iterable[Mapping[str, Any]]
 TaskCheck = Callable[[Mapping[str, Any], str], object]
 """Raises an error for a task that can't be played; gets the task, and the place that the error names."""
@@ -161,7 +161,7 @@ def _spooled(row: Any, number: int, name: str) -> tuple[Mapping[str, Any], bytes
 
 def _plain_task(line: bytes) -> dict[str, Any] | None:
     """Return the task of a line if it certainly is one, in a tenth of the time of `_task`; None: not certain."""
-    if line.count(b"[") + line.count(b"{") > DEEP or _LONG.search(line):
+    if line.count(b"[") + line.count(b"{") > DEEP or _LONG in line.translate(_DIGITS):
         return None
     try:
         data = orjson.loads(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from palestra.agents import named_agents
 from palestra.client.task_files import SpooledTasks, TaskCheck, TaskFile
 from palestra.config import JobConfig
 from palestra.config.rollout import SERVERS, EnvironmentConfig
+from palestra.database import to_json
 from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.envs.catalog import catalog_entry, catalog_maker
 from palestra.envs.remote import RemoteEnvironment
@@ -101,7 +102,7 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Mapping[str, TaskFil
     if await known.sealed():
         for split, file in (read or {}).items():
             for tasks in file.chunks(CHUNK_TASKS, CHUNK_BYTES):
-                await known.require(split, list(map(_named, tasks)))
+                await known.require(split, *_texts(tasks, split.partition("/")[2]))
         return
     files = read or read_files(config)
     if any(isinstance(file, SpooledTasks) for file in files.values()):
@@ -110,8 +111,7 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Mapping[str, TaskFil
         name = split.partition("/")[2]
         for number, tasks in enumerate(file.chunks(CHUNK_TASKS, CHUNK_BYTES)):
             part = f", part {number + 1}" if number else ""
-            new = [_of_environment(name, _named(data)) for data in tasks]
-            await known.push(split, new, f"file {file.path.name}{part}")
+            await known.push_texts(split, *_texts(tasks, name), f"file {file.path.name}{part}")
         file.close()
     made = False
     for name, job in config.each_environment.items():
@@ -141,10 +141,13 @@ async def _generate(known: Tasks, name: str, job: JobConfig, files: Mapping[str,
 
 def _of_environment(name: str, task: Task) -> Task:
     """Return a task of an environment, named `ENVIRONMENT/TASK`; "": the job's only environment, whose names stay."""
-    if not name:
-        return task
-    full = f"{name}/{task.task_id}"
-    return replace(task, task_id=full if len(full) <= MAX_NAME else f"{name}/t{task_digest(task.data)}")
+    return replace(task, task_id=_in_environment(name, task.task_id, task.data))
+
+
+def _in_environment(name: str, task_id: str, data: dict[str, Any]) -> str:
+    """Return the name of a task of an environment; see `_of_environment`."""
+    full = f"{name}/{task_id}" if name else task_id
+    return full if len(full) <= MAX_NAME else f"{name}/t{task_digest(data)}"
 
 
 def read_files(config: JobConfig, check: TaskCheck | None = None) -> Files:
@@ -181,14 +184,21 @@ def check_sizes(files: Files, max_body_bytes: int) -> None:
             size = len(json.dumps(data, ensure_ascii=False).encode()) + ENVELOPE
             if size > max_body_bytes:
                 raise ConfigError(
-                    f"tasks file {file.path}: task {_named(data).task_id!r} has {size:,} bytes, and "
+                    f"tasks file {file.path}: task {_name(data)!r} has {size:,} bytes, and "
                     f"server.max_body_bytes is {max_body_bytes:,}; raise that, or make it smaller"
                 )
 
 
-def _named(data: dict[str, Any]) -> Task:
-    """Return a task from a file's data, which was checked when it was read."""
-    return Task(task_id=name_in(data) or f"t{task_digest(data)}", data=data)
+def _texts(rows: Sequence[dict[str, Any]], environment: str) -> tuple[list[str], list[str]]:
+    """Return the names and texts of an environment's tasks, which were checked when they were read."""
+    names = [_name(data) for data in rows]
+    if environment:
+        names = [_in_environment(environment, name, data) for name, data in zip(names, rows, strict=True)]
+    return names, [to_json(data) for data in rows]
+
+
+def _name(data: dict[str, Any]) -> str:
+    return name_in(data) or f"t{task_digest(data)}"
 
 
 def task_of(data: dict[str, Any]) -> Task:

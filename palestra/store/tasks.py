@@ -97,10 +97,17 @@ class Tasks:
         self._changed = Notifier()  # notified when the tasks are sealed
 
     async def push(self, split: str, new: Sequence[Task], chunk_id: str) -> int:
+        """Add tasks to a split, and return the split's number of tasks; see `push_texts`."""
+        return await self.push_texts(
+            split, [task.task_id for task in new], [to_json(task.data) for task in new], chunk_id
+        )
+
+    async def push_texts(self, split: str, names: Sequence[str], texts: Sequence[str], chunk_id: str) -> int:
         """Add tasks to a split, and return the split's number of tasks.
 
         Args:
-            new: tasks that the split already has are left out.
+            names: ids of the tasks; those that the split already has are left out.
+            texts: their data, as `to_json` writes it.
             chunk_id: repeating a chunk changes nothing.
 
         Raises:
@@ -109,8 +116,7 @@ class Tasks:
         """
 
         def push(connection: Connection) -> int:
-            texts = [to_json(task.data) for task in new]
-            digest = _digest(new, texts)
+            digest = _digest(names, texts)
             same = (task_chunks.c.split == split, task_chunks.c.chunk_id == chunk_id)
             known = connection.execute(select(task_chunks.c.digest).where(*same)).scalar()
             total = _count(connection, split)
@@ -122,26 +128,23 @@ class Tasks:
                 raise Conflict(
                     "this job takes no more tasks: a push with final=true ended them, or they came from a file"
                 )
-            rows = _new_rows(connection, split, new, texts, total)
+            added = _absent(connection, split, names, texts)
+            rows = ((split, total + number, name, text) for number, (name, text) in enumerate(added))
             sqlite_connection(connection).executemany(_INSERT, rows)
             connection.execute(task_chunks.insert(), {"split": split, "chunk_id": chunk_id, "digest": digest})
-            return total + len(rows)
+            return total + len(added)
 
         return await self._db.write(push)
 
-    async def require(self, split: str, given: Sequence[Task]) -> None:
+    async def require(self, split: str, names: Sequence[str], texts: Sequence[str]) -> None:
         """Check that a split has these tasks.
 
         Raises:
             Conflict: it lacks one.
         """
-
-        def absent(connection: Connection) -> list[tuple[Any, ...]]:
-            return _new_rows(connection, split, given, [to_json(task.data) for task in given], 0)
-
-        if missing := await self._db.read(absent):
+        if missing := await self._db.read(lambda connection: _absent(connection, split, names, texts)):
             raise Conflict(
-                f"the run was started without the {split} task {missing[0][2]!r}, and goes on with the tasks that it "
+                f"the run was started without the {split} task {missing[0][0]!r}, and goes on with the tasks that it "
                 "has; give those of its start, or choose another run_dir for a new run"
             )
 
@@ -192,40 +195,37 @@ def are_sealed(connection: Connection) -> bool:
     return connection.execute(select(meta.c.value).where(meta.c.key == SEALED)).first() is not None
 
 
-def _digest(new: Sequence[Task], texts: Sequence[str]) -> str:
+def _digest(names: Sequence[str], texts: Sequence[str]) -> str:
     """Return the SHA-256 of tasks as a JSON list of [id, data], in hex."""
-    whole = ",".join(f"[{to_json(task.task_id)},{text}]" for task, text in zip(new, texts, strict=True))
+    whole = ",".join([f"[{to_json(name)},{text}]" for name, text in zip(names, texts, strict=True)])
     return hashlib.sha256(f"[{whole}]".encode()).hexdigest()
 
 
-def _new_rows(
-    connection: Connection, split: str, new: Sequence[Task], texts: Sequence[str], total: int
-) -> list[tuple[Any, ...]]:
-    """Return the rows of `tasks` for those of `new` that the split does not have.
-
-    Args:
-        texts: their data as JSON.
-        total: the split's number of tasks.
-    """
-    names = to_json([task.task_id for task in new])
-    known: dict[str, str] = dict(sqlite_connection(connection).execute(_KNOWN, (split, names)).fetchall())
-    rows: list[tuple[Any, ...]] = []
-    for task, data in zip(new, texts, strict=True):
-        if task.task_id in known:
-            if known[task.task_id] == data:
-                continue
-            task = _renamed(task)
-            name = select(tasks.c.task_id).where(tasks.c.split == split, tasks.c.task_id == task.task_id)
-            if task.task_id in known or connection.execute(name).first():
-                continue
-        known[task.task_id] = data
-        rows.append((split, total + len(rows), task.task_id, data))
-    return rows
+def _absent(connection: Connection, split: str, names: Sequence[str], texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the names and texts of those tasks that the split does not have."""
+    wanted = (split, to_json(names))
+    known: dict[str, str] = dict(sqlite_connection(connection).execute(_KNOWN, wanted).fetchall())
+    given = zip(names, texts, strict=True)
+    if not known and len(set(names)) == len(names):
+        return list(given)
+    found: list[tuple[str, str]] = []
+    for name, text in given:
+        if name not in known:
+            known[name] = text
+            found.append((name, text))
+        elif known[name] != text:
+            other = _renamed(name, text)
+            row = select(tasks.c.task_id).where(tasks.c.split == split, tasks.c.task_id == other)
+            if other not in known and not connection.execute(row).first():
+                known[other] = text
+                found.append((other, text))
+    return found
 
 
-def _renamed(task: Task) -> Task:
-    """Return the task with a name made from its key `id` and its data, for data sets whose `id` is not unique."""
-    if task.task_id != name_in(task.data):
-        raise Conflict(f"task {task.task_id!r} was given before with other data")
-    digest = task_digest(task.data)
-    return Task(task_id=f"{task.task_id[: MAX_NAME - len(digest) - 1]}-{digest}", data=task.data)
+def _renamed(name: str, text: str) -> str:
+    """Return a name made from a task's key `id` and its data, for data sets whose `id` is not unique."""
+    data = orjson.loads(text)
+    if name != name_in(data):
+        raise Conflict(f"task {name!r} was given before with other data")
+    digest = task_digest(data)
+    return f"{name[: MAX_NAME - len(digest) - 1]}-{digest}"

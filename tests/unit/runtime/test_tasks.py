@@ -48,15 +48,15 @@ async def test_a_start_that_was_broken_off_between_two_chunks_goes_on(tmp_path, 
     monkeypatch.setattr(tasks, "CHUNK_TASKS", 3)
     config = job(tmp_path, [{"id": n, "q": "x"} for n in range(10)])
     with open_store(tmp_path, FakeClock()) as store:
-        push, pushed = store.tasks.push, []
+        push, pushed = store.tasks.push_texts, []
 
-        async def broken(split, chunk, name):
+        async def broken(split, names, texts, chunk):
             if len(pushed) == 2:
                 raise KeyboardInterrupt
-            pushed.append(len(chunk))
-            return await push(split, chunk, name)
+            pushed.append(len(names))
+            return await push(split, names, texts, chunk)
 
-        monkeypatch.setattr(store.tasks, "push", broken)
+        monkeypatch.setattr(store.tasks, "push_texts", broken)
         with pytest.raises(KeyboardInterrupt):
             await load_tasks(store.tasks, config)
         assert not await store.tasks.sealed()
@@ -102,7 +102,7 @@ def test_tasks_of_a_file_are_named_as_those_that_are_pushed(tmp_path):
     assert [task for chunk in file.chunks(2, 2**20) for task in chunk] == rows
     assert [len(chunk) for chunk in file.chunks(3, 10)] == [1, 1, 1, 1]
     with open_store(tmp_path, FakeClock()):
-        assert [task_of(row) for row in file] == [tasks._named(row) for row in file]
+        assert [task_of(row).task_id for row in file] == [tasks._name(row) for row in file]
 
 
 def test_a_file_is_pushed_as_it_is_read(tmp_path):
