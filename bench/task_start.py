@@ -47,7 +47,7 @@ def small(count: int) -> Iterator[dict[str, Any]]:
 
 def large(size: int) -> Iterator[dict[str, Any]]:
     """Yield tasks of about LARGE bytes, `size` bytes in all."""
-    return ({"id": f"t{number}", "prompt": f"what is {number}? " + "x" * LARGE} for number in range(size // LARGE))
+    return ({"id": f"t{number}", "prompt": "what?", "answer": "x" * LARGE} for number in range(size // LARGE))
 
 
 # From the folder of the files, the number of small tasks, and the bytes of large ones: the arguments of `train`.
