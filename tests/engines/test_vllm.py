@@ -308,7 +308,7 @@ async def test_what_vllm_can_not_sample_is_refused_before_anything_is(engine, sa
 
 async def test_seeded_calls_whose_prompts_fill_several_passes_are_answered(model, tmp_path):
     """A seeded prompt that is split over passes would end vLLM's engine on CPUs."""
-    async with started(model, tmp_path, seeds=True, prefill_tokens=512) as engine:
+    async with started(model, tmp_path, seeds=True) as engine:
         prompts = [(np.arange(200, dtype=np.int32) + 7 * k) % 256 for k in range(12)]
         found = await asyncio.gather(*(reply(engine, prompt, seed=5, max_tokens=6) for prompt in prompts))
         assert all(ids for ids, *_ in found)
