@@ -10,7 +10,18 @@ group `palestra.harnesses`, each of which leads to a `Harness`.
 
 from __future__ import annotations
 
-from palestra_harness.harness import Harness, HarnessResult, find_harness, known_harnesses
-from palestra_harness.rollout import HarnessRollout
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from palestra_harness.harness import Harness, HarnessResult, find_harness, known_harnesses
+    from palestra_harness.rollout import HarnessRollout
 
 __all__ = ["Harness", "HarnessResult", "HarnessRollout", "find_harness", "known_harnesses"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'palestra_harness' has no attribute {name!r}")
+    home = "rollout" if name == "HarnessRollout" else "harness"  # when it is used, so that the help loads none of it
+    return getattr(import_module(f"palestra_harness.{home}"), name)

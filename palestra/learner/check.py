@@ -56,13 +56,15 @@ class _Cut:
     reverse: bool = False
 
 
-def made_up_groups(rewards: Sequence[Sequence[float]] = GROUPS, **cut: Any) -> list[Group]:
+def made_up_groups(rewards: Sequence[Sequence[float]] = GROUPS, size: int | None = None, **cut: Any) -> list[Group]:
     """Return groups of episodes whose sampled tokens have ids from 1000 on, each its own.
 
     Args:
+        size: only the first episodes of each group; None: all.
         cut: fields of `_Cut`.
     """
     how = _Cut(**cut)
+    rewards = [group[:size] for group in rewards]
     lengths = [
         _SAMPLED + (number + place) % 2 * _SAMPLED
         for number, group in enumerate(rewards)
@@ -220,40 +222,42 @@ def check_algorithm(
             "the algorithm trains every choice of a call, and the made-up episodes have replies without choices, so it "
             "can't be tried here"
         )
-    plain = made_up_groups()
+    recorded = make().recorded
+    groups_of = partial(made_up_groups, size=2 if recorded is not None and recorded.pairs else None)
+    plain = groups_of()
     wanted = token_gradients(make(), plain)
     for rewards, title in ((EQUAL_IN_GROUPS, "of each group"), (EQUAL, "of the batch")):
         where = f"where all rewards {title} are equal"
-        token_gradients(make(), made_up_groups(rewards=rewards), where)
+        token_gradients(make(), groups_of(rewards=rewards), where)
         # A penalty or a bonus in the loss trains such groups as well, so that they have rows.
-        token_gradients(make(), made_up_groups(rewards=rewards), f"{where} and a penalty trains them", True)
-    for title, groups in _same_episodes():
+        token_gradients(make(), groups_of(rewards=rewards), f"{where} and a penalty trains them", True)
+    for title, groups in _same_episodes(groups_of):
         _compare(token_gradients(make(), groups), wanted, title)
     _check_parts(make(), plain)
-    _check_state(make)
+    _check_state(make, plain)
 
 
 EQUAL_IN_GROUPS = tuple((float(number),) * len(group) for number, group in enumerate(GROUPS))
 EQUAL = tuple((1.0,) * len(group) for group in GROUPS)
 
 
-def _same_episodes() -> list[tuple[str, list[Group]]]:
+def _same_episodes(groups_of: Callable[..., list[Group]]) -> list[tuple[str, list[Group]]]:
     """Return the made-up episodes in other representations that must be equivalent, each with its difference."""
     return [
-        ("tokens that were not sampled matter: other prompts change the gradient", made_up_groups(prompt=9)),
+        ("tokens that were not sampled matter: other prompts change the gradient", groups_of(prompt=9)),
         (
             "padding matters: tokens at the end of a row that were not sampled change the gradient",
-            made_up_groups(pad=5),
+            groups_of(pad=5),
         ),
-        ("numbers of tokens that were not sampled matter: they are read", made_up_groups(beside=-7.0)),
-        ("it matters how an episode is cut into calls", made_up_groups(calls=3)),
-        ("it matters how an episode is cut into rows", made_up_groups(calls=2, rows=2)),
+        ("numbers of tokens that were not sampled matter: they are read", groups_of(beside=-7.0)),
+        ("it matters how an episode is cut into calls", groups_of(calls=3)),
+        ("it matters how an episode is cut into rows", groups_of(calls=2, rows=2)),
         (
             "it matters how an episode is cut into calls and rows, where others are cut otherwise: an episode counts "
             "as often as it has calls or rows (take each episode of `group.trajectories` once)",
-            made_up_groups(calls=2, rows=2, alike=False),
+            groups_of(calls=2, rows=2, alike=False),
         ),
-        ("the order of the rows of a group matters", made_up_groups(calls=2, rows=2, reverse=True)),
+        ("the order of the rows of a group matters", groups_of(calls=2, rows=2, reverse=True)),
     ]
 
 
@@ -401,18 +405,18 @@ def _check_parts(algorithm: Algorithm, groups: Sequence[Group]) -> None:
     )
 
 
-def _check_state(make: Callable[[], Algorithm]) -> None:
+def _check_state(make: Callable[[], Algorithm], plain: list[Group]) -> None:
     """Raise unless an algorithm continues from a checkpoint as if it had not stopped."""
     first, second = make(), make()
-    token_gradients(first, made_up_groups())
+    token_gradients(first, plain)
     try:
         saved = json.loads(json.dumps(first.state(), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise InvalidAlgorithm(f"state() is not JSON: {error}") from error
     second.restore(saved)
     _compare(
-        token_gradients(second, made_up_groups()),
-        token_gradients(first, made_up_groups()),
+        token_gradients(second, plain),
+        token_gradients(first, plain),
         "an algorithm that has taken over a checkpoint's state gives another gradient than one that has not stopped",
     )
 

@@ -81,6 +81,6 @@ def test_a_reward_function_can_be_named_for_an_evaluation(scored, monkeypatch):
 def test_tasks_without_a_text_are_refused_before_anything_is_loaded(scored, capsys):
     (scored / "tasks.jsonl").write_text('{"question": "?"}\n')
     assert main(["train", "--reward", "rewards.py:score", "--tasks", "tasks.jsonl"]) == 2
-    assert "`tasks.jsonl`, task 0: " in capsys.readouterr().err
+    assert "tasks.jsonl:1: " in capsys.readouterr().err
     assert main(["train", "--tasks", "tasks.jsonl"]) == 2
     assert "nothing says what is played" in capsys.readouterr().err

@@ -163,6 +163,7 @@ CASES: dict[str, list[list[str]]] = {
         ["check", HOSTILE, "--config", "job.toml"],
         [HOSTILE],
     ],
+    "harness": [[HOSTILE]],
     "environments": [[HOSTILE]],
     "algorithms": [[HOSTILE]],
     "episodes": [

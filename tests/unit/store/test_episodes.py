@@ -362,5 +362,5 @@ async def test_a_reward_that_is_not_finite_is_never_stored(store, odd, place):
     assert (await store.episodes.get(episode.episode_id)).state is EpisodeState.CLAIMED
     recorded = RecordedEpisode(task=TASK, metadata={}, calls=(), **given)
     with pytest.raises(InvalidRequest, match=f"is {odd}; a reward is a finite number"):
-        await store.groups.register_recorded(7, 1, recorded)
+        await store.groups.register_recorded(7, 1, [recorded])
     assert await end(store, episode)
