@@ -55,11 +55,9 @@ def _main() -> int:
         if not ended:
             ended, status = os.waitpid(child, os.WNOHANG)
     _signal(child, signal.SIGKILL)
-    for process in _others():  # those that have left the group
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
     if not ended:
         status = os.waitpid(child, 0)[1]
+    _kill_others()
     if folders:
         import shutil
 
@@ -92,6 +90,16 @@ def _become(command: list[str], lifeline: int, caught: list[signal.Signals], kee
 def _signal(group: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):  # all of the group have ended
         os.killpg(group, number)
+
+
+def _kill_others() -> None:
+    """Kill those that have left the group, and see their end."""
+    until = time.monotonic() + LAST_SECONDS
+    while (others := _others()) and time.monotonic() < until:
+        for process in others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(_LOOK_SECONDS)
 
 
 def _others() -> list[int]:
