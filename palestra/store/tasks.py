@@ -214,7 +214,7 @@ def _absent(connection: Connection, split: str, names: Sequence[str], texts: Seq
             known[name] = text
             found.append((name, text))
         elif known[name] != text:
-            other = _renamed(name, text)
+            other = _renamed(split, name, text)
             row = select(tasks.c.task_id).where(tasks.c.split == split, tasks.c.task_id == other)
             if other not in known and not connection.execute(row).first():
                 known[other] = text
@@ -222,10 +222,11 @@ def _absent(connection: Connection, split: str, names: Sequence[str], texts: Seq
     return found
 
 
-def _renamed(name: str, text: str) -> str:
+def _renamed(split: str, name: str, text: str) -> str:
     """Return a name made from a task's key `id` and its data, for data sets whose `id` is not unique."""
     data = orjson.loads(text)
-    if name != name_in(data):
+    own, (_, slash, environment) = name_in(data), split.partition("/")
+    if own is None or name != f"{environment}{slash}{own}":
         raise Conflict(f"task {name!r} was given before with other data")
     digest = task_digest(data)
     return f"{name[: MAX_NAME - len(digest) - 1]}-{digest}"

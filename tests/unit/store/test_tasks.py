@@ -45,15 +45,16 @@ async def test_a_task_id_stands_for_one_thing_and_a_refused_chunk_leaves_nothing
     assert await store.tasks.push("train", tasks("new"), "2") == 2  # the name of the chunk is still free
 
 
-async def test_an_id_of_a_data_set_need_not_be_unique(store):
-    rows = [Task(task_id="7", data={"id": 7, "q": q}) for q in ("a", "b", "a", "c")]
-    assert await store.tasks.push("train", rows, "1") == 3
-    assert await store.tasks.push("train", rows[1:], "2") == 3
-    found = list(await store.tasks.stored("train"))
+@pytest.mark.parametrize(("split", "name"), [("train", "7"), ("train/sums", "sums/7")])
+async def test_an_id_of_a_data_set_need_not_be_unique(split, name, store):
+    rows = [Task(task_id=name, data={"id": 7, "q": q}) for q in ("a", "b", "a", "c")]
+    assert await store.tasks.push(split, rows, "1") == 3
+    assert await store.tasks.push(split, rows[1:], "2") == 3
+    found = list(await store.tasks.stored(split))
     assert [task.data for task in found] == [{"id": 7, "q": q} for q in "abc"]
     names = [task.task_id for task in found]
-    assert names[0] == "7"
-    assert all(name.startswith("7-") for name in names[1:])
+    assert names[0] == name
+    assert all(other.startswith(f"{name}-") for other in names[1:])
     assert len(set(names)) == 3
 
 
