@@ -378,3 +378,10 @@ def test_a_shared_base_that_can_not_be_is_refused(policies, key, said):
     with pytest.raises(InvalidRequest, match=said) as refused:
         check_shared(training, limits)
     assert refused.value.field == key
+
+
+def test_a_job_of_several_environments_is_refused():
+    mixed = parse_config({"environments": [{"id": "sums", "name": "arithmetic"}]})
+    with pytest.raises(ConfigError, match="environments has several"):
+        Rules().check(mixed)
+    Rules().check(mixed.each_environment["sums"])

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.errors import NotFound
+from palestra.config import JobConfig
+from palestra.errors import ConfigError, NotFound
 from palestra.runtime.evaluating import Evaluation, TaskOutcome, evaluate
 from palestra.runtime.job_thread import TrainResult
 from palestra.runtime.run_dir import weights_of_run
@@ -93,6 +94,12 @@ def test_the_folder_of_a_run_stands_for_its_newest_good_checkpoint(tmp_path):
     assert weights_of_run(str(tmp_path)) == str(tmp_path / "checkpoints" / "step-000012")
     assert weights_of_run("tiny-random") == "tiny-random"
     assert weights_of_run(str(tmp_path / "checkpoints" / "step-000003")).endswith("step-000003")
+
+
+def test_several_environments_are_refused():
+    mixed = JobConfig.model_validate({"environments": [{"id": "sums", "name": "arithmetic"}]})
+    with pytest.raises(ConfigError, match="environments has several"):
+        evaluate(config=mixed, quiet=True)
 
 
 def test_results_are_shown_in_a_line(tmp_path):
