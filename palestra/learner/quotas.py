@@ -7,9 +7,9 @@ an error of at most 1 - 1 / (2n - 2) groups. Always taking the largest remainder
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from math import lcm
 
 Shares = Mapping[str, Fraction]
 
@@ -33,16 +33,20 @@ def next_environments(shares: Shares, spent: Shares, cost: Shares, count: int) -
         return list(shares) * count
     due = Fraction(1, 2 * len(shares) - 2)
     a_group = 1 / sum(share / cost[name] for name, share in shares.items())  # what the mean group takes
-    taken, found = Counter[str](), list[str]()
     total = sum(spent.values(), Fraction())
-    for number in range(1, count + 1):
-        lacks = {
-            name: (share * (total + number * a_group) - spent[name]) / cost[name] - taken[name]
-            for name, share in shares.items()
-        }
-        late = [name for name in shares if lacks[name] >= due] or [max(shares, key=lacks.__getitem__)]
-        found.append(min(late, key=lambda name: (1 - due - lacks[name]) * cost[name] / shares[name]))
-        taken[found[-1]] += 1
+    growth = {name: share * a_group / cost[name] for name, share in shares.items()}
+    lacking = {name: (share * total - spent[name]) / cost[name] for name, share in shares.items()}
+    # As integers: sums of fractions take 15 times as long.
+    scale = lcm(due.denominator, *(value.denominator for value in (*growth.values(), *lacking.values())))
+    grows = {name: int(value * scale) for name, value in growth.items()}
+    lacks, found = {name: int(value * scale) for name, value in lacking.items()}, list[str]()
+    least, most = int(due * scale), int((1 - due) * scale)
+    for _ in range(count):
+        for name, more in grows.items():
+            lacks[name] += more
+        late = [name for name in shares if lacks[name] >= least] or [max(shares, key=lacks.__getitem__)]
+        found.append(min(late, key=lambda name: Fraction(most - lacks[name], grows[name])))
+        lacks[found[-1]] -= scale
     return found
 
 
