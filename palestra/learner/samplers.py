@@ -6,10 +6,12 @@ store, so that kills, late episodes and resumed jobs get the same tasks.
 
 from __future__ import annotations
 
+import operator
 import random
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import ClassVar, overload
@@ -184,7 +186,10 @@ def drawn(sampler: TaskSampler, step: int, history: History, places: range) -> l
         InvalidSampler: it gives too few, or something that is no position in the pool.
     """
     name = type(sampler).__name__
-    found = list(islice(sampler.tasks(step, history), places.start, places.stop))
+    given: object = sampler.tasks(step, history)
+    if not isinstance(given, Iterable):
+        raise InvalidSampler(f"{name}.tasks returns {given!r:.60}; it has to yield positions in the pool")
+    found = list(islice(given, places.start, places.stop))
     if len(found) < len(places):
         raise InvalidSampler(
             f"{name}.tasks ends after task {places.start + len(found)} of step {step}, and {places.stop} are needed; "
@@ -192,12 +197,15 @@ def drawn(sampler: TaskSampler, step: int, history: History, places: range) -> l
         )
     checked: list[int] = []
     for position in found:
-        if not hasattr(position, "__index__") or not 0 <= position.__index__() < len(sampler.pool):
+        number = -1
+        with suppress(TypeError):  # no integer, neither Python's nor numpy's
+            number = operator.index(position)
+        if not 0 <= number < len(sampler.pool):
             raise InvalidSampler(
-                f"{name}.tasks gives {position!r} for step {step}; positions in the pool are integers from 0 to "
+                f"{name}.tasks gives {position!r:.60} for step {step}; positions in the pool are integers from 0 to "
                 f"{len(sampler.pool) - 1}"
             )
-        checked.append(position.__index__())
+        checked.append(number)
     return checked
 
 

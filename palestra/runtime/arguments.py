@@ -150,6 +150,20 @@ def _not_scored(task: TaskData, answer: str) -> float:
     return 0.0
 
 
+def check_sampler_argument(config: JobConfig, sampler: object) -> None:
+    """Raise ConfigError for a `sampler` that can't be made, or that would not choose the tasks."""
+    if sampler is None:
+        return
+    if not callable(sampler):
+        raise ConfigError(
+            f"`sampler` has the type {type(sampler).__name__}; give a class derived from palestra.TaskSampler"
+        )
+    if config.curriculum is not None:
+        raise ConfigError("`sampler` chooses the tasks, and the job has a [curriculum]; leave one of them out")
+    if config.brings_tasks:
+        raise ConfigError("`sampler` chooses among tasks, and this algorithm takes the episodes of a run instead")
+
+
 def with_judge(config: JobConfig, reward: RewardFunction | None) -> JobConfig:
     """Return the job with the judge that is given as its reward, if it is one."""
     if not isinstance(reward, JudgeConfig):

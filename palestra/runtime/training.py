@@ -23,6 +23,7 @@ from palestra.runtime.arguments import (
     RewardFunction,
     TaskData,
     Tasks,
+    check_sampler_argument,
     prompt_check,
     resolve_config,
     resolve_rollout,
@@ -89,7 +90,8 @@ def train(
             weights and adds up (`algorithm.reward_weights`), are a dict of functions, or a function that returns a dict
             of numbers; None leaves out one of them. Or a judge, such as `palestra_judges.Rubric`.
         sampler: chooses the training tasks of each step: a class derived from `TaskSampler`, or a function
-            `(pool, seed)` that makes one; see `check_sampler`. None: all tasks in a new random order every epoch.
+            `(pool, seed)` that makes one; see `check_sampler`. None: `[curriculum]`, or all tasks in a new random order
+            every epoch.
         validation_tasks: held-out tasks, in the same forms, instead of the environment's; scored greedily every
             `evaluation.every_steps` steps.
         concurrency: number of concurrent episodes; None: one step's episodes, at most 64.
@@ -141,6 +143,7 @@ def train_until_stopped(
         concurrency = checked_count("concurrency", concurrency)
     config = with_judge(config, play.reward)
     played = resolve_rollout(config, play)
+    check_sampler_argument(config, play.sampler)
     if config.kind != "training":
         raise ConfigError(f"`train` is given a configuration with kind = {config.kind!r}; leave kind out")
     notes: list[str] = []

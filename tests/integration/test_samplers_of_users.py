@@ -8,7 +8,7 @@ import pytest
 
 import palestra
 from palestra import JobConfig
-from palestra.errors import InvalidSampler
+from palestra.errors import ConfigError, InvalidSampler
 
 TASKS = [{"id": f"t{n}", "prompt": "?"} for n in range(5)]
 
@@ -58,3 +58,19 @@ def test_a_sampler_that_is_not_deterministic_fails_the_job_before_an_episode(tmp
     with pytest.raises(InvalidSampler):
         palestra.train(reward=reward, tasks=TASKS, config=settings(tmp_path / "run"), sampler=Unseeded, quiet=True)
     assert not list(palestra.read_episodes(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "changes"),
+    [
+        (42, {}),
+        (Alternating, {"curriculum": {}}),
+        (Alternating, {"algorithm": {"name": "sft", "from_run": "earlier"}}),
+    ],
+)
+def test_a_sampler_that_would_not_choose_is_refused_before_anything_is_loaded(sampler, changes, tmp_path):
+    config = settings(tmp_path / "run", **changes)
+    reads = {} if "algorithm" in changes else {"reward": reward, "tasks": TASKS}
+    with pytest.raises(ConfigError, match="`sampler`"):
+        palestra.train(config=config, sampler=sampler, quiet=True, **reads)
+    assert not (tmp_path / "run").exists()

@@ -143,6 +143,19 @@ class Names(Drawn):
         yield from map(str, range(len(self.pool)))
 
 
+class Lists(Drawn):
+    """Yields all positions as one value."""
+
+    def tasks(self, step, history):
+        yield np.arange(len(self.pool))
+        yield from range(len(self.pool))
+
+
+class Nothing(Drawn):
+    def tasks(self, step, history):
+        range(len(self.pool))
+
+
 @pytest.mark.parametrize("make", [Drawn, Worst, Shuffled])
 def test_a_sampler_that_depends_on_its_arguments_alone_passes(make):
     check_sampler(make)
@@ -158,6 +171,8 @@ def test_a_sampler_that_depends_on_its_arguments_alone_passes(make):
         (Few, "ends after task 3 of step 1"),
         (Outside, "gives 40 for step 1"),
         (Names, "gives '0'"),
+        (Lists, r"gives array\("),
+        (Nothing, "returns None"),
         (lambda pool, seed: random.Random(seed), "derive a class from palestra.TaskSampler"),
     ],
 )
