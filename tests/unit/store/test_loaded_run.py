@@ -72,7 +72,7 @@ async def test_a_token_has_the_logprob_with_which_it_was_trained(tmp_path):
         episode_id=second.episode_id, index=second.index, start=start, logprobs=np.array([-0.125, np.nan], np.float32)
     )
     with open_store(tmp_path) as store:
-        await store.trained.record(5, [only], 1)
+        await store.trained.record(5, [only])
     found = column(palestra.load_run(tmp_path).tokens(kind="train"), "trained_logprob")
     wanted = [None] * len(found)
     wanted[len(first.completion_ids) + 1] = -0.125
