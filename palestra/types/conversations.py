@@ -63,8 +63,10 @@ class _Pair(BaseModel):
 
     def sides(self) -> tuple[_Messages, _Messages, int]:
         """Return both conversations, and how many messages are their prompt."""
-        if self.prompt:
-            return (*self.prompt, *self.chosen), (*self.prompt, *self.rejected), len(self.prompt)
+        length = len(self.prompt)
+        # Some data sets have the prompt twice: once alone, and once as the beginning of both conversations.
+        if self.prompt and not (self.chosen[:length] == self.prompt == self.rejected[:length]):
+            return (*self.prompt, *self.chosen), (*self.prompt, *self.rejected), length
         both = zip(self.chosen, self.rejected, strict=False)
         return self.chosen, self.rejected, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
 

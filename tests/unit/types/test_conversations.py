@@ -68,6 +68,8 @@ def read_pair(**data):
         {"prompt": TALK[:1], "chosen": TALK[1:], "rejected": OTHER[1:]},
         {"chosen": TALK, "rejected": OTHER},
         {"prompt": TALK[:1], "chosen": "ho", "rejected": OTHER[1:]},
+        {"prompt": "hi", "chosen": TALK, "rejected": OTHER},  # as UltraFeedback
+        {"prompt": TALK[:1], "chosen": TALK, "rejected": OTHER},
     ],
 )
 def test_a_pair_may_have_texts_or_messages_and_a_prompt_of_its_own_or_a_shared_one(data):
@@ -82,6 +84,8 @@ def test_a_pair_may_have_texts_or_messages_and_a_prompt_of_its_own_or_a_shared_o
 
 def test_what_both_sides_say_first_is_their_prompt_and_is_not_learned():
     chosen, rejected = read_pair(chosen=[*TALK, *TALK], rejected=[*TALK, *OTHER])
+    assert (chosen.prompt, rejected.prompt) == (3, 3)
+    chosen, rejected = read_pair(prompt="hi", chosen=[*TALK, *TALK], rejected=[*TALK, *OTHER])
     assert (chosen.prompt, rejected.prompt) == (3, 3)
     longer, _ = read_pair(chosen=[*TALK, *TALK], rejected=OTHER)
     assert longer.prompt == 1, "two replies are learned"
