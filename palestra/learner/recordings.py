@@ -33,7 +33,7 @@ from palestra.threads import in_thread
 from palestra.tokens import common_tokens
 from palestra.types.calls import Chat, Ids, PolicyVersion, SamplingParams, TokenSequence, VersionSpan
 from palestra.types.conversations import Conversation, read_conversations
-from palestra.types.messages import ChatMessage, ImagePart, text_message
+from palestra.types.messages import ChatMessage, text_message
 from palestra.types.records import RecordedEpisode, Task
 
 
@@ -256,11 +256,6 @@ class Recordings:
     def _of_conversation(self, task: Task, given: Conversation, version: PolicyVersion) -> RecordedEpisode:
         """Return an episode with a call for each learned reply of a conversation."""
         messages = given.messages
-        with_images = any(isinstance(part, ImagePart) for message in messages for part in message.content)
-        if with_images and not self._runtime.renderer.takes_images:
-            raise ConfigError(
-                f"the conversation {task.task_id!r} has images, and the model of {self._runtime.name!r} takes none"
-            )
         calls: list[Chat] = []
         for place, message in enumerate(messages):
             if message.role == "assistant" and place >= given.prompt:

@@ -263,7 +263,7 @@ class Session:
             sampling=sampling_of(
                 request, runtime.config, self.kind, len(prompt.ids), seed, call.number, constraint.grammar
             ),
-            request_digest=request.choice_digest(call.number) if call.number else request.digest,
+            request_digest=request.choice_digest(call.number),
             started_at=started_at,
             **_NO_REPLY,
         )

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from palestra.errors import ConfigError
-from palestra.types.messages import MAX_TOOLS, ChatMessage, ToolSpec
+from palestra.types.messages import MAX_TOOLS, ChatMessage, ImagePart, ToolSpec
 from palestra.types.records import Task
 from palestra.types.wire import Reward
 
@@ -88,6 +88,7 @@ def read_conversations(task: Task, *, pairs: bool) -> tuple[Conversation, ...]:
     # Templates get the tools as they were given, because the order of their keys is a part of the prompt.
     tools = tuple(map(dict, task.data.get("tools", ())))
     if isinstance(found, _Single):
+        _check_text(task, found.messages)
         _check_replies(task, found.messages, "")
         return (Conversation(messages=found.messages, tools=tools, reward=found.reward),)
     chosen, rejected, prompt = found.sides()
@@ -95,6 +96,7 @@ def read_conversations(task: Task, *, pairs: bool) -> tuple[Conversation, ...]:
         raise ConfigError(f"{_not_one(task, pairs)}: chosen and rejected are equal")
     if not prompt:
         raise ConfigError(f"{_not_one(task, pairs)}: it has no `prompt`, and chosen and rejected begin differently")
+    _check_text(task, (*chosen, *rejected))
     _check_replies(task, chosen[prompt:], " in chosen")
     _check_replies(task, rejected[prompt:], " in rejected")
     return (
@@ -106,6 +108,14 @@ def read_conversations(task: Task, *, pairs: bool) -> tuple[Conversation, ...]:
 def _not_one(task: Task, pairs: bool) -> str:
     what, name = ("pair", "dpo") if pairs else ("conversation", "sft")
     return f"task {task.task_id!r} is no {what}, which algorithm.name = {name!r} needs without from_run"
+
+
+def _check_text(task: Task, messages: _Messages) -> None:
+    if any(isinstance(part, ImagePart) for message in messages for part in message.content):
+        raise ConfigError(
+            f"task {task.task_id!r} has images, and conversations given as tasks have text only; learn from the "
+            "episodes of a run with from_run, which keep their images"
+        )
 
 
 def _check_replies(task: Task, learned: _Messages, where: str) -> None:

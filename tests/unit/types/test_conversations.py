@@ -10,6 +10,7 @@ from palestra.types.records import Task
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 OTHER = [TALK[0], {"role": "assistant", "content": "no"}]
+SEEN = {"role": "user", "content": [{"type": "image", "digest": "00"}]}
 TOOL = {"function": {"parameters": {"type": "object"}, "strict": True, "name": "f"}, "type": "function"}
 
 
@@ -55,6 +56,15 @@ def test_the_replies_of_a_conversation_are_bounded():
     assert len(read(messages=TALK * MAX_REPLIES).messages) == 2 * MAX_REPLIES
     with pytest.raises(ConfigError, match=r"'t' has 1,001 replies, and a conversation has at most 1,000; cut it"):
         read(messages=TALK * (MAX_REPLIES + 1))
+
+
+@pytest.mark.parametrize(
+    ("data", "pairs"),
+    [({"messages": [SEEN, *TALK]}, False), ({"prompt": [SEEN], "chosen": "a", "rejected": "b"}, True)],
+)
+def test_a_conversation_with_images_is_refused_because_no_call_would_have_them(data, pairs):
+    with pytest.raises(ConfigError, match="'t' has images"):
+        read_conversations(Task(task_id="t", data=data), pairs=pairs)
 
 
 def read_pair(**data):
