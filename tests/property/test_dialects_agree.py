@@ -146,6 +146,14 @@ def responses(served: Any, reply: Reply, stream: bool) -> Said:
     return Said(parts["reasoning"], parts["message"], tuple(calls), why, *tokens)
 
 
+DELTAS = {
+    "text_delta": "text",
+    "thinking_delta": "thinking",
+    "signature_delta": "signature",
+    "input_json_delta": "partial",
+}
+
+
 def anthropic(served: Any, reply: Reply, stream: bool) -> tuple[Said, str | None]:
     tool = {"name": "add", "input_schema": TOOL["parameters"]}
     body = {"messages": [USER], "tools": [tool], "max_tokens": reply.max_tokens, "stop_sequences": reply.stop}
@@ -158,7 +166,7 @@ def anthropic(served: Any, reply: Reply, stream: bool) -> tuple[Said, str | None
                 blocks.append(dict(event["content_block"]))
             elif event["type"] == "content_block_delta":
                 delta, block = event["delta"], blocks[-1]
-                key = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial"}[delta["type"]]
+                key = DELTAS[delta["type"]]
                 block[key] = block.get(key, "") + delta["partial_json" if key == "partial" else key]
         for block in blocks:
             if "partial" in block:
@@ -168,6 +176,7 @@ def anthropic(served: Any, reply: Reply, stream: bool) -> tuple[Said, str | None
     of: dict[str, list[Any]] = {"thinking": [], "text": [], "tool_use": []}
     for block in found["content"]:
         of[block["type"]].append(block)
+    assert all(block["signature"] for block in of["thinking"]), "clients drop reasoning without one"
     calls = tuple((block["name"], block["input"]) for block in of["tool_use"])
     reasons = {"max_tokens": "length", "tool_use": "calls", "end_turn": "stop", "stop_sequence": "stop"}
     usage = found["usage"]

@@ -104,7 +104,7 @@ async def played(plan: Plan, order: random.Random):
         for _ in range(2000):
             while environment._working:
                 await asyncio.sleep(0)
-            while not environment._unseen.empty() or not waiting or environment._failure is not None:
+            while environment._unseen or not waiting or environment._failure is not None:
                 one = await asyncio.wait_for(environment.observe(), 5)
                 seen.setdefault(one.agent, []).append((one.content, one.reward, one.terminated))
                 waiting = [other for other in waiting if not environment.is_withdrawn(other.id)]
