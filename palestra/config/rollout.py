@@ -82,6 +82,12 @@ class PlayedEnvironment(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _settings_have_an_agent(self) -> PlayedEnvironment:
+        if self.agent_settings and self.agent is None:
+            raise ValueError("environment.agent_settings are settings of an agent; give environment.agent")
+        return self
+
 
 class EnvironmentConfig(PlayedEnvironment):
     """The environment of a job; with `[[environments]]`, the limits of all of them."""

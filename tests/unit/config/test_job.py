@@ -239,9 +239,11 @@ def test_model_is_refused_where_it_could_be_that_of_several(policies):
 
 @pytest.mark.parametrize("leaf", sorted(OTHER))
 def test_the_digest_changes_exactly_with_what_is_trained(leaf):
-    needed = {"environment.runners": {"environment.name": "gomoku"}, "trainer.cpu_offload": {"trainer.devices": 2}}.get(
-        leaf, {}
-    )
+    needed = {
+        "environment.runners": {"environment.name": "gomoku"},
+        "environment.agent_settings": {"environment.agent": "tools"},
+        "trainer.cpu_offload": {"trainer.devices": 2},
+    }.get(leaf, {})
     changed, before = config(**needed, **{leaf: OTHER[leaf]}), config(**needed)
     assert changed != before
     same = changed.digest() == before.digest()
