@@ -35,8 +35,9 @@ class SeatSession:
             EpisodeLeaseExpired: the worker has lost its slot.
         """
         number = self._table.turn(self._role, self._fence, request.agent)
-        # A retry is known by the seat and its worker, too: another seat's worker may send the same body.
-        digest = f"{self._role}.{self._fence}:{request.digest}"
+        # A retry is known by the seat and its worker, too: another seat's worker may send the same body. They come
+        # last, because the beginning says whether the request has a key of its own.
+        digest = f"{request.digest}/{self._fence}/{self._role}/"
         with self._table.calling(self._role, self._fence):
             return await self._session.generate(
                 replace(request, time_step=number, digest=digest), _Noted(self, number, listener)

@@ -9,6 +9,7 @@ import pytest
 from palestra.config import SeatsConfig
 from palestra.errors import EpisodeLeaseExpired
 from palestra.session import SeatSession
+from palestra.session.registry import KEYED
 from palestra.session.seat_table import SeatTable
 from palestra.store.leases import LeaseBook
 from palestra.types.messages import Observation, text_message
@@ -77,3 +78,16 @@ async def test_a_call_that_is_being_sampled_when_its_worker_dies_leaves_its_seed
     later = await session.generate(call("go", agent="white", digest="third"))
     assert len({chat.sampling.seed, later[0].sampling.seed}) == 2
     assert seeds[-2:] == [chat.sampling.seed, later[0].sampling.seed]
+
+
+async def test_a_repeated_call_with_a_key_is_answered_from_the_record_after_its_reply_was_sent(bench):
+    session, table, turn = await seated(bench)
+    seat = SeatSession(session, table, "white", table.take("white", "one", 60.0))
+    asked = call("go", agent="white", digest=f"{KEYED}1", retry=True)
+    (first,) = await seat.generate(asked)
+    seat.delivered(first)
+    assert await seat.generate(asked) == (first,)
+    (other,) = await seat.generate(call("go", agent="white", digest=f"{KEYED}2", retry=True))
+    assert other.index == 1
+    assert len(await bench.recorded(session)) == 2
+    turn.cancel()
