@@ -66,7 +66,7 @@ class KLConfig(Section):
         gt=0,
         description="Divergence in nats a token, by `estimator`, at sampling, near which the coefficient is kept: "
         "after each step it is multiplied by 1 + 0.1 x clip(KL / target - 1, -0.2, 0.2) (Ziegler et al. 2019). None: "
-        "the coefficient is fixed. Refused for recorded episodes (`sft`), which the policy does not sample.",
+        "the coefficient is fixed. Refused for recorded episodes (`sft`, `dpo`), which the policy does not sample.",
     )
 
     @model_validator(mode="after")

@@ -55,7 +55,7 @@ class GenerateHandler:
         The answer is sent when they are on disk, or streamed from the first text on.
 
         Raises:
-            ClientDisconnect: the client has disconnected; nothing is recorded.
+            ClientDisconnect: the client has disconnected; only replies that were complete before are recorded.
         """
         caller: Caller = request.scope[CALLER]
         asked, runtime = await _read(self._plane, caller, request, self._dialect.parse, self._dialect.check)

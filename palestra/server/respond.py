@@ -57,7 +57,7 @@ async def sample_calls(
             raise failure
         return tuple(chat for task in tasks for chat in task.result())
     finally:
-        # The error refers to this frame: if the frame referred to the error, only the garbage collector freed both.
+        # Break the cycle error → traceback → frame → error, so that the request is freed now: GC runs rarely.
         del failure, tasks
 
 
@@ -157,7 +157,7 @@ class StreamedAnswer(Response):
             session.delivered(*(() if isinstance(outcome, Exception) else outcome))
         finally:
             await cancelled(sampling)
-            # The error refers to this frame: if the frame referred to the error, the request would stay in memory.
+            # Break the cycle error → traceback → frame → error, as in `sample_calls`.
             del sampling, outcome
 
     async def _sample(self, session: CallMaker) -> tuple[Chat, ...] | Exception:
