@@ -10,6 +10,7 @@ from palestra.errors import EngineFailure
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import Session
 from palestra.session.registry import NoStore, call_seed, prompt_digest
+from palestra.store.codec import chat_row
 from palestra.types.states import TurnState
 from unit.session.conftest import busy_writer, call, in_flight, says, until
 
@@ -55,6 +56,37 @@ async def test_what_was_delivered_or_is_not_said_to_be_a_retry_is_sampled_anew(b
     session.delivered(second)
     assert (await session.generate_one(call("a", retry=True))).index == 2
     assert (await session.generate_one(call("b", retry=True))).index == 3
+
+
+class Noting:
+    """A listener with the records of calls as they were when each was on disk."""
+
+    def __init__(self) -> None:
+        self.rows = []
+
+    def started(self, choice, chat) -> None:
+        pass
+
+    def sampled(self, choice, piece) -> None:
+        pass
+
+    def finished(self, choice, chat) -> None:
+        self.rows.append((chat, chat_row(chat)))
+
+
+async def test_what_follows_a_recorded_call_does_not_change_it(bench):
+    session, noting = await bench.session(), Noting()
+    chats = await session.generate(call("a", choices=3), noting)
+    assert await session.generate(call("a", choices=3, retry=True), noting) == chats
+    session.delivered(*chats)
+    await session.generate_one(call("a", chats[0].reply.text, "b"), noting)
+    session.free_seed(chats[1])
+    await session.generate_one(call("a"), noting)
+    session.terminate(LookupError("over"))
+    assert len(noting.rows) == 8
+    assert [chat_row(chat) for chat, _ in noting.rows] == [row for _, row in noting.rows]
+    known = {chat.index: row for chat, row in noting.rows}
+    assert [chat_row(chat) for chat in await bench.recorded(session)] == [known[index] for index in sorted(known)]
 
 
 async def test_a_retry_after_a_restart_gets_what_was_recorded(bench):

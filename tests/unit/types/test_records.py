@@ -21,9 +21,11 @@ def test_the_reward_is_the_sum_over_agents_and_none_is_not_zero():
 
 def test_records_can_not_be_changed():
     with pytest.raises(FrozenInstanceError):
-        make_chat().index = 3
-    with pytest.raises(FrozenInstanceError):
         make_episode().rewards = {}
+    with pytest.raises(FrozenInstanceError):
+        make_chat().sampling.seed = 3
+    with pytest.raises(AttributeError):
+        make_chat().other = 3  # a session fills in a call's reply, and adds nothing
 
 
 def test_the_calls_of_a_trajectory_are_those_of_its_steps():
