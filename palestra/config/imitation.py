@@ -12,6 +12,7 @@ from palestra.config.algorithm_base import LOSS_AGG_MODE, NAME, AlgorithmConfig,
 from palestra.config.networks import KLConfig, TeacherServerConfig
 
 _OF_PAIRS = "Fixed: the loss is a mean over pairs, each with the sums over its replies before the step's one update."
+_NO_BONUS = "0: tokens of rejected replies have negative loss weights, with which a bonus would lower their entropy."
 
 
 class _RecordedConfig(AlgorithmConfig):
@@ -87,11 +88,21 @@ class DPOConfig(_RecordedConfig):
         "has `rollout.groups_per_step`.",
     )
     kl: KLConfig = Field(
-        KLConfig(), description="The reference policy, and perhaps a penalty in addition to the loss of pairs."
+        KLConfig(), description="The reference policy. `coefficient` is 0: `beta` keeps the policy near the reference."
     )
+    entropy_coefficient: float = Field(0.0, ge=0, le=0, description=_NO_BONUS)
     loss_agg_mode: Literal["seq-mean-token-mean"] = Field("seq-mean-token-mean", description=_OF_PAIRS)
     epochs: Literal[1] = Field(1, description=_OF_PAIRS)
     minibatches: Literal[1] = Field(1, description=_OF_PAIRS)
+
+    @model_validator(mode="after")
+    def _has_no_penalty(self) -> Self:
+        if self.kl.coefficient:
+            raise ValueError(
+                "tokens of rejected replies have negative loss weights, with which a penalty drives the policy away "
+                "from the reference; leave kl.coefficient out, and take a larger beta"
+            )
+        return self
 
 
 class DistillConfig(AlgorithmConfig):

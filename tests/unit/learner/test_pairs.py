@@ -105,7 +105,17 @@ async def test_a_task_that_is_no_pair_is_named(tmp_path):
         await run_until_refused(ScriptedJob(tmp_path, dpo(), tasks=[Task(task_id="t", data={"text": "say 1"})]))
 
 
-@pytest.mark.parametrize("change", [{"epochs": 2}, {"minibatches": 2}, {"beta": 0}, {"loss_agg_mode": "token-mean"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epochs": 2},
+        {"minibatches": 2},
+        {"beta": 0},
+        {"loss_agg_mode": "token-mean"},
+        {"entropy_coefficient": 0.1},  # as any penalty, rewarded where loss weights are negative
+        {"kl": {"coefficient": 0.1}},
+    ],
+)
 def test_what_would_make_the_gradient_wrong_is_refused(change):
     with pytest.raises(ValidationError):
         dpo(**change)
