@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
+import tarfile
+import zipfile
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from palestra.client import ModelEndpoint, RolloutResult
-from palestra.errors import ConfigError, InvalidRequest
-from palestra.threads import call, in_thread
-from palestra_harness.harness import Harness, HarnessResult
-from palestra_harness.running import run_harness, write_files
+import httpx2
+from pydantic import ValidationError
 
+from palestra.client import ModelEndpoint, RolloutResult
+from palestra.errors import ConfigError, InvalidRequest, RolloutFailed
+from palestra.http_clients import async_http_client
+from palestra.process.child import ending
+from palestra.threads import call, in_thread
+from palestra.types.wire import EpisodeCalls
+from palestra_harness.harness import Harness, HarnessResult
+from palestra_harness.running import run_harness, temporary_folder, write_files
+
+CALLS_SECONDS = 30.0  # for the server to count an episode's calls
 Scored = float | Mapping[str, float] | None
 Score = Callable[[dict[str, Any], HarnessResult], Scored | Awaitable[Scored]]
 
@@ -57,17 +67,19 @@ class HarnessRollout:
 
         Raises:
             InvalidRequest: the task has no prompt, or a file outside of the workspace.
-            RolloutFailed: the program ran too long, or wrote too much.
+            RolloutFailed: the program ran too long, wrote too much, or failed before its first model call.
         """
         prompt, files = task.get("prompt"), task.get("files", {})
         if not isinstance(prompt, str) or not prompt:
             raise InvalidRequest("a task of a harness has a `prompt`, which is a text", "prompt")
         if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
             raise InvalidRequest("`files` of a task are texts by their path", "files")
-        with TemporaryDirectory(prefix="palestra-workspace-") as made:
-            workspace = Path(made) / "workspace"  # the same last part in each episode: paths stand in prompts
+        async with temporary_folder("palestra-workspace-") as made:
+            workspace = made / "workspace"  # the same last part in each episode: paths stand in prompts
             await in_thread(lambda: self._fill(workspace, files))
             result = await run_harness(self.harness, endpoint, prompt, workspace, timeout_seconds=self._timeout)
+            if result.exit_code:
+                await _check_called(endpoint, self.harness.name, result)
             reward = await call(partial(self._score, task, result), "palestra-score")
             about = {"harness": self.harness.name, "exit_code": result.exit_code, "output": result.output[-2000:]}
             return RolloutResult(reward=reward, metadata=about)
@@ -76,8 +88,48 @@ class HarnessRollout:
         if self._folder is None:
             workspace.mkdir()
         elif self._folder.is_dir():
-            shutil.copytree(self._folder, workspace, symlinks=True)
+            shutil.copytree(self._folder, workspace, symlinks=True, ignore=_no_files)
         else:
             workspace.mkdir()
-            shutil.unpack_archive(self._folder, workspace, filter="data")
+            try:
+                _unpack(self._folder, workspace)
+            except (shutil.ReadError, tarfile.TarError, zipfile.BadZipFile) as error:
+                raise ConfigError(f"{self._folder} can't be unpacked: {error}") from error
         write_files(workspace, files)
+
+
+async def _check_called(endpoint: ModelEndpoint, name: str, result: HarnessResult) -> None:
+    """Raise RolloutFailed if a failed program has not called the model: the policy has not played."""
+    how = f"{name} {ending(result.exit_code)}: {_last_words(result.output)}"
+    headers = {"authorization": f"Bearer {endpoint.api_key}"}
+    try:
+        async with async_http_client(timeout=CALLS_SECONDS) as http:
+            answer = await http.get(f"{endpoint.anthropic_url}/episode_calls", headers=headers)
+        calls = EpisodeCalls.model_validate_json(answer.raise_for_status().content)
+    except (httpx2.HTTPError, ValidationError) as error:
+        raise RolloutFailed("agent_failed", f"{how}; whether it has called the model is unknown: {error}") from error
+    if not calls.answered and not calls.refused:
+        raise RolloutFailed("agent_failed", f"{how}; it has not called the model")
+
+
+def _last_words(output: str) -> str:
+    """Return the last line of a program's output."""
+    lines = output.split("\n")
+    return next((line.strip()[-300:] for line in reversed(lines) if line.strip()), "it said nothing")
+
+
+def _unpack(archive: Path, workspace: Path) -> None:
+    """Unpack an archive; what would lie outside of the workspace is an error, or left out of a zip file."""
+    if tarfile.is_tarfile(archive):
+        with tarfile.open(archive) as opened:
+            opened.extractall(workspace, filter="data")
+    else:
+        shutil.unpack_archive(archive, workspace)
+
+
+def _no_files(folder: str, names: list[str]) -> list[str]:
+    """Return the sockets, pipes and devices of a folder, which can't be copied."""
+    modes = {name: os.lstat(os.path.join(folder, name)).st_mode for name in names}
+    return [
+        name for name, mode in modes.items() if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
+    ]

@@ -1,28 +1,47 @@
-"""Runs a harness once: a fresh home, its own process group, limits of time and output, and a diff of its workspace."""
+"""Runs a harness once: a fresh home, limits of time and output, the end of all its processes, and a diff."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
+import stat
 import subprocess
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from palestra.client import ModelEndpoint
 from palestra.errors import ConfigError, InvalidRequest, RolloutFailed
+from palestra.process.child import kept_command
+from palestra.process.keeper import LAST_SECONDS, members_of
 from palestra.threads import in_thread
 from palestra_harness.harness import Harness, HarnessResult
 
 KEPT_BYTES = 65_536  # of the output, its end
 MAX_DIFF = 1_000_000  # characters
-POLL_SECONDS = 0.05
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
-_GIT = ("git", "-c", "user.name=palestra", "-c", "user.email=palestra@localhost", "-c", "commit.gpgsign=false")
+GIT_SECONDS = 120.0  # for each look at a workspace
+_GIT = (
+    *("git", "-c", "user.name=palestra", "-c", "user.email=palestra@localhost", "-c", "commit.gpgsign=false"),
+    *("-c", "core.bigFileThreshold=1m"),  # larger files are binary to the diff, and never in memory as a whole
+)
+# Whatever a workspace's `.gitattributes` says: the bytes are compared as they are.
+_ATTRIBUTES = "* -text !eol !ident !filter !diff !working-tree-encoding\n"
+
+
+@asynccontextmanager
+async def temporary_folder(prefix: str) -> AsyncIterator[Path]:
+    """Make a folder that is removed after the block, in a thread: programs leave many files."""
+    made = tempfile.TemporaryDirectory(prefix=prefix)
+    try:
+        yield Path(made.name)
+    finally:
+        await asyncio.shield(in_thread(made.cleanup))
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
@@ -33,10 +52,15 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
     """
     for name, text in files.items():
         path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise InvalidRequest(f"the file {name!r} would be outside of its folder", "files")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        try:
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise InvalidRequest(f"the file {name!r} would be outside of its folder", "files")
+            if path.exists() and not path.is_file():
+                raise InvalidRequest(f"{name!r} is no file", "files")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a circle of links
+            raise InvalidRequest(f"the file {name[:200]!r} can't be written: {error}", "files") from error
 
 
 async def run_harness(
@@ -50,7 +74,8 @@ async def run_harness(
 ) -> HarnessResult:
     """Run a harness once, until its program ends.
 
-    Whatever happens, the processes of its group are ended.
+    Whatever happens, also if this process is killed, the program ends with all processes that it has started, and its
+    home is removed.
 
     Args:
         task: text that the program gets as `{task}`.
@@ -59,99 +84,177 @@ async def run_harness(
 
     Raises:
         ConfigError: the program, or git, is not installed.
-        RolloutFailed: it ran longer, or wrote more.
+        InvalidRequest: the task is no argument of a program: it is too long, or has a character 0.
+        RolloutFailed: it ran longer, or wrote more; or git can't read the workspace.
     """
     if shutil.which("git") is None:
         raise ConfigError("git is not installed, and shows what a harness has changed")
-    with TemporaryDirectory(prefix="palestra-harness-") as folder:
-        home, snapshot = Path(folder) / "home", Path(folder) / "snapshot"
+    async with temporary_folder("palestra-harness-") as folder:
+        home, snapshot = folder / "home", folder / "snapshot"
         home.mkdir()
-        values = {
-            "base_url": endpoint.base_url,
-            "anthropic_url": endpoint.anthropic_url,
-            "api_key": endpoint.api_key,
-            "model": endpoint.model,
-            "task": task,
-            "workspace": workspace,
-            "home": home,
-            "max_tokens": harness.max_tokens,
-            "max_context": harness.max_context,
+        values = {"task": task, "workspace": workspace, "home": home} | {
+            **{name: getattr(endpoint, name) for name in ("base_url", "anthropic_url", "api_key", "model")},
+            **{name: getattr(harness, name) for name in ("max_tokens", "max_context")},
         }
+        command = [harness.filled(part, values) for part in harness.command]
+        variables = harness.environment(home, values)
+        _check_installed(harness, command[0], workspace, variables)
         write_files(home, {name: harness.filled(text, values) for name, text in harness.files.items()})
         await _git(snapshot, workspace, "init", "--quiet")
-        await _git(snapshot, workspace, "add", "--all")
+        (snapshot / "info" / "attributes").write_text(_ATTRIBUTES, encoding="utf-8")
+        await _add_all(snapshot, workspace)
         await _git(snapshot, workspace, "commit", "--quiet", "--allow-empty", "--message", "before")
         begun = time.monotonic()
-        command = [harness.filled(part, values) for part in harness.command]
-        written = Path(folder) / "output"
-        process = _started(harness, command, workspace, harness.environment(home, values), written)
-        try:
-            while process.poll() is None:
-                if time.monotonic() - begun > timeout_seconds:
-                    raise RolloutFailed("timeout", f"{harness.name} ran longer than {timeout_seconds:g} s")
-                if written.stat().st_size > max_output_bytes:
-                    raise RolloutFailed("output", f"{harness.name} wrote more than {max_output_bytes:,} bytes")
-                await asyncio.sleep(POLL_SECONDS)
-        finally:
-            await asyncio.shield(_end_group(process))
+        process, lifeline = _started(command, workspace, variables, home)
+        code, output = await _watched(harness.name, process, lifeline, timeout_seconds, max_output_bytes)
         seconds = time.monotonic() - begun
-        await _git(snapshot, workspace, "add", "--all")
-        diff = await _git(snapshot, workspace, "diff", "--cached", "HEAD")
+        await _add_all(snapshot, workspace)
+        diff = await _git(snapshot, workspace, "diff", "--cached", "HEAD", most=4 * MAX_DIFF)
         return HarnessResult(
-            exit_code=process.returncode,
-            output=_end_of(written),
+            exit_code=128 - code if 128 < code <= 192 else code,
+            output=_without_key(output, endpoint.api_key)[-KEPT_BYTES:],
             workspace=workspace,
-            diff=diff[:MAX_DIFF],
+            diff=_without_key(diff.decode(errors="replace"), endpoint.api_key)[:MAX_DIFF],
             seconds=seconds,
         )
 
 
+def _check_installed(harness: Harness, program: str, workspace: Path, variables: Mapping[str, str]) -> None:
+    wanted = str(workspace / program) if "/" in program else program
+    if shutil.which(wanted, path=variables.get("PATH", os.defpath)) is None:
+        hint = f"; install it: {harness.install}" if harness.install else ""
+        raise ConfigError(f"the program {program!r} of {harness.name} is not installed{hint}")
+
+
+def _without_key(text: str, key: str) -> str:
+    return text.replace(key, "(key)") if key else text
+
+
 def _started(
-    harness: Harness, command: Sequence[str], workspace: Path, variables: Mapping[str, str], written: Path
-) -> subprocess.Popen[bytes]:
-    """Start the program in a process group of its own, without input, with its output in a file."""
-    with written.open("wb") as output:
-        try:
-            return subprocess.Popen(
-                command,
-                cwd=workspace,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except FileNotFoundError:
-            hint = f"; install it: {harness.install}" if harness.install else ""
-            raise ConfigError(f"the program {command[0]!r} of {harness.name} is not installed{hint}") from None
+    command: Sequence[str], workspace: Path, variables: Mapping[str, str], home: Path
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the program below a keeper, without input; return the keeper, and the pipe whose end ends it."""
+    theirs, lifeline = os.pipe()
+    try:
+        process = subprocess.Popen(
+            kept_command(theirs, GRACE_SECONDS, command, (home,)),
+            cwd=workspace,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(theirs,),
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        os.close(lifeline)
+        raise InvalidRequest(f"the program can't be started with this task: {error}", "prompt") from error
+    finally:
+        os.close(theirs)
+    return process, lifeline
 
 
-def _end_of(written: Path) -> str:
-    with written.open("rb") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - KEPT_BYTES, 0))
-        return file.read().decode(errors="replace")
+async def _watched(
+    name: str, process: subprocess.Popen[bytes], lifeline: int, timeout_seconds: float, max_output_bytes: int
+) -> tuple[int, str]:
+    """Wait until all processes of a program have ended; return its exit code and the end of its output."""
+    reading = asyncio.ensure_future(in_thread(partial(_read, process, max_output_bytes), "palestra-harness"))
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            code, output, written = await asyncio.shield(reading)
+    except TimeoutError:
+        raise RolloutFailed("timeout", f"{name} ran longer than {timeout_seconds:g} s") from None
+    finally:
+        os.close(lifeline)
+        # No longer: a process that has killed the keeper keeps its output open.
+        _, open_still = await asyncio.wait((reading,), timeout=2 * (GRACE_SECONDS + LAST_SECONDS))
+        for left in members_of(process.pid) if open_still else ():
+            os.kill(left, signal.SIGKILL)
+    if written > max_output_bytes:
+        raise RolloutFailed("output", f"{name} wrote more than {max_output_bytes:,} bytes")
+    return code, output
 
 
-async def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the program and all processes of its group, first gently."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await in_thread(lambda: process.wait(GRACE_SECONDS))
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _read(process: subprocess.Popen[bytes], most: int) -> tuple[int, str, int]:
+    """Read a program's output to its end, or end it after some bytes; return code, end of the output, and bytes."""
+    kept, written = b"", 0
+    assert process.stdout is not None
+    with process.stdout as stream:
+        while written <= most and (data := os.read(stream.fileno(), KEPT_BYTES)):
+            written += len(data)
+            kept = (kept + data)[-2 * KEPT_BYTES :]
+        if written > most:
+            process.send_signal(signal.SIGQUIT)
+    return process.wait(), kept.decode(errors="replace"), written
 
 
-async def _git(snapshot: Path, workspace: Path, *arguments: str) -> str:
-    """Run git with a repository of its own beside the workspace, which may itself be one."""
+async def _add_all(snapshot: Path, workspace: Path) -> None:
+    """Put all files of the workspace into the index, but for what its `.gitignore` names.
 
-    def run() -> str:
-        known = {"PATH": os.environ.get("PATH", os.defpath), "GIT_CONFIG_NOSYSTEM": "1", "HOME": str(snapshot.parent)}
+    `git add` refuses a repository without a commit in the workspace, and does not look into one with a commit.
+    """
+    kinds = ("--others", "--modified", "--deleted", "--exclude-standard")
+    listed = await _git(snapshot, workspace, "ls-files", "-z", *kinds)
+
+    def sort() -> tuple[bytes, bytes]:
+        names = {name for one in listed.split(b"\0") if one for name in _files_at(workspace, one)}
+        there = {name for name in names if _can_be_read(os.path.join(os.fsencode(workspace), name))}
+        return b"\0".join(sorted(there)), b"\0".join(sorted(names - there))
+
+    there, gone = await in_thread(sort)
+    await _git(snapshot, workspace, "update-index", "-z", "--force-remove", "--stdin", said=gone)
+    await _git(snapshot, workspace, "update-index", "-z", "--add", "--stdin", said=there)
+
+
+def _files_at(workspace: Path, name: bytes) -> Iterator[bytes]:
+    """Yield a listed file, or what is in a repository in the workspace, which git lists as a folder."""
+    if not name.endswith(b"/"):
+        yield name
+        return
+    top = os.fsencode(workspace)
+    for folder, folders, files in os.walk(os.path.join(top, name)):
+        yield from (os.path.relpath(os.path.join(folder, one), top) for one in (*folders, *files) if one != b".git")
+        folders[:] = [one for one in folders if one != b".git"]
+
+
+def _can_be_read(path: bytes) -> bool:
+    """Return whether a path is a link, or a file that this user may read: no folder, pipe, socket or device."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return False
+    return stat.S_ISLNK(mode) or (stat.S_ISREG(mode) and os.access(path, os.R_OK))
+
+
+async def _git(snapshot: Path, workspace: Path, *arguments: str, said: bytes = b"", most: int = -1) -> bytes:
+    """Run git with a repository of its own beside the workspace, which may itself be one; return what it writes.
+
+    Args:
+        said: its input.
+        most: bytes that are returned; -1: all.
+    """
+
+    def run() -> bytes:
+        known = {"PATH": os.environ.get("PATH", os.defpath), "GIT_CONFIG_NOSYSTEM": "1", "HOME": str(snapshot)}
         command = [*_GIT, f"--git-dir={snapshot}", f"--work-tree={workspace}", *arguments]
-        done = subprocess.run(command, cwd=workspace, env=known, capture_output=True, check=False)
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").strip()[-500:]
-            raise RolloutFailed("workspace", f"git {arguments[0]} of the workspace failed: {said}")
-        return done.stdout.decode(errors="replace")
+        with tempfile.TemporaryFile() as written:
+            try:
+                done = subprocess.run(
+                    command,
+                    cwd=workspace,
+                    env=known,
+                    input=said,
+                    stdout=written,
+                    stderr=subprocess.PIPE,
+                    timeout=GIT_SECONDS,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                raise RolloutFailed("workspace", f"git {arguments[0]} took more than {GIT_SECONDS:g} s") from None
+            if done.returncode:
+                cause = done.stderr.decode(errors="replace").strip()[-500:]
+                raise RolloutFailed("workspace", f"git {arguments[0]} of the workspace failed: {cause}")
+            written.seek(0)
+            return written.read(most)
 
     return await in_thread(run)

@@ -17,6 +17,7 @@ import sys
 import time
 
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+_ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 LAST_SECONDS = 3.0  # for what is left when the command has ended: Python's process that removes shared memory, say
 _LOOK_SECONDS = 0.02
 _ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)  # the command, if its keeper gets it
@@ -36,6 +37,7 @@ def _main() -> int:
     caught = [one for one in _ENDS if one == signal.SIGQUIT or signal.getsignal(one) != signal.SIG_IGN]
     for number in (signal.SIGCHLD, *caught):
         signal.signal(number, lambda number, frame: None)
+    _ask_kernel(_ADOPT_ORPHANS, 1)  # so that what leaves the session stays below this process
     keeper, child = os.getpid(), os.fork()
     if child == 0:
         _become(command, lifeline, caught, keeper)
@@ -46,14 +48,14 @@ def _main() -> int:
     ended, status, numbers = 0, 0, b""
     while not (ended or set(caught) & set(numbers)) and lifeline not in select.select([lifeline, woken], [], [])[0]:
         numbers = os.read(woken, 512)
-        ended, status = os.waitpid(child, os.WNOHANG)
+        ended, status = _reaped(child)
     _signal(child, signal.SIGTERM)
     seconds = 0.0 if signal.SIGQUIT in numbers else min(seconds, LAST_SECONDS) if ended else seconds
     until = time.monotonic() + seconds
     while (not ended or _others()) and time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)
         if not ended:
-            ended, status = os.waitpid(child, os.WNOHANG)
+            ended, status = _reaped(child)
     _signal(child, signal.SIGKILL)
     if not ended:
         status = os.waitpid(child, 0)[1]
@@ -69,12 +71,9 @@ def _main() -> int:
 def _become(command: list[str], lifeline: int, caught: list[signal.Signals], keeper: int) -> None:
     """Turn this process, a new one, into the command."""
     try:
-        if sys.platform == "linux":
-            import ctypes  # here, because the keeper stays small
-
-            ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
-            if os.getppid() != keeper:  # it was killed before
-                return
+        _ask_kernel(DIE_WITH_PARENT, signal.SIGKILL)
+        if os.getppid() != keeper:  # it was killed before
+            return
         os.setpgid(0, 0)
         os.close(lifeline)
         signal.set_wakeup_fd(-1)
@@ -92,31 +91,61 @@ def _signal(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
+def _ask_kernel(option: int, value: int) -> None:
+    """Call prctl(2), where there is such a thing."""
+    if sys.platform == "linux":
+        import ctypes  # here, because `members_of` is used without it
+
+        ctypes.CDLL(None).prctl(option, value)
+
+
 def _kill_others() -> None:
-    """Kill those that have left the group, and see their end."""
+    """Kill those that have left the group, with what they start meanwhile, and see their end."""
     until = time.monotonic() + LAST_SECONDS
     while (others := _others()) and time.monotonic() < until:
         for process in others:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(_LOOK_SECONDS)
 
 
+def _reaped(child: int) -> tuple[int, int]:
+    """Reap orphans that have ended; return the command and its status once it has ended, else zeros."""
+    while True:
+        try:
+            process, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return 0, 0
+        if process in (0, child):
+            return process, status
+
+
 def _others() -> list[int]:
-    return [process for process in members_of(os.getpid()) if process != os.getpid()]
+    """Return the running processes of this session, and those below this process in other sessions."""
+    own, running = os.getpid(), _running()
+    below, found = {own}, {own}
+    while below:
+        below = {process for process, parent, _ in running if parent in below} - found
+        found |= below
+    return [process for process, _, session in running if process != own and (process in found or session == own)]
 
 
 def members_of(session: int) -> list[int]:
     """Return the processes of a session that run; none where the system does not tell."""
+    return [process for process, _, own in _running() if own == session]
+
+
+def _running() -> list[tuple[int, int, int]]:
+    """Return the id, the parent and the session of each process that has not ended."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
         try:
             with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
-                state, _, _, own = file.read().rpartition(")")[2].split()[:4]
+                state, parent, _, session = file.read().rpartition(")")[2].split()[:4]
         except OSError:  # no process, or one that has ended meanwhile
             continue
-        if int(own) == session and state not in "ZX":
-            found.append(int(name))
+        if state not in "ZX":
+            found.append((int(name), int(parent), int(session)))
     return found
 
 

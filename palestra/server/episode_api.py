@@ -12,7 +12,7 @@ from palestra.errors import ConfigError, Forbidden, InvalidRequest, ServerStoppi
 from palestra.http.app import GuardedApp
 from palestra.http.bodies import parse_body, read_request, read_with
 from palestra.http.protocol import until_disconnect
-from palestra.server.auth import EpisodeKey, require_episode, require_job
+from palestra.server.auth import EpisodeKey, caller_of, require_episode, require_job
 from palestra.server.episode_routes import EpisodeRoutes
 from palestra.server.seat_api import claim_seat
 from palestra.server.state import DataPlane
@@ -30,6 +30,7 @@ from palestra.types.wire import (
     ClaimEpisode,
     EndEpisode,
     EpisodeAnswer,
+    EpisodeCalls,
     EpisodeRegistered,
     HeartbeatEpisode,
     PushTasks,
@@ -44,12 +45,7 @@ def add_episode_routes(app: GuardedApp, plane: DataPlane) -> None:
     """Add the workers' routes; a job that serves a model answers all of them with 409."""
     episodes, tasks_of_job = plane.store.episodes, plane.store.tasks
     routes = EpisodeRoutes(app, plane, "episodes")
-
-    @routes.get("/rollout")
-    async def rollout(request: Request) -> RolloutFacts:
-        """Return the facts about the job that a worker needs before it plays an environment."""
-        require_job(request)
-        return _facts(plane)
+    _add_reading_routes(routes, plane)
 
     @routes.post("/tasks", PushTasks)
     async def push_tasks(request: Request) -> TasksPushed:
@@ -138,6 +134,23 @@ def add_episode_routes(app: GuardedApp, plane: DataPlane) -> None:
         key = await require_episode(request, body.episode_id, episodes)
         await _give_back(plane, key, body)
         return EpisodeAnswer(episode_id=key.episode_id, state=(await episodes.get(key.episode_id)).state)
+
+
+def _add_reading_routes(routes: EpisodeRoutes, plane: DataPlane) -> None:
+    @routes.get("/rollout")
+    async def rollout(request: Request) -> RolloutFacts:
+        """Return the facts about the job that a worker needs before it plays an environment."""
+        require_job(request)
+        return _facts(plane)
+
+    @routes.get("/episode_calls")
+    async def episode_calls(request: Request) -> EpisodeCalls:
+        """Count the model calls of the episode whose key opens this route."""
+        key = caller_of(request)
+        if not isinstance(key, EpisodeKey):
+            raise Forbidden("this is not the key of an episode")
+        refused = plane.store.leases.refused(key.episode_id, key.fence)
+        return EpisodeCalls(answered=await plane.store.calls.answered(key.episode_id, key.fence), refused=refused)
 
 
 async def _renew(plane: DataPlane, key: EpisodeKey | SeatKey) -> None:

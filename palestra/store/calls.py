@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from sqlalchemy import BindParameter, Connection, bindparam, select
+from sqlalchemy import BindParameter, Connection, bindparam, func, select
 
 from palestra.database import Database
 from palestra.database.sqlite import pieces
@@ -35,6 +35,7 @@ _INSERT_IF_HELD = Prepared(
 _OF_LEASE = Prepared(
     select(chats).where(*(chats.c[name] == value for name, value in _LEASE.items())).order_by(chats.c.idx)
 )
+_COUNT = Prepared(select(func.count()).where(*(chats.c[name] == value for name, value in _LEASE.items())))
 
 
 class Calls:
@@ -58,6 +59,11 @@ class Calls:
                 raise AssertionError(f"a call of episode {chat.episode_id}, which is held, was not recorded")
 
         return self._db.submit(insert, "chat_commit")
+
+    async def answered(self, episode_id: str, fence: int) -> int:
+        """Return the number of calls under one of an episode's leases."""
+        key = {"episode_id": episode_id, "fence": fence}
+        return await self._db.read(lambda connection: int(_COUNT.row(connection, key)[0]))
 
     async def of_lease(self, episode_id: str, fence: int) -> tuple[EpisodeRecord, tuple[Chat, ...]]:
         """Return an episode and the calls under one of its leases, in one consistent read.

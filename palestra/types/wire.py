@@ -281,6 +281,13 @@ class EpisodeAnswer(Body):
     state: str
 
 
+class EpisodeCalls(Body):
+    """Answer of `GET /episode_calls`: the model calls under the lease of the key, so far."""
+
+    answered: int = Field(description="Recorded calls.")
+    refused: dict[str, int] = Field(description="Calls that were refused for what they ask, by error and field.")
+
+
 class EpisodeHolder(Body):
     """A worker that holds a claimed episode, and how long it has been silent."""
 

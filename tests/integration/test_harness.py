@@ -6,11 +6,15 @@ import asyncio
 import sys
 from pathlib import Path
 
+import httpx2
+import pytest
 from in_process import parts_of, serving, trajectory_of
 
 from palestra.client import AsyncClient
 from palestra.client.worker import Worker
+from palestra.errors import RolloutFailed
 from palestra.renderers import ByteTokenizer, ChatMLConfig, ChatMLRenderer
+from palestra.types.records import Task
 from palestra_harness import Harness, HarnessRollout
 
 CODER = Path(__file__).parents[1] / "unit" / "harness" / "coder.py"
@@ -49,3 +53,47 @@ async def test_a_program_plays_the_episodes_of_a_job_and_is_scored_by_what_it_wr
         assert chat.messages[0].text == "Say hello."
         assert bytes(chat.completion_ids.tolist()[:-1]).decode() == chat.reply.text
         assert one.episode.metadata["harness"] == "coder"
+
+
+CALLS = """
+import json, os, sys, urllib.error, urllib.request
+for more in json.loads(sys.argv[2]):
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5} | more
+    headers = {"authorization": "Bearer " + os.environ["KEY"], "content-type": "application/json"}
+    request = urllib.request.Request(sys.argv[1] + "/chat/completions", json.dumps(body).encode(), headers)
+    try:
+        urllib.request.urlopen(request)
+    except urllib.error.HTTPError as error:
+        print(error)
+sys.exit("failed")
+"""
+
+
+@pytest.mark.parametrize(("calls", "plays"), [("[]", False), ("[{}]", True), ('[{"chat_template": "x"}]', True)])
+async def test_a_program_that_fails_is_scored_only_if_it_has_called_the_model(tmp_path: Path, calls: str, plays: bool):
+    command = (sys.executable, "-c", CALLS, "{base_url}", calls)
+    harness = Harness(name="failing", command=command, variables={"KEY": "{api_key}"})
+    scored = []
+
+    def score(task, result):
+        scored.append(result.exit_code)
+        return 0.0
+
+    async with serving(tmp_path, **SETTINGS) as job, AsyncClient(job.url, job.api_key) as client:
+        await job.plane.store.groups.register("train", 0, 1, Task(task_id="t", data={"prompt": "x"}), 2)
+        episode = await client.begin_episode()
+        assert episode is not None
+        rollout = HarnessRollout(harness, score)
+        if plays:
+            assert (await rollout(episode.task, episode.policy)).reward == 0.0
+        else:
+            with pytest.raises(RolloutFailed, match="code 1: failed"):
+                await rollout(episode.task, episode.policy)
+    assert scored == [1] * plays
+
+
+async def test_only_the_key_of_an_episode_counts_its_calls(tmp_path: Path):
+    async with serving(tmp_path, **SETTINGS) as job, httpx2.AsyncClient(base_url=job.url) as http:
+        for key, status in ((job.api_key, 403), ("pe-wrong", 401)):
+            answer = await http.get("/episode_calls", headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == status

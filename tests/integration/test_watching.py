@@ -191,6 +191,7 @@ def test_the_description_of_the_api_has_every_route(plane):
         ("POST", "/observe_seat"),
         ("POST", "/act_seat"),
         ("POST", "/heartbeat_episode"),
+        ("GET", "/episode_calls"),
         ("POST", "/end_episode"),
         ("POST", "/abort_episode"),
         ("GET", "/rollout"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import tarfile
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from palestra.client import ModelEndpoint
 from palestra.errors import ConfigError, InvalidRequest, RolloutFailed
 from palestra_harness import Harness, HarnessRollout, find_harness, known_harnesses
-from palestra_harness.running import run_harness
+from palestra_harness.running import GRACE_SECONDS, run_harness
 
 ENDPOINT = ModelEndpoint(base_url="http://127.0.0.1:9/v1", api_key="pe-key", model="policy", version="0.0")
 
@@ -31,7 +33,7 @@ async def test_a_program_has_a_home_of_its_own_and_no_keys_of_the_user(tmp_path,
     monkeypatch.setenv("OPENAI_API_KEY", "the user's")
     code = (
         "import os, sys, pathlib\n"
-        "print(sys.argv[1:], sorted(os.environ), pathlib.Path.home().joinpath('a/b').read_text(), os.getcwd())\n"
+        "print(sys.argv[1:], sorted(os.environ), pathlib.Path.home().joinpath('a/b').read_text()[::-1], os.getcwd())\n"
         "print(repr(sys.stdin.read()))\n"
     )
     harness = python(code, "{task}", "{anthropic_url}", files={"a/b": "key={api_key}"}, variables={"URL": "{base_url}"})
@@ -39,7 +41,7 @@ async def test_a_program_has_a_home_of_its_own_and_no_keys_of_the_user(tmp_path,
     assert found.exit_code == 0
     assert "['do it', 'http://127.0.0.1:9']" in found.output
     assert "'URL'" in found.output
-    assert "key=pe-key" in found.output
+    assert "key=pe-key"[::-1] in found.output
     assert "OPENAI_API_KEY" not in found.output
     assert str(tmp_path) in found.output
     assert found.output.endswith("''\n")  # there is no input
@@ -69,12 +71,13 @@ async def gone(pid: int) -> bool:
     return False
 
 
-CHILD = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); "
+CHILD = "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session={}).pid, flush=True)"
 
 
-async def test_children_of_a_program_end_with_it(tmp_path):
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_children_of_a_program_end_with_it(tmp_path, leaves):
     begun = time.monotonic()
-    found = await run_harness(python(CHILD), ENDPOINT, "x", tmp_path)
+    found = await run_harness(python(CHILD.format(leaves)), ENDPOINT, "x", tmp_path)
     assert time.monotonic() - begun < 30
     assert await gone(int(found.output))
 
@@ -88,6 +91,54 @@ async def test_a_program_that_never_ends_fails_the_episode(tmp_path, code, termi
     with pytest.raises(RolloutFailed) as caught:
         await run_harness(python(code), ENDPOINT, "x", tmp_path, **limits)
     assert caught.value.termination == termination
+
+
+async def test_a_program_that_writes_on_after_a_signal_is_killed_at_once(tmp_path):
+    code = "import signal; signal.signal(15, signal.SIG_IGN)\nwhile True: print('x' * 10_000)"
+    begun = time.monotonic()
+    with pytest.raises(RolloutFailed):
+        await run_harness(python(code), ENDPOINT, "x", tmp_path, max_output_bytes=100_000)
+    assert time.monotonic() - begun < GRACE_SECONDS
+
+
+async def test_the_key_of_an_episode_is_in_no_result(tmp_path):
+    code = "import sys; print(sys.argv[1] * 20_000, end=''); open('a.txt', 'w').write(sys.argv[1])"
+    found = await run_harness(python(code, "{api_key}"), ENDPOINT, "x", tmp_path)
+    assert "(key)" in found.output
+    assert "(key)" in found.diff
+    assert "pe-key" not in found.output + found.diff
+
+
+@pytest.mark.parametrize("task", ["a\0b", "x" * 200_000, "\ud800"])
+async def test_a_task_that_is_no_argument_is_refused(tmp_path, task):
+    with pytest.raises(InvalidRequest):
+        await run_harness(python("", "{task}"), ENDPOINT, task, tmp_path)
+
+
+STRANGE = """
+import os, subprocess
+subprocess.run(["git", "init", "-q", "inner"], check=True)
+open("inner/new.txt", "w").write("of inner")
+os.mkfifo("pipe"); os.remove("was_file.txt"); os.mkfifo("was_file.txt")
+os.remove("was_other.txt"); os.mkdir("was_other.txt"); open("was_other.txt/a", "w").write("below")
+os.symlink("/etc/passwd", "link"); os.symlink("/", "root")
+open("large.txt", "w").write("large line\\n" * 200_000)
+open(".gitattributes", "w").write("* -diff\\n*.txt working-tree-encoding=UTF-16\\n")
+open(b"odd \\xff\\n", "w").write("odd")
+"""
+
+
+async def test_a_diff_is_of_files_and_links_whatever_else_is_there(tmp_path):
+    for name in ("was_file.txt", "was_other.txt"):
+        (tmp_path / name).write_text(f"old {name}\n")
+    found = await run_harness(python(STRANGE.replace("\\\\", "\\")), ENDPOINT, "x", tmp_path)
+    assert found.exit_code == 0, found.output
+    for line in ("+of inner", "-old was_file.txt", "-old was_other.txt", "+below", "+/etc/passwd", "+odd"):
+        assert f"\n{line}\n" in found.diff
+    assert "root:" not in found.diff
+    assert "large.txt differ" in found.diff
+    assert "large line" not in found.diff
+    assert "pipe" not in found.diff
 
 
 async def test_a_program_that_is_not_installed_says_how_to_install_it(tmp_path):
@@ -114,10 +165,62 @@ async def test_a_rollout_scores_the_workspace_and_removes_it(tmp_path):
     assert not (tmp_path / "folder" / "out.txt").exists()
 
 
+def packed(path: Path, *members: tarfile.TarInfo) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for member in members:
+            archive.addfile(member)
+    return path
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+    made = tarfile.TarInfo(name)
+    made.type, made.linkname = kind, link
+    return made
+
+
+async def contents(folder: Path) -> float:
+    rollout = HarnessRollout(
+        python(""), lambda task, result: float(len(list(result.workspace.iterdir()))), folder=folder
+    )
+    return (await rollout({"prompt": "x"}, ENDPOINT)).reward
+
+
+async def test_an_archive_is_unpacked_and_one_that_leads_out_of_the_workspace_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("a.txt", "a")
+    assert await contents(tmp_path / "a.zip") == 1
+    assert await contents(packed(tmp_path / "a.tar", member("a"), member("b"))) == 2
+    for bad in (member("../out"), member("a", tarfile.SYMTYPE, "../../out"), member("a", tarfile.FIFOTYPE)):
+        with pytest.raises(ConfigError):
+            await contents(packed(tmp_path / "bad.tar", bad))
+    (tmp_path / "no.zip").write_text("no archive")
+    with pytest.raises(ConfigError):
+        await contents(tmp_path / "no.zip")
+
+
+async def test_pipes_of_a_folder_are_not_copied(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    os.mkfifo(tmp_path / "pipe")
+    assert await contents(tmp_path) == 1
+
+
+@pytest.mark.parametrize("files", [{"a": "1", "a/b": "2"}, {".": "x"}, {"x\0": "x"}, {"a": "\ud800"}, {"n" * 300: "x"}])
+async def test_a_file_that_cannot_be_written_is_refused(files):
+    with pytest.raises(InvalidRequest):
+        await HarnessRollout(python(""), lambda *_: 1.0)({"prompt": "x", "files": files}, ENDPOINT)
+
+
 @pytest.mark.parametrize("task", [{}, {"prompt": ""}, {"prompt": "x", "files": {"../out": "x"}}, {"prompt": 1}])
 async def test_a_task_that_no_harness_can_play_is_refused(task):
     with pytest.raises(InvalidRequest):
         await HarnessRollout(python(""), lambda *_: 1.0)(task, ENDPOINT)
+
+
+async def test_a_program_that_fails_is_not_scored_where_its_calls_are_unknown():
+    with pytest.raises(RolloutFailed) as caught:
+        await HarnessRollout(python("exit('no such flag')"), lambda *_: 1.0)({"prompt": "x"}, ENDPOINT)
+    assert caught.value.termination == "agent_failed"
+    assert "no such flag" in str(caught.value)
 
 
 def test_harnesses_are_found_by_name():

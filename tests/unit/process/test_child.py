@@ -80,6 +80,36 @@ def test_a_keeper_ends_all_that_a_program_has_left_and_says_how_that_ended(numbe
     os.close(ours)
 
 
+DAEMON = """
+import os, sys, time
+ended, left = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.write(left, str(os.getpid()).encode())
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+print(os.read(ended, 20).decode(), flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted by prctl(2)")
+def test_a_keeper_ends_what_has_left_the_session():
+    theirs, ours = os.pipe()
+    with subprocess.Popen(
+        kept_command(theirs, 0.2, [sys.executable, "-S", "-c", DAEMON]),
+        pass_fds=(theirs,),
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as kept:
+        os.close(theirs)
+        daemon = int(kept.stdout.readline())
+        assert kept_ending(kept.wait(30)) == "ended with code 0"
+    assert not Path(f"/proc/{daemon}").exists() or Path(f"/proc/{daemon}/stat").read_text().split()[2] == "Z"
+    os.close(ours)
+
+
 @pytest.mark.parametrize(
     ("number", "words"),
     [("SIGTERM", "SIGTERM"), ("SIGHUP", "SIGTERM"), ("SIGINT", "SIGTERM"), ("SIGQUIT", "SIGKILL")],
