@@ -33,6 +33,7 @@ class TaskPool(Sequence[tuple[Task, ...]]):
         """Determine the entries.
 
         Args:
+            tasks: of the environment, in the order of its file.
             group_key: task key with equal values within an entry; empty: each task is alone.
             most: limit of tasks in an entry; a larger one is split.
         """
@@ -150,6 +151,7 @@ class TaskSampler(ABC):
 
         Args:
             step: from 1.
+            history: groups and results of the steps before.
         """
 
 
