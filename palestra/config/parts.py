@@ -193,7 +193,7 @@ class ServerConfig(Section):
         (),
         description="More beginnings of system messages or last messages of calls that an agent makes beside its task, "
         "for example for a title. A call without tools that begins so is one of the agent `agent/auxiliary`. The "
-        "prompts of Claude Code and opencode are known.",
+        "system messages of Claude Code and opencode are known.",
     )
 
     @property

@@ -274,7 +274,8 @@ async def test_subagents_and_titles_of_coding_agents_are_agents_of_the_episode(t
         sub = {"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}
         for more in ({}, {"extra_headers": sub}, {"extra_headers": {"x-palestra-agent": "planner"} | sub}):
             await ai.chat.completions.create(**asks("text"), **more)
-        title: Any = [{"role": "system", "content": "You are a title generator."}, {"role": "user", "content": "text"}]
+        system = "You are a title generator. You output ONLY a thread title. Nothing else."
+        title: Any = [{"role": "system", "content": system}, {"role": "user", "content": "text"}]
         await ai.chat.completions.create(**(asks("text") | {"messages": title}))
         chats = await recorded(job, episode_id)
     assert [chat.agent for chat in chats] == ["agent", "agent/ses_2", "planner/ses_2", "agent/auxiliary"]

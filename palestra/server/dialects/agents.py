@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from palestra.types.messages import GenerationRequest
+from palestra.config import MAX_AGENT
+from palestra.errors import InvalidRequest
+from palestra.server.dialects.fields import AGENT_HEADER
+from palestra.types.messages import ChatMessage, GenerationRequest
 
 AUXILIARY = "auxiliary"  # last part of the name of an agent whose calls are not part of the task
 # The header of a subagent's id, and the header that only a subagent sends; "": the id itself is such a header.
 ID_HEADERS: Mapping[str, str] = {"x-claude-code-agent-id": "", "x-session-id": "x-parent-session-id"}
-# Beginnings of prompts for titles and the like, by harness. Summaries that replace a long history are part of the task.
+# Beginnings of system messages for titles and the like, by harness: a task that begins so is not meant. Summaries that
+# replace a long history are part of the task.
 AUXILIARY_PROMPTS = (
-    "Generate a concise, sentence-case title",  # Claude Code
-    "Generate a short kebab-case name",  # Claude Code
-    "You are a title generator",  # opencode
+    "Generate a concise, sentence-case title (",  # Claude Code
+    "Generate a short kebab-case name (",  # Claude Code
+    "You are a title generator. You output ONLY a thread title.",  # opencode
     "Summarize what was done in this conversation. Write like a pull request description",  # opencode
 )
 _LONGEST_ID = 40
@@ -30,17 +34,28 @@ def caller_name(
         agent: the episode's, a seat's, or the one that the header `x-palestra-agent` names.
         headers: with names in lower case.
         ids: more headers of ids, as in `ID_HEADERS`.
-        prompts: more beginnings of prompts, as in `AUXILIARY_PROMPTS`.
+        prompts: more beginnings, of system messages or last messages.
+
+    Raises:
+        InvalidRequest: the whole name is too long.
     """
     for header, required in ({**ID_HEADERS, **ids} if ids else ID_HEADERS).items():
         found = headers.get(header)
         if found and headers.get(required or header):
             agent = f"{agent}/{_OTHERS.sub('-', found)[:_LONGEST_ID]}"
             break
-    return f"{agent}/{AUXILIARY}" if not call.tools and _is_auxiliary(call, (*AUXILIARY_PROMPTS, *prompts)) else agent
+    if not call.tools and _is_auxiliary(call.messages, tuple(prompts)):
+        agent = f"{agent}/{AUXILIARY}"
+    if len(agent) > MAX_AGENT:
+        raise InvalidRequest(f"the name of an agent below others has more than {MAX_AGENT} characters", AGENT_HEADER)
+    return agent
 
 
-def _is_auxiliary(call: GenerationRequest, prompts: tuple[str, ...]) -> bool:
-    """Return whether the system message or the last message begins as one of the prompts."""
-    ends = (*call.messages[:1], *call.messages[-1:])
-    return any(message.role != "assistant" and message.text.lstrip().startswith(prompts) for message in ends)
+def _is_auxiliary(messages: Sequence[ChatMessage], prompts: tuple[str, ...]) -> bool:
+    """Return whether the system message begins as one of all prompts, or the last message as one of the given."""
+    if not messages:  # a prompt as it is
+        return False
+    first, last = messages[0], messages[-1]
+    if first.role in ("system", "developer") and first.text.lstrip().startswith((*AUXILIARY_PROMPTS, *prompts)):
+        return True
+    return bool(prompts) and last.role != "assistant" and last.text.lstrip().startswith(prompts)

@@ -18,6 +18,15 @@ CHANGES_REPLY = frozenset(
         *("guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex"),
         *("add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message", "documents"),
         *("background", "conversation", "max_tool_calls", "previous_response_id", "prompt", "truncation"),
+        *(
+            "add_special_tokens",
+            "custom_logit_processor",
+            "ebnf",
+            "enable_thinking",
+            "json_schema",
+            "logits_processors",
+        ),
+        *("lora_path", "mm_processor_kwargs", "regex", "stop_regex", "structural_tag", "structured_outputs"),
         *("container", "mcp_servers", "top_logprobs", "truncate_prompt_tokens", "web_search_options"),
     }
 )

@@ -6,9 +6,12 @@ import json
 
 import pytest
 
-from palestra.server.dialects.agents import caller_name
+from palestra.config import MAX_AGENT
+from palestra.errors import InvalidRequest
+from palestra.server.dialects.agents import AUXILIARY_PROMPTS, caller_name
 from palestra.server.dialects.anthropic import Messages
 from palestra.server.dialects.chat import ChatCompletions
+from palestra.server.dialects.completions import Completions
 
 TITLE = "You are a title generator. You output ONLY a thread title. Nothing else."
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -52,6 +55,27 @@ def test_a_title_is_beside_the_task_and_a_call_with_tools_is_not():
     assert named(messages=[{"role": "user", "content": f"What does {TITLE!r} do?"}], tools=[]) == "agent"
     said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": TITLE}]
     assert named(messages=said, tools=[]) == "agent"
+
+
+@pytest.mark.parametrize("beginning", AUXILIARY_PROMPTS)
+def test_a_task_that_begins_as_a_prompt_for_a_title_is_still_the_task(beginning):
+    asked = [{"role": "user", "content": f"{beginning} and so on"}]
+    assert named(messages=asked, tools=[]) == "agent"
+    assert named(messages=[{"role": "system", "content": "Help."}, *asked], tools=[]) == "agent"
+    own = [{"role": "system", "content": "You are a title generator for papers."}, {"role": "user", "content": "x"}]
+    assert named(messages=own, tools=[]) == "agent"
+
+
+def test_a_prompt_as_it_is_has_no_title():
+    (call,) = Completions().parse(json.dumps({"model": "m", "prompt": TITLE}).encode(), {}).calls
+    assert caller_name("agent", call, {}, {}, ("Name this session",)) == "agent"
+
+
+def test_the_name_below_an_agent_is_bounded():
+    long = "p" * (MAX_AGENT - len("/a1"))
+    assert named({"x-claude-code-agent-id": "a1"}, agent=long) == f"{long}/a1"
+    with pytest.raises(InvalidRequest):
+        named({"x-claude-code-agent-id": "a12"}, agent=long)
 
 
 def test_the_title_of_claude_code_is_known_and_users_add_prompts():

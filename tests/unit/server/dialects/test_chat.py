@@ -71,6 +71,8 @@ def test_fields_that_ask_for_nothing_are_harmless(fields):
         ("modalities", ["text", "audio"]),
         ("repetition_penalty", 1.1),
         ("chat_template_kwargs", {"enable_thinking": False}),
+        ("enable_thinking", False),
+        ("regex", "a+"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(field, value):
