@@ -275,7 +275,7 @@ class JobConfig(Section):
             each.id: self.model_copy(
                 update={
                     "environments": [],
-                    "tasks": each.tasks,
+                    "tasks": self.tasks.model_copy(update=each.tasks.model_dump()),
                     "environment": self.environment.model_copy(
                         update={name: getattr(each, name) for name in PlayedEnvironment.model_fields}
                     ),

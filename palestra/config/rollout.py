@@ -18,11 +18,16 @@ SERVERS = "palestra.environment_servers"
 MAX_LEASE_SECONDS = 3600.0  # that a claim may ask for: a worker that is gone holds its episode no longer
 
 
-class TasksConfig(Section):
-    """Files of tasks. Without a file, an environment generates tasks, or clients push them with `POST /tasks`."""
+class TaskFilesConfig(Section):
+    """Files of tasks."""
 
     train: Path | None = Field(None, description="JSONL file of tasks: one JSON object per line; its `id` names it.")
     validation: Path | None = Field(None, description="JSONL file of held-out tasks, never trained on.")
+
+
+class TasksConfig(TaskFilesConfig):
+    """Files of tasks. Without a file, an environment generates tasks, or clients push them with `POST /tasks`."""
+
     weigh: Literal["groups", "tokens"] = Field(
         "groups", description="What the weights of `[[environments]]` share out: groups, or sampled tokens of groups."
     )
@@ -118,7 +123,7 @@ class MixedEnvironment(PlayedEnvironment):
     weight: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="Share of the groups of all steps, relative to the other weights."
     )
-    tasks: TasksConfig = TasksConfig()
+    tasks: TaskFilesConfig = TaskFilesConfig()
 
     @model_validator(mode="after")
     def _has_tasks(self) -> MixedEnvironment:
@@ -147,7 +152,7 @@ class CurriculumConfig(Section):
 
 
 def check_environments(environments: Sequence[MixedEnvironment], alone: EnvironmentConfig, tasks: TasksConfig) -> None:
-    """Raise ValueError for environments of one name, or that are named in two ways.
+    """Raise ValueError for environments of one name, or that are named in two ways, and for keys without effect.
 
     Args:
         alone: the job's `[environment]`.
@@ -158,13 +163,25 @@ def check_environments(environments: Sequence[MixedEnvironment], alone: Environm
         raise ValueError(f"two of environments have the id {twice[0]!r}; give each its own")
     if not environments:
         return
-    named: dict[str, object] = {"environment.name": alone.name, "environment.url": alone.url}
-    named |= {"tasks.train": tasks.train, "tasks.validation": tasks.validation}
-    for key, value in named.items():
-        if value is not None:
-            raise ValueError(f"{key} is set, and the job has [[environments]], which have their own; leave it out")
-    if len({each.name is None and each.url is None for each in environments}) > 1:
+    here = {each.name is not None or each.url is not None for each in environments}
+    if len(here) > 1:
         raise ValueError("either all of environments have `name` or `url`, or none has: then workers play their tasks")
+    of_all = () if True in here else ("system", "agent", "agent_settings")  # of what is given to `palestra.train`
+    named = [f"environment.{key}" for key in _keys_set(alone) if key not in of_all]
+    named += [f"tasks.{key}" for key in TaskFilesConfig.model_fields if getattr(tasks, key) is not None]
+    if named:
+        raise ValueError(f"{named[0]} is set, and the job has [[environments]], which have their own; leave it out")
+    for each in environments:
+        if False in here and (keys := _keys_set(each)):
+            raise ValueError(
+                f"environment {each.id!r} has `{keys[0]}` and neither `name` nor `url`; add one of these, or leave it out"
+            )
+
+
+def _keys_set(environment: PlayedEnvironment) -> list[str]:
+    """Return the keys that say what is played and have another value than their default."""
+    fields = PlayedEnvironment.model_fields
+    return [key for key, field in fields.items() if getattr(environment, key) != field.default]
 
 
 class RolloutConfig(Section):

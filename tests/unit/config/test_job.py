@@ -419,6 +419,7 @@ def test_numbers_of_an_optimizer_are_bounded_where_no_step_could_be_computed(key
 
 
 SUMS = {"id": "sums", "name": "arithmetic"}
+FILE = {"id": "f", "tasks": {"train": "f.jsonl"}}
 
 
 @pytest.mark.parametrize(
@@ -430,6 +431,11 @@ SUMS = {"id": "sums", "name": "arithmetic"}
         ({"environments": [SUMS], "environment": {"runners": 2}}, "environment.runners play an environment"),
         ({"environments": [SUMS], "environment": {"runners": 2, "name": "calculator"}}, "environment.name is set"),
         ({"environments": [SUMS, {"id": "b", "tasks": {"train": "b.jsonl"}}]}, "or none has"),
+        ({"environments": [SUMS], "environment": {"agent": "tools"}}, "environment.agent is set"),
+        ({"environments": [SUMS], "environment": {"train_tasks": 3}}, "environment.train_tasks is set"),
+        ({"environments": [FILE], "environment": {"settings": {"x": 1}}}, "environment.settings is set"),
+        ({"environments": [{**FILE, "system": "Hi"}]}, "environment 'f' has `system`"),
+        ({"environments": [{**FILE, "tasks": {"train": "f", "weigh": "tokens"}}]}, "unknown key"),
         ({"environments": [{"id": "b"}]}, "environment 'b' has no tasks"),
         ({"environments": [{"id": "b", "url": "http://10.0.0.7:7500"}]}, "environment 'b' has no tasks"),
         ({"environments": [{**SUMS, "weight": 0}]}, "weight"),
@@ -457,6 +463,8 @@ def test_each_environment_is_a_job_of_its_own():
     assert (sums.environment.name, sums.environment.settings, sums.tasks.train) == ("arithmetic", {"x": 1}, None)
     assert (other.environment.name, str(other.tasks.train), other.environments) == ("calculator", "b", [])
     assert JobConfig().each_environment == {"": JobConfig()}
+    (file,) = parse_config({"environments": [FILE], "environment": {"system": "Hi"}}).each_environment.values()
+    assert str(file.tasks.train) == "f.jsonl"
 
 
 def test_weights_are_part_of_what_is_trained_and_places_of_files_are_not():
