@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from palestra.agents import named_agents
 from palestra.client.plain_values import rows_of_frame
@@ -228,6 +228,11 @@ def prompt_check(reward: RewardFunction) -> TaskCheck:
     return check
 
 
+def is_function(tasks: Tasks) -> TypeGuard[Callable[[], TaskRows]]:
+    """Return whether tasks are a function that returns them."""
+    return callable(tasks) and not isinstance(tasks, Iterable)
+
+
 def resolve_tasks(name: str, tasks: Tasks) -> Iterable[Any]:
     """Return tasks, of which few are in memory while they are read.
 
@@ -238,7 +243,7 @@ def resolve_tasks(name: str, tasks: Tasks) -> Iterable[Any]:
     """
     if isinstance(tasks, str | Path):
         return TaskFile(Path(tasks))
-    if callable(tasks) and not isinstance(tasks, Iterable):
+    if is_function(tasks):
         return resolve_tasks(name, tasks())
     tasks = rows_of_frame(tasks)
     if isinstance(tasks, Mapping):

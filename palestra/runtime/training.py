@@ -24,6 +24,7 @@ from palestra.runtime.arguments import (
     TaskData,
     Tasks,
     check_sampler_argument,
+    is_function,
     prompt_check,
     resolve_config,
     resolve_rollout,
@@ -202,24 +203,22 @@ class _TaskSource:
             raise ConfigError(
                 "tasks are given to `train`, and [[environments]] have their own; leave one of the two out"
             )
-        if found or self.stored:
-            return found
-        if not _has_tasks(config) and not config.brings_tasks:
-            raise ConfigError("the job has no tasks: give `train` some, or name a file in tasks.train")
-        return read_files(config, self._check)
+        if not ("train" in found or self.stored or _has_tasks(config) or config.brings_tasks):
+            raise ConfigError("the job has no training tasks: give `train` some, or name a file in tasks.train")
+        return found if found or self.stored else read_files(config, self._check)
 
     def _source(self, split: Split, tasks: Tasks) -> TaskFile | None:
         """Return the tasks of an argument; None: there are none, or the run has them."""
         name = ARGUMENTS[split]
-        listed = hasattr(tasks, "__len__") and not isinstance(tasks, str)
-        if self.stored and not listed:
+        if self.stored and (isinstance(tasks, str) or not hasattr(tasks, "__len__")):
             self._note(f"the run has its tasks on disk, and goes on with those; `{name}` is not read again")
             return None
-        rows = resolve_tasks(name, tasks)
+        given = tasks() if is_function(tasks) else tasks
+        rows = resolve_tasks(name, given)
         check = self._conversation if split == "train" and self._algorithm.learns_conversations else self._check
         if isinstance(rows, TaskFile):
             return rows if rows.count(check) else None
-        if split == "train" and not listed and not hasattr(rows, "__len__"):  # it may be endless
+        if split == "train" and not hasattr(given, "__len__"):  # it may be endless
             rows = islice(rows, self._config.steps * self._config.rollout.groups_per_step)
         folder = next(folder for folder in self._config.folder.absolute().parents if folder.is_dir())
         spooled = self._stack.enter_context(contextlib.closing(SpooledTasks(rows, name, folder, check)))

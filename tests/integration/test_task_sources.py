@@ -118,6 +118,19 @@ def test_an_endless_iterator_is_read_for_as_many_groups_as_there_are(tmp_path):
     assert next(numbers) == 6
 
 
+@pytest.mark.parametrize("made", [Frame, lambda: ROWS])
+def test_tasks_with_a_length_are_all_taken_also_from_a_function(made, tmp_path):
+    play(tmp_path, made, rollout={"group_size": 2, "groups_per_step": 2})
+    with browse(tmp_path / "run" / "run.db") as connection:
+        assert len(connection.execute(stored_tasks.select()).all()) == len(ROWS)
+
+
+def test_validation_tasks_alone_are_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(ConfigError, match="no training tasks"):
+        palestra.train(validation_tasks=ROWS, reward=lambda task, answer: 1.0, config=job(tmp_path), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("tasks", "error", "said"),
     [
