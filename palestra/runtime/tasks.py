@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from palestra.agents import named_agents
-from palestra.client.task_files import SpooledTasks, TaskCheck, TaskFile
+from palestra.client.task_files import TaskCheck, TaskFile
 from palestra.config import JobConfig
 from palestra.config.rollout import SERVERS, EnvironmentConfig
 from palestra.database import to_json
@@ -95,7 +95,7 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Mapping[str, TaskFil
         read: the tasks of a script, by split, or the result of `read_files`; empty: the files are read now.
 
     Raises:
-        Conflict: the run, or its start that was broken off, has other tasks.
+        Conflict: the run has other tasks.
     """
     if config.kind == "inference":
         return
@@ -105,21 +105,22 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Mapping[str, TaskFil
                 await known.require(split, *_texts(tasks, split.partition("/")[2]))
         return
     files = read or read_files(config)
-    if any(isinstance(file, SpooledTasks) for file in files.values()):
-        await known.clear()  # an iterator may give others than before a start that was broken off
+    made = {
+        name: job
+        for name, job in config.each_environment.items()
+        if job.environment.name is not None and job.tasks.train is None
+    }
+    if not made and not files:
+        return  # clients push them
+    await known.clear()  # a start that was broken off may have had others
     for split, file in files.items():
         name = split.partition("/")[2]
         for number, tasks in enumerate(file.chunks(CHUNK_TASKS, CHUNK_BYTES)):
-            part = f", part {number + 1}" if number else ""
-            await known.push_texts(split, *_texts(tasks, name), f"file {file.path.name}{part}")
+            await known.push_texts(split, *_texts(tasks, name), f"file {file.path.name}, part {number + 1}")
         file.close()
-    made = False
-    for name, job in config.each_environment.items():
-        if job.environment.name is not None and job.tasks.train is None:
-            await _generate(known, name, job, files)
-            made = True
-    if made or files:  # else clients push them
-        await known.seal()
+    for name, job in made.items():
+        await _generate(known, name, job, files)
+    await known.seal()
 
 
 async def _generate(known: Tasks, name: str, job: JobConfig, files: Mapping[str, TaskFile]) -> None:

@@ -44,7 +44,8 @@ async def test_a_hundred_thousand_tasks_take_little_memory_and_a_short_log(tmp_p
         assert (tmp_path / "run.db-wal").stat().st_size < 2 * size
 
 
-async def test_a_start_that_was_broken_off_between_two_chunks_goes_on(tmp_path, monkeypatch):
+@pytest.mark.parametrize("renamed", [False, True])
+async def test_of_a_start_that_was_broken_off_between_two_chunks_no_task_is_left(renamed, tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "CHUNK_TASKS", 3)
     config = job(tmp_path, [{"id": n, "q": "x"} for n in range(10)])
     with open_store(tmp_path, FakeClock()) as store:
@@ -56,19 +57,28 @@ async def test_a_start_that_was_broken_off_between_two_chunks_goes_on(tmp_path, 
             pushed.append(len(names))
             return await push(split, names, texts, chunk)
 
-        monkeypatch.setattr(store.tasks, "push_texts", broken)
-        with pytest.raises(KeyboardInterrupt):
-            await load_tasks(store.tasks, config)
+        with monkeypatch.context() as patch:
+            patch.setattr(store.tasks, "push_texts", broken)
+            with pytest.raises(KeyboardInterrupt):
+                await load_tasks(store.tasks, config)
         assert not await store.tasks.sealed()
-        monkeypatch.undo()
-        monkeypatch.setattr(tasks, "CHUNK_TASKS", 3)
+        assert len(await store.tasks.stored("train")) == 6
+        config = job(tmp_path, [{"id": n, "q": "y"} for n in range(2, 10)])
+        if renamed:
+            file = config.tasks.train.rename(tmp_path / "other.jsonl")
+            config = JobConfig.model_validate({"run_dir": tmp_path, "tasks": {"train": file}})
         await load_tasks(store.tasks, config)
-        assert [task.task_id for task in await store.tasks.stored("train")] == [str(n) for n in range(10)]
-    job(tmp_path, [{"id": n, "q": "y"} for n in range(10)])
-    with open_store(tmp_path / "other", FakeClock()) as store:
-        await store.tasks.push("train", [task_of({"id": n, "q": "x"}) for n in range(3)], "file tasks.jsonl")
+        assert [task.data for task in await store.tasks.stored("train")] == [{"id": n, "q": "y"} for n in range(2, 10)]
+
+
+async def test_a_run_that_has_its_tasks_refuses_others_and_keeps_its_own(tmp_path):
+    config = job(tmp_path, [{"id": n} for n in range(3)])
+    with open_store(tmp_path, FakeClock()) as store:
+        await load_tasks(store.tasks, config)
         with pytest.raises(Conflict):
-            await load_tasks(store.tasks, config)
+            await load_tasks(store.tasks, config, read_files(job(tmp_path, [{"id": 9}])))
+        await load_tasks(store.tasks, config)
+        assert [task.task_id for task in await store.tasks.stored("train")] == ["0", "1", "2"]
 
 
 async def test_groups_of_stored_tasks_are_those_of_tasks_in_memory(tmp_path):
