@@ -32,7 +32,8 @@ def next_environments(shares: Shares, spent: Shares, cost: Shares, count: int) -
     if len(shares) == 1:
         return list(shares) * count
     due = Fraction(1, 2 * len(shares) - 2)
-    a_group = 1 / sum(share / cost[name] for name, share in shares.items())  # what the mean group takes
+    # What the mean group takes.
+    a_group = 1 / sum((share / cost[name] for name, share in shares.items()), Fraction())
     total = sum(spent.values(), Fraction())
     growth = {name: share * a_group / cost[name] for name, share in shares.items()}
     lacking = {name: (share * total - spent[name]) / cost[name] for name, share in shares.items()}
