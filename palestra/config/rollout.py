@@ -174,7 +174,7 @@ def check_environments(environments: Sequence[MixedEnvironment], alone: Environm
     for each in environments:
         if False in here and (keys := _keys_set(each)):
             raise ValueError(
-                f"environment {each.id!r} has `{keys[0]}` and neither `name` nor `url`; add one of these, or leave it out"
+                f"environment {each.id!r} has `{keys[0]}`, and neither `name` nor `url`; give one, or leave it out"
             )
 
 
