@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from sqlalchemy import BindParameter, Connection, bindparam, func, select
+from sqlalchemy import BindParameter, Connection, bindparam, func, null, select
 
 from palestra.database import Database
 from palestra.database.sqlite import pieces
@@ -32,10 +32,11 @@ _INSERT_IF_HELD = Prepared(
         ),
     )
 )
-_OF_LEASE = Prepared(
-    select(chats).where(*(chats.c[name] == value for name, value in _LEASE.items())).order_by(chats.c.idx)
-)
-_COUNT = Prepared(select(func.count()).where(*(chats.c[name] == value for name, value in _LEASE.items())))
+_IN_LEASE = [chats.c[name] == value for name, value in _LEASE.items()]
+_OF_LEASE = Prepared(select(chats).where(*_IN_LEASE).order_by(chats.c.idx))
+_SHORT = [column for column in chats.c if column is not chats.c.top_logprobs]
+_WITHOUT_TOP = Prepared(select(*_SHORT, null().label("top_logprobs")).where(*_IN_LEASE).order_by(chats.c.idx))
+_COUNT = Prepared(select(func.count()).where(*_IN_LEASE))
 
 
 class Calls:
@@ -78,26 +79,34 @@ class Calls:
         return await self._db.read(query)
 
     async def trajectories(self, episode_ids: Sequence[str]) -> list[Trajectory]:
-        """Return episodes with the calls of their last lease, in the order of `episode_ids`."""
+        """Return episodes with the calls of their last lease, in the order of `episode_ids`.
+
+        The calls are without top logprobs: training needs none, and they may take most of the memory of a step.
+        """
 
         def read(connection: Connection, piece: Sequence[str]) -> list[Trajectory]:
-            return [read_trajectory(connection, name) for name in piece]
+            return [read_trajectory(connection, name, _WITHOUT_TOP) for name in piece]
 
         # In pieces, because other tasks wait for the connection.
         found = [await self._db.read(partial(read, piece=piece)) for piece in pieces(episode_ids, READ_AT_ONCE)]
         return [trajectory for piece in found for trajectory in piece]
 
 
-def read_trajectory(connection: Connection, episode_id: str) -> Trajectory:
-    """Return an episode with the calls of its last lease."""
+def read_trajectory(connection: Connection, episode_id: str, calls: Prepared = _OF_LEASE) -> Trajectory:
+    """Return an episode with the calls of its last lease.
+
+    Args:
+        calls: reads the calls of a lease.
+    """
     episode = episode_by_id(connection, episode_id)
-    return Trajectory(episode=episode, steps=time_steps(episode, _of_lease(connection, episode_id, episode.fence)))
+    found = _of_lease(connection, episode_id, episode.fence, calls)
+    return Trajectory(episode=episode, steps=time_steps(episode, found))
 
 
-def _of_lease(connection: Connection, episode_id: str, fence: int) -> tuple[Chat, ...]:
+def _of_lease(connection: Connection, episode_id: str, fence: int, calls: Prepared = _OF_LEASE) -> tuple[Chat, ...]:
     """Return the calls that were recorded under one lease, in order of index, so that parents come before children."""
     found: dict[int, Chat] = {}
-    for row in _OF_LEASE.rows(connection, {"episode_id": episode_id, "fence": fence}):
+    for row in calls.rows(connection, {"episode_id": episode_id, "fence": fence}):
         found[row.idx] = chat_of(row, found)
     return tuple(found.values())
 

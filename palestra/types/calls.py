@@ -278,7 +278,7 @@ class Chat:
         finish_reason: "length": the reply was cut at its token limit.
         fork: where exact tokens of an earlier call were lost; None: the agent did not mean to keep lost tokens.
         stop: stop string that ended the reply; None: a stop token or the limit did.
-        top: most probable tokens of the completion's positions; None: not requested.
+        top: most probable tokens of the completion's positions; None: not requested, or read for training.
         sampling: how the completion was sampled.
         request_digest: of the request body, to recognise a retry.
         started_at, finished_at: Unix seconds.

@@ -7,6 +7,7 @@ import pytest
 
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, NotFound
 from palestra.store.lifecycle import EpisodeEnd
+from palestra.types.calls import TopTokens
 from palestra.types.messages import text_message
 from unit.building import TASK, make_chat
 
@@ -91,6 +92,18 @@ async def test_trajectories_come_in_the_order_asked_for_with_the_calls_of_the_la
     with pytest.raises(NotFound, match="'x'"):
         await store.calls.trajectories([EPISODE, "x"])
     assert await store.calls.trajectories([]) == []
+
+
+async def test_top_logprobs_are_read_for_answers_and_not_for_training(store):
+    await claimed(store)
+    chat = make_chat(completion=(5, 6))
+    ids, logprobs = np.arange(6, dtype=np.int32).reshape(2, 3), np.full((2, 3), -0.25, np.float32)
+    chat.top = TopTokens(ids, logprobs)
+    await store.calls.append(chat)
+    ((read,), (trajectory,)) = (await store.calls.of_lease(EPISODE, 1))[1], await store.calls.trajectories([EPISODE])
+    assert read.top.rows() == chat.top.rows()
+    assert trajectory.chats[0].top is None
+    assert trajectory.chats[0].completion_ids.tolist() == [5, 6]
 
 
 async def test_more_trajectories_than_sqlite_binds_values(store):
