@@ -278,7 +278,8 @@ class PolicyUpdate:
         if batch.samples:
             batch = batch.with_token_rewards(self._regularization.token_rewards(batch.samples, forward))
         remembered = self._algorithm.state()
-        advantages = self._algorithm.advantages(batch.groups, forward)
+        # A list of its own, because that of the batch is emptied: an algorithm may keep groups from step to step.
+        advantages = self._algorithm.advantages(list(batch.groups), forward)
         if waits:
             # What follows the policy, such as a tuned temperature, would run away while the policy is not trained.
             self._algorithm.restore(remembered)

@@ -99,6 +99,20 @@ async def test_a_step_frees_nothing_on_the_event_loop_and_computes_in_short_turn
     assert sys.getswitchinterval() == usual
 
 
+async def test_an_algorithm_may_keep_the_groups_of_a_step(tmp_path, monkeypatch):
+    job, kept = ScriptedJob(tmp_path, config(steps=2)), []
+    algorithm = job.algorithms["policy"]
+    really = algorithm.advantages
+
+    def advantages(groups, forward):
+        kept.append(groups)
+        return really(groups, forward)
+
+    monkeypatch.setattr(algorithm, "advantages", advantages)
+    await job.run()
+    assert [len(groups) for groups in kept] == [2, 2]
+
+
 @pytest.mark.parametrize("name", ["ppo", "a2c"])
 async def test_a_critic_and_a_reference_write_their_metrics(tmp_path, name):
     job = ScriptedJob(tmp_path, config(algorithm={"name": name, "kl": {"coefficient": 0.5, "target": 1.0}}))
