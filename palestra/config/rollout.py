@@ -163,16 +163,16 @@ def check_environments(environments: Sequence[MixedEnvironment], alone: Environm
         raise ValueError(f"two of environments have the id {twice[0]!r}; give each its own")
     if not environments:
         return
-    here = {each.name is not None or each.url is not None for each in environments}
-    if len(here) > 1:
+    played = [each for each in environments if each.name is not None or each.url is not None]
+    if played and len(played) < len(environments):
         raise ValueError("either all of environments have `name` or `url`, or none has: then workers play their tasks")
-    of_all = () if True in here else ("system", "agent", "agent_settings")  # of what is given to `palestra.train`
+    of_all = () if played else ("system", "agent", "agent_settings")  # of what is given to `palestra.train`
     named = [f"environment.{key}" for key in _keys_set(alone) if key not in of_all]
     named += [f"tasks.{key}" for key in TaskFilesConfig.model_fields if getattr(tasks, key) is not None]
     if named:
         raise ValueError(f"{named[0]} is set, and the job has [[environments]], which have their own; leave it out")
-    for each in environments:
-        if False in here and (keys := _keys_set(each)):
+    for each in () if played else environments:
+        if keys := _keys_set(each):
             raise ValueError(
                 f"environment {each.id!r} has `{keys[0]}`, and neither `name` nor `url`; give one, or leave it out"
             )
