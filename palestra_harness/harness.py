@@ -15,7 +15,8 @@ from palestra.extensions import extensions, load_extension, nearest
 GROUP = "palestra.harnesses"
 _FIELD = re.compile(r"\{(base_url|anthropic_url|api_key|model|task|workspace|home|max_tokens|max_context)\}")
 # Variables of this process that a program gets; all others, such as keys of providers, are not passed on.
-PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "TMPDIR", "SSL_CERT_FILE")
+PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE")
+TEMPORARY = "tmp"  # folder in a program's home for its temporary files, which are removed with it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +29,7 @@ class Harness:
 
     Attributes:
         command: program and arguments. It runs in the workspace, without input.
-        variables: environment variables beside PATH, the language, HOME and the folders of XDG.
+        variables: environment variables beside PATH, the language, HOME, TMPDIR and the folders of XDG.
         files: texts to write before the program starts, by their path below its home.
         tried: the version that was tried.
         install: how to install it.
@@ -56,11 +57,11 @@ class Harness:
         """Return all environment variables of the program.
 
         Args:
-            home: its own, empty but for `files`.
+            home: its own, empty but for `files` and a folder of temporary files.
             values: by name, for the variables.
         """
         passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        own = {"HOME": str(home), "TERM": "dumb"}
+        own = {"HOME": str(home), "TMPDIR": str(home / TEMPORARY), "TERM": "dumb"}
         own |= {
             f"XDG_{name}_HOME": str(home / folder)
             for name, folder in {

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from palestra.errors import ConfigError, InvalidRequest, RolloutFailed
 from palestra.process.child import kept_command
 from palestra.process.keeper import LAST_SECONDS, members_of
 from palestra.threads import in_thread
-from palestra_harness.harness import Harness, HarnessResult
+from palestra_harness.harness import TEMPORARY, Harness, HarnessResult
 
 KEPT_BYTES = 65_536  # of the output, its end
 MAX_DIFF = 1_000_000  # characters
@@ -91,7 +91,7 @@ async def run_harness(
         raise ConfigError("git is not installed, and shows what a harness has changed")
     async with temporary_folder("palestra-harness-") as folder:
         home, snapshot = folder / "home", folder / "snapshot"
-        home.mkdir()
+        (home / TEMPORARY).mkdir(parents=True)
         values = {"task": task, "workspace": workspace, "home": home} | {
             **{name: getattr(endpoint, name) for name in ("base_url", "anthropic_url", "api_key", "model")},
             **{name: getattr(harness, name) for name in ("max_tokens", "max_context")},
@@ -169,7 +169,8 @@ async def _watched(
         # No longer: a process that has killed the keeper keeps its output open.
         _, open_still = await asyncio.wait((reading,), timeout=2 * (GRACE_SECONDS + LAST_SECONDS))
         for left in members_of(process.pid) if open_still else ():
-            os.kill(left, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(left, signal.SIGKILL)
     if written > max_output_bytes:
         raise RolloutFailed("output", f"{name} wrote more than {max_output_bytes:,} bytes")
     return code, output

@@ -85,7 +85,10 @@ def _of_packages() -> Iterator[Callable[[Any], None]]:
     """Yield the commands of other packages; one that cannot be loaded is named, and the others work."""
     for point in extensions(GROUP).values():
         try:
-            yield load_extension(point)
+            add = load_extension(point)
+            if not callable(add):
+                raise ConfigError(f"{point.value} is no function; an entry point of {GROUP} leads to `module:add_NAME`")
+            yield add
         except (ConfigError, ModuleNotFoundError) as error:
             say(f"palestra: there is no command {point.name!r}: {error}", file=sys.stderr)
 

@@ -170,10 +170,12 @@ def test_its_command_and_its_environment_are_listed(site):
 
 def test_a_command_that_can_not_be_loaded_is_named_and_the_others_work(site):
     entries = site / "stranger-1.0.dist-info" / "entry_points.txt"
-    entries.write_text("[palestra.commands]\nbroken = stranger_that_is_not_there\ngreet = stranger:add_greet\n")
+    named = "broken = stranger_that_is_not_there\ngreet = stranger:add_greet\nmodule = stranger\n"
+    entries.write_text(f"[palestra.commands]\n{named}")
     done = palestra(site, "greet")
     assert done.stdout == "hello\n"
     assert "there is no command 'broken': 'broken' of palestra.commands can't be loaded" in done.stderr
+    assert "there is no command 'module': stranger is no function" in done.stderr
 
 
 def test_its_engine_environment_algorithm_and_tracker_make_a_job(site):

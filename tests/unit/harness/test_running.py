@@ -47,6 +47,13 @@ async def test_a_program_has_a_home_of_its_own_and_no_keys_of_the_user(tmp_path,
     assert found.output.endswith("''\n")  # there is no input
 
 
+async def test_temporary_files_go_with_the_home(tmp_path):
+    code = "import os, tempfile; print(tempfile.mkdtemp()); print(os.path.expanduser('~'))"
+    made, home = map(Path, (await run_harness(python(code), ENDPOINT, "x", tmp_path)).output.split())
+    assert made.is_relative_to(home)
+    assert not home.exists()
+
+
 async def test_what_it_changed_is_a_diff_also_in_a_repository(tmp_path):
     (tmp_path / "old.txt").write_text("before\n")
     (tmp_path / ".git").mkdir()
