@@ -13,6 +13,7 @@ import pytest
 
 from palestra.config import PolicyConfig, Roles, dump_config, parse_config
 from palestra.engine.fake.engine import FakeEngine
+from palestra.errors import CallsRefused
 from palestra.grammars.pool import Grammars
 from palestra.models.causal_lm import load_tokenizer
 from palestra.renderers import Renderer, select_renderer
@@ -78,7 +79,10 @@ async def episode_of(job: LocalJob) -> AsyncIterator[tuple[openai.AsyncOpenAI, s
     key = job.plane.keys.episode_key(episode_id, claim.fence)
     async with openai.AsyncOpenAI(base_url=f"{job.url}/v1", api_key=key, max_retries=0) as client:
         yield client, episode_id
-        await store.episodes.end(episode_id, claim.fence, EpisodeEnd(rewards={"agent": 1.0}))
+        try:
+            await store.episodes.end(episode_id, claim.fence, EpisodeEnd(rewards={"agent": 1.0}))
+        except CallsRefused as error:
+            await store.episodes.abort(episode_id, claim.fence, str(error), discard=True)
 
 
 async def trajectory_of(job: LocalJob, episode_id: str) -> Trajectory:

@@ -248,10 +248,7 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("functions", [{"name": "add"}]),
     ("function_call", "auto"),
     ("modalities", ["audio"]),
-    ("prediction", {"type": "content", "content": "x"}),
     ("web_search_options", {}),
-    ("verbosity", "low"),
-    ("reasoning_effort", "low"),
     ("some_new_field", 1),
 ]
 

@@ -317,8 +317,8 @@ def test_an_episode_is_shown_with_its_prompt_folded_in_full_or_as_text(copied):
 
 
 def test_every_help_has_an_example():
-    for module in COMMANDS:
-        name = module.__name__.rpartition(".")[2].replace("_", "-")
+    for add in COMMANDS:
+        name = add.__name__.removeprefix("add_").replace("_", "-")
         done = palestra(name, "--help")
         assert done.code == 0
         assert "example:" in done.stdout

@@ -174,7 +174,7 @@ def test_an_environment_with_nothing_else_ends_the_run(tmp_path):
 
 
 def test_tasks_that_are_no_objects_are_named_before_anything_is_loaded(tmp_path):
-    with pytest.raises(InvalidRequest, match=r"a task is a JSON object, such as .*'what is 2 \+ 2' is a str"):
+    with pytest.raises(InvalidRequest, match=r"a task is a JSON object, such as .*task 0, 'what is 2 \+ 2', is a str"):
         palestra.train(lambda task, policy: 1.0, ["what is 2 + 2"], config(tmp_path), quiet=True)
     assert not (tmp_path / "run").exists()
 
