@@ -24,6 +24,7 @@ from palestra_harness.harness import TEMPORARY, Harness, HarnessResult
 
 KEPT_BYTES = 65_536  # of the output, its end
 MAX_DIFF = 1_000_000  # characters
+MAX_FILE = 64 * 2**20  # bytes of a file that a diff looks at
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 GIT_SECONDS = 120.0  # for each look at a workspace
 _GIT = (
@@ -219,12 +220,13 @@ def _files_at(workspace: Path, name: bytes) -> Iterator[bytes]:
 
 
 def _can_be_read(path: bytes) -> bool:
-    """Return whether a path is a link, or a file that this user may read: no folder, pipe, socket or device."""
+    """Return whether a path is a link, or no huge file that this user may read: no folder, pipe, socket or device."""
     try:
-        mode = os.lstat(path).st_mode
+        found = os.lstat(path)
     except OSError:
         return False
-    return stat.S_ISLNK(mode) or (stat.S_ISREG(mode) and os.access(path, os.R_OK))
+    is_file = stat.S_ISREG(found.st_mode) and found.st_size <= MAX_FILE
+    return stat.S_ISLNK(found.st_mode) or (is_file and os.access(path, os.R_OK))
 
 
 async def _git(snapshot: Path, workspace: Path, *arguments: str, said: bytes = b"", most: int = -1) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import tarfile
 import time
@@ -67,7 +68,7 @@ async def test_what_it_changed_is_a_diff_also_in_a_repository(tmp_path):
 
 
 async def gone(pid: int) -> bool:
-    for _ in range(100):
+    for _ in range(500):
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
@@ -130,6 +131,7 @@ os.mkfifo("pipe"); os.remove("was_file.txt"); os.mkfifo("was_file.txt")
 os.remove("was_other.txt"); os.mkdir("was_other.txt"); open("was_other.txt/a", "w").write("below")
 os.symlink("/etc/passwd", "link"); os.symlink("/", "root")
 open("large.txt", "w").write("large line\\n" * 200_000)
+open("huge.bin", "w"); os.truncate("huge.bin", 2**36)
 open(".gitattributes", "w").write("* -diff\\n*.txt working-tree-encoding=UTF-16\\n")
 open(b"odd \\xff\\n", "w").write("odd")
 """
@@ -146,6 +148,7 @@ async def test_a_diff_is_of_files_and_links_whatever_else_is_there(tmp_path):
     assert "large.txt differ" in found.diff
     assert "large line" not in found.diff
     assert "pipe" not in found.diff
+    assert "huge" not in found.diff
 
 
 async def test_a_program_that_is_not_installed_says_how_to_install_it(tmp_path):
@@ -239,3 +242,40 @@ def test_harnesses_are_found_by_name():
         assert harness.tried in harness.install
     with pytest.raises(ConfigError, match="codex"):
         find_harness("codx")
+
+
+WORKER = """
+import asyncio, sys
+from pathlib import Path
+from palestra.client import ModelEndpoint
+from palestra_harness import Harness
+from palestra_harness.running import run_harness
+
+endpoint = ModelEndpoint(base_url="http://127.0.0.1:9/v1", api_key="pe-key", model="policy", version="0.0")
+harness = Harness(name="own", command=(sys.executable, "-c", sys.argv[2]))
+asyncio.run(run_harness(harness, endpoint, "x", Path(sys.argv[1])))
+"""
+WAITS = """
+import os, subprocess, time
+left = subprocess.Popen(["sleep", "60"], start_new_session=True)
+open("half", "w").write(f"{os.getpid()} {left.pid} {os.environ['HOME']}")
+os.rename("half", "started")
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+async def test_a_program_and_its_home_end_with_a_worker_that_is_killed(tmp_path):
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path), WAITS])
+    until = time.monotonic() + 60
+    while not (tmp_path / "started").exists():
+        assert time.monotonic() < until
+        await asyncio.sleep(0.02)
+    worker.kill()
+    worker.wait()
+    *processes, home = (tmp_path / "started").read_text().split()
+    for process in processes:
+        assert await gone(int(process))
+    while Path(home).exists():
+        assert time.monotonic() < until
+        await asyncio.sleep(0.02)
