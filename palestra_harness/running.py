@@ -86,7 +86,7 @@ async def run_harness(
     Raises:
         ConfigError: the program, or git, is not installed.
         InvalidRequest: the task is no argument of a program: it is too long, or has a character 0.
-        RolloutFailed: it ran longer, or wrote more; or git can't read the workspace.
+        RolloutFailed: it ran longer, or wrote more; or git can't read the workspace, or there is none any more.
     """
     if shutil.which("git") is None:
         raise ConfigError("git is not installed, and shows what a harness has changed")
@@ -105,10 +105,12 @@ async def run_harness(
         (snapshot / "info" / "attributes").write_text(_ATTRIBUTES, encoding="utf-8")
         await _add_all(snapshot, workspace)
         await _git(snapshot, workspace, "commit", "--quiet", "--allow-empty", "--message", "before")
-        begun = time.monotonic()
+        begun, real = time.monotonic(), _real_folder(workspace)
         process, lifeline = _started(command, workspace, variables, home)
         code, output = await _watched(harness.name, process, lifeline, timeout_seconds, max_output_bytes)
         seconds = time.monotonic() - begun
+        if _real_folder(workspace) != real:
+            raise RolloutFailed("workspace", f"{harness.name} has put something else in the place of its workspace")
         await _add_all(snapshot, workspace)
         diff = await _git(snapshot, workspace, "diff", "--cached", "HEAD", most=4 * MAX_DIFF)
         return HarnessResult(
@@ -125,6 +127,10 @@ def _check_installed(harness: Harness, program: str, workspace: Path, variables:
     if shutil.which(wanted, path=variables.get("PATH", os.defpath)) is None:
         hint = f"; install it: {harness.install}" if harness.install else ""
         raise ConfigError(f"the program {program!r} of {harness.name} is not installed{hint}")
+
+
+def _real_folder(path: Path) -> Path | None:
+    return path.resolve() if path.is_dir() else None
 
 
 def _without_key(text: str, key: str) -> str:

@@ -175,6 +175,15 @@ async def test_a_rollout_scores_the_workspace_and_removes_it(tmp_path):
     assert not (tmp_path / "folder" / "out.txt").exists()
 
 
+@pytest.mark.parametrize("then", ["", "os.symlink('/etc', here)", "open(here, 'w')"])
+async def test_a_program_that_replaces_its_workspace_fails_the_episode(tmp_path, then):
+    code = f"import os, shutil; here = os.getcwd(); shutil.rmtree(here); {then}"
+    (tmp_path / "workspace").mkdir()
+    with pytest.raises(RolloutFailed) as caught:
+        await run_harness(python(code), ENDPOINT, "x", tmp_path / "workspace")
+    assert caught.value.termination == "workspace"
+
+
 def packed(path: Path, *members: tarfile.TarInfo) -> Path:
     with tarfile.open(path, "w") as archive:
         for member in members:
