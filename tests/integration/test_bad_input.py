@@ -83,7 +83,8 @@ def test_no_key_or_an_unknown_one_is_401_on_every_route(plane, episode, key):
     headers = {"authorization": f"Bearer {key}".encode()} if key else {}
     chat = ("POST", "/v1/chat/completions", CHAT)
     on_episode = [("POST", path, body | {"episode_id": episode["episode_id"]}) for path, body in EPISODE_ROUTES]
-    for method, path, body in [*JOB_ROUTES, *on_episode, chat, ("GET", "/v1/models", None)]:
+    reading = [("GET", "/v1/models", None), ("GET", "/episode_calls", None)]
+    for method, path, body in [*JOB_ROUTES, *on_episode, chat, *reading]:
         if method == "GET":
             refused(plane.get(path, None, headers=headers), 401, "key")
         else:
