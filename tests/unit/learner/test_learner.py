@@ -14,6 +14,7 @@ import pytest
 
 from palestra.algorithms.losses import TwinValueLoss, build_loss
 from palestra.algorithms.policy_gradient import IMPORTANCE_METRICS, PolicyGradient
+from palestra.algorithms.preference import DPO
 from palestra.algorithms.registry import ALGORITHMS, create_algorithm
 from palestra.algorithms.sac import SAC
 from palestra.config import dump_config
@@ -68,7 +69,7 @@ async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the
     beside = {name for name in metric_names() if name.startswith((*WITH_A_CRITIC, "train/teacher_kl", "judge/"))}
     beside |= {metric.name for metric in ROLE_METRICS}  # where several agents are rewarded
     beside |= {metric.name for metric in ENVIRONMENT_METRICS}  # with several environments
-    beside |= {f"train/{metric.name}" for metric in (*SAC.metrics, *TwinValueLoss.metrics)}
+    beside |= {f"train/{metric.name}" for metric in (*SAC.metrics, *TwinValueLoss.metrics, *DPO.metrics)}
     unused |= {"rewards/NAME"}
     assert named == metric_names() - {f"train/{name}" for name in unused} - {"validation/rewards/NAME"} - beside
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from palestra.algorithms.preference import DPO
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.renderers import ByteTokenizer
 from palestra.types.records import Task
+from unit.building import metric_names
 from unit.learner.scripted_job import Crash, ScriptedJob, config
 from unit.learner.test_recordings import of, run_until_refused, tokens
 
@@ -46,6 +49,14 @@ async def test_only_the_replies_after_the_shared_prompt_are_trained(tmp_path):
         assert tokenizer.decode(trained) == f"{reply}<|im_end|>"
         assert "3<|im_end|>" in tokenizer.decode(ids)
     assert len(of(tmp_path)) == 2 * 2 * 2  # two steps of two pairs
+
+
+async def test_pairs_write_their_metrics_and_none_that_compares_with_what_was_sampled(tmp_path):
+    await ScriptedJob(tmp_path, dpo(), tasks=[PAIR]).run()
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]:
+        row = json.loads(line)
+        assert {f"train/{metric.name}" for metric in DPO.metrics} <= row.keys() <= metric_names()
+        assert not {"train/logprob_gap_mean", "train/sampling_kl", "train/kl_at_sampling"} & row.keys()
 
 
 @pytest.fixture
