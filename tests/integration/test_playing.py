@@ -204,7 +204,7 @@ def test_an_environment_that_only_fails_ends_the_training_with_the_reason(tmp_pa
     [
         ((None, TASKS), {}, "nothing says what is played"),
         ((RolloutSpec(environment=Echo), TASKS), {"environment": {"name": "gomoku"}}, "more than once"),
-        ((RolloutSpec(environment=Echo),), {}, "no tasks"),
+        ((RolloutSpec(environment=Echo),), {}, "no training tasks"),
         ((None,), {"environment": {"name": "gomuku"}}, "did you mean 'gomoku'"),
     ],
 )
