@@ -120,7 +120,11 @@ def test_a_keeper_that_is_asked_to_end_ends_its_program(number, words):
     command = [sys.executable, "-S", "-c", f"{ignores}print('up', flush=True); import time; time.sleep(600)"]
     seconds = 600.0  # which SIGQUIT does not wait
     with subprocess.Popen(
-        kept_command(theirs, seconds, command), pass_fds=(theirs,), stdout=subprocess.PIPE, start_new_session=True
+        kept_command(theirs, seconds, command),
+        pass_fds=(theirs,),
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(getattr(signal, number), signal.SIG_DFL),  # nohup and shells ignore some
     ) as kept:
         os.close(theirs)
         assert kept.stdout.readline() == b"up\n"
