@@ -21,7 +21,7 @@ from palestra.runtime.checking import check_job, existing_parent
 from palestra.runtime.early_checks import check_models, check_reproducible
 from palestra.runtime.local import local_job
 from palestra.runtime.model_memory import model_facts
-from palestra.runtime.tasks import environment_of
+from palestra.runtime.tasks import named_environment
 from palestra.runtime.terms import HERE
 from palestra_engines.external import servers as checked_servers
 from palestra_service.jobs.launcher import Ending, ending_of
@@ -129,8 +129,8 @@ def test_a_system_message_is_refused_by_an_environment_that_takes_none():
     refused = found(**FAKE, environment={"name": "subagents", "system": "Be short."})
     assert "'system'" in refused["environment.settings"]
     assert found(**FAKE, environment={"name": "arithmetic", "system": "Be short."}) == {}
-    assert isinstance(environment_of(parse_config(FAKE | {"environment": {"name": "arithmetic"}}))(), Environment)
-    assert environment_of(parse_config(FAKE)) is None
+    assert isinstance(named_environment(parse_config(FAKE | {"environment": {"name": "arithmetic"}}))(), Environment)
+    assert named_environment(parse_config(FAKE)) is None
 
 
 def test_an_engine_whose_environment_has_no_vllm_or_whose_key_is_not_set(tmp_path, monkeypatch):
