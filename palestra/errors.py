@@ -398,7 +398,7 @@ class JudgeFailed(PalestraError):
 
 
 class JudgeBudgetSpent(PalestraError):
-    """A judge has used up `judge.token_budget`: the job ends; resumed with a larger budget, it goes on."""
+    """A judge has used up `judge.token_budget`: the job ends. Raise it and resume to continue."""
 
 
 class JudgeUnavailable(PalestraError):

@@ -54,7 +54,7 @@ class ModelJudge(JudgeConfig):
     )
     token_budget: Positive | None = Field(
         None,
-        description="Tokens of prompts and replies after which the job ends. Resumed with a larger budget, it goes on.",
+        description="Tokens of prompts and replies after which the job ends. Raise it and resume to continue.",
     )
     checked: Path | None = Field(
         None,
