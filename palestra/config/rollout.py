@@ -162,6 +162,8 @@ def check_environments(environments: Sequence[MixedEnvironment], alone: Environm
     if twice:
         raise ValueError(f"two of environments have the id {twice[0]!r}; give each its own")
     if not environments:
+        if tasks.weigh == "tokens":
+            raise ValueError("tasks.weigh is of the weights of [[environments]], and the job has none; leave it out")
         return
     played = [each for each in environments if each.name is not None or each.url is not None]
     if played and len(played) < len(environments):

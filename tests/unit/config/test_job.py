@@ -436,6 +436,7 @@ FILE = {"id": "f", "tasks": {"train": "f.jsonl"}}
         ({"environments": [FILE], "environment": {"settings": {"x": 1}}}, "environment.settings is set"),
         ({"environments": [{**FILE, "system": "Hi"}]}, "environment 'f' has `system`"),
         ({"environments": [{**FILE, "tasks": {"train": "f", "weigh": "tokens"}}]}, "unknown key"),
+        ({"tasks": {"weigh": "tokens"}}, "tasks.weigh is of the weights of [[environments]]"),
         ({"environments": [{"id": "b"}]}, "environment 'b' has no tasks"),
         ({"environments": [{"id": "b", "url": "http://10.0.0.7:7500"}]}, "environment 'b' has no tasks"),
         ({"environments": [{**SUMS, "weight": 0}]}, "weight"),
