@@ -14,11 +14,12 @@ from palestra.config import RolloutConfig
 from palestra.config.rollout import MAX_LEASE_SECONDS
 from palestra.database import Database, Notifier, shielded, to_json
 from palestra.errors import Conflict, InvalidRequest
-from palestra.store import lifecycle
+from palestra.store import claiming, lifecycle
 from palestra.store.casting import Casting
+from palestra.store.claiming import Claim
 from palestra.store.counting import EpisodeCounts
 from palestra.store.leases import LeaseBook
-from palestra.store.lifecycle import Claim, EpisodeEnd, JudgedRewards
+from palestra.store.lifecycle import EpisodeEnd, JudgedRewards
 from palestra.store.open_groups import OpenGroups
 from palestra.store.run_log import insert_event
 from palestra.store.sync_lock import RolloutSyncLock
@@ -302,8 +303,8 @@ class Episodes:
 
     def _claim(self, connection: Connection, claim: Claim, limit: int | None) -> EpisodeRecord | None:
         """Claim an episode on the writing thread, and remember if the job's `max_claimed` (`limit`) prevented it."""
-        found = lifecycle.take(connection, claim, limit, self.casting)
-        if found is None and limit is not None and lifecycle.number_claimed(connection) >= limit:
+        found = claiming.take(connection, claim, limit, self.casting)
+        if found is None and limit is not None and claiming.number_claimed(connection) >= limit:
             self._limit_reached = True  # the next end of a lease wakes the claims that wait
         return found
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from sqlalchemy import Connection, bindparam, func, select
 from palestra.database import to_json
 from palestra.errors import (
     CallsRefused,
-    ClaimOver,
     Conflict,
     ContextOverflow,
     EpisodeEnded,
@@ -26,54 +25,14 @@ from palestra.errors import (
     InvalidRequest,
     NotFound,
 )
-from palestra.store.casting import Casting
 from palestra.store.codec import episode_of, rewards_to_json
 from palestra.store.tables import Prepared, chats, episodes
 from palestra.types.calls import AgentStepReward, StepTimes
-from palestra.types.records import ON_PURPOSE, REFUSED_CALLS, EpisodeKind, EpisodeRecord, Task
+from palestra.types.records import ON_PURPOSE, REFUSED_CALLS, EpisodeKind, EpisodeRecord
 from palestra.types.states import EpisodeState, check_transition
 
 _BY_ID = Prepared(select(episodes).where(episodes.c.episode_id == bindparam("episode_id")))
-_BY_REQUEST = Prepared(select(episodes).where(episodes.c.claim_request_id == bindparam("request_id")))
-_NEXT = Prepared(
-    select(episodes)
-    .where(episodes.c.state == EpisodeState.REGISTERED.value, episodes.c.kind == bindparam("kind"))
-    .order_by(episodes.c.group_index, episodes.c.sample_index)
-    .limit(1)
-)
 _CONTEXT_OVERFLOW = ContextOverflow(0, 0).code
-CLAIM_ORDER: tuple[EpisodeKind, ...] = ("validation", "train")  # ad-hoc episodes are claimed by id only
-_REGISTERED = episodes.alias()
-
-
-def _first(kind: EpisodeKind) -> sa.ScalarSelect[Any]:
-    """Return the id of the next registered episode of a kind as a subquery."""
-    return (
-        select(_REGISTERED.c.episode_id)
-        .where(_REGISTERED.c.state == EpisodeState.REGISTERED.value, _REGISTERED.c.kind == kind)
-        .order_by(_REGISTERED.c.group_index, _REGISTERED.c.sample_index)
-        .limit(1)
-        .scalar_subquery()
-    )
-
-
-_OF_NEXT = ("episode_id", "kind", "group_index", "sample_index", "task_id", "fence", "attempts")
-# REGISTERED → CLAIMED of the next episode, for a job without limits of claims and without pools. If the claim's id is
-# known, nothing is changed.
-_TAKE_NEXT = Prepared(
-    sa.update(episodes)
-    .prefix_with("OR IGNORE")
-    .where(
-        episodes.c.episode_id == func.coalesce(*map(_first, CLAIM_ORDER)),
-        # An episode that this claim took and gave back still has its id, so that no other row forbids the change.
-        episodes.c.claim_request_id.is_distinct_from(bindparam("v_claim_request_id")),
-    )
-    .values(
-        {name: bindparam(f"v_{name}") for name in ("worker_id", "claim_request_id", "lease_seconds", "claimed_at")}
-        | {"state": EpisodeState.CLAIMED.value, "fence": episodes.c.fence + 1, "attempts": episodes.c.attempts + 1}
-    )
-    .returning(*(episodes.c[name] for name in _OF_NEXT), episodes.c.task_data)
-)
 _ENDED = ("rewards", "step_rewards", "named_rewards", "agent_step_rewards", "step_times", "metadata", "facts")
 # CLAIMED → COMPLETED or UNJUDGED of an episode that is held under the fence.
 _COMPLETE = Prepared(
@@ -89,7 +48,6 @@ _COMPLETE = Prepared(
     .returning(episodes.c.players)
 )
 _REASON = Prepared(select(episodes.c.reason).where(episodes.c.episode_id == bindparam("episode_id")))
-_CLAIMED = Prepared(select(func.count()).where(episodes.c.state == EpisodeState.CLAIMED.value))
 _LAST_STEP = Prepared(
     select(func.max(chats.c.time_step)).where(
         chats.c.episode_id == bindparam("episode_id"), chats.c.fence == bindparam("fence")
@@ -126,102 +84,6 @@ def _episode(row: Any, episode_id: str) -> EpisodeRecord:
     if row is None:
         raise NotFound(f"there is no episode {episode_id!r}")
     return episode_of(row)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Claim:
-    """A worker's request for an episode.
-
-    Attributes:
-        request_id: a repeated claim with the same id gets the same episode.
-        lease_seconds: stored with the episode for a restart.
-        now: Unix seconds.
-        episode_id: None: the next one.
-    """
-
-    worker_id: str
-    request_id: str
-    lease_seconds: float
-    now: float
-    episode_id: str | None = None
-
-
-def take(
-    connection: Connection, claim: Claim, most_claimed: int | None, casting: Casting | None = None
-) -> EpisodeRecord | None:
-    """Claim the next registered episode in canonical order, or a named one: REGISTERED → CLAIMED.
-
-    Return None if none is available or a limit is reached.
-
-    Args:
-        connection: in a transaction of the writing thread.
-        most_claimed: limit over all workers together; None: unlimited.
-        casting: None: no role has a pool.
-
-    Raises:
-        ClaimOver: the claim of this `request_id` is over.
-        NotFound, IllegalTransition: the named episode does not exist, or is not registered.
-    """
-    changed: dict[str, Any] = {
-        "worker_id": claim.worker_id,
-        "claim_request_id": claim.request_id,
-        "lease_seconds": claim.lease_seconds,
-        "claimed_at": claim.now,
-    }
-    if claim.episode_id is None and most_claimed is None and casting is None:
-        row = _TAKE_NEXT.row(connection, {f"v_{name}": value for name, value in changed.items()})
-        if row is not None:
-            return _claimed(row, claim)
-    known = _BY_REQUEST.row(connection, {"request_id": claim.request_id})
-    if known is not None:
-        if known.state != EpisodeState.CLAIMED:
-            raise ClaimOver(
-                f"the claim {claim.request_id!r} is over: episode {known.episode_id} is {known.state}; claim again"
-            )
-        return episode_of(known)
-    if claim.episode_id is not None:
-        found: EpisodeRecord | None = episode_by_id(connection, claim.episode_id)
-    else:
-        found = _next(connection)
-    if found is None:
-        return None
-    check_transition(f"episode {found.episode_id}", found.state, EpisodeState.CLAIMED)
-    if most_claimed is not None and number_claimed(connection) >= most_claimed:
-        return None
-    claimed = replace(
-        found,
-        state=EpisodeState.CLAIMED,
-        fence=found.fence + 1,
-        attempts=found.attempts + 1,
-        worker_id=claim.worker_id,
-        lease_seconds=claim.lease_seconds,
-        players={} if casting is None else casting.players(connection, found),
-    )
-    changed |= {"fence": claimed.fence, "attempts": claimed.attempts}
-    if claimed.players:
-        changed["players"] = to_json(claimed.players)
-    _change(connection, found, EpisodeState.CLAIMED, changed)
-    return claimed
-
-
-def _claimed(row: Any, claim: Claim) -> EpisodeRecord:
-    """Return the episode that `_TAKE_NEXT` has claimed, of which nothing else is known yet."""
-    return EpisodeRecord(
-        episode_id=row.episode_id,
-        kind=row.kind,
-        group_index=row.group_index,
-        sample_index=row.sample_index,
-        task=Task(task_id=row.task_id, data=orjson.loads(row.task_data)),
-        state=EpisodeState.CLAIMED,
-        fence=row.fence,
-        attempts=row.attempts,
-        rewards=None,
-        step_rewards=None,
-        step_times=None,
-        metadata={},
-        worker_id=claim.worker_id,
-        lease_seconds=claim.lease_seconds,
-    )
 
 
 def held(connection: Connection, episode_id: str, fence: int) -> EpisodeRecord:
@@ -374,7 +236,7 @@ def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None
     if rewards is None:
         # What the environment gave alone is no reward of the episode.
         unscored = dict.fromkeys(("rewards", "named_rewards", "step_rewards", "agent_step_rewards"))
-        _change(connection, episode, EpisodeState.DISCARDED, {"reason": reason, **unscored})
+        change_state(connection, episode, EpisodeState.DISCARDED, {"reason": reason, **unscored})
         return True
     values: dict[str, Any] = {
         "rewards": rewards_to_json(rewards.rewards),
@@ -384,7 +246,7 @@ def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None
         values["step_rewards"] = rewards_to_json(rewards.step_rewards)
     if rewards.agent_step_rewards is not None:
         values["agent_step_rewards"] = to_json([list(one) for one in rewards.agent_step_rewards])
-    _change(connection, episode, EpisodeState.COMPLETED, values)
+    change_state(connection, episode, EpisodeState.COMPLETED, values)
     return True
 
 
@@ -399,7 +261,7 @@ def discard_open(connection: Connection, kind: str, group_index: int, reason: st
     )
     found = [episode_of(row) for row in rows]
     for episode in found:
-        _change(connection, episode, EpisodeState.DISCARDED, {"reason": reason, "ended_at": now})
+        change_state(connection, episode, EpisodeState.DISCARDED, {"reason": reason, "ended_at": now})
     return found
 
 
@@ -440,13 +302,8 @@ def give_back(
     if reason.startswith(ON_PURPOSE) and not final:  # says nothing of the episode; what it has failed with does
         reason = _REASON.row(connection, {"episode_id": episode_id})[0] or reason
     changed = {"reason": reason, "ended_at": now if final else None, "attempts": attempts}
-    _change(connection, episode, following, changed)
+    change_state(connection, episode, following, changed)
     return following
-
-
-def number_claimed(connection: Connection) -> int:
-    """Return the number of claimed episodes of all workers."""
-    return int(_CLAIMED.row(connection, {})[0])
 
 
 def live(connection: Connection) -> list[EpisodeRecord]:
@@ -455,17 +312,10 @@ def live(connection: Connection) -> list[EpisodeRecord]:
     return [episode_of(row) for row in rows]
 
 
-def _next(connection: Connection) -> EpisodeRecord | None:
-    """Return the next registered episode in canonical order, validation first, or None."""
-    for kind in CLAIM_ORDER:
-        row = _NEXT.row(connection, {"kind": kind})
-        if row is not None:
-            return episode_of(row)
-    return None
-
-
-def _change(connection: Connection, episode: EpisodeRecord, following: EpisodeState, values: Mapping[str, Any]) -> None:
-    """Set an episode's state and other columns. Only `_TAKE_NEXT` and `_COMPLETE` write a state as well."""
+def change_state(
+    connection: Connection, episode: EpisodeRecord, following: EpisodeState, values: Mapping[str, Any]
+) -> None:
+    """Set an episode's state and other columns. Beside it, `_COMPLETE` and `_TAKE_NEXT` write a state."""
     check_transition(f"episode {episode.episode_id}", episode.state, following)
     known = {"b_id": episode.episode_id, "b_fence": episode.fence, "b_state": following.value}
     _changing(tuple(values)).change(connection, known | {f"v_{name}": value for name, value in values.items()})
