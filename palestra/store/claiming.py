@@ -13,7 +13,7 @@ from palestra.database import to_json
 from palestra.errors import ClaimOver
 from palestra.store.casting import Casting
 from palestra.store.codec import episode_of
-from palestra.store.lifecycle import change_state, episode_by_id
+from palestra.store.lifecycle import episode_by_id, set_state
 from palestra.store.tables import Prepared, episodes
 from palestra.types.records import EpisodeKind, EpisodeRecord, Task
 from palestra.types.states import EpisodeState, check_transition
@@ -132,7 +132,7 @@ def take(
     changed |= {"fence": claimed.fence, "attempts": claimed.attempts}
     if claimed.players:
         changed["players"] = to_json(claimed.players)
-    change_state(connection, found, EpisodeState.CLAIMED, changed)
+    set_state(connection, found, EpisodeState.CLAIMED, changed)
     return claimed
 
 

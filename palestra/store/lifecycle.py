@@ -236,7 +236,7 @@ def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None
     if rewards is None:
         # What the environment gave alone is no reward of the episode.
         unscored = dict.fromkeys(("rewards", "named_rewards", "step_rewards", "agent_step_rewards"))
-        change_state(connection, episode, EpisodeState.DISCARDED, {"reason": reason, **unscored})
+        set_state(connection, episode, EpisodeState.DISCARDED, {"reason": reason, **unscored})
         return True
     values: dict[str, Any] = {
         "rewards": rewards_to_json(rewards.rewards),
@@ -246,7 +246,7 @@ def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None
         values["step_rewards"] = rewards_to_json(rewards.step_rewards)
     if rewards.agent_step_rewards is not None:
         values["agent_step_rewards"] = to_json([list(one) for one in rewards.agent_step_rewards])
-    change_state(connection, episode, EpisodeState.COMPLETED, values)
+    set_state(connection, episode, EpisodeState.COMPLETED, values)
     return True
 
 
@@ -261,7 +261,7 @@ def discard_open(connection: Connection, kind: str, group_index: int, reason: st
     )
     found = [episode_of(row) for row in rows]
     for episode in found:
-        change_state(connection, episode, EpisodeState.DISCARDED, {"reason": reason, "ended_at": now})
+        set_state(connection, episode, EpisodeState.DISCARDED, {"reason": reason, "ended_at": now})
     return found
 
 
@@ -302,7 +302,7 @@ def give_back(
     if reason.startswith(ON_PURPOSE) and not final:  # says nothing of the episode; what it has failed with does
         reason = _REASON.row(connection, {"episode_id": episode_id})[0] or reason
     changed = {"reason": reason, "ended_at": now if final else None, "attempts": attempts}
-    change_state(connection, episode, following, changed)
+    set_state(connection, episode, following, changed)
     return following
 
 
@@ -312,7 +312,7 @@ def live(connection: Connection) -> list[EpisodeRecord]:
     return [episode_of(row) for row in rows]
 
 
-def change_state(
+def set_state(
     connection: Connection, episode: EpisodeRecord, following: EpisodeState, values: Mapping[str, Any]
 ) -> None:
     """Set an episode's state and other columns. Beside it, `_COMPLETE` and `_TAKE_NEXT` write a state."""
