@@ -29,11 +29,6 @@ class AdapterCache:
     """
 
     def __init__(self, engine: Engine, most: int) -> None:
-        """Begin without adapters.
-
-        Args:
-            most: limit, at least 1.
-        """
         self._engine, self.most = engine, most
         self._loaded: dict[str, _Loaded] = {}  # by the engine's policy, in the order in which they were used last
         self._leaving: dict[str, asyncio.Task[None]] = {}  # which the engine may still have
@@ -48,10 +43,8 @@ class AdapterCache:
 
     @contextlib.asynccontextmanager
     async def loaded(self, name: str, load: LoadAdapter) -> AsyncIterator[None]:
-        """Hold an adapter loaded while the block is open.
-
-        Args:
-            load: called with the name if the adapter is not loaded; its error is raised.
+        """Hold an adapter loaded while the block is open. `load`: called with the name if the adapter is not loaded;
+        its error is raised.
         """
         async with self._turn:
             known = self._loaded.pop(name, None)

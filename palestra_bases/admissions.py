@@ -61,7 +61,6 @@ class Admissions:
     """The admissions of a base server, as of the last read."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file."""
         self._path = path
         self._jobs: dict[str, Admission] = {}
         self._by_digest: dict[str, str] = {}
@@ -92,10 +91,8 @@ class Admissions:
         return {name: each.weight for name, each in self._jobs.items()}
 
     def of(self, key: str | None) -> str:
-        """Return the job of a key, reading the file again if necessary.
-
-        Raises:
-            Unauthorized: there is no key, or it is not a running job's.
+        """Return the job of a key, reading the file again if necessary. Raises Unauthorized if there is no key, or it
+        is not a running job's.
         """
         # Looked up by digest, so that the time of a comparison says nothing about a key.
         digest = None if key is None else key_digest(key)

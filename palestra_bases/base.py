@@ -77,11 +77,8 @@ class SharedBase(Protocol):
         ...
 
     async def sample(self, name: str, spec: SamplerSpec) -> None:
-        """Add a policy of version 0.0 to the engine.
-
-        Raises:
-            ConfigError: the model is another base, or the adapter does not fit.
-            ModelError: an adapter's files are missing or damaged.
+        """Add a policy of version 0.0 to the engine. Raises ConfigError if the model is another base, or the adapter
+        does not fit. Raises ModelError if an adapter's files are missing or damaged.
         """
         ...
 
@@ -90,10 +87,8 @@ class SharedBase(Protocol):
         ...
 
     def check(self, spec: PolicySpec) -> None:
-        """Check whether the trainer may have a policy.
-
-        Raises:
-            ConfigError: a model has another base; the message names both; or there is no adapter to train.
+        """Check whether the trainer may have a policy. Raises ConfigError if a model has another base; the message
+        names both; or there is no adapter to train.
         """
         ...
 

@@ -46,10 +46,8 @@ class SharedBaseConnection:
         samplers: Mapping[str, SamplerSpec],
         deterministic: bool,
     ) -> None:
-        """Store what is needed to begin again at a server that has forgotten the job.
-
-        Args:
-            deterministic: whether the job's numbers must be the same bit by bit after a restart.
+        """Store what is needed to begin again at a server that has forgotten the job. `deterministic`: whether the
+        job's numbers must be the same bit by bit after a restart.
         """
         self._link, self._engine, self._trainer, self._samplers = link, engine, trainer, samplers
         self._deterministic = deterministic
@@ -95,13 +93,8 @@ class SharedBaseConnection:
 
 
 async def connect_base(config: JobConfig, weights: Mapping[str, str]) -> tuple[Parts, SharedBaseConnection]:
-    """Connect to the base server that a job names, and return the parts of the job.
-
-    Args:
-        weights: folders that replace the policies' `model`, by policy.
-
-    Raises:
-        Unauthorized: the key is unknown.
+    """Connect to the base server that a job names, and return the parts of the job. `weights`: folders that replace the
+    policies' `model`, by policy. Raises Unauthorized if the key is unknown.
     """
     assert config.base is not None
     if config.base == PLACED:

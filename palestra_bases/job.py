@@ -44,12 +44,6 @@ class HostedJob:
     """Executes the calls of one job's process."""
 
     def __init__(self, base: SharedBase, tenant: str, name: str, process: str, most_policies: int) -> None:
-        """Begin without policies.
-
-        Args:
-            name: of the job, which the tenant's other jobs do not have.
-            most_policies: how many the job may have.
-        """
         self.tenant, self.name, self.process = tenant, name, process
         self._base, self._most = base, most_policies
         self._engine, self._trainer = base.parts_of(tenant)

@@ -20,7 +20,6 @@ class Outbox:
     """What is sent over one connection. A client that does not read has to wait, rather than fill the memory."""
 
     def __init__(self) -> None:
-        """Begin empty."""
         self._due: asyncio.Queue[Message] = asyncio.Queue()
         self._drained, self._closed = asyncio.Event(), False
         self._drained.set()
@@ -60,7 +59,6 @@ class JobChannel:
     """
 
     def __init__(self) -> None:
-        """Begin without a connection."""
         self._arrived: asyncio.Queue[Message | None] = asyncio.Queue()
         self._outbox: Outbox | None = None
         self._running: dict[int, bool] = {}  # calls that are executed, and whether they stream
@@ -68,10 +66,8 @@ class JobChannel:
         self._closed = False
 
     def attach(self, waiting: Collection[int]) -> Outbox:
-        """Begin with a new connection, and return what has to be sent over it.
-
-        Args:
-            waiting: calls that the job still wants answers of.
+        """Begin with a new connection, and return what has to be sent over it. `waiting`: calls that the job still
+        wants answers of.
         """
         self.detach()
         self._answers = {number: answer for number, answer in self._answers.items() if number in waiting}
@@ -92,11 +88,7 @@ class JobChannel:
             self._arrived.put_nowait(Cancel(number))
 
     def take(self, message: Message) -> None:
-        """Hand a message of the connection to the server.
-
-        Raises:
-            InvalidRequest: a job does not send that.
-        """
+        """Hand a message of the connection to the server. Raises InvalidRequest if a job does not send that."""
         match message:
             case Call():
                 if not self._closed:

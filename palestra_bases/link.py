@@ -62,11 +62,7 @@ class Link:
     """
 
     def __init__(self, address: str, key: str, job: str, patience_seconds: float = 600.0) -> None:
-        """Prepare; `open` connects.
-
-        Args:
-            patience_seconds: how long to wait for an unreachable server.
-        """
+        """Prepare; `open` connects."""
         if not address.startswith(SCHEMES):
             raise ConfigError(f"the address of a base server begins with {', '.join(SCHEMES)}, and not {address!r}")
         self.address = address
@@ -87,11 +83,7 @@ class Link:
         self.remote = Remote(self, self._cause, lambda found: self.on_event(found))
 
     async def open(self) -> None:
-        """Connect, waiting for an unreachable server.
-
-        Raises:
-            Unauthorized: the key is unknown.
-        """
+        """Connect, waiting for an unreachable server. Raises Unauthorized if the key is unknown."""
         self._task = asyncio.create_task(self._run())
         await race(self._is_connected.wait(), asyncio.shield(self._failure))
         if self._failure.done():
@@ -131,10 +123,8 @@ class Link:
     # Messages
 
     def send(self, message: Message) -> None:
-        """Send a call after all earlier ones, or take one back that streams.
-
-        Raises:
-            PayloadTooLarge: the message is longer than the server takes.
+        """Send a call after all earlier ones, or take one back that streams. Raises PayloadTooLarge if the message is
+        longer than the server takes.
         """
         if isinstance(message, Call):
             self._check_open()

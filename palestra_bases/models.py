@@ -58,7 +58,6 @@ class SharedModels:
     """
 
     def __init__(self, options: SharedModelOptions) -> None:
-        """Load the models, and start an engine and a trainer."""
         import torch
 
         from palestra.engine.embedded.engine import EmbeddedEngine
@@ -110,10 +109,8 @@ class SharedModels:
         return found
 
     def trainer_of(self, tenant: str, weight: float = 1.0) -> TenantTrainer:
-        """Return a tenant's trainer; jobs and other clients of one tenant share one queue share.
-
-        Args:
-            weight: relative share of the tokens.
+        """Return a tenant's trainer; jobs and other clients of one tenant share one queue share. `weight`: relative
+        share of the tokens.
         """
         from palestra_bases.training.tenant_trainer import TenantTrainer
 
@@ -124,7 +121,6 @@ class SharedModels:
         """Add a policy of version 0.0 to the engine.
 
         Args:
-            policy: a new name in the engine.
             model: a base model, or the folder of an adapter of one.
             adapter: of a trained policy, whose weights will change; None: the weights are those of `model`.
             more: of `PolicyModel`: stop tokens, and grammars.

@@ -61,10 +61,8 @@ class BaseCalls(Protocol):
         ...
 
     async def sample(self, policy: str, spec: SamplerSpec) -> None:
-        """Give the engine one of the job's policies, of version 0.0.
-
-        Raises:
-            ConfigError: the model has another base than the server's, or the adapter does not fit.
+        """Give the engine one of the job's policies, of version 0.0. Raises ConfigError if the model has another base
+        than the server's, or the adapter does not fit.
         """
         ...
 
@@ -87,11 +85,7 @@ def pack_messages(*messages: Message) -> bytes:
 
 
 def unpack_messages(data: str | bytes) -> list[Message]:
-    """Return the messages of `pack_messages`.
-
-    Raises:
-        InvalidRequest: they are none, or too long.
-    """
+    """Return the messages of `pack_messages`. Raises InvalidRequest if they are none, or too long."""
     if isinstance(data, str):
         raise InvalidRequest("a message of this protocol is bytes, and not text")
     check_values(data, MOST_VALUES)
@@ -100,11 +94,7 @@ def unpack_messages(data: str | bytes) -> list[Message]:
 
 
 def first(data: str | bytes, name: str, kind: Any) -> Any:
-    """Return the value of the event with which a connection begins.
-
-    Raises:
-        InvalidRequest: it is something else.
-    """
+    """Return the value of the event with which a connection begins. Raises InvalidRequest if it is something else."""
     match unpack_messages(data):
         case [Event(name="refused", value=value)]:
             raise refused(value)

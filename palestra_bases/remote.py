@@ -52,11 +52,7 @@ class RemoteEngine(SampledVersions):
         self._versions[policy] = FIRST_VERSION
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[SampledTokens, None]:
-        """Stream a reply; see `Engine.generate`.
-
-        Raises:
-            ReplyLost: the reply was resampled, and came out differently.
-        """
+        """Stream a reply; see `Engine.generate`. Raises ReplyLost if it was resampled, and came out differently."""
         replay = TokenReplay()
         while True:
             await self._begin()
@@ -123,11 +119,7 @@ class RemoteTrainer:
     """
 
     def __init__(self, link: Link, keep: int) -> None:
-        """Use a connection, which this object closes.
-
-        Args:
-            keep: number of checkpoints to keep per policy.
-        """
+        """Use a connection, which this object closes."""
         self._link, self._keep = link, keep
         self._versions: dict[str, PolicyVersion] = {}
         link.on_event = self._take

@@ -58,12 +58,8 @@ class BackendServer:
         lease_seconds: float = 60.0,
         most_policies: int = 16,
     ) -> None:
-        """Begin without jobs; `listen` accepts connections.
-
-        Args:
-            tenant_of: returns the tenant of a key, or raises Unauthorized.
-            lease_seconds: how long a disconnected job keeps its policies.
-            most_policies: limit per job.
+        """Begin without jobs; `listen` accepts connections. `lease_seconds`: how long a disconnected job keeps its
+        policies.
         """
         self._base, self._tenant_of = base, tenant_of
         self._lease_seconds, self._most = lease_seconds, most_policies
@@ -93,11 +89,8 @@ class BackendServer:
 
     @contextlib.asynccontextmanager
     async def listen(self, socket: Path | None = None, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-        """Accept connections while the block is open, and yield the address for jobs.
-
-        Args:
-            socket: path of a Unix socket; None: use `host` and `port`.
-            port: 0: any free one.
+        """Accept connections while the block is open, and yield the address for jobs. `socket`: path of a Unix socket;
+        None: use `host` and `port`.
         """
         options: dict[str, Any] = {
             "process_request": self._check_key,

@@ -41,11 +41,6 @@ class AdapterEngine:
     """
 
     def __init__(self, engine: Engine, cache: AdapterCache) -> None:
-        """Begin without adapters.
-
-        Args:
-            cache: loads adapters into the engine; may be shared.
-        """
         self._engine, self._cache = engine, cache
         self._loads: dict[str, LoadAdapter] = {}  # of policies that need not be in memory
 
@@ -185,11 +180,7 @@ class BaseServer:
 
 @contextlib.asynccontextmanager
 async def base_server(options: BaseOptions) -> AsyncIterator[tuple[BaseServer, LoadedBase]]:
-    """Serve a base while the block is open.
-
-    Raises:
-        RunInUse: another process serves from this folder.
-    """
+    """Serve a base while the block is open. Raises RunInUse if another process serves from this folder."""
     with starting_in(options.folder) as start:
         tenants = Tenants(options.folder / KEYS, options.tenants, PREFIX)
         models = shared_models(options.shared_models)
@@ -214,10 +205,8 @@ class LoadedBase:
     """A `SharedBase` with a model of this process."""
 
     def __init__(self, options: BaseOptions, shared: SharedModels, own_folders: bool = False) -> None:
-        """Prepare the model for jobs.
-
-        Args:
-            own_folders: whether each tenant is restricted to the subfolder of its name in `options.runs`.
+        """Prepare the model for jobs. `own_folders`: whether each tenant is restricted to the subfolder of its name in
+        `options.runs`.
         """
         from palestra.engine.embedded.engine import token_budget
         from palestra.grammars.pool import Grammars

@@ -128,10 +128,6 @@ def load_comparison(path: Path) -> ComparisonConfig:
 
 
 def resolved_play(play: str, folder: Path) -> str:
-    """Return a function's name with the absolute path of its file, unless it is in a module.
-
-    Args:
-        folder: base of a relative path.
-    """
+    """Return a function's name with the absolute path of its file, unless it is in a module."""
     file, colon, function = play.rpartition(":")
     return f"{(folder / file).resolve()}{colon}{function}" if file.endswith(".py") else play

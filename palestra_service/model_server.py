@@ -25,11 +25,6 @@ class ModelServer:
     """Runs a job in `folder`: its run is in `folder/run`, its log in `folder/log.txt`."""
 
     def __init__(self, places: JobPlaces = HERE) -> None:
-        """Create a server without a job.
-
-        Args:
-            places: where the job's other processes run.
-        """
         self._places = places
         self._thread: JobThread | None = None
         self._trains = True
@@ -40,11 +35,8 @@ class ModelServer:
     async def start(
         self, config: dict[str, Any], folder: str, host: str, weights: Mapping[str, str] | None = None
     ) -> str:
-        """Start the job, or resume the run in its folder; return the URL when the data plane listens.
-
-        Args:
-            host: address for the data plane.
-            weights: by policy an absolute folder, or a name of the hub, instead of its `model`; None: none.
+        """Start the job, or resume the run in its folder; return the URL when the data plane listens. `weights`: by
+        policy an absolute folder, or a name of the hub, instead of its `model`; None: none.
         """
         os.environ.pop("PALESTRA_API_KEY", None)  # that would be the operator's; every job has a key of its own
         try:

@@ -48,11 +48,8 @@ class JobAccess(Protocol):
     reading: Callable[..., Any]
 
     async def run(self, request: Request, job_id: str) -> Run:
-        """Return the run of a job.
-
-        Raises:
-            NotFound: the job is not visible, or has no run yet.
-            Forbidden: the key may not read jobs.
+        """Return the run of a job. Raises NotFound if the job is not visible, or has no run yet. Raises Forbidden if
+        the key may not read jobs.
         """
         ...
 
@@ -61,11 +58,7 @@ class JobAccess(Protocol):
         ...
 
     async def check(self, request: Request, job_ids: Collection[str]) -> None:
-        """Check that a continuing request's key still gives access to some jobs.
-
-        Raises:
-            PalestraError: it does not.
-        """
+        """Check that a continuing request's key still gives access to some jobs. Raises PalestraError if not."""
         ...
 
     async def tenant(self, request: Request) -> str:
@@ -74,11 +67,7 @@ class JobAccess(Protocol):
 
 
 def add_service_page(app: FastAPI, jobs: JobAccess, stopping: asyncio.Event) -> None:
-    """Add the page, and the runs of jobs, to an application with public `/` and `public_paths`.
-
-    Args:
-        stopping: set when the server ends, to end streams.
-    """
+    """Add the page, and the runs of jobs, to an application with public `/` and `public_paths`."""
     reader = Reader((), stopping, MOST_RUNS)
 
     def private(response: Response) -> None:

@@ -23,11 +23,6 @@ class Board:
     """A square board with the stones of both players, and the winning row length."""
 
     def __init__(self, size: int, to_win: int) -> None:
-        """Begin with an empty board.
-
-        Args:
-            to_win: stones in a row that win.
-        """
         if not 2 <= to_win <= size <= 19:
             raise ValueError(f"a board of {size} with {to_win} in a row can't be played")
         self.size, self.to_win = size, to_win
@@ -51,13 +46,7 @@ class Board:
         return (row, column) if inside and self._stones[row][column] == EMPTY else None
 
     def put(self, row: int, column: int, stone: str) -> None:
-        """Place or remove a stone.
-
-        Args:
-            row: from 0.
-            column: from 0.
-            stone: `AGENT`, `OPPONENT`, or `EMPTY` to remove one.
-        """
+        """Place or remove a stone. `stone`: `AGENT`, `OPPONENT`, or `EMPTY` to remove one."""
         self._stones[row][column] = stone
 
     @property

@@ -29,11 +29,7 @@ def is_picture_space(space: Any) -> bool:
 
 
 def instruction(space: Any) -> str:
-    """Describe valid replies in a sentence for the agent.
-
-    Raises:
-        NoText: the kind of action has no form as text.
-    """
+    """Describe valid replies in a sentence for the agent. Raises NoText if the kind of action has no form as text."""
     kind = kind_of(space)
     if kind == "Discrete":
         return f"Say a number from {int(space.start)} to {int(space.start + space.n - 1)}."
@@ -56,10 +52,8 @@ def instruction(space: Any) -> str:
 
 
 def action_of(space: Any, said: str) -> Any:
-    """Parse a reply's action, or return None without a valid one.
-
-    Args:
-        said: the reply. Its first numbers are used, as many as the action has; for a Dict or a Tuple it is JSON.
+    """Parse a reply's action, or return None without a valid one. `said`: the reply. Its first numbers are used, as
+    many as the action has; for a Dict or a Tuple it is JSON.
     """
     kind = kind_of(space)
     if kind in ("Dict", "Tuple"):
@@ -74,13 +68,8 @@ def action_of(space: Any, said: str) -> Any:
 
 
 def shown(value: Any, names: Sequence[str] = ()) -> str:
-    """Return an observation as text.
-
-    Args:
-        names: of the numbers of a one-dimensional array; (): none.
-
-    Raises:
-        NoText: the observation is a picture, or another array that is too large to be read.
+    """Return an observation as text. `names`: of the numbers of a one-dimensional array; (): none. Raises NoText if the
+    observation is a picture, or another array that is too large to be read.
     """
     if isinstance(value, dict):
         return "\n".join(f"{name}: {shown(part)}" for name, part in value.items())

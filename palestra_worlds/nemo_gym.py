@@ -24,10 +24,8 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 def conversation_of(asked: Mapping[str, Any], system: str | None) -> tuple[ChatMessage, ...]:
-    """Return the initial messages of an episode from a task's `responses_create_params`.
-
-    Args:
-        system: a system message before all others; None: the task's own, if it has one.
+    """Return the initial messages of an episode from a task's `responses_create_params`. `system`: a system message
+    before all others; None: the task's own, if it has one.
     """
     given = asked["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -53,11 +51,7 @@ def tools_of(given: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
 
 
 def reply_items(action: ChatMessage, number: int) -> list[dict[str, Any]]:
-    """Return an agent's reply as items: its text, then its calls.
-
-    Args:
-        number: makes the items' ids unique in the episode.
-    """
+    """Return an agent's reply as items: its text, then its calls."""
     items: list[dict[str, Any]] = []
     if action.text or not action.tool_calls:
         content = [{"type": "output_text", "text": action.text, "annotations": []}]
@@ -78,11 +72,7 @@ def reply_items(action: ChatMessage, number: int) -> list[dict[str, Any]]:
 
 
 def tool_output(result: ChatMessage, number: int) -> dict[str, Any]:
-    """Return the result of a tool as an item.
-
-    Args:
-        number: makes the item's id unique in the episode.
-    """
+    """Return the result of a tool as an item."""
     said = {"type": "function_call_output", "call_id": result.tool_call_id, "output": result.text}
     return {"id": f"fco_{number}", **said, "status": "completed"}
 

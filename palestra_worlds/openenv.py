@@ -48,13 +48,7 @@ class OpenEnvLink:
     def __init__(
         self, url: str, headers: Mapping[str, str], wait_seconds: float, reply_seconds: float, max_message_bytes: int
     ) -> None:
-        """Store the address; `open` connects.
-
-        Args:
-            wait_seconds: how long to wait while all sessions are in use.
-            reply_seconds: limit for the answer to one message.
-            max_message_bytes: limit of one message of the server.
-        """
+        """Store the address; `open` connects."""
         self._url, self._headers = url, dict(headers)
         self._wait_seconds, self._reply_seconds = wait_seconds, reply_seconds
         self._max_bytes = max_message_bytes
@@ -94,10 +88,8 @@ class OpenEnvLink:
         return found
 
     async def open(self) -> None:
-        """Connect, unless connected, waiting while all sessions are in use.
-
-        Raises:
-            TooManyRequests: no session became free in time.
+        """Connect, unless connected, waiting while all sessions are in use. Raises TooManyRequests if no session became
+        free in time.
         """
         until = asyncio.get_running_loop().time() + self._wait_seconds
         while self._socket is None:
@@ -117,11 +109,8 @@ class OpenEnvLink:
                 await asyncio.sleep(_FULL_PAUSE_SECONDS)
 
     async def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a message and return the data of its answer.
-
-        Raises:
-            OpenEnvError: the server answers with an error.
-            SessionLost: the connection is lost, or a timeout; the session has ended.
+        """Send a message and return the data of its answer. Raises OpenEnvError if the server answers with an error.
+        Raises SessionLost after a timeout or a lost connection; the session has ended.
         """
         socket = self._socket
         if socket is None:

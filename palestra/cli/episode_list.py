@@ -28,12 +28,8 @@ def episode_lines(
     width: int | None,
     trained: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[Text]:
-    """Yield a header and a line for each episode.
-
-    Args:
-        now: Unix seconds.
-        width: of the terminal, to which lines are fitted; None: nothing is cut or wrapped.
-        trained: the step that trained each episode, by id.
+    """Yield a header and a line for each episode. `now`: Unix seconds. `width`: of the terminal, to which lines are
+    fitted; None: nothing is cut or wrapped.
     """
     if not rows:
         yield Text("no such episodes")

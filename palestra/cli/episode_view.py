@@ -192,10 +192,8 @@ _REPLY = 60  # characters of a reply that are shown
 
 
 def call_tree(trajectory: Trajectory, trie: TokenTrie, left_out: Collection[int] = ()) -> Tree:
-    """Draw each call below the call whose prompt and completion its prompt starts with.
-
-    Args:
-        left_out: indices of abandoned calls, which are not trained on.
+    """Draw each call below the call whose prompt and completion its prompt starts with. `left_out`: indices of
+    abandoned calls, which are not trained on.
     """
     chats = trajectory.chats
     root = Tree(Text(_totals(chats, trie)), guide_style="dim")

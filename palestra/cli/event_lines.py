@@ -36,10 +36,8 @@ def trained_of_several(config: Mapping[str, Any]) -> str:
 
 
 def describe(kind: str, data: Mapping[str, Any], policy: str) -> str:
-    """Describe an event; return an empty text for one that is not printed.
-
-    Args:
-        policy: whose reward a step has, if the metrics do not say it; empty: the job's only one.
+    """Describe an event; return an empty text for one that is not printed. `policy`: whose reward a step has, if the
+    metrics do not say it; empty: the job's only one.
     """
     if kind == "state":
         return one_line(f"{data['state']}: {data['reason']}")

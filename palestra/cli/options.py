@@ -166,11 +166,8 @@ def run_folder(path: Path) -> tuple[Path, JobConfig]:
 
 
 def read_tasks(source: str, validation: Path | None = None) -> tuple[Tasks, Tasks]:
-    """Return (training, validation) tasks, or the JSONL files that they are in.
-
-    Args:
-        source: a file of training tasks, or `module:function`, which returns both.
-        validation: a file of held-out tasks, if `source` is a file; None: none.
+    """Return (training, validation) tasks, or the JSONL files that they are in. `source`: a file of training tasks, or
+    `module:function`, which returns both.
     """
     if ":" in source and not Path(source).is_file():
         train, held_out = load_function(source)()
@@ -179,10 +176,8 @@ def read_tasks(source: str, validation: Path | None = None) -> tuple[Tasks, Task
 
 
 def load_function(reference: str, group: str | None = None) -> Any:
-    """Import and return the object named by `module:function` or `path/to/file.py:function`.
-
-    Args:
-        group: of entry points whose names are accepted too; None: none.
+    """Import and return the object named by `module:function` or `path/to/file.py:function`. `group`: of entry points
+    whose names are accepted too; None: none.
     """
     place, colon, name = reference.rpartition(":")
     if group is not None and not colon and (point := extensions(group).get(reference)) is not None:
@@ -223,10 +218,8 @@ def environment_settings(text: str) -> dict[str, Any]:
 def load_environment(reference: str | None) -> Any:
     """Return a user's environment class or factory; names of shipped environments and None are returned unchanged.
 
-    This process is the user's own. Jobs elsewhere may only use shipped environments.
-
-    Args:
-        reference: as in FUNCTION, or a name; None: returned as it is.
+    This process is the user's own. Jobs elsewhere may only use shipped environments. `reference`: as in FUNCTION, or a
+    name; None: returned as it is.
     """
     if reference is None or ":" not in reference:
         return reference

@@ -50,11 +50,7 @@ BROADEST = 200  # columns of a curve
 
 
 def view_of(runs: Sequence[Run], width: int, now: float) -> RenderableType:
-    """Return the drawing; a run that cannot be read says why.
-
-    Args:
-        now: Unix seconds.
-    """
+    """Return the drawing; a run that cannot be read says why. `now`: Unix seconds."""
     found = [describe_run(run) for run in runs]
     newest = max(range(len(runs)), key=lambda place: (found[place].state == "running", found[place].changed_at or 0.0))
     return Group(_table(found, width, now), Text(), *_one(runs[newest], width, now))
@@ -154,10 +150,8 @@ def _ended(connection: Connection, width: int, now: float) -> Table:
 
 
 def episodes_table(title: str, rows: Sequence[Sequence[str]], width: int, *more: str) -> Table:
-    """Return a table of episodes.
-
-    Args:
-        rows: id, task, state, reward, calls and tokens of each, then the columns of `more`.
+    """Return a table of episodes. `rows`: id, task, state, reward, calls and tokens of each, then the columns of
+    `more`.
     """
     names = (title, "task", "state", "reward", "calls", "tokens", *more)
     return fitted_table(
@@ -166,11 +160,7 @@ def episodes_table(title: str, rows: Sequence[Sequence[str]], width: int, *more:
 
 
 def calls_table(calls: Sequence[SlowCall], width: int, now: float) -> Table:
-    """Return a table of slow calls.
-
-    Args:
-        now: Unix seconds.
-    """
+    """Return a table of slow calls. `now`: Unix seconds."""
     rows = [
         (one.episode_id, str(one.call), one.agent, f"{one.seconds:.2f}", f"{duration(now - one.ended)} ago")
         for one in calls
@@ -192,11 +182,7 @@ READ_SECONDS = 5.0  # what a job's own server may take for an answer
 
 
 def service_view(control: ControlClient, width: int, now: float) -> RenderableType:
-    """Return the drawing of a service.
-
-    Args:
-        now: Unix seconds.
-    """
+    """Return the drawing of a service. `now`: Unix seconds."""
     jobs = list(islice(control.jobs(), JOBS))
     cluster: ClusterView = control.request("GET", "/cluster", ClusterView)
     parts: list[RenderableType] = [_machines(cluster, width), Text(), _jobs(jobs, width, now)]

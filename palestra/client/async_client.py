@@ -281,9 +281,7 @@ async def drive_async(
     http: httpx2.AsyncClient, steps: Exchange[T], has_moved: Callable[[str], Awaitable[bool]] | None = None
 ) -> T:
     """Execute the actions that an exchange yields, and return its result; see `palestra.client.client.drive`.
-
-    Args:
-        has_moved: returns whether an unreachable server has a new URL now; None: never.
+    `has_moved`: returns whether an unreachable server has a new URL now; None: never.
     """
     try:
         action = next(steps)

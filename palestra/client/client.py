@@ -239,11 +239,7 @@ class Client:
 
 
 def drive(http: httpx2.Client, steps: Exchange[T]) -> T:
-    """Execute the actions that an exchange yields, and return its result.
-
-    Args:
-        steps: generator of `exchange`, which yields requests and pauses.
-    """
+    """Execute the actions that an exchange yields, and return its result."""
     reply: Reply = None
     try:
         while True:

@@ -176,10 +176,8 @@ async def renewed(heartbeat: Callable[[Episode], Awaitable[None]], episode: Epis
 
 @contextmanager
 def renewed_in_thread(heartbeat: Callable[[Episode], object], episode: Episode) -> Iterator[None]:
-    """Renew the lease of an episode in a thread while the block is open.
-
-    Args:
-        heartbeat: sends one heartbeat, without retries: the next beat is the retry.
+    """Renew the lease of an episode in a thread while the block is open. `heartbeat`: sends one heartbeat, without
+    retries: the next beat is the retry.
     """
     over = threading.Event()
 

@@ -74,11 +74,7 @@ _NOT_SERVED = (429, 503)  # the request has changed nothing
 
 
 def checked_url(url: str, example: str) -> str:
-    """Return a server's URL without a trailing slash.
-
-    Args:
-        example: a valid URL, for the error message.
-    """
+    """Return a server's URL without a trailing slash."""
     try:
         parsed = httpx2.URL(url.strip())
         good = parsed.scheme in ("http", "https") and bool(parsed.host) and not (parsed.query or parsed.fragment)
@@ -101,10 +97,8 @@ def checked_key(key: str) -> str:
 
 
 def key_in(variable: str | None, setting: str) -> str:
-    """Return the key in an environment variable; empty without a variable.
-
-    Args:
-        setting: dotted name of the configuration key that names the variable, for the error message.
+    """Return the key in an environment variable; empty without a variable. `setting`: dotted name of the configuration
+    key that names the variable, for the error message.
     """
     if variable is None:
         return ""
@@ -117,11 +111,6 @@ class Endpoint:
     """A server as one client knows it: address, key, and whether it answers at present."""
 
     def __init__(self, url: str, key: str, retry_seconds: float) -> None:
-        """Create the record of a server.
-
-        Args:
-            retry_seconds: how long to retry a request.
-        """
         self.url, self.key = url, key
         self.retry_seconds = checked_amount("retry_seconds", retry_seconds, endless=True)
         self._draw = random.Random()
@@ -167,10 +156,8 @@ class Settings(Endpoint):
         self.url, self.key = checked_url(url, "http://127.0.0.1:7411"), checked_key(key)
 
     def request(self, call: ApiCall[Any], retries: int = 0) -> dict[str, Any]:
-        """Return the arguments of `httpx2.Client.request` for a call.
-
-        Args:
-            retries: number of earlier attempts, from which the server recognises a model call whose reply was lost.
+        """Return the arguments of `httpx2.Client.request` for a call. `retries`: number of earlier attempts, from which
+        the server recognises a model call whose reply was lost.
         """
         headers = {
             "authorization": f"Bearer {call.key or self.key}",
@@ -188,11 +175,7 @@ class Settings(Endpoint):
 
 
 def send_call(settings: Settings, call: ApiCall[A], retry_seconds: float | None = None) -> Exchange[A]:
-    """Return the exchange for a call of a data plane, which is always idempotent.
-
-    Args:
-        retry_seconds: None: the default of `settings`.
-    """
+    """Return the exchange for a call of a data plane, which is always idempotent."""
     sent = count()
     return exchange(
         settings,
@@ -218,7 +201,6 @@ def exchange(
         request: returns the arguments of the request, before each attempt.
         read: converts an answer below 300; a ValueError means that the answer is not Palestra's.
         safe: whether the request is idempotent.
-        retry_seconds: None: the default of `endpoint`.
     """
     seconds = endpoint.retry_seconds if retry_seconds is None else retry_seconds
     until, attempt = time.monotonic() + seconds, 0
@@ -257,11 +239,7 @@ class Trouble:
 
 
 def trouble_of(url: str, reply: httpx2.Response | httpx2.RequestError) -> Trouble | None:
-    """Return why a request has no usable answer, or None.
-
-    Args:
-        reply: the answer, or the error instead.
-    """
+    """Return why a request has no usable answer, or None."""
     if isinstance(reply, httpx2.RequestError):
         return _unreachable(url, reply)
     if reply.status_code < 300:

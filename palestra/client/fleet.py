@@ -44,11 +44,8 @@ class Fleet:
     """
 
     def __init__(self, command: Sequence[str], processes: int, drain_seconds: float) -> None:
-        """Create a fleet; `run` starts the processes.
-
-        Args:
-            command: of a child, which exits with 0 when the job is over.
-            drain_seconds: how long children may finish after `drain`, before they are killed.
+        """Create a fleet; `run` starts the processes. `command`: of a child, which exits with 0 when the job is over.
+        `drain_seconds`: how long children may finish after `drain`, before they are killed.
         """
         self._command, self._processes, self._drain_seconds = list(command), processes, drain_seconds
         self._kill_at: float | None = None  # monotonic; None: not draining

@@ -229,10 +229,8 @@ class _PartialFile:
 
 
 def _events(lines: Iterator[str]) -> Iterator[JobEvent]:
-    """Parse lines of server-sent events.
-
-    Raises:
-        ConnectionLost: the lines are not Palestra's; a proxy may have sent them.
+    """Parse lines of server-sent events. Raises ConnectionLost if the lines are not Palestra's; a proxy may have sent
+    them.
     """
     found: dict[str, str] = {}
     for line in lines:

@@ -25,12 +25,7 @@ def checked_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def checked_amount(name: str, value: Any, *, above_zero: bool = False, endless: bool = False) -> float:
-    """Return a number, such as seconds or cores, as a `float`.
-
-    Args:
-        above_zero: whether to refuse 0.
-        endless: whether to allow infinity.
-    """
+    """Return a number, such as seconds or cores, as a `float`."""
     try:
         number = math.nan if isinstance(value, bool | str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -146,14 +141,8 @@ def _refused(place: str, what: str, value: Any, remedy: str) -> InvalidRequest:
 
 
 def plain_task(task: Any, number: int, name: str) -> dict[str, Any]:
-    """Return one of several tasks as a JSON object.
-
-    Args:
-        number: of the task, from 0.
-        name: of the tasks.
-
-    Raises:
-        InvalidRequest: it is no object, or has a value without a form in JSON.
+    """Return one of several tasks as a JSON object. Raises InvalidRequest if it is no object, or has a value without a
+    form in JSON.
     """
     if not isinstance(task, Mapping):
         raise InvalidRequest(

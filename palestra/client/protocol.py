@@ -113,10 +113,8 @@ def facts_call() -> ApiCall[RolloutFacts]:
 
 
 def finish_call(episode: Episode, reward: Reward | RolloutResult | None, **parts: Any) -> ApiCall[EpisodeAnswer]:
-    """Build the request that ends an episode, or drops it if a whole result has no score.
-
-    Args:
-        parts: the other fields of a `RolloutResult`, by name; None and False: not given.
+    """Build the request that ends an episode, or drops it if a whole result has no score. `parts`: the other fields of
+    a `RolloutResult`, by name; None and False: not given.
     """
     given = {name: part for name, part in parts.items() if part is not None and part is not False}
     if not isinstance(reward, RolloutResult):
@@ -206,22 +204,16 @@ def _checked() -> Iterator[None]:
 
 
 def abort_call(episode: Episode, reason: str, discard: bool) -> ApiCall[EpisodeAnswer]:
-    """Build the request that releases an episode.
-
-    Args:
-        reason: recorded with the attempt; truncated to 2,000 characters.
-        discard: whether to drop the episode instead of retrying it.
+    """Build the request that releases an episode. `reason`: recorded with the attempt; truncated to 2,000 characters.
+    `discard`: whether to drop the episode instead of retrying it.
     """
     body = AbortEpisode(episode_id=episode.episode_id, reason=reason[:2000], discard=discard)
     return ApiCall("/abort_episode", body, EpisodeAnswer, episode.api_key)
 
 
 def upload_call(data: bytes, digest: str, key: str | None) -> ApiCall[PictureKept]:
-    """Build the request that uploads a picture. Repeating it has no effect.
-
-    Args:
-        digest: its SHA-256, in hex.
-        key: of an episode; None: the job's.
+    """Build the request that uploads a picture. Repeating it has no effect. `digest`: its SHA-256, in hex. `key`: of an
+    episode; None: the job's.
     """
     headers = {"content-type": "application/octet-stream"}
     return ApiCall(f"/pictures/{digest}", data, PictureKept, key, method="PUT", headers=headers)
@@ -234,11 +226,8 @@ def heartbeat_call(episode: Episode) -> ApiCall[EpisodeAnswer]:
 
 
 def observe_call(episode: Episode, events_seen: int, wait_seconds: float = POLL_SECONDS) -> ApiCall[SeatAnswer]:
-    """Build the request that waits until an external player has to act.
-
-    Args:
-        events_seen: number of the last known event.
-        wait_seconds: how long the server may wait before it answers.
+    """Build the request that waits until an external player has to act. `wait_seconds`: how long the server may wait
+    before it answers.
     """
     body = ObserveSeat(episode_id=episode.episode_id, events_seen=events_seen, wait_seconds=wait_seconds)
     return ApiCall("/observe_seat", body, SeatAnswer, episode.api_key, timeout_seconds=wait_seconds + 30)

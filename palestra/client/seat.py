@@ -144,11 +144,6 @@ class Seat(ClaimedSeat):
     """
 
     def __init__(self, run: Callable[[Exchange[Any]], Any], settings: Settings, claimed: Episode, role: str) -> None:
-        """Begin to play.
-
-        Args:
-            claimed: the server's answer to the claim.
-        """
         super().__init__(settings, claimed, role)
         self._run = run
 
@@ -160,9 +155,6 @@ class Seat(ClaimedSeat):
 
     def act(self, action: str | ChatMessage) -> bool:
         """Answer the last observation; return False if its time was over, or the slot is lost.
-
-        Args:
-            action: a text, or a message with tool calls.
 
         Raises:
             Conflict: the environment no longer waits for this action.

@@ -34,7 +34,6 @@ class TaskFile:
     """The tasks of a JSONL file, read again for each iteration, so that few are in memory at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Create without reading."""
         self.path = path
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -92,15 +91,8 @@ class SpooledTasks(TaskFile):
     def __init__(
         self, rows: Iterable[Any], name: str, folder: Path | None = None, check: TaskCheck | None = None
     ) -> None:
-        """Read and check all tasks.
-
-        Args:
-            name: of the tasks, for error messages.
-            folder: on the disk to use; None: the system's temporary folder.
-
-        Raises:
-            InvalidRequest: a task is not a JSON object.
-            StoreError: the disk is full.
+        """Read and check all tasks. `folder`: on the disk to use; None: the system's temporary folder. Raises
+        InvalidRequest if a task is not a JSON object. Raises StoreError if the disk is full.
         """
         super().__init__(Path(name))
         self._file = tempfile.SpooledTemporaryFile(MEMORY, dir=None if folder is None else str(folder))  # noqa: SIM115 - `close` closes it

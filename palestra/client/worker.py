@@ -39,9 +39,6 @@ class EpisodePlayer(ABC):
         """Play an episode to its end and return its reward.
 
         An exception releases the episode, and is never a reward. A reward of None leaves the episode out of training.
-
-        Args:
-            episode: its lease is renewed meanwhile.
         """
 
 

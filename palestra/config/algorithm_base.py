@@ -88,11 +88,7 @@ class AlgorithmConfig(Section):
         return self.entropy_coefficient > 0 or penalty
 
     def weighted_sum(self, named_rewards: Mapping[str, float | None]) -> float:
-        """Return the weighted sum of the scored named rewards.
-
-        Args:
-            named_rewards: None: not scored.
-        """
+        """Return the weighted sum of the scored named rewards."""
         return weighted_sum(named_rewards, self.reward_weights)
 
     @property
@@ -116,11 +112,8 @@ class AlgorithmConfig(Section):
 
 
 def weighted_sum(named_rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
-    """Return the weighted sum of the scored named rewards.
-
-    Args:
-        named_rewards: None: not scored.
-        weights: 1 for missing names.
+    """Return the weighted sum of the scored named rewards. `named_rewards`: None: not scored. `weights`: 1 for missing
+    names.
     """
     scored = {name: value for name, value in sorted(named_rewards.items()) if value is not None}
     return float(sum(weights.get(name, 1.0) * value for name, value in scored.items()))

@@ -259,10 +259,8 @@ class JobConfig(Section):
         return "algorithm" if self.policies[policy].algorithm is None else f"policies.{policy}.algorithm"
 
     def teacher_of(self, policy: str) -> str | None:
-        """Return the name of the frozen policy that teaches a trained one; None: it learns from rewards.
-
-        Raises:
-            ValueError: the teacher is ambiguous.
+        """Return the name of the frozen policy that teaches a trained one; None: it learns from rewards. Raises
+        ValueError if the teacher is ambiguous.
         """
         return self.algorithm_of(policy).teacher_of(self.frozen_policies)
 
@@ -310,13 +308,8 @@ class JobConfig(Section):
         )
 
     def with_model(self, model: str) -> JobConfig:
-        """Return the job with another model for its only policy that is not frozen.
-
-        Args:
-            model: see `PolicyConfig.model`.
-
-        Raises:
-            ConfigError: several policies are not frozen, or the name is empty.
+        """Return the job with another model for its only policy that is not frozen. Raises ConfigError if several
+        policies are not frozen, or the name is empty.
         """
         try:
             policies = with_model(self.policies, model)

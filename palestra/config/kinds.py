@@ -14,12 +14,7 @@ from palestra.config.section import Section
 def schema_by_kind(
     found: Mapping[str, type[Section]], kind_of: Callable[[Any], Any], handler: GetCoreSchemaHandler
 ) -> CoreSchema:
-    """Return the schema of such a field.
-
-    Args:
-        found: sections by kind.
-        kind_of: returns the kind of a table or of a section.
-    """
+    """Return the schema of such a field."""
 
     def known(value: Any) -> Any:  # the error of pydantic's union would not name the key
         if not isinstance(value, dict | Section):

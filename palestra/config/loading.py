@@ -151,10 +151,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def resolve_paths(table: dict[str, Any], folder: Path, names: bool = True) -> None:
-    """Make the paths of a configuration absolute, in place.
-
-    Args:
-        names: whether to include names of models and runs that are folders.
+    """Make the paths of a configuration absolute, in place. `names`: whether to include names of models and runs that
+    are folders.
     """
     for key, value in table.items():
         if isinstance(value, dict) and key not in _OTHERS_TABLES:
@@ -190,11 +188,8 @@ def dump_saved_config(config: JobConfig) -> str:
 def parse_config(
     data: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, source: str = "config"
 ) -> JobConfig:
-    """Validate a mapping and return the configuration.
-
-    Args:
-        overrides: values by dotted key. `UNSET` removes a key, so that its default holds.
-        source: name of the configuration, for messages.
+    """Validate a mapping and return the configuration. `overrides`: values by dotted key. `UNSET` removes a key, so
+    that its default holds.
     """
     try:
         return JobConfig.model_validate(_merged(data, overrides, source))

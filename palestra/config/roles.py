@@ -63,10 +63,8 @@ class PoolConfig(Section):
         return tuple(range(0, done + 1, self.every_steps))[-self.size :]
 
     def weights(self, versions: Sequence[int], win_rates: Mapping[int, float]) -> tuple[float, ...]:
-        """Return the relative weight of each version in the choice.
-
-        Args:
-            win_rates: of learners against a version, from 0 to 1; 0.5 for a missing one.
+        """Return the relative weight of each version in the choice. `win_rates`: of learners against a version, from 0
+        to 1; 0.5 for a missing one.
         """
         if self.choice == "uniform":
             return (1.0,) * len(versions)
@@ -172,11 +170,8 @@ class Roles:
         return {role: name for role, name in self.named.items() if role not in pools or pools[role].latest_share}
 
     def of_episode(self, players: Mapping[str, str]) -> Roles:
-        """Return the roles of one episode.
-
-        Args:
-            players: the policy, or its past version, that plays a role with a pool, by agent; empty for a job without
-                pools.
+        """Return the roles of one episode. `players`: the policy, or its past version, that plays a role with a pool,
+        by agent; empty for a job without pools.
         """
         if not players:
             return self
@@ -244,11 +239,7 @@ class Roles:
 
 
 def check_pools(roles: Roles, steps: int, max_staleness: int, algorithm_of: Callable[[str], AlgorithmConfig]) -> None:
-    """Raise ValueError for pools without a learning signal.
-
-    Args:
-        algorithm_of: returns a policy's algorithm, which decides how calls are credited.
-    """
+    """Raise ValueError for pools without a learning signal."""
     for agent, pool in roles.pools.items():
         policy = roles.named[agent]
         if policy in roles.frozen:

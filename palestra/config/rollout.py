@@ -152,12 +152,7 @@ class CurriculumConfig(Section):
 
 
 def check_environments(environments: Sequence[MixedEnvironment], alone: EnvironmentConfig, tasks: TasksConfig) -> None:
-    """Raise ValueError for environments of one name, or that are named in two ways, and for keys without effect.
-
-    Args:
-        alone: the job's `[environment]`.
-        tasks: the job's `[tasks]`.
-    """
+    """Raise ValueError for environments of one name, or that are named in two ways, and for keys without effect."""
     twice = [name for name, count in Counter(each.id for each in environments).items() if count > 1]
     if twice:
         raise ValueError(f"two of environments have the id {twice[0]!r}; give each its own")

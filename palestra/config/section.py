@@ -59,11 +59,7 @@ VERL: Mapping[str, str] = {
 
 
 def key_of_other_name(name: str) -> str | None:
-    """Return the key for a name of TRL or verl, and whose name it is; None: unknown.
-
-    Args:
-        name: the last part of an unknown key.
-    """
+    """Return the key for a name of TRL or verl, and whose name it is; None: unknown."""
     for library, keys in (("TRL", TRL), ("verl", VERL)):
         if name in keys:
             return f"{library}'s {name} is {keys[name]!r} here"
@@ -99,10 +95,8 @@ class Mistake(NamedTuple):
 
 
 def explain(error: ValidationError, root: type[Section]) -> str:
-    """Return the first mistake of a configuration as a sentence.
-
-    Args:
-        root: the section that was validated; keys in `error` are below it.
+    """Return the first mistake of a configuration as a sentence. `root`: the section that was validated; keys in
+    `error` are below it.
     """
     return _mistake(_in_order(error)[0], root).text  # of many thousand, explaining all would take minutes
 

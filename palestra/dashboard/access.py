@@ -16,27 +16,17 @@ class PageAccess(Protocol):
     """Authorizes requests of the page; the routes know no keys."""
 
     def check(self, request: Request) -> None:
-        """Check that a request may read the runs.
-
-        Raises:
-            Unauthorized, Forbidden: it may not.
-        """
+        """Check that a request may read the runs. Raises Unauthorized or Forbidden if it may not."""
         ...
 
     def exchange(self, request: Request) -> str:
-        """Return the viewer's key for a browser's one-time code, or for a key with more rights.
-
-        Raises:
-            Unauthorized, Forbidden: it has nothing that is good for that.
+        """Return the viewer's key for a browser's one-time code, or for a key with more rights. Raises Unauthorized or
+        Forbidden if it has nothing that is good for that.
         """
         ...
 
     def talk(self, request: Request) -> str | None:
-        """Return the key with which a browser may call the policies; None: no engine runs, or it may only read.
-
-        Args:
-            request: already accepted by `exchange`.
-        """
+        """Return the key with which a browser may call the policies; None: no engine runs, or it may only read."""
         ...
 
 
@@ -47,7 +37,6 @@ class OneTimeLink:
     """
 
     def __init__(self) -> None:
-        """Generate a code and a key."""
         self._key = f"pv-{secrets.token_hex(20)}"
         self._code: str | None = None
         self.renew()

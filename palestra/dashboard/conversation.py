@@ -15,10 +15,8 @@ WITHOUT_IMAGES = "its images are left out: the page does not send images"
 
 
 def read_call(run: Run, episode_id: str, index: int) -> ConversationAnswer:
-    """Return the messages of a call and its reply.
-
-    Raises:
-        Conflict: the prompt was token ids or raw text instead of messages.
+    """Return the messages of a call and its reply. Raises Conflict if the prompt was token ids or raw text instead of
+    messages.
     """
     with run.open() as connection:
         chats = read_episode(connection, episode_id).trajectory.chats

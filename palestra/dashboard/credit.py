@@ -64,11 +64,8 @@ def batch_group(connection: Connection, manifest: BatchManifest | None, group_in
 def credits_of_group(
     connection: Connection, config: JobConfig, manifest: BatchManifest | None, group: Sequence[Trajectory] | None
 ) -> dict[str, Credit]:
-    """Return what each trained policy learned from a group; unknown if an episode's record is damaged.
-
-    Args:
-        manifest: of the batch with the group, if any.
-        group: its episodes in the batch; None: one of them cannot be read.
+    """Return what each trained policy learned from a group; unknown if an episode's record is damaged. `group`: its
+    episodes in the batch; None: one of them cannot be read.
     """
     if manifest is None:
         return {}
@@ -92,11 +89,7 @@ def readable_manifest(connection: Connection, step: int) -> BatchManifest | None
 def group_credit(
     connection: Connection, config: JobConfig, manifest: BatchManifest, group: Sequence[Trajectory], policy: str
 ) -> Credit:
-    """Return what one policy learned from a group of a step's batch.
-
-    Args:
-        manifest: of the batch, which also determines token weights.
-    """
+    """Return what one policy learned from a group of a step's batch."""
     algorithm, notes = _algorithm(config, policy)
     if algorithm is None or policy not in manifest.versions or not config.policies[policy].updates.due(manifest.step):
         return Credit(notes=notes)

@@ -253,12 +253,7 @@ def _row(number: int, row: TrainSample, fates: TokenFates) -> RowAnswer:
 
 
 def read_tokens(run: Run, reading: EpisodeReading, number: int, start: int, count: int) -> TokensAnswer:
-    """Return tokens of a row.
-
-    Args:
-        number: of the row, from 0.
-        count: at most `MOST_TOKENS`.
-    """
+    """Return tokens of a row. `count`: at most `MOST_TOKENS`."""
     if not 0 <= number < len(reading.rows):
         raise NotFound(f"the episode has {len(reading.rows)} rows; there is no row {number}")
     row = reading.rows[number]

@@ -26,12 +26,8 @@ class Fate:
 def episode_fates(
     view: EpisodeView, config: JobConfig, group: Sequence[Trajectory] | None, events: Sequence[RunEvent] = ()
 ) -> dict[str, Fate]:
-    """Return for each trained policy whether an episode is trained, and why.
-
-    Args:
-        group: the episodes of its group in its step's batch, including itself; see `group_in_batch`. None: one of them
-            cannot be read.
-        events: of the run, those that may be about this episode.
+    """Return for each trained policy whether an episode is trained, and why. `group`: the episodes of its group in its
+    step's batch, including itself; see `group_in_batch`. None: one of them cannot be read.
     """
     # Where nothing is trained, as in an evaluation, the reason is the same for whichever policy is asked for.
     policies = config.trained_policies or (config.players.default,)

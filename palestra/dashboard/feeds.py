@@ -68,11 +68,7 @@ class Feed:
 
     @contextlib.contextmanager
     def followed(self, news: asyncio.Event) -> Iterator[None]:
-        """Poll the run while the block is open.
-
-        Args:
-            news: set whenever there are news.
-        """
+        """Poll the run while the block is open."""
         self._followers.add(news)
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
@@ -85,11 +81,8 @@ class Feed:
                 self._watching = None
 
     async def after(self, last: int, first: bool) -> FeedNews:
-        """Return up to `EVENTS` events after a number; empty while the run cannot be read.
-
-        Args:
-            last: newest event that the stream has sent.
-            first: whether the stream has just begun, so that everything in the store must be read now.
+        """Return up to `EVENTS` events after a number; empty while the run cannot be read. `first`: whether the stream
+        has just begun, so that everything in the store must be read now.
         """
         if first and not self._failed:
             await self._look_again(FIRST_SECONDS)

@@ -177,11 +177,7 @@ def _warned(data: Mapping[str, Any]) -> Warned:
 
 
 def read_columns(run: Run, after: int) -> MetricsAnswer:
-    """Return the metrics of a run by step.
-
-    Args:
-        after: only later steps; -1: all.
-    """
+    """Return the metrics of a run by step."""
     with run.open() as connection:
         # The number is read first: an event that comes between the two is then sent once more, and never left out.
         number = connection.execute(select(func.coalesce(func.max(events.c.event_id), 0))).scalar_one()

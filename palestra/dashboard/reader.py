@@ -88,10 +88,8 @@ class Reader:
     """Reads runs in threads, a few per run at the same time, and caches recent episodes."""
 
     def __init__(self, runs: Sequence[Run], stopping: asyncio.Event, most: int | None = None) -> None:
-        """Create a reader.
-
-        Args:
-            most: limit of added runs; the oldest is forgotten. None: unlimited, and an error lists them.
+        """Create a reader. `most`: limit of added runs; the oldest is forgotten. None: unlimited, and an error lists
+        them.
         """
         self._stopping, self._most = stopping, most
         self.runs: OrderedDict[str, Run] = OrderedDict()
@@ -172,10 +170,8 @@ class Reader:
             return unreadable(run, str(error))
 
     async def findings(self, run: Run, step: int = 0) -> FindingsAnswer:
-        """Return the doctor's findings for a run, possibly a little old.
-
-        Args:
-            step: read the run again if the cached answer is from an earlier step.
+        """Return the doctor's findings for a run, possibly a little old. `step`: read the run again if the cached
+        answer is from an earlier step.
         """
         found = await self._findings.get(run.name, lambda: self._find(run))
         if found.step >= step:

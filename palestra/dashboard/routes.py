@@ -105,11 +105,7 @@ class Search(BaseModel):
 
 
 def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: asyncio.Event) -> None:
-    """Add the page and its data to an application, with the paths of `public_paths` public.
-
-    Args:
-        stopping: set when the server ends, to end streams.
-    """
+    """Add the page and its data to an application, with the paths of `public_paths` public."""
     reader = Reader(runs, stopping)
 
     async def private(request: Request, response: Response) -> None:  # FastAPI calls others in threads
@@ -135,11 +131,7 @@ def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: as
 
 
 def add_run_routes(app: FastAPI, reader: Reader, allowed: Callable[..., Any]) -> None:
-    """Add the routes that read one run.
-
-    Args:
-        allowed: dependency of each route that authorizes the path parameter `run`.
-    """
+    """Add the routes that read one run. `allowed`: dependency of each route, authorizes the path parameter `run`."""
     api = APIRouter(prefix=f"{PAGE}/api/runs", dependencies=[Depends(allowed)], tags=["page"])
     _add_run_routes(api, reader)
     _add_episode_routes(api, reader)

@@ -90,11 +90,7 @@ def _line(found: EpisodeSummary) -> EpisodeLine:
 
 
 def find_episodes(run: Run, wanted: EpisodeFilter, before: str | None, limit: int) -> EpisodesAnswer:
-    """Return a page of matching episodes, newest first.
-
-    Args:
-        before: `following` of the previous page; None: the first page.
-    """
+    """Return a page of matching episodes, newest first."""
     place = None
     if before is not None:
         parts = before.split("-")
@@ -112,11 +108,7 @@ def find_episodes(run: Run, wanted: EpisodeFilter, before: str | None, limit: in
 
 
 def read_events_before(run: Run, before: int | None, limit: int) -> EventsAnswer:
-    """Return a page of a run's events, newest first.
-
-    Args:
-        before: `before` of the previous page; None: the first page.
-    """
+    """Return a page of a run's events, newest first."""
     wanted = select(events).order_by(events.c.event_id.desc()).limit(limit)
     if before is not None:
         wanted = wanted.where(events.c.event_id < before)

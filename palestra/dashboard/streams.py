@@ -29,12 +29,7 @@ class Stream:
     def __init__(
         self, feeds: Mapping[str, Feed], positions: Mapping[str, int], check: Callable[[], Awaitable[None]]
     ) -> None:
-        """Begin after some events.
-
-        Args:
-            positions: the client's newest event number, by run.
-            check: raises a PalestraError once the client has lost access.
-        """
+        """Begin after some events. `check`: raises a PalestraError once the client has lost access."""
         self._feeds, self._positions, self._check = dict(feeds), dict(positions), check
         self._generations = dict[str, int]()  # of the feeds at the first look; empty: there was none
         self._lines = dict[str, bytes]()  # that were sent, by name of the run
@@ -49,11 +44,7 @@ class Stream:
             yield
 
     def follow(self, wait: bool = True) -> AsyncIterator[bytes]:
-        """Yield news while the stream is open.
-
-        Args:
-            wait: whether to wait for future events, until all runs are over.
-        """
+        """Yield news while the stream is open. `wait`: whether to wait for future events, until all runs are over."""
         return follow(self.look, wait, self.pause, every=CHECK_SECONDS)
 
     async def pause(self, seconds: float) -> None:
@@ -92,32 +83,17 @@ class Streams:
     """The streams of a server, with their feeds."""
 
     def __init__(self, reader: Reader, stopping: asyncio.Event) -> None:
-        """Begin without streams.
-
-        Args:
-            stopping: set when the server ends, to end streams.
-        """
         self._reader, self._stopping = reader, stopping
         self._feeds = WeakValueDictionary[str, Feed]()  # by name of the run; those of streams that are open
         self._open = OpenStreams(MOST_STREAMS, REFUSED)
 
     def stream(self, after: Mapping[str, int], check: Callable[[], Awaitable[None]]) -> Stream:
-        """Return a new stream over some runs.
-
-        Args:
-            after: the client's newest event number, by run.
-            check: raises a PalestraError once the client has lost access.
-        """
+        """Return a new stream over some runs. `check`: raises a PalestraError once the client has lost access."""
         return Stream({name: self._feed(name) for name in after}, after, check)
 
     def answer(self, stream: Stream, content: AsyncIterator[bytes], owner: str = "") -> StreamingResponse:
-        """Return the response of a stream.
-
-        Args:
-            owner: tenant whose streams are limited together; "": a server without tenants.
-
-        Raises:
-            TooManyRequests: the owner has too many streams.
+        """Return the response of a stream. `owner`: tenant whose streams are limited together; "": a server without
+        tenants. Raises TooManyRequests if the owner has too many streams.
         """
         return self._open.answer(content, owner, AS_IT_COMES, MEDIA_TYPE, stream.open())
 

@@ -25,10 +25,8 @@ class Notifier:
         self._waiting: OrderedDict[asyncio.Future[None], None] = OrderedDict()  # first come, first served
 
     async def wait(self, timeout_seconds: float, since: int) -> None:
-        """Return at the next notification, or after the timeout.
-
-        Args:
-            since: `count` before the caller's query; returns immediately if it has changed.
+        """Return at the next notification, or after the timeout. `since`: `count` before the caller's query; returns
+        immediately if it has changed.
         """
         if self.count != since:
             return

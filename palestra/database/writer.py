@@ -60,7 +60,6 @@ class Writer:
             explain: maps database errors to callers' errors; see `Backend`.
             problem: called after each commit; an error that it returns fails this commit and all later operations.
             fence: called first in each transaction; if it raises Superseded, all later operations fail.
-            transaction: see `Backend`.
         """
         self._engine, self._explain, self._problem, self._fence = engine, explain, problem, fence
         self._begun = transaction
@@ -80,10 +79,8 @@ class Writer:
     def submit(self, run: Callable[[sa.Connection], T], tag: str | None = None) -> asyncio.Future[T]:
         """Queue an operation; the future resolves when the commit is on disk.
 
-        Cancelling the future does not cancel the operation.
-
-        Args:
-            tag: names the fault points before and after the commit, such as `chat_commit`.
+        Cancelling the future does not cancel the operation. `tag`: names the fault points before and after the commit,
+        such as `chat_commit`.
         """
         if self._closed:
             raise StoreError("the store is closed")

@@ -36,10 +36,8 @@ OF_A_JOB = tuple(rule for rule in RULES if rule.of_job)
 
 
 def health_of(history: RunHistory, policy: str = "", rules: Sequence[Rule] = RULES) -> list[HealthWarning]:
-    """Return the signs in the newest step; empty for a run that learns.
-
-    Args:
-        policy: of the rows, for people; empty if the job has only one.
+    """Return the signs in the newest step; empty for a run that learns. `policy`: of the rows, for people; empty if the
+    job has only one.
     """
     if not history.rows:
         return []
@@ -127,11 +125,7 @@ class Signs:
     """The signs in the rows of a run, which are added step by step."""
 
     def __init__(self, job: JobSize, rivals: Sequence[str] = ()) -> None:
-        """Begin without rows.
-
-        Args:
-            rivals: the trained policies, if there are several: then each one's rows are examined.
-        """
+        """Begin without rows. `rivals`: the trained policies, if there are several; each one's rows are examined."""
         self._rivals = rivals
         self._of_policies = {name: _Watch(job, OF_A_POLICY, name) for name in rivals}
         self._of_job = _Watch(job, OF_A_JOB if rivals else RULES, "")
@@ -219,7 +213,6 @@ class Examined:
     """The finished part of a run as far as it was examined. The next examination continues there."""
 
     def __init__(self) -> None:
-        """Begin before the first step."""
         self.clear()
 
     def clear(self) -> None:
@@ -231,11 +224,8 @@ class Examined:
 
 
 def examine_store(connection: Connection, config: JobConfig, folder: Path, kept: Examined | None = None) -> Examination:
-    """Examine a run whose store is open.
-
-    Args:
-        folder: of the run, for its size and the free disk space.
-        kept: what earlier examinations have read, updated here; None: the whole run is read.
+    """Examine a run whose store is open. `kept`: what earlier examinations have read, updated here; None: the whole run
+    is read.
     """
     kept = Examined() if kept is None else kept
     while add_facts(connection, kept):

@@ -53,10 +53,8 @@ class RunHistory:
     """The rows of a run that rules use: the first training steps, the newest, and those with a validation."""
 
     def __init__(self, job: JobSize, rows: Sequence[Row] = ()) -> None:
-        """Create the history of a job.
-
-        Args:
-            rows: metrics of its steps, oldest first, with the evaluation before the first.
+        """Create the history of a job. `rows`: metrics of its steps, oldest first, with the evaluation before the
+        first.
         """
         self.job = job
         self.start: list[Row] = []
@@ -135,10 +133,8 @@ def in_each(rows: Sequence[Row], condition: Callable[[Row], bool]) -> bool:
 
 
 def in_each_recent(name: str, least: float, seen: str) -> Seen:
-    """Return a test for a metric of at least `least` in each of the last steps.
-
-    Args:
-        seen: description with `{now}`, the metric's mean over these steps.
+    """Return a test for a metric of at least `least` in each of the last steps. `seen`: description with `{now}`, the
+    metric's mean over these steps.
     """
 
     def found(history: RunHistory) -> str | None:

@@ -85,10 +85,8 @@ def _batch(connection: Connection, step: int) -> frozenset[str]:
 
 
 def rewards_of_two(recorded: Iterable[str | None]) -> dict[str, float]:
-    """Return numbers about the rewards of exactly two agents; empty for other agents.
-
-    Args:
-        recorded: rewards of each episode by agent, as JSON; None: the episode has none.
+    """Return numbers about the rewards of exactly two agents; empty for other agents. `recorded`: rewards of each
+    episode by agent, as JSON; None: the episode has none.
     """
     rewards = [found for text in recorded if text is not None and (found := _rewards(text)) is not None]
     names = {name for found in rewards for name in found}
@@ -134,10 +132,6 @@ def store_facts(connection: Connection, after: int = 0, until: int = 2**62) -> d
     """Return numbers of the training episodes of the first `PIECE` steps after a step, by number of the step.
 
     Attempts count those of all groups of the step; rewards are those of its batch, as a running job looks at them.
-
-    Args:
-        connection: from `browse`.
-        until: the last step that is read.
     """
     number = groups.c.step
     of_train = select(number).where(groups.c.kind == "train", number > after, number <= until).distinct()
@@ -154,10 +148,6 @@ def _calls(
     """Return by step the attempts that failed after a call of the model, and how far completed episodes got.
 
     Completed episodes are counted where so many attempts failed that they are compared.
-
-    Args:
-        step_of: the step of each group, by its index.
-        attempts: by step, from `_attempts`.
     """
     found = _calls_where(connection, step_of, or_(episodes.c.fence > 1, episodes.c.state == "discarded"))
     for step, calls in found.items():

@@ -26,11 +26,7 @@ TITLE = "Palestra environment server"
 
 
 def create_env_app(table: SessionTable, key: str) -> FastAPI:
-    """Return the application that serves an environment.
-
-    Args:
-        key: allows clients to play and to list sessions.
-    """
+    """Return the application that serves an environment."""
 
     def check_key(request: Request) -> None:
         if not hmac.compare_digest((bearer(request) or "").encode(), key.encode()):
@@ -80,10 +76,8 @@ def create_env_app(table: SessionTable, key: str) -> FastAPI:
 
 @asynccontextmanager
 async def served_environment(table: SessionTable, key: str, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve an environment inside the block; its end ends all sessions.
-
-    Args:
-        listener: a listening socket, closed at the end.
+    """Serve an environment inside the block; its end ends all sessions. `listener`: a listening socket, closed at the
+    end.
     """
     app, most = create_env_app(table, key), table.limits.max_message_bytes
     try:

@@ -103,11 +103,7 @@ class OpenEnvServer:
         return len(self._sessions)
 
     def app(self, key: str) -> FastAPI:
-        """Return the application.
-
-        Args:
-            key: that clients send as `Authorization: Bearer`.
-        """
+        """Return the application."""
 
         async def authenticate(request: Request) -> int:
             if not _opens(request, key):
@@ -306,10 +302,8 @@ class _Session:
 
 
 def seeded_tasks(generate: Callable[[Literal["train"], int, int], list[dict[str, Any]]]) -> Tasks:
-    """Return a function that makes a catalogue environment's tasks from the arguments of `reset`.
-
-    Args:
-        generate: the catalogue's task generator, used for empty arguments and for a seed alone.
+    """Return a function that makes a catalogue environment's tasks from the arguments of `reset`. `generate`: the
+    catalogue's task generator, used for empty arguments and for a seed alone.
     """
 
     def task_of(given: dict[str, Any]) -> dict[str, Any]:

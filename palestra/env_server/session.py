@@ -86,11 +86,8 @@ class EnvironmentSession:
         send: Send,
         on_idle: Callable[[], None],
     ) -> None:
-        """Create a session with a new name; `open` creates its environment.
-
-        Args:
-            system: system message of an `Environment`'s agent; None: the environment's own.
-            on_idle: called at the end of each episode.
+        """Create a session with a new name; `open` creates its environment. `system`: system message of an
+        `Environment`'s agent; None: the environment's own. `on_idle`: called at the end of each episode.
         """
         self.session_id = f"s{secrets.token_hex(12)}"
         self.ended = asyncio.Event()
@@ -108,10 +105,8 @@ class EnvironmentSession:
         self._pictures: set[str] = set()  # digests of those whose files the episode's messages had
 
     async def open(self) -> None:
-        """Create the environment and set it up.
-
-        Raises:
-            InvalidRequest: a system message was given, but the environment's agents have their own.
+        """Create the environment and set it up. Raises InvalidRequest if a system message was given, but the
+        environment's agents have their own.
         """
         await self._renew()
 

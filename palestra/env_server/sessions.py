@@ -27,12 +27,6 @@ class SessionTable:
     def __init__(
         self, make: Callable[[], Made], limits: SessionLimits | None = None, clock: Clock | None = None
     ) -> None:
-        """Create a table without sessions.
-
-        Args:
-            limits: None: the defaults.
-            clock: None: the system's.
-        """
         self.limits = limits or SessionLimits()
         self._make, self._clock = make, clock or SystemClock()
         self.facts = _facts(make())
@@ -87,11 +81,7 @@ class SessionTable:
                 self._leave_place()
 
     def check_open(self) -> None:
-        """Raise an error if new sessions are refused.
-
-        Raises:
-            ServerStopping: the server ends.
-        """
+        """Raise an error if new sessions are refused. Raises ServerStopping if the server ends."""
         if self._closed is not None:
             raise ServerStopping(self._closed)
 

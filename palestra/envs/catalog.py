@@ -71,11 +71,8 @@ def catalog_entry(name: str) -> CatalogEntry:
 def catalog_maker(
     name: str, settings: Mapping[str, Any], system: str | None = None
 ) -> Callable[[], Environment | ConcurrentEnvironment]:
-    """Return a factory of a catalogue environment.
-
-    Args:
-        system: system message; passed as the setting `system` to an environment whose agents have their own messages.
-            None: the environment's own.
+    """Return a factory of a catalogue environment. `system`: system message; passed as the setting `system` to an
+    environment whose agents have their own messages. None: the environment's own.
     """
     make = catalog_entry(name).make
     given = dict(settings)

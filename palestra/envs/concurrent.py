@@ -276,11 +276,8 @@ class SerialEnvironment(ConcurrentEnvironment):
         system: str | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Wrap `environment`.
-
-        Args:
-            system: system message of the agent's conversation; None: the environment's own, if any.
-            clock: source of observation times; None: the system's clock.
+        """Wrap `environment`. `system`: system message of the agent's conversation; None: the environment's own, if
+        any.
         """
         super().__init__(clock)
         self._environment, self._agent, self._system = environment, agent, system
@@ -378,10 +375,8 @@ def _messages(seen: Any, method: str) -> tuple[ChatMessage, ...]:
 
 
 def checked_step(found: Any) -> tuple[tuple[ChatMessage, ...], StepReward, bool, bool, dict[str, Any]]:
-    """Check the result of `step`, and return it with messages and plain Python types.
-
-    Raises:
-        NotScored: the reward is None, so the episode is left out of training.
+    """Check the result of `step`, and return it with messages and plain Python types. Raises NotScored if the reward is
+    None, so the episode is left out of training.
     """
     if not (isinstance(found, tuple) and len(found) == 5):
         raise InvalidEnvironment(
@@ -424,10 +419,7 @@ async def close_or_log(
     """Close an environment, and log its errors or a timeout.
 
     The caller waits for WAIT_SECONDS at most, so that no environment delays the end of a server. If the caller is
-    cancelled, the environment still closes.
-
-    Args:
-        name: for the log; None: the environment's class.
+    cancelled, the environment still closes. `name`: for the log; None: the environment's class.
     """
     closing = asyncio.create_task(_close(environment, seconds, log, name or type(environment).__name__))
     _closing.add(closing)

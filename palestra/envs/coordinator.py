@@ -38,11 +38,7 @@ class TurnClock:
     """A stoppable countdown for one action, with a callback."""
 
     def __init__(self, seconds: float, late: Callable[[], None]) -> None:
-        """Create a stopped clock.
-
-        Args:
-            late: called once, by the event loop, when the time is over.
-        """
+        """Create a stopped clock. `late`: called once, by the event loop, when the time is over."""
         self._left, self._late = seconds, late
         self._timer: asyncio.TimerHandle | None = None
         self._since = 0.0

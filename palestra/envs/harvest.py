@@ -35,12 +35,8 @@ class Harvest(ContinuousEnvironment):
         least: int = 1,
         clock: Clock | None = None,
     ) -> None:
-        """Create the environment; the roles are `agent-0`, `agent-1`, …
-
-        Args:
-            barriers: whether all agents act at the same time, and wait for the slowest.
-            least: smallest number of pieces that can be taken.
-            clock: source of observation times; None: the system's clock.
+        """Create the environment; the roles are `agent-0`, `agent-1`, … `barriers`: whether all agents act at the same
+        time, and wait for the slowest. `least`: smallest number of pieces that can be taken.
         """
         super().__init__(tick_seconds=tick_seconds, ticks=ticks, clock=clock)
         self.roles = tuple(f"agent-{number}" for number in range(agents))

@@ -29,10 +29,8 @@ class _Moment:
 
 
 def draw_protocol(roles: Sequence[str], protocol: AgentProtocol, width: int = 80) -> str:
-    """Return a text drawing of a protocol, assuming that no role's part ends early; the legend comes last.
-
-    Args:
-        protocol: a new object, not used in an episode. A protocol decided by the world is described in words.
+    """Return a text drawing of a protocol, assuming that no role's part ends early; the legend comes last. `protocol`:
+    a new object, not used in an episode. A protocol decided by the world is described in words.
     """
     stages = protocol.stages()
     said = [_in_words(stage) for stage in stages]

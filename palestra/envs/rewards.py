@@ -112,10 +112,8 @@ def reward_function(function: Callable[..., Any] | Mapping[str, Callable[..., An
 
 @contextmanager
 def reward_failures() -> Iterator[None]:
-    """Mark exceptions of a reward function as its own failure: an unreachable judge is not the agent's loss.
-
-    Raises:
-        RewardFailed: for any exception that is not Palestra's own.
+    """Mark exceptions of a reward function as its own failure: an unreachable judge is not the agent's loss. Raises
+    RewardFailed if for any exception that is not Palestra's own.
     """
     try:
         yield
@@ -227,10 +225,8 @@ def _of_task_and_answer(function: Callable[..., Any]) -> OneAnswer:
 
 
 def checked_reward(function: Callable[..., Any], value: Any) -> StepReward:
-    """Check the result of a reward function, and return it as a float, or floats by name.
-
-    Raises:
-        NotScored: the value is None, so the episode is left out of training.
+    """Check the result of a reward function, and return it as a float, or floats by name. Raises NotScored if the value
+    is None, so the episode is left out of training.
     """
     if value is None:
         raise NotScored(f"{_name(function)} returned None")
@@ -238,11 +234,7 @@ def checked_reward(function: Callable[..., Any], value: Any) -> StepReward:
 
 
 def checked_names(rewards: Mapping[str, Any]) -> dict[str, float | None]:
-    """Check rewards by name, and return them as floats.
-
-    Args:
-        rewards: None: not scored.
-    """
+    """Check rewards by name, and return them as floats. `rewards`: None: not scored."""
     _check_names(rewards)
     return {
         name: None if value is None else _finite(f"the reward {name!r}", value, "is") for name, value in rewards.items()

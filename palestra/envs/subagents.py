@@ -43,11 +43,7 @@ class Delegate(Tool):
     """Tool `delegate(prompt, kind)`: one call starts one subagent; the calls of one reply start theirs concurrently."""
 
     def __init__(self, kinds: Mapping[str, Subagent], start: Callable[[Subagent, str], str]) -> None:
-        """Create the tool of one agent.
-
-        Args:
-            start: called with the kind and the prompt; returns the result of the call.
-        """
+        """Create the tool of one agent. `start`: called with kind and prompt; returns the result of the call."""
         self._kinds, self._start = kinds, start
 
     def get_json_schema(self) -> dict[str, Any]:

@@ -25,10 +25,8 @@ def split_of(key: str) -> Split:
 def draw_tasks(
     split: Split, count: int, seed: int, draw: Callable[[random.Random], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Draw distinct tasks of a split; equal arguments give equal tasks.
-
-    Args:
-        draw: creates a task; its `id` identifies it and decides its split.
+    """Draw distinct tasks of a split; equal arguments give equal tasks. `draw`: creates a task; its `id` identifies it
+    and decides its split.
     """
     if split not in ("train", "validation"):
         raise ConfigError(f"the splits are train and validation; there is no {split!r}")

@@ -35,11 +35,7 @@ class RunnerPool:
         max_concurrency: int,
         progress: RolloutProgress | None = None,
     ) -> None:
-        """Create a pool; `run` plays.
-
-        Args:
-            progress: live counts to update, for the status page; None: new ones.
-        """
+        """Create a pool; `run` plays. `progress`: live counts to update, for the status page; None: new ones."""
         self._store, self._runner = sessions.context.store, runner
         self._seats = sessions.seats
         self.progress = progress or RolloutProgress()

@@ -30,11 +30,7 @@ class SeatAgent(Agent):
     """Passes each observation to the external player's worker, and waits for its action."""
 
     def __init__(self, table: SeatTable, player: Agent) -> None:
-        """Create the agent of one episode.
-
-        Args:
-            player: replaces a worker with the policy of the role, if configured.
-        """
+        """Create the agent of one episode. `player`: replaces a worker with the policy of the role, if configured."""
         self._table, self._player = table, player
 
     async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
@@ -46,10 +42,8 @@ class SeatAgent(Agent):
 
 
 def with_seats(agents: Mapping[str, Agent], table: SeatTable, roles: tuple[str, ...]) -> dict[str, Agent]:
-    """Return the agents of an episode, with a `SeatAgent` for each external player.
-
-    Args:
-        agents: by name; "" plays all others.
+    """Return the agents of an episode, with a `SeatAgent` for each external player. `agents`: by name; "" plays all
+    others.
     """
     players = {role: agents.get(role) or agents.get("") or ModelAgent() for role in roles}
     return {**agents, **{role: SeatAgent(table, player) for role, player in players.items()}}
@@ -62,11 +56,6 @@ class SessionEpisode:
     """The `PlayedEpisode` of a player in the job's own process."""
 
     def __init__(self, sessions: Sessions, session: EpisodeSession, algorithm_of: AlgorithmOf) -> None:
-        """Wrap a session.
-
-        Args:
-            algorithm_of: returns a policy's algorithm, which weights named rewards.
-        """
         self._sessions, self._session, self._algorithm_of = sessions, session, algorithm_of
         self.episode_id, self.seed = session.episode_id, sessions.context.seed
         self.job_roles = sessions.context.policies.roles
@@ -119,12 +108,8 @@ class Runner:
         timeout_seconds: float | None = None,
         worker_id: str = "palestra-runner",
     ) -> None:
-        """Create a runner.
-
-        Args:
-            play: agents in an environment; or several by id, where `ID/TASK` is the name of a task.
-            algorithm_of: returns a policy's algorithm, which weights named rewards.
-            timeout_seconds: limit for one attempt; None: only the job's `max_episode_seconds`.
+        """Create a runner. `play`: agents in an environment; or several by id, where `ID/TASK` is the name of a task.
+        `timeout_seconds`: limit for one attempt; None: only the job's `max_episode_seconds`.
         """
         self._sessions, self._store = sessions, sessions.context.store
         self._plays = {"": play} if isinstance(play, RolloutSpec) else dict(play)
@@ -223,11 +208,8 @@ class Runner:
     async def give_back(
         self, episode: EpisodeRecord, termination: Termination, reason: str, discard: bool = False
     ) -> None:
-        """Release an episode, to be retried or discarded.
-
-        Args:
-            termination: why; values in `_NO_ATTEMPTS` do not count as an attempt.
-            discard: whether to drop the episode instead of retrying it.
+        """Release an episode, to be retried or discarded. `termination`: why; values in `_NO_ATTEMPTS` do not count as
+        an attempt. `discard`: whether to drop the episode instead of retrying it.
         """
         try:
             await self._store.episodes.abort(

@@ -237,7 +237,6 @@ def resolve_tasks(name: str, tasks: Tasks) -> Iterable[Any]:
     """Return tasks, of which few are in memory while they are read.
 
     Args:
-        name: of the argument.
         tasks: a sequence or an iterator of JSON objects, a data set of `datasets`, a DataFrame of pandas or polars, the
             path of a JSONL file, or a function that returns one of these.
     """

@@ -39,7 +39,6 @@ class Console:
     def __init__(
         self, config: JobConfig, quiet: bool = False, file: IO[str] | None = None, notes: Sequence[str] = ()
     ) -> None:
-        """Prepare the output; it begins when the console is entered."""
         self._notes = notes
         self._config, self._beginning = config, beginning(config)
         self._out = TerminalConsole(quiet=quiet, soft_wrap=True, file=file)

@@ -10,10 +10,8 @@ from palestra.runtime.terms import JobPlaces
 
 
 def check_trainer(config: JobConfig, places: JobPlaces) -> None:
-    """Raise ConfigError if this machine has no device for the trainer.
-
-    Args:
-        places: where its processes run; ranks with bundles of their own check their machines themselves.
+    """Raise ConfigError if this machine has no device for the trainer. `places`: where its processes run; ranks with
+    bundles of their own check their machines themselves.
     """
     if config.kind != "training" or not config.loads_models or places.trainer is not None:
         return
@@ -26,9 +24,7 @@ def check_trainer(config: JobConfig, places: JobPlaces) -> None:
 
 def check_reproducible(config: JobConfig, places: JobPlaces) -> None:
     """Raise ConfigError for a deterministic job that would compute on a GPU, whose bits differ from run to run.
-
-    Args:
-        places: where its processes run; those with bundles of their own may be on other machines.
+    `places`: where its processes run; those with bundles of their own may be on other machines.
     """
     if not (config.deterministic and config.loads_models):
         return

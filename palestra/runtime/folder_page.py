@@ -60,11 +60,8 @@ class Load(BaseModel):
 async def serve_folders(
     runs: Sequence[Run], host: str, port: int | None, ready: Callable[[str, OneTimeLink], None], stop: asyncio.Event
 ) -> None:
-    """Serve the page until `stop` is set.
-
-    Args:
-        port: 0: any free port. None: 7413, or any free port if that is in use.
-        ready: called with the page's address and access when the server listens.
+    """Serve the page until `stop` is set. `port`: 0: any free port. None: 7413, or any free port if that is in use.
+    `ready`: called with the page's address and access when the server listens.
     """
     listener = listen(host, PORT if port is None else port, or_any=port is None)
     access, stopping = OneTimeLink(), asyncio.Event()
@@ -80,11 +77,7 @@ async def serve_folders(
 def create_folder_app(
     runs: Sequence[Run], access: OneTimeLink, stopping: asyncio.Event, server: CheckpointServer, host: str
 ) -> FastAPI:
-    """Return the application that shows runs, and serves a checkpoint of one of them to its user.
-
-    Args:
-        access: the key, and the link's code.
-    """
+    """Return the application that shows runs, and serves a checkpoint of one of them to its user."""
     app = create_page_app(runs, access, stopping, MOST_BYTES)
     known = {run.name: run for run in runs}
 
@@ -130,11 +123,7 @@ def create_folder_app(
 
 
 def playground_state(run: Run, now: Served | None, host: str) -> PlaygroundState:
-    """Return the state of the chat playground for a run.
-
-    Args:
-        now: the checkpoint loaded last, of any run; None: none.
-    """
+    """Return the state of the chat playground for a run. `now`: the checkpoint loaded last, of any run; None: none."""
     checkpoints: list[str] = []
     try:
         config = run.config

@@ -40,10 +40,8 @@ class Interrupts:
     """
 
     def __init__(self, stop: Callable[[], bool]) -> None:
-        """Prepare the handlers, which are installed while the block is open.
-
-        Args:
-            stop: requests the end of the work; returns False if there is nothing to wait for.
+        """Prepare the handlers, which are installed while the block is open. `stop`: requests the end of the work;
+        returns False if there is nothing to wait for.
         """
         self._stop = stop
         self._before: dict[signal.Signals, Any] = {}
@@ -146,11 +144,7 @@ class JobThread:
         play: RolloutSpec | None = None,
         terms: JobTerms = USUAL,
     ) -> None:
-        """Prepare the thread; `start` starts it.
-
-        Args:
-            play: played by this process; see `local_job`.
-        """
+        """Prepare the thread; `start` starts it."""
         if config.engine.has_model:
             tune_malloc()  # here, because `start` is called in a thread that exists already, beside the console's
         self._config, self._console, self._play, self._terms = config, console, play, terms

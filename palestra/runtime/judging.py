@@ -30,12 +30,7 @@ class Judging:
     """Judges what has been played, and completes it. All state is in the store, so that a restart goes on there."""
 
     def __init__(self, run: OpenRun, config: JudgeConfig, access: JudgeAccess, alone: bool) -> None:
-        """Make the judge of a job.
-
-        Args:
-            access: how it reaches the job's policies.
-            alone: whether the judge gives the only reward.
-        """
+        """Make the judge of a job. `alone`: whether the judge gives the only reward."""
         self._run, self._config, self._alone = run, config, alone
         self._judge: Judge = config.make(access)
         self._began = 0.0

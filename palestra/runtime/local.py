@@ -56,10 +56,8 @@ log = logging.getLogger("palestra")
 async def local_job(
     config: JobConfig, report: Report, play: RolloutSpec | None = None, terms: JobTerms = USUAL
 ) -> AsyncIterator[LocalJob]:
-    """Open a job and serve its data plane while the block is open. Training begins with `run`.
-
-    Args:
-        play: played by this process; None: the environment that `config.environment` names, if any.
+    """Open a job and serve its data plane while the block is open. Training begins with `run`. `play`: played by this
+    process; None: the environment that `config.environment` names, if any.
     """
     spare_own_addresses()
     known, scores = (config.folder / "run.db").exists(), terms.scored is not None
@@ -313,10 +311,8 @@ async def _first_versions(run: OpenRun) -> None:
 
 
 async def serve(config: JobConfig, report: Report, ready: Callable[[LocalJob], None]) -> JobProgress:
-    """Run a job in the foreground until its steps are done, or until SIGINT or SIGTERM.
-
-    Args:
-        ready: called with the job when its data plane listens.
+    """Run a job in the foreground until its steps are done, or until SIGINT or SIGTERM. `ready`: called with the job
+    when its data plane listens.
     """
     tune_gc()
     await in_thread(lambda: check_models(config))

@@ -38,12 +38,7 @@ SWEEP_SECONDS = 600.0  # between two looks for pictures that nothing needs
 async def looked_after(
     store: RunStore, progress: JobProgress, seats: SeatBook | None, max_episode_seconds: float
 ) -> AsyncIterator[None]:
-    """Expire leases, count episodes, and remove unused pictures while the block is open.
-
-    Args:
-        seats: external players of the job's episodes; None: none.
-        max_episode_seconds: limit of one attempt at an episode.
-    """
+    """Expire leases, count episodes, and remove unused pictures while the block is open."""
 
     async def watch() -> None:
         counted: tuple[int, Phase | None] = (-1, None)
@@ -113,7 +108,6 @@ class LocalJob:
         Args:
             player: plays episodes, in this process or in its own processes; None: no episodes are played here.
             renewal: restarts training after its loss; None: training ends with this process.
-            watchdog: ends the job when it is stuck; None: nothing is trained.
             judging: has episodes judged; None: the job has no judge.
         """
         self.opened, self.plane, self.url = run, plane, url

@@ -105,11 +105,8 @@ class ModelMemory:
 
 
 def read_facts(model: str, ask: bool = True) -> tuple[str, ModelFacts]:
-    """Return a model's folder, or its exact name without one, and its facts.
-
-    Args:
-        model: name or folder; an adapter means its base.
-        ask: whether to ask the hub for the model; False: use only its cache.
+    """Return a model's folder, or its exact name without one, and its facts. `model`: name or folder; an adapter means
+    its base. `ask`: whether to ask the hub for the model; False: use only its cache.
     """
     from palestra.models.adapter_files import base_of
     from palestra.models.catalog import model_folder
@@ -137,11 +134,7 @@ def references_of(config: JobConfig) -> dict[str, str]:
 def memory_of(
     config: JobConfig, models: Mapping[str, tuple[str, ModelFacts]], references: Mapping[str, ModelFacts]
 ) -> ModelMemory:
-    """Return the memory of a job's models.
-
-    Args:
-        models: folder and facts of each policy's model.
-    """
+    """Return the memory of a job's models."""
     each = BYTES[getattr(config.engine, "dtype", "bfloat16")]
     sampled: dict[str, int] = {}  # parameters of models that never change, which are in memory once, by folder
     read = {folder: facts.parameters or 0 for folder, facts in references.items()}
@@ -222,10 +215,8 @@ def check_memory(config: JobConfig, weights: Mapping[str, str], places: JobPlace
 def check_more(config: JobConfig, weights: Mapping[str, str], count: int) -> None:
     """Raise Conflict if more inference workers do not fit into the machine's memory.
 
-    The job's engine is embedded; workers on GPUs are counted by `worker_cards`.
-
-    Raises:
-        Conflict: the message says how much is missing.
+    The job's engine is embedded; workers on GPUs are counted by `worker_cards`. Raises Conflict if the message says how
+    much is missing.
     """
     if any(map(is_on_card, _engine_devices(config))):
         return

@@ -48,10 +48,7 @@ def _engine_computes(config: JobConfig) -> list[Computes]:
 
 async def note_numerics(log: RunLog, now: dict[str, str], deterministic: bool) -> dict[str, str]:
     """Record the numerics of a run; return the event: `text` for people, and `problem`, why compiled kernels are not
-    used.
-
-    Args:
-        deterministic: whether they must equal the earlier ones.
+    used. `deterministic`: whether they must equal the earlier ones.
     """
     known = await log.fact(NUMERICS)
     before: dict[str, str] = now if known is None else orjson.loads(known)

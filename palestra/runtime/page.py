@@ -37,12 +37,7 @@ class Replicas(Body):
 
 
 def add_scaling_route(app: FastAPI, plane: DataPlane, pool: WorkerPool | None, most: int | None) -> None:
-    """Add the route that changes the number of inference workers.
-
-    Args:
-        pool: the job's engine; None: it has no workers.
-        most: limit; None: any number.
-    """
+    """Add the route that changes the number of inference workers. `most`: limit; None: any number."""
 
     @app.post("/engine/replicas", tags=["model"])
     async def resize(request: Request, wanted: Replicas) -> Replicas:
@@ -74,11 +69,6 @@ class PlaygroundCheckpoints:
     """The engine's additional checkpoint: one at a time, because each is a whole model."""
 
     def __init__(self, config: JobConfig, folder: Path, policies: PolicySet) -> None:
-        """Begin without a checkpoint.
-
-        Args:
-            policies: gets the loaded one, as a past version.
-        """
         self._config, self._folder, self._policies = config, folder, policies
         self._lock, self._loaded = asyncio.Lock(), ""
 

@@ -90,11 +90,8 @@ async def pooled_parts(
     pictures: StoredPictures | None = None,
     places: JobPlaces = HERE,
 ) -> Parts:
-    """Start the engine's workers, and build the other parts of a job in this process.
-
-    Args:
-        weights: folders that replace the policies' `model`, by policy.
-        pictures: see `build_parts`; the workers read them in the same folder.
+    """Start the engine's workers, and build the other parts of a job in this process. `weights`: folders that replace
+    the policies' `model`, by policy.
     """
     config.engine.require_place()
     job = EngineJob(config=config, weights=weights, pictures=pictures, trainer_is_here=places.trainer is None)

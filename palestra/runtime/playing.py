@@ -20,10 +20,8 @@ MOST_AT_ONCE = 256  # episodes played concurrently, unless the job sets another 
 
 
 def plays_of(config: JobConfig, play: RolloutSpec | None) -> dict[str, RolloutSpec]:
-    """Return what this process plays, by environment as in `each_environment`; "": all. Empty: others play.
-
-    Args:
-        play: what the user has given; None: what the job names.
+    """Return what this process plays, by environment as in `each_environment`; "": all. Empty: others play. `play`:
+    what the user has given; None: what the job names.
     """
     if play is not None:
         return {"": play}

@@ -39,10 +39,8 @@ class Renewable(Protocol):
         ...
 
     async def renew(self) -> None:
-        """Begin again, without policies.
-
-        Raises:
-            PalestraError: it was lost again, and `is_lost` says so; or it cannot be renewed.
+        """Begin again, without policies. Raises PalestraError if it was lost again, and `is_lost` says so; or it cannot
+        be renewed.
         """
         ...
 
@@ -61,10 +59,8 @@ class Renewal:
     again: Callable[[], Awaitable[Learner | None]]
 
     async def unless_lost(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Run work until it ends, and return True; or until its base is lost, and return False.
-
-        Args:
-            work: cancelled at a loss, at any point, as if the process had been killed.
+        """Run work until it ends, and return True; or until its base is lost, and return False. `work`: cancelled at a
+        loss, at any point, as if the process had been killed.
         """
         try:
             return (await race(work, self.base.lost())).index == 0

@@ -10,10 +10,8 @@ from palestra.errors import ConfigError
 
 
 def agents_of(environment: object) -> tuple[str, ...]:
-    """Return the names of an environment's agents; (): unknown before an episode.
-
-    Args:
-        environment: an environment, its class, or a factory, which is called if necessary.
+    """Return the names of an environment's agents; (): unknown before an episode. `environment`: an environment, its
+    class, or a factory, which is called if necessary.
     """
     found = getattr(environment, "roles", ())
     if callable(environment) and not (isinstance(found, tuple | list) and found):
@@ -24,10 +22,7 @@ def agents_of(environment: object) -> tuple[str, ...]:
 
 def impossible_roles(config: JobConfig, agents: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (key, sentence) for each external player or role that the environment lacks, and each policy without a
-    learning signal.
-
-    Args:
-        agents: (): unknown before an episode.
+    learning signal. `agents`: (): unknown before an episode.
     """
     if config.kind != "training" or not agents:
         return
@@ -64,10 +59,8 @@ def impossible_roles(config: JobConfig, agents: Sequence[str]) -> Iterator[tuple
 
 
 def check_roles(config: JobConfig, agents: Sequence[str]) -> None:
-    """Raise ConfigError if external players, roles or policies do not fit the environment's agents.
-
-    Args:
-        agents: (): unknown before an episode.
+    """Raise ConfigError if external players, roles or policies do not fit the environment's agents. `agents`: ():
+    unknown before an episode.
     """
     for key, text in impossible_roles(config, agents):
         raise ConfigError(f"{key}: {text}")

@@ -22,11 +22,8 @@ MADE_BY_A_START = ("secret", "api_key", ".keys", "run.db", "run.db-wal", "run.db
 def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] = lambda text: None) -> JobConfig:
     """Return the configuration with the run's folder: the configured one, or a new `runs/<name>`, `runs/<name>-2`, …
 
-    A job that only serves continues in the folder of an earlier one, under the same key, even without `resume`.
-
-    Args:
-        resume: whether to continue a run; the newest of the job's name if no folder is configured.
-        say: called with a sentence if a folder other than `runs/<name>` is chosen.
+    A job that only serves continues in the folder of an earlier one, under the same key, even without `resume`. `say`:
+    called with a sentence if a folder other than `runs/<name>` is chosen.
     """
     serves = config.kind == "inference"  # an address and a key, with which clients go on after a restart
     if config.run_dir is None:
@@ -65,10 +62,7 @@ def _can_be_served_from(folder: Path) -> bool:
 def weights_of_run(model: str) -> str:
     """Return a model's name or folder unchanged; for a run's folder, the checkpoint from `weights_of_policy`.
 
-    `RUN/checkpoints/NAME` names one of several trained policies.
-
-    Raises:
-        NotFound: the run has no checkpoint.
+    `RUN/checkpoints/NAME` names one of several trained policies. Raises NotFound if the run has no checkpoint.
     """
     folder = Path(model)
     if (folder / "run.db").is_file():
@@ -91,7 +85,6 @@ def weights_of_policy(
     Args:
         policy: None: the only trained policy.
         option: of the command, which names a policy, for the error message, if any.
-        step: of a checkpoint, instead.
     """
     from palestra.trainer.checkpoint import best_weights, found, good, step_of
 
@@ -109,11 +102,8 @@ def weights_of_policy(
 
 
 def checkpoints_of_run(run_dir: Path, policy: str | None, option: str | None = None) -> Path:
-    """Return the folder of a trained policy's checkpoints.
-
-    Args:
-        policy: None: the only trained policy.
-        option: of the command, which names a policy, for the error message, if any.
+    """Return the folder of a trained policy's checkpoints. `policy`: None: the only trained policy. `option`: of the
+    command, which names a policy, for the error message, if any.
     """
     from palestra.trainer.checkpoint import found
 
@@ -136,7 +126,6 @@ class RunStart:
     """The start of a run in a folder, which can be undone."""
 
     def __init__(self, folder: Path) -> None:
-        """Record which folders and files exist at the beginning."""
         self._folder = folder
         missing = (parent for parent in (folder, *folder.parents) if not parent.exists())
         self._new_folders = list(missing)  # deepest first
@@ -165,10 +154,8 @@ class RunStart:
 
 @contextlib.contextmanager
 def starting_in(folder: Path) -> Iterator[RunStart]:
-    """Lock the folder for this process while the block is open; undo the start unless `succeeded` is set.
-
-    Raises:
-        RunInUse: another process runs the job in this folder.
+    """Lock the folder for this process while the block is open; undo the start unless `succeeded` is set. Raises
+    RunInUse if another process runs the job in this folder.
     """
     start = RunStart(folder)
     lock, itself = _locked(folder)

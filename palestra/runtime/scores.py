@@ -55,11 +55,8 @@ class Difference:
 
 
 def student_t(t: float, degrees: int) -> float:
-    """Return the probability that Student's t is between -t and t (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4).
-
-    Args:
-        t: at least 0.
-        degrees: at least 1.
+    """Return the probability that Student's t is between -t and t (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4). `t`:
+    at least 0. `degrees`: at least 1.
     """
     angle = math.atan2(t, math.sqrt(degrees))
     sine, cosine = math.sin(angle), math.cos(angle)
@@ -74,11 +71,8 @@ def student_t(t: float, degrees: int) -> float:
 
 @cache
 def t_quantile(probability: float, degrees: int) -> float:
-    """Return the t for which Student's t is between -t and t with this probability, by bisection.
-
-    Args:
-        probability: at least 0, below 1.
-        degrees: at least 1.
+    """Return the t for which Student's t is between -t and t with this probability, by bisection. `probability`: at
+    least 0, below 1. `degrees`: at least 1.
     """
     low, high = 0.0, 1.0
     while student_t(high, degrees) < probability:

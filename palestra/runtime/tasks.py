@@ -49,10 +49,8 @@ def named_environment(config: JobConfig) -> Callable[[], Environment | Concurren
 
 
 def played_of(config: JobConfig) -> RolloutSpec | None:
-    """Return the environment and the agent that the job names; None: external workers play.
-
-    Raises:
-        ConfigError: a name or a setting is wrong, or there is an agent without an environment.
+    """Return the environment and the agent that the job names; None: external workers play. Raises ConfigError if a
+    name or a setting is wrong, or there is an agent without an environment.
     """
     chosen = config.environment
     make, agents = named_environment(config), named_agents(chosen.agent, chosen.agent_settings)
@@ -124,10 +122,8 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Mapping[str, TaskFil
 
 
 async def _generate(known: Tasks, name: str, job: JobConfig, files: Mapping[str, TaskFile]) -> None:
-    """Store the tasks that an environment generates, without splits that are given.
-
-    Args:
-        name: of the environment, as in `each_environment`.
+    """Store the tasks that an environment generates, without splits that are given. `name`: of the environment, as in
+    `each_environment`.
     """
     environment = job.environment
     assert environment.name is not None
@@ -152,11 +148,7 @@ def _in_environment(name: str, task_id: str, data: dict[str, Any]) -> str:
 
 
 def read_files(config: JobConfig, check: TaskCheck | None = None) -> Files:
-    """Read and check the task files of a job; a serving job has none.
-
-    Args:
-        check: of each task that is played.
-    """
+    """Read and check the task files of a job; a serving job has none."""
     if config.kind == "inference":
         return {}
     found: Files = {}
@@ -175,11 +167,7 @@ def read_files(config: JobConfig, check: TaskCheck | None = None) -> Files:
 
 
 def check_sizes(files: Files, max_body_bytes: int) -> None:
-    """Check that each task can be pushed to a data plane.
-
-    Args:
-        max_body_bytes: the data plane's limit of a request body.
-    """
+    """Check that each task can be pushed to a data plane. `max_body_bytes`: its limit of a request body."""
     for file in files.values():
         for data in file:
             size = len(json.dumps(data, ensure_ascii=False).encode()) + ENVELOPE

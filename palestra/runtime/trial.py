@@ -55,7 +55,6 @@ class MemoryPeak:
     """
 
     def __init__(self) -> None:
-        """Create without samples."""
         self.peak = self.others = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="palestra-memory", daemon=True)
@@ -150,7 +149,6 @@ def try_steps(
     """Run two steps of a training job and return measurements.
 
     Args:
-        report: called with a line on progress.
         limit_seconds: timeout; returns what was measured until then.
         rollout: the user's function that plays the episodes; None: the job's environment, or a question that replaces
             an external agent.
@@ -163,11 +161,7 @@ def try_steps(
 
 
 def try_model(config: JobConfig, report: Callable[[str], None]) -> None:
-    """Open a job that only serves its model, and close it.
-
-    Args:
-        report: called with a line before the model is loaded.
-    """
+    """Open a job that only serves its model, and close it."""
 
     async def opened(trial: JobConfig) -> None:
         async with local_job(trial, lambda kind, data: None):

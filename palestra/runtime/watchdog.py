@@ -78,11 +78,8 @@ def situation_of(job: LocalJob) -> Situation:
 
 
 def describe_situation(now: Situation, still_seconds: float, holders: Sequence[Holder] = ()) -> str:
-    """Describe a job's present activity in one line.
-
-    Args:
-        still_seconds: how long the job has made no progress.
-        holders: of its episodes, named after STALLED_SECONDS.
+    """Describe a job's present activity in one line. `still_seconds`: how long the job has made no progress. `holders`:
+    of its episodes, named after STALLED_SECONDS.
     """
     text = now.phase
     if now.collected is not None:
@@ -140,11 +137,8 @@ class PlainLines:
         self._at, self._repeat = now, self.REPEAT_SECONDS
 
     def due(self, news: object, now: float) -> bool:
-        """Return whether to write a line now.
-
-        Args:
-            news: a value that differs from that of the last line if there are news.
-            now: monotonic seconds.
+        """Return whether to write a line now. `news`: a value that differs from that of the last line if there are
+        news. `now`: monotonic seconds.
         """
         since = now - self._at
         if news == self._news:
@@ -187,10 +181,8 @@ class JobActivity:
 
 
 def stuck_part(now: JobActivity) -> str | None:
-    """Describe which part of a job blocks all others; None: the job is in order, and no worker plays.
-
-    Args:
-        now: taken after a long time without progress.
+    """Describe which part of a job blocks all others; None: the job is in order, and no worker plays. `now`: taken
+    after a long time without progress.
     """
     if now.part is Part.TASKS:
         return None
@@ -231,19 +223,12 @@ class Watchdog:
     """Watches one training job."""
 
     def __init__(self, config: WatchdogConfig, plane: DataPlane, plays_itself: bool, clock: Clock) -> None:
-        """Prepare; `run` watches.
-
-        Args:
-            plane: its tokens, verdicts, steps and workers are watched.
-            plays_itself: whether the job's own runners play its episodes.
-        """
+        """Prepare; `run` watches. `plays_itself`: whether the job's own runners play its episodes."""
         self._config, self._plane, self._plays_itself, self._clock = config, plane, plays_itself, clock
 
     async def run(self) -> None:
-        """Watch until the job has been stuck for too long; a disabled watchdog never returns.
-
-        Raises:
-            JobStuck: no progress for `seconds`; the message names the stuck part.
+        """Watch until the job has been stuck for too long; a disabled watchdog never returns. Raises JobStuck if no
+        progress for `seconds`; the message names the stuck part.
         """
         if not self._config.seconds:
             await asyncio.Event().wait()

@@ -96,10 +96,8 @@ class EpisodeSummary:
 
 @contextmanager
 def browse(path: Path, seconds: float | None = None) -> Iterator[Connection]:
-    """Open a read-only connection to a run store, without disturbing a job that writes to it.
-
-    Args:
-        seconds: time limit of the connection's queries; None: unlimited.
+    """Open a read-only connection to a run store, without disturbing a job that writes to it. `seconds`: time limit of
+    the connection's queries; None: unlimited.
     """
     # SQLite would wait for the other end of a pipe, and holds the interpreter's lock in some of its calls.
     if path.exists() and not path.is_file():
@@ -146,9 +144,6 @@ def newest_event_number(path: Path, seconds: float) -> int | None:
     reason.
 
     Made for polling: it takes a tenth of the time of `browse`.
-
-    Args:
-        seconds: time limit.
     """
     until = time.monotonic() + seconds
     try:
@@ -167,24 +162,14 @@ def called_by(connection: Connection, policy: str) -> set[str]:
 
 
 def list_episodes(connection: Connection, kind: str | None, state: str | None, limit: int) -> list[EpisodeSummary]:
-    """Return the most recently claimed episodes, in canonical order.
-
-    Args:
-        kind: None: any.
-        state: None: any.
-    """
+    """Return the most recently claimed episodes, in canonical order."""
     rows = newest_rows(connection, kind, state, limit)
     calls = calls_of(connection, [row.episode_id for row in rows])
     return [summary(row, calls.get(row.episode_id, [])) for row in rows]
 
 
 def trained_steps(connection: Connection, rows: Sequence[Any]) -> dict[str, int]:
-    """Return the step whose batch has each episode, by its id; one that is in no batch is left out.
-
-    Args:
-        connection: from `browse`.
-        rows: of `episodes`.
-    """
+    """Return the step whose batch has each episode, by its id; one that is in no batch is left out."""
     wanted, found = {row.episode_id for row in rows}, dict[str, int]()
     step_of = select(groups.c.step).where(groups.c.kind == "train", groups.c.group_index == bindparam("group"))
     members = {row.group_index for row in rows if row.kind == "train"}
@@ -216,10 +201,6 @@ def last_of_states(
     """Return columns of those episodes of each kind and state that are last in the canonical order.
 
     Episodes are claimed in this order, so those that were claimed or that ended last are among them; an index has it.
-
-    Args:
-        connection: from `browse`.
-        limit: the most episodes of one kind and state.
     """
     wanted = select(*columns).order_by(episodes.c.group_index.desc(), episodes.c.sample_index.desc()).limit(limit)
     pairs = ((kind, state) for kind in kinds for state in states)
@@ -276,11 +257,7 @@ class EpisodeView:
 
 
 def read_episode(connection: Connection, episode_id: str, known: Trajectory | None = None) -> EpisodeView:
-    """Return an episode with its calls, and the step that trained on it.
-
-    Args:
-        known: its calls, if the caller has them.
-    """
+    """Return an episode with its calls, and the step that trained on it. `known`: its calls, if the caller has them."""
     found = read_trajectory(connection, episode_id) if known is None else known
     own = (groups.c.kind == found.episode.kind, groups.c.group_index == found.episode.group_index)
     state = connection.execute(select(groups.c.state).where(*own)).scalar()
@@ -338,10 +315,8 @@ def calls_of(connection: Connection, episode_ids: Sequence[str]) -> dict[str, li
 
 
 def summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
-    """Return the summary of a row of `episodes`.
-
-    Args:
-        calls: rows with `versions`, `fork` and `finish_reason` of its calls.
+    """Return the summary of a row of `episodes`. `calls`: rows with `versions`, `fork` and `finish_reason` of its
+    calls.
     """
     # The lengths of the version spans add up to the completion's, so no compressed tokens have to be read.
     lengths = [sum(count for _, _, count in orjson.loads(call.versions)) for call in calls]

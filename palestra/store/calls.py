@@ -67,11 +67,7 @@ class Calls:
         return await self._db.read(lambda connection: int(_COUNT.row(connection, key)[0]))
 
     async def of_lease(self, episode_id: str, fence: int) -> tuple[EpisodeRecord, tuple[Chat, ...]]:
-        """Return an episode and the calls under one of its leases, in one consistent read.
-
-        Args:
-            fence: of the lease, past or present.
-        """
+        """Return an episode and the calls under one of its leases, in one consistent read."""
 
         def query(connection: Connection) -> tuple[EpisodeRecord, tuple[Chat, ...]]:
             return episode_by_id(connection, episode_id), _of_lease(connection, episode_id, fence)
@@ -93,11 +89,7 @@ class Calls:
 
 
 def read_trajectory(connection: Connection, episode_id: str, calls: Prepared = _OF_LEASE) -> Trajectory:
-    """Return an episode with the calls of its last lease.
-
-    Args:
-        calls: reads the calls of a lease.
-    """
+    """Return an episode with the calls of its last lease."""
     episode = episode_by_id(connection, episode_id)
     found = _of_lease(connection, episode_id, episode.fence, calls)
     return Trajectory(episode=episode, steps=time_steps(episode, found))
@@ -112,11 +104,8 @@ def _of_lease(connection: Connection, episode_id: str, fence: int, calls: Prepar
 
 
 def time_steps(episode: EpisodeRecord, calls: Sequence[Chat]) -> tuple[TimeStep, ...]:
-    """Return the TimeSteps of an episode that have calls, in order.
-
-    Args:
-        episode: the source of rewards and times by TimeStep, if it has them.
-        calls: of one lease of the episode, in any order.
+    """Return the TimeSteps of an episode that have calls, in order. `episode`: the source of rewards and times by
+    TimeStep, if it has them. `calls`: of one lease of the episode, in any order.
     """
     by_step: dict[int, list[Chat]] = {}
     for chat in calls:

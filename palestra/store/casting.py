@@ -42,11 +42,6 @@ class Casting:
     """
 
     def __init__(self, roles: Roles, seed: int, max_staleness: int) -> None:
-        """Create the object.
-
-        Args:
-            max_staleness: number of steps by which episodes may be ahead of training.
-        """
         self.roles, self.done = roles, 0
         self._seed, self._ahead = seed, max_staleness
         self._counted = 0  # the results of all steps up to this one are in the totals
@@ -95,9 +90,6 @@ def results(roles: Roles, players: Mapping[str, str], rewards: Mapping[str, floa
 
     Compares the mean rewards of the trained policies' agents and of the version's agents. A version without rewards is
     left out.
-
-    Args:
-        rewards: of the episode, by agent.
     """
     cast = roles.of_episode(players)
     played = {agent: cast.policy_of(agent) for agent in rewards}

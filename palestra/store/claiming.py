@@ -86,7 +86,6 @@ def take(
     Return None if none is available or a limit is reached.
 
     Args:
-        connection: in a transaction of the writing thread.
         most_claimed: limit over all workers together; None: unlimited.
         casting: None: no role has a pool.
 

@@ -40,11 +40,8 @@ _BLOCK = struct.Struct("<3sHH")
 
 
 def pack_array(array: NDArray[Any], kind: str) -> bytes:
-    """Return an array as a zlib stream of little-endian numbers, uncompressed up to `SHORT` bytes.
-
-    Args:
-        array: [n] token ids or logprobs.
-        kind: `i4` for int32, `f4` for float32.
+    """Return an array as a zlib stream of little-endian numbers, uncompressed up to `SHORT` bytes. `array`: [n] token
+    ids or logprobs. `kind`: `i4` for int32, `f4` for float32.
     """
     data = np.ascontiguousarray(array, dtype=f"<{kind}").tobytes()
     if len(data) > SHORT:
@@ -56,14 +53,7 @@ def pack_array(array: NDArray[Any], kind: str) -> bytes:
 
 
 def unpack(blob: bytes, kind: str) -> NDArray[Any]:
-    """Return the array [n] given to `pack_array`, bit for bit.
-
-    Args:
-        kind: `i4` or `f4`, as for `pack_array`.
-
-    Raises:
-        zlib.error: the stream is damaged.
-    """
+    """Return the array [n] given to `pack_array`, bit for bit. Raises zlib.error if the stream is damaged."""
     return np.frombuffer(zlib.decompress(blob), dtype=f"<{kind}")
 
 
@@ -138,10 +128,8 @@ def chat_row(chat: Chat) -> dict[str, Any]:
 
 
 def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
-    """Return the call of a row of `chats`, linked to its parent.
-
-    Args:
-        earlier: the earlier calls of the same lease by index, including the parent.
+    """Return the call of a row of `chats`, linked to its parent. `earlier`: the earlier calls of the same lease by
+    index, including the parent.
     """
     parent = None if row.parent is None else earlier[row.parent]
     inherited = () if parent is None else parent.tools

@@ -20,11 +20,7 @@ STORE = "run.db"  # in the folder of a run
 
 
 def completed_until(run_dir: Path, moment: float) -> int:
-    """Return the number of training episodes completed until a moment; 0 without a run.
-
-    Args:
-        moment: Unix seconds.
-    """
+    """Return the number of training episodes completed until a moment; 0 without a run. `moment`: Unix seconds."""
     if not (run_dir / STORE).is_file():
         return 0
     ended = sa.select(sa.func.count()).where(
@@ -35,12 +31,8 @@ def completed_until(run_dir: Path, moment: float) -> int:
 
 
 def copy_completed(run_dir: Path, folder: Path, moment: float) -> None:
-    """Write a store with the training episodes completed until a moment, atomically.
-
-    Args:
-        run_dir: folder of the run, which may be running.
-        folder: for the store; its content is replaced.
-        moment: Unix seconds.
+    """Write a store with the training episodes completed until a moment, atomically. `folder`: for the store; its
+    content is replaced. `moment`: Unix seconds.
     """
     temporary = folder.with_name(f".{folder.name}")
     with writing(folder):

@@ -26,7 +26,6 @@ class EpisodeCounts:
     """Counts the episodes of one run again and again. It keeps the counts of those that cannot change any more."""
 
     def __init__(self) -> None:
-        """Begin with nothing counted."""
         self._lock = Lock()
         self._until = dict.fromkeys(KINDS, 0)  # groups before this one are counted, and do not change
         self._settled = {(kind, state): 0 for kind in KINDS for state in SETTLED_STATES}

@@ -54,13 +54,7 @@ class Episodes:
     def __init__(
         self, db: Database, leases: LeaseBook, rollout: RolloutConfig, clock: Clock, open_groups: OpenGroups
     ) -> None:
-        """Start a full lease period for each claimed episode, because time passed without a server.
-
-        Args:
-            db: with the tables of `tables.SCHEMA`.
-            leases: empty.
-            rollout: limits of claims, leases and attempts.
-        """
+        """Start a full lease period for each claimed episode, because time passed without a server."""
         self._db, self.leases, self._rollout, self._clock = db, leases, rollout, clock
         self.available, self.open_groups = Notifier(), open_groups
         self.on_lease_over: list[LeaseOver] = []
@@ -76,9 +70,7 @@ class Episodes:
 
     async def register_adhoc(self, task: Task, request_id: str) -> str:
         """Register an episode outside the schedule, and return its id. It is claimed by id and never trained on.
-
-        Args:
-            request_id: a repeated request with the same id gets the same episode.
+        `request_id`: a repeated request with the same id gets the same episode.
         """
         episode_id = "adhoc-" + hashlib.sha256(request_id.encode()).hexdigest()[:16]
 
@@ -140,11 +132,7 @@ class Episodes:
 
     @shielded
     async def claim_many(self, worker_id: str, request_id: str, count: int) -> list[EpisodeRecord]:
-        """Claim up to `count` registered episodes in canonical order, in one transaction, with the job's lease.
-
-        Args:
-            request_id: prefix of the episodes' own claim ids.
-        """
+        """Claim up to `count` registered episodes in canonical order, in one transaction, with the job's lease."""
         seconds, now = self._rollout.lease_seconds, self._clock.now()
 
         def claim(connection: Connection) -> list[EpisodeRecord]:
@@ -173,9 +161,6 @@ class Episodes:
         """Complete an episode with its rewards in one transaction; return False if it was already completed with the
         same body.
 
-        Args:
-            fence: of the lease under which it was played.
-
         Raises:
             Conflict: the episode was completed with another body.
             EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
@@ -201,11 +186,7 @@ class Episodes:
 
     @shielded
     async def judge(self, episode: EpisodeRecord, rewards: JudgedRewards | None, reason: str = "") -> None:
-        """Complete an episode with the rewards of a judge; without any, discard it, because the judge has failed.
-
-        Args:
-            reason: why the judge has failed.
-        """
+        """Complete an episode with the rewards of a judge; without any, discard it, because the judge has failed."""
         if not await self._db.write(lambda c: lifecycle.judge(c, episode.episode_id, rewards, reason)):
             return
         if rewards is not None and episode.kind == "train":
@@ -227,7 +208,6 @@ class Episodes:
         """Give an episode back, or discard it. Calls of this lease are not trained on.
 
         Args:
-            fence: of the lease under which it was played.
             discard: never play it again, as is the case after its last attempt anyway.
             counts: whether the attempt is one of the job's `max_attempts`; False if the server caused its end.
 
@@ -265,10 +245,8 @@ class Episodes:
         self._given_back(episode_id, fence, await self._db.write(give_back))
 
     async def renew(self, episode_id: str, fence: int) -> None:
-        """Restart the period of a lease, as every call of its worker does.
-
-        Raises:
-            EpisodeLeaseExpired, EpisodeEnded, NotFound: the worker does not hold the episode.
+        """Restart the period of a lease, as every call of its worker does. Raises EpisodeLeaseExpired, EpisodeEnded or
+        NotFound if the worker does not hold the episode.
         """
         if not self.leases.renew(episode_id, fence):
             await self._db.read(lambda c: lifecycle.held(c, episode_id, fence))

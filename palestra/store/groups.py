@@ -130,11 +130,7 @@ class Groups:
 
     @shielded
     async def register_again(self, kind: EpisodeKind, step: int, names: Mapping[int, Sequence[str]]) -> None:
-        """Add an episode of the same task for each stale episode, with an event `episode_stale`.
-
-        Args:
-            names: ids of the stale episodes, by group index.
-        """
+        """Add an episode of the same task for each stale episode, with an event `episode_stale`."""
         now = self._clock.now()
 
         def add(connection: Connection) -> None:
@@ -160,10 +156,6 @@ class Groups:
     async def register_recorded(self, group_index: int, step: int, recorded: Sequence[RecordedEpisode]) -> None:
         """Add a training group of episodes that were played elsewhere, with their calls; an existing group is not
         changed.
-
-        Args:
-            group_index: in canonical order.
-            recorded: of one task.
         """
         names = [episode_name("train", group_index, sample) for sample in range(len(recorded))]
         group = {"kind": "train", "group_index": group_index, "step": step, "task_id": recorded[0].task.task_id}
@@ -312,9 +304,6 @@ class Groups:
 
         A group already in its new state is not changed. Replaced groups get an event `group_dropped` or
         `group_skipped`.
-
-        Args:
-            following: new states by group index.
         """
         now = self._clock.now()
 

@@ -92,9 +92,6 @@ def rotate_keys(folder: Path, job: str) -> str:
     The old key and those of all claimed episodes become invalid. If the process is killed between writing the two
     files, the next start of the job or the next rotation repairs them.
 
-    Args:
-        job: the job's name in its configuration.
-
     Raises:
         NotFound: the run has no keys yet.
         Conflict: the key comes from the variable PALESTRA_API_KEY, and can only be changed there.
@@ -120,10 +117,8 @@ def rotate_keys(folder: Path, job: str) -> str:
 
 
 def publish_key(folder: Path, key: Callable[[], str]) -> None:
-    """Write a job's key for people and workers of this machine.
-
-    Args:
-        key: returns the current key, called while no other process is rotating it.
+    """Write a job's key for people and workers of this machine. `key`: returns the current key, called while no other
+    process is rotating it.
     """
     with _locked(folder):
         _write_key(folder, key())
@@ -138,10 +133,8 @@ def _write_key(folder: Path, key: str) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock the keys of a run against other writers; the run's job does not hold this lock.
-
-    Raises:
-        NotFound: the folder does not exist.
+    """Lock the keys of a run against other writers; the run's job does not hold this lock. Raises NotFound if the
+    folder does not exist.
     """
     try:
         with writing(folder):
@@ -169,10 +162,8 @@ def seat_key(secret: bytes, job: str, role: str) -> str:
 
 
 def sign(secret: bytes, job: str, *parts: str) -> str:
-    """Return 160 bits of HMAC-SHA-256 as hexadecimal digits, which only the owner of the secret can compute.
-
-    Args:
-        parts: identify the key's purpose; separated by NUL, which no part contains.
+    """Return 160 bits of HMAC-SHA-256 as hexadecimal digits, which only the owner of the secret can compute. `parts`:
+    identify the key's purpose; separated by NUL, which no part contains.
     """
     message = "\0".join((job, *parts)).encode()
     return hmac.new(secret, message, hashlib.sha256).hexdigest()[:40]

@@ -135,15 +135,8 @@ class LeaseBook:
 
     @contextmanager
     def charge_picture(self, episode_id: str, fence: int, most: int, size: int) -> Iterator[None]:
-        """Charge a picture to a lease, unless the block raises; one thread at a time.
-
-        Args:
-            most: bytes allowed under one lease.
-            size: of the picture, in bytes.
-
-        Raises:
-            EpisodeLeaseExpired: it is not the episode's present lease.
-            PayloadTooLarge: the total would exceed `most`.
+        """Charge a picture to a lease, unless the block raises; one thread at a time. Raises EpisodeLeaseExpired if it
+        is not the episode's present lease. Raises PayloadTooLarge if the total would exceed `most`.
         """
         lease = self._leases.get(episode_id)
         if lease is None or lease.fence != fence:
@@ -163,10 +156,8 @@ class LeaseBook:
             raise
 
     def add_refusal(self, episode_id: str, fence: int, name: str) -> None:
-        """Count a refused model call, if the lease is the episode's present one.
-
-        Args:
-            name: of the refusal; after MOST_REFUSALS different ones, others share a name.
+        """Count a refused model call, if the lease is the episode's present one. `name`: of the refusal; after
+        MOST_REFUSALS different ones, others share a name.
         """
         lease = self._leases.get(episode_id)
         if lease is not None and lease.fence == fence:

@@ -56,11 +56,7 @@ _LAST_STEP = Prepared(
 
 
 def episode_name(kind: EpisodeKind, group_index: int, sample_index: int) -> str:
-    """Return the id of a scheduled episode, which is the same in every run of a job.
-
-    Args:
-        group_index: index of its group in canonical order.
-    """
+    """Return the id of a scheduled episode, which is the same in every run of a job."""
     return f"{group_name(kind, group_index)}-{sample_index:02d}"
 
 
@@ -87,11 +83,8 @@ def _episode(row: Any, episode_id: str) -> EpisodeRecord:
 
 
 def held(connection: Connection, episode_id: str, fence: int) -> EpisodeRecord:
-    """Return the episode if it is claimed under this fence.
-
-    Raises:
-        EpisodeLeaseExpired, EpisodeEnded: it is not, or no longer.
-        NotFound: the episode does not exist.
+    """Return the episode if it is claimed under this fence. Raises EpisodeLeaseExpired or EpisodeEnded if it is not, or
+    no longer. Raises NotFound if the episode does not exist.
     """
     return _held(episode_by_id(connection, episode_id), fence)
 
@@ -147,8 +140,6 @@ def complete(
     """Complete an episode: CLAIMED → COMPLETED. One statement writes its rewards and its state.
 
     Args:
-        connection: in a transaction of the writing thread.
-        fence: of the lease under which it was played.
         now: Unix seconds.
         judged: whether a judge has to score it first: CLAIMED → UNJUDGED.
 
@@ -221,14 +212,8 @@ def _last_step(connection: Connection, episode_id: str, fence: int) -> int:
 def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None, reason: str) -> bool:
     """End what waits for its verdict: UNJUDGED → COMPLETED; without rewards, UNJUDGED → DISCARDED.
 
-    Return False, without a change, if the episode is over already.
-
-    Args:
-        connection: in a transaction of the writing thread.
-        rewards: with those of the judge; None: the judge has failed.
-
-    Raises:
-        NotFound: there is no such episode.
+    Return False, without a change, if the episode is over already. `rewards`: with those of the judge; None: the judge
+    has failed. Raises NotFound if there is no such episode.
     """
     episode = episode_by_id(connection, episode_id)
     if episode.state is not EpisodeState.UNJUDGED:
@@ -284,8 +269,6 @@ def give_back(
     """Give an episode back: CLAIMED → REGISTERED, or → DISCARDED on request or when its attempts are used up.
 
     Args:
-        connection: in a transaction of the writing thread.
-        fence: of the lease under which it was played.
         now: Unix seconds.
 
     Returns:

@@ -29,11 +29,7 @@ class OpenGroups:
     """
 
     def __init__(self, found: Iterable[tuple[EpisodeKind, int, int, int]] = ()) -> None:
-        """Create the counts from the groups of a store.
-
-        Args:
-            found: (kind, step, group index, open episodes) of each.
-        """
+        """Create the counts from the groups of a store. `found`: (kind, step, group index, open episodes) of each."""
         self.settled = Notifier()
         self._groups: dict[str, _Open] = {}  # by name
         self._of_step: Counter[tuple[EpisodeKind, int]] = Counter()

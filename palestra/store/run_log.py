@@ -28,10 +28,8 @@ class RunLog:
         self._db, self._clock = db, clock
 
     async def commit_manifest(self, manifest: BatchManifest) -> None:
-        """Fix the batch of a step; repeating the same manifest changes nothing.
-
-        Raises:
-            Conflict: the step has another manifest.
+        """Fix the batch of a step; repeating the same manifest changes nothing. Raises Conflict if the step has another
+        manifest.
         """
 
         def commit(connection: Connection) -> None:
@@ -58,11 +56,7 @@ class RunLog:
         return await self._db.read(lambda connection: read_manifest(connection, step))
 
     async def put_metrics(self, step: int, data: Mapping[str, float]) -> None:
-        """Write the finished row of a step, replacing an earlier one.
-
-        Args:
-            data: the whole row, by name of the metric.
-        """
+        """Write the finished row of a step, replacing an earlier one."""
 
         def put(connection: Connection) -> None:
             connection.execute(sa.delete(metric_rows).where(metric_rows.c.step == step))
@@ -125,11 +119,8 @@ class RunLog:
 
 
 def insert_event(connection: Connection, kind: str, data: Mapping[str, Any], now: float) -> RunEvent:
-    """Append an event in the caller's transaction, together with the reported change.
-
-    Args:
-        connection: in a transaction of the writing thread.
-        now: Unix seconds.
+    """Append an event in the caller's transaction, together with the reported change. `connection`: in a transaction of
+    the writing thread. `now`: Unix seconds.
     """
     result = connection.execute(
         events.insert(), {"at": now, "kind": kind, "step": _step_of(data), "data": to_json(dict(data))}
@@ -146,11 +137,7 @@ def _step_of(data: Mapping[str, Any]) -> int | None:
 
 
 def read_events(connection: Connection, after: int, limit: int) -> list[RunEvent]:
-    """Return up to `limit` events with a larger id than `after`, oldest first. Works in any process.
-
-    Args:
-        after: id of the caller's newest event; 0: none.
-    """
+    """Return up to `limit` events with a larger id than `after`, oldest first. Works in any process."""
     rows = connection.execute(select(events).where(events.c.event_id > after).order_by(events.c.event_id).limit(limit))
     return [RunEvent(event_id=r.event_id, at=r.at, kind=r.kind, data=orjson.loads(r.data)) for r in rows]
 
@@ -175,10 +162,7 @@ class RecordedMetrics(NamedTuple):
 
 def readable_metrics(connection: Connection, last: int | None = None, after: int = -1) -> RecordedMetrics:
     """Return finished rows for people to look at: a damaged one does not hide the others. Works in any process.
-
-    Args:
-        last: only so many of the newest rows; None: all.
-        after: only rows of later steps; -1: all.
+    `after`: only rows of later steps; -1: all.
     """
     newest = select(metric_rows.c.step, metric_rows.c.data).order_by(metric_rows.c.step.desc()).limit(last)
     return _recorded(connection, newest.where(metric_rows.c.step > after))

@@ -41,9 +41,6 @@ def store_error(path: Path, error: Exception) -> Exception:
     """Return the caller's error for an error of a run store: StoreError if the file or the disk is the cause.
 
     Defects of Palestra and PalestraErrors are returned unchanged.
-
-    Args:
-        error: of SQLite, SQLAlchemy, or decoding a record.
     """
     cause = error.orig if isinstance(error, sa.exc.DBAPIError) and error.orig is not None else error
     if isinstance(cause, PERHAPS):
@@ -142,13 +139,7 @@ def open_run_store(
     clock: Clock | None = None,
     pictures: PicturesConfig | None = None,
 ) -> RunStore:
-    """Open or create the store of a run.
-
-    Args:
-        rollout: limits of claims, leases and attempts.
-        clock: None: the system's.
-        pictures: their limits; None: the defaults.
-    """
+    """Open or create the store of a run."""
     clock = clock or SystemClock()
     with writing(path):
         private_folder(path.parent)

@@ -98,11 +98,8 @@ def search_episodes(
     limit: int = 50,
     clock: Callable[[], float] = time.monotonic,
 ) -> EpisodePage:
-    """Return the next page of matching episodes, newest first.
-
-    Args:
-        before: `following` of the previous page; None: the first page.
-        clock: seconds, for the time limit of a page.
+    """Return the next page of matching episodes, newest first. `before`: `following` of the previous page; None: the
+    first page.
     """
     until, found, looked_at = clock() + SEARCH_SECONDS, list[EpisodeSummary | DamagedEpisode](), 0
     size = max(limit, 50)

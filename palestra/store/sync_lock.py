@@ -20,11 +20,6 @@ class RolloutSyncLock:
     """
 
     def __init__(self, rollouts: Callable[[], int], reopened: Notifier) -> None:
-        """Create the lock.
-
-        Args:
-            rollouts: returns the number of rollouts that hold it.
-        """
         self._rollouts, self.reopened, self.released = rollouts, reopened, Notifier()
         self._waiting = self._syncing = 0
 
@@ -32,9 +27,6 @@ class RolloutSyncLock:
         """Return whether an episode cannot be claimed now.
 
         Claims by name are still allowed while a sync waits, because a rollout may play such an episode inside its own.
-
-        Args:
-            episode_id: of a claim by name; None: any episode.
         """
         return self._syncing > 0 or (self._waiting > 0 and episode_id is None)
 

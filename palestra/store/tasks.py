@@ -137,11 +137,7 @@ class Tasks:
         return await self._db.write(push)
 
     async def require(self, split: str, names: Sequence[str], texts: Sequence[str]) -> None:
-        """Check that a split has these tasks.
-
-        Raises:
-            Conflict: it lacks one.
-        """
+        """Check that a split has these tasks. Raises Conflict if it lacks one."""
         if missing := await self._db.read(lambda connection: _absent(connection, split, names, texts)):
             raise Conflict(
                 f"the run was started without the {split} task {missing[0][0]!r}, and goes on with the tasks that it "

@@ -43,11 +43,7 @@ class TrainedTokens:
         self._db = db
 
     async def record(self, step: int, calls: Sequence[TrainedCall]) -> None:
-        """Record calls of a step, replacing those of an earlier attempt at the step.
-
-        Args:
-            calls: of the episodes of the step's manifest.
-        """
+        """Record calls of a step, replacing those of an earlier attempt at the step."""
         early = sa.delete(trained_tokens).where(trained_tokens.c.step <= step - KEPT_STEPS)
         for piece in pieces(calls):
 
@@ -67,10 +63,6 @@ def read_trained(connection: Connection, step: int, episode_id: str) -> dict[int
 
 
 def trained_call(row: Any) -> TrainedCall:
-    """Return the call of a row of `trained_tokens`.
-
-    Raises:
-        zlib.error: the row is damaged.
-    """
+    """Return the call of a row of `trained_tokens`. Raises zlib.error if the row is damaged."""
     values = unpack(row.logprobs, "f4")
     return TrainedCall(episode_id=row.episode_id, index=row.idx, start=row.start, logprobs=values)

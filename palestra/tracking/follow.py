@@ -58,7 +58,6 @@ class Follower:
     """Sends the rows of one run to one tracker, and starts over when sent rows have changed."""
 
     def __init__(self, folder: Path, tracker: Tracker) -> None:
-        """Create a follower that has sent nothing."""
         self._path, self._folder, self._tracker = folder / "run.db", folder, tracker
         self._begun, self._last, self._digest = False, -1, b""  # of the rows that were handed over
 
@@ -118,11 +117,8 @@ def completed(folder: Path) -> bool:
 
 
 def follow_run(folder: Path, tracker: Tracker, pause: Callable[[], bool]) -> int:
-    """Send the rows of a run to a tracker until the job is over, and return how many.
-
-    Args:
-        tracker: is closed at the end.
-        pause: waits a little; returns False when the job is over, after which the store is read once more.
+    """Send the rows of a run to a tracker until the job is over, and return how many. `tracker`: is closed at the end.
+    `pause`: waits a little; returns False when the job is over, after which the store is read once more.
     """
     follower, written, going = Follower(folder, tracker), 0, True
     while going:

@@ -20,7 +20,6 @@ class MlflowTracker:
     """Writes a run of MLflow; needs the package `mlflow` or `mlflow-skinny`."""
 
     def __init__(self, run: TrackedRun) -> None:
-        """Import the library."""
         # The store of files needs no database; MLflow wants to hear that it is meant.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")

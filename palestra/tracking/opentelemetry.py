@@ -48,10 +48,8 @@ class RunSpan:
 def spans_of_row(step: int, values: Mapping[str, float], at: float) -> dict[str, RunSpan]:
     """Return the spans of a step and of the evaluation after it, by kind of their episodes.
 
-    A row is written after the evaluation, so the step itself ended earlier. Step 0 is only an evaluation.
-
-    Args:
-        at: Unix seconds when the row was written.
+    A row is written after the evaluation, so the step itself ended earlier. Step 0 is only an evaluation. `at`: Unix
+    seconds when the row was written.
     """
     attributes: dict[str, Any] = {"palestra.step": step}
     attributes |= {f"palestra.{name.replace('/', '.')}": value for name, value in values.items()}
@@ -71,10 +69,8 @@ def spans_of_row(step: int, values: Mapping[str, float], at: float) -> dict[str,
 
 
 def episodes_of_step(connection: Connection, step: int) -> Iterator[RunSpan]:
-    """Yield a span with nested calls for each ended episode of a step.
-
-    Args:
-        step: the step that trains the episodes or, for validation, before which they are scored.
+    """Yield a span with nested calls for each ended episode of a step. `step`: the step that trains the episodes or,
+    for validation, before which they are scored.
     """
     of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
     wanted = select(episodes).join(groups, of_group).where(groups.c.step == step, episodes.c.ended_at.is_not(None))
@@ -213,11 +209,7 @@ class OpenTelemetryTracker:
         return span
 
     def flush(self) -> None:
-        """Send the added spans.
-
-        Raises:
-            ConnectionLost: the collector refused them, after the library's retries.
-        """
+        """Send the added spans. Raises ConnectionLost if the collector refused them, after the library's retries."""
         if self._ended and self._exporter.export(tuple(self._ended)) is not self._ok:
             raise ConnectionLost(
                 "the collector did not take the spans; OTEL_EXPORTER_OTLP_ENDPOINT has its URL, and "

@@ -146,10 +146,8 @@ def _watch_disk(folder: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def alone(folder: Path, name: str) -> Iterator[None]:
-    """Keep other processes from sending this run to this tracker inside the block.
-
-    Raises:
-        RunInUse: another process does, for longer than one needs to end.
+    """Keep other processes from sending this run to this tracker inside the block. Raises RunInUse if another process
+    does, for longer than one needs to end.
     """
     path = folder / FOLDER / f"{name}.lock"
     path.parent.mkdir(mode=0o700, exist_ok=True)

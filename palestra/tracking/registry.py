@@ -43,22 +43,13 @@ class Tracker(Protocol):
         """Start the record of the run, replacing everything that this tracker has of it."""
 
     def write(self, step: int, values: Mapping[str, float], at: float) -> None:
-        """Add the row of a step.
-
-        Args:
-            values: metrics by name, finite.
-            at: Unix time of the step, in seconds.
-        """
+        """Add the row of a step. `values`: metrics by name, finite. `at`: Unix time of the step, in seconds."""
 
     def flush(self) -> None:
         """Make the written rows visible to others."""
 
     def close(self, completed: bool) -> None:
-        """End the record.
-
-        Args:
-            completed: whether the job completed; False: it failed, was stopped or is still running.
-        """
+        """End the record. `completed`: whether the job completed; False: it failed, was stopped or is still running."""
 
 
 def key_of(folder: Path) -> str:

@@ -12,7 +12,6 @@ class TensorBoardTracker:
     """Writes scalars; needs the package `tensorboard`, and no torch or TensorFlow."""
 
     def __init__(self, run: TrackedRun) -> None:
-        """Import the library."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 

@@ -14,7 +14,6 @@ class WandbTracker:
     """Writes a run of W&B without network; needs the package `wandb`."""
 
     def __init__(self, run: TrackedRun) -> None:
-        """Import the library."""
         import wandb
 
         self._wandb: Any = wandb

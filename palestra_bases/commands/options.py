@@ -22,11 +22,7 @@ _TINKER_DEFAULTS = {"max_models": 16, "checkpoint_steps": 16, "loaded_models": 8
 
 
 def add_server_options(parser: argparse.ArgumentParser, folder: str, has: str, host: str) -> None:
-    """Add the options of every such server.
-
-    Args:
-        has: content of the folder, for the help.
-    """
+    """Add the options of every such server."""
     parser.add_argument("--dir", metavar="DIR", type=Path, default=Path(folder), help=f"folder of {has}")
     parser.add_argument("--host", default="127.0.0.1", help=host)
     parser.add_argument(

@@ -70,7 +70,6 @@ class Bases:
     """The base models of one server, by name."""
 
     def __init__(self, bases: Sequence[Base]) -> None:
-        """Serve these models."""
         self._bases = {base.name: base for base in bases}
 
     def __iter__(self) -> Any:

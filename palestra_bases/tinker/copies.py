@@ -25,7 +25,6 @@ class Copies:
     """Copies checkpoints. A copy keeps its kind, belongs to a model that is never trained, and outlives its source."""
 
     def __init__(self, sessions: TinkerSessions, saved: Saved, limits: TinkerLimits, folder: Path) -> None:
-        """Begin without copies."""
         self._sessions, self._saved, self._limits, self._folder = sessions, saved, limits, folder
         self._one_at_a_time = asyncio.Lock()
 

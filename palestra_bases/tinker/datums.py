@@ -52,11 +52,7 @@ class DatumBatch:
 
 
 def read_batch(request: Any, vocab_size: int, max_tokens: int, limits: TinkerLimits) -> DatumBatch:
-    """Return the rows and the loss of a message `ForwardBackwardRequest`.
-
-    Args:
-        max_tokens: longest input of a datum.
-    """
+    """Return the rows and the loss of a message `ForwardBackwardRequest`."""
     name = request.loss_fn
     if name not in LOSS_INPUTS:
         raise InvalidRequest(f"there is no loss {name!r} here; there are {', '.join(LOSS_INPUTS)}", "loss_fn")
@@ -217,10 +213,8 @@ def _shifted(numbers: NDArray[Any]) -> Floats:
 
 
 def loss_without_gradient(batch: DatumBatch, logprobs: Sequence[Floats]) -> float:
-    """Return the summed loss of a batch whose logprobs were computed without a gradient.
-
-    Args:
-        logprobs: float32 [N + 1] of each row.
+    """Return the summed loss of a batch whose logprobs were computed without a gradient. `logprobs`: float32 [N + 1] of
+    each row.
     """
     import torch
 
@@ -246,10 +240,8 @@ def loss_without_gradient(batch: DatumBatch, logprobs: Sequence[Floats]) -> floa
 
 
 def output_of(batch: DatumBatch, logprobs: Sequence[Floats], loss: float) -> bytes:
-    """Return the message `ForwardBackwardOutput` of a batch.
-
-    Args:
-        logprobs: float32 [N + 1] of each row, whose first entry is unused.
+    """Return the message `ForwardBackwardOutput` of a batch. `logprobs`: float32 [N + 1] of each row, whose first entry
+    is unused.
     """
     arrays = [row[1:] for row in logprobs]
     if (several := batch.several) is not None:

@@ -32,7 +32,6 @@ class Links:
     """Signs links to files, and checks them."""
 
     def __init__(self, tenants: Tenants, clock: Clock) -> None:
-        """Store the keys."""
         self._tenants, self._clock = tenants, clock
 
     def expiry(self) -> int:
@@ -40,11 +39,7 @@ class Links:
         return int(self._clock.now()) + LINK_SECONDS
 
     def link(self, tenant: str, model_id: str, name: str, file: str, expires: int) -> str:
-        """Return the path of a link, with its signature.
-
-        Args:
-            expires: in Unix seconds.
-        """
+        """Return the path of a link, with its signature. `expires`: in Unix seconds."""
         path = f"{FILES}{model_id}/{name}/{file}"
         given = {"tenant": tenant, "expires": expires, "signature": self._signature(tenant, path, str(expires))}
         return f"{quote(path)}?{urlencode(given)}"

@@ -80,7 +80,6 @@ class Journal:
 
         Args:
             limits: how many requests of a tenant may have no result, and how long they may be together.
-            extra: is done in the same transaction if the request is new.
 
         Raises:
             InvalidRequest: another request of the target had this number.
@@ -150,10 +149,8 @@ class Journal:
     async def finish(
         self, request: FutureRequest, result: bytes, keep_body: bool = False, extra: Operation | None = None
     ) -> None:
-        """Record the result of a request, and for a model's that it is executed.
-
-        Args:
-            keep_body: whether the request has changed a model, which may have to repeat it when it is restored.
+        """Record the result of a request, and for a model's that it is executed. `keep_body`: whether the request has
+        changed a model, which may have to repeat it when it is restored.
         """
         await self._end(request, DONE, result, keep_body, extra)
 
@@ -206,11 +203,8 @@ class Journal:
         return found
 
     async def completions(self, sampler_id: str, clone: int, after: int) -> list[Completion]:
-        """Return one sampler client's finished requests, in the order of their results.
-
-        Args:
-            clone: the client, whose requests have numbers from `clone * CLONE` on.
-            after: position of the last known one.
+        """Return one sampler client's finished requests, in the order of their results. `clone`: the client, whose
+        requests have numbers from `clone * CLONE` on.
         """
         table, first = tables.requests, clone * CLONE
         columns = (table.c.completed, table.c.request_id, table.c.state, sa.func.length(table.c.result))
@@ -231,10 +225,8 @@ class Journal:
         return await self.db.read(lambda c: [_request(row) for row in c.execute(query)])
 
     async def history(self, model_id: str, after: int, until: int) -> list[tuple[int, str]]:
-        """Return the requests that have changed a model, as (seq_id, request_id), in order.
-
-        Args:
-            after: newest request in the model's checkpoint.
+        """Return the requests that have changed a model, as (seq_id, request_id), in order. `after`: newest request in
+        the model's checkpoint.
         """
         table = tables.requests
         query = select(table.c.seq_id, table.c.request_id).where(

@@ -42,12 +42,7 @@ class Model:
         settled: Callable[[str], None],
         free_capacity: Callable[[], Awaitable[None]],
     ) -> None:
-        """Prepare to execute; `run` does.
-
-        Args:
-            settled: called with the id of each finished request.
-            free_capacity: awaited before the model is loaded, to free memory.
-        """
+        """Prepare to execute; `run` does. `free_capacity`: awaited before the model is loaded, to free memory."""
         self.record = record
         self._context, self._journal, self._sessions = context, journal, sessions
         self._trainer = context.trainer_of(record.tenant)
@@ -75,10 +70,8 @@ class Model:
         self._wake.set()
 
     async def run(self, free: Callable[[], Awaitable[None]]) -> None:
-        """Execute requests until cancelled, or until the model could not be created.
-
-        Args:
-            free: awaited whenever the model may be unloaded.
+        """Execute requests until cancelled, or until the model could not be created. `free`: awaited whenever the model
+        may be unloaded.
         """
         while True:
             self._wake.clear()

@@ -34,11 +34,6 @@ class Models:
         settled: Callable[[str], None],
         spawn: Spawn,
     ) -> None:
-        """Begin without a model in memory.
-
-        Args:
-            settled: called with the id of each finished request.
-        """
         self._context, self._journal, self._sessions = context, journal, sessions
         self._settled, self._spawn = settled, spawn
         self._models: dict[str, Model] = {}
@@ -156,9 +151,6 @@ class Models:
 
     async def train(self, tenant: str, kind: str, model_id: str, seq_id: int, body: bytes) -> str:
         """Accept a request to a model, and return its id; it is executed after all earlier ones.
-
-        Args:
-            seq_id: number among the requests to the model.
 
         Raises:
             NotFound: the tenant has no such model.

@@ -55,11 +55,6 @@ class TinkerTenants:
     """Identifies the tenant of a request by its key."""
 
     def __init__(self, tenants: Tenants, limits: TinkerLimits, links: Links) -> None:
-        """Store the tenants.
-
-        Args:
-            links: open files without a key.
-        """
         self._tenants, self._limits, self.links = tenants, limits, links
 
     def tenant(self, request: Request) -> str:

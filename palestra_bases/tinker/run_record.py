@@ -47,21 +47,12 @@ class RunRecord:
         self._rows = self._tokens = 0
 
     def add(self, loss: float, rows: int, tokens: int, seconds: float) -> None:
-        """Count one `forward_backward`.
-
-        Args:
-            loss: summed over its tokens.
-        """
+        """Count one `forward_backward`."""
         self._loss, self._seconds = self._loss + loss, self._seconds + seconds
         self._rows, self._tokens = self._rows + rows, self._tokens + tokens
 
     async def step(self, step: int, report: OptimReport, seconds: float, again: bool) -> None:
-        """Write the row of one optimizer step.
-
-        Args:
-            step: from 1.
-            again: whether the step is repeated to restore the model.
-        """
+        """Write the row of one optimizer step. `again`: whether the step is repeated to restore the model."""
         took = self._seconds + seconds
         row = {
             "step": float(step),

@@ -60,11 +60,6 @@ class Samples:
         settled: Callable[[str], None],
         spawn: Spawn,
     ) -> None:
-        """Begin without a request.
-
-        Args:
-            settled: called with the id of each finished request, and its sampler's.
-        """
         self._engine, self._adapters, self._load = sampling.engine, sampling.adapters, sampling.load
         self._bases, self._limits = bases, limits
         self._journal, self._sessions, self._saved = parts

@@ -50,11 +50,7 @@ class Plan:
 
 
 def plan_of(asked: Sample, base: Base, limits: TinkerLimits, request_id: str) -> Plan:
-    """Validate a sampling request.
-
-    Args:
-        request_id: gives its seeds if it has none.
-    """
+    """Validate a sampling request. `request_id`: gives its seeds if it has none."""
     _check_supported(asked, limits)
     tokens = [token for chunk in asked.prompt.chunks for token in chunk.tokens]
     if unknown := [chunk.type for chunk in asked.prompt.chunks if chunk.type != "encoded_text"]:
@@ -131,14 +127,7 @@ def _seeds(seed: int | None, samples: int, request_id: str) -> list[int]:
 
 
 async def sample_response(engine: Engine, policy: str, plan: Plan, base: Base) -> bytes:
-    """Return the message `SampleResponse` for a request.
-
-    Args:
-        base: has the tokenizer, for stop texts.
-
-    Raises:
-        InvalidRequest, EngineFailure: see `Engine.generate`.
-    """
+    """Return the message `SampleResponse` for a request. Raises what `Engine.generate` raises."""
     sequences = await together(*(_sequence(engine, policy, plan, one, base) for one in plan.sampling))
     message = new("SampleResponse", sequences=sequences)
     if plan.with_logprobs is not None:

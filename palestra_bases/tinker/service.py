@@ -33,7 +33,6 @@ class Futures:
     """Notifies waiting callers when a request has a result."""
 
     def __init__(self, journal: Journal) -> None:
-        """Begin without waiting callers."""
         self._journal = journal
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
 
@@ -53,11 +52,7 @@ class Futures:
             return await self._journal.request(tenant, request_id)
 
     async def completions(self, sampler_id: str, clone: int, after: int, seconds: float) -> list[Completion]:
-        """Return a sampler's requests with results, waiting for a new one; see `Journal.completions`.
-
-        Args:
-            after: position of the last one known to the client.
-        """
+        """Return a sampler's requests with results, waiting for a new one; see `Journal.completions`."""
         with self._waiter(sampler_id) as waiter:
             if found := await self._journal.completions(sampler_id, clone, after):
                 return found
@@ -104,12 +99,8 @@ class TinkerService:
         limits: TinkerLimits,
         clock: Clock | None = None,
     ) -> None:
-        """Assemble the parts; `start` continues what was interrupted.
-
-        Args:
-            trainer_of: returns a tenant's trainer, without a policy of this server yet; it keeps all checkpoints.
-            db: see `tables.open_journal`.
-            clock: of all recorded times; None: the system's.
+        """Assemble the parts; `start` continues what was interrupted. `trainer_of`: returns a tenant's trainer, without
+        a policy of this server yet; it keeps all checkpoints.
         """
         known = clock or SystemClock()
         self.journal, self.sessions, self.saved = Journal(db, known), TinkerSessions(db, known), Saved(db, known)
@@ -167,30 +158,20 @@ class TinkerService:
     # Checkpoints.
 
     async def delete_checkpoint(self, tenant: str, path: str) -> None:
-        """Delete a checkpoint.
-
-        Raises:
-            Forbidden: it is the operator's.
-        """
+        """Delete a checkpoint. Raises Forbidden if it is the operator's."""
         await self._remove(await self._own(tenant, path))
 
     async def set_ttl(self, tenant: str, path: str, seconds: int | None) -> None:
-        """Set a checkpoint's TTL from now on; None: unlimited.
-
-        Raises:
-            Forbidden: it is the operator's.
-            InvalidRequest: the TTL is too short or too long.
+        """Set a checkpoint's TTL from now on; None: unlimited. Raises Forbidden if it is the operator's. Raises
+        InvalidRequest if the TTL is too short or too long.
         """
         check_ttl(seconds)
         await self._own(tenant, path)
         await self.saved.set_expiry(path, None if seconds is None else self._clock.now() + seconds)
 
     async def publish(self, tenant: str, path: str, public: bool) -> None:
-        """Let all tenants use a checkpoint, or only its own.
-
-        Raises:
-            Forbidden: it is another tenant's public one.
-            Conflict: nothing changes.
+        """Let all tenants use a checkpoint, or only its own. Raises Forbidden if it is another tenant's public one.
+        Raises Conflict if nothing changes.
         """
         found = await self._own(tenant, path)
         if found.public == public:
@@ -210,11 +191,8 @@ class TinkerService:
             await in_thread(lambda: shutil.rmtree(files_of(checkpoint), ignore_errors=True))
 
     async def bring(self, name: str, folder: Path, adapter: AdapterConfig, base: str) -> list[str]:
-        """Let every tenant load and sample an adapter of the operator's; return its paths.
-
-        Args:
-            folder: of the adapter, in PEFT's format; never moved or deleted.
-            base: name of a served base model.
+        """Let every tenant load and sample an adapter of the operator's; return its paths. `folder`: of the adapter, in
+        PEFT's format; never moved or deleted.
         """
         paths = []
         for kind in (TRAINING, SAMPLER):

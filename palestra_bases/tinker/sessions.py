@@ -29,11 +29,7 @@ class TinkerSessions:
         self.db, self.clock = db, clock
 
     async def add_session(self, tenant: str, data: Mapping[str, Any], limits: TinkerLimits) -> str:
-        """Record a session, and return its id.
-
-        Raises:
-            TooManyRequests: the tenant has too many live ones.
-        """
+        """Record a session, and return its id. Raises TooManyRequests if the tenant has too many live ones."""
         session_id, now = f"session-{secrets.token_hex(12)}", self.clock.now()
         values = {"session_id": session_id, "tenant": tenant, "created_at": now, "seen_at": now, "data": to_json(data)}
         table = tables.sessions
@@ -75,10 +71,7 @@ class TinkerSessions:
 
     def insert_model(self, record: ModelRecord, most: int, session_seconds: float) -> Operation:
         """Return an operation that adds a model, or raises TooManyRequests if its tenant has too many.
-
-        Args:
-            most: limit of a tenant's models in live sessions.
-            session_seconds: how long a session lives after its last heartbeat.
+        `session_seconds`: how long a session lives after its last heartbeat.
         """
         models, sessions = tables.models, tables.sessions
 
@@ -159,10 +152,8 @@ class TinkerSessions:
     async def unused(self, kept_seconds: float) -> list[tuple[str, str]]:
         """Return the tenants and ids of long unused models without checkpoints, whose sessions ended as long ago.
 
-        A model with a saved checkpoint is listed as long as the checkpoint exists.
-
-        Args:
-            kept_seconds: how long a model is kept after its last use.
+        A model with a saved checkpoint is listed as long as the checkpoint exists. `kept_seconds`: how long a model is
+        kept after its last use.
         """
         models = tables.models
         query = select(models.c.tenant, models.c.model_id).where(*self._unused(kept_seconds))
@@ -171,10 +162,8 @@ class TinkerSessions:
     async def forget(self, kept_seconds: float) -> None:
         """Delete `unused` models with their requests, and empty sessions that ended as long ago.
 
-        Ids are never reused: requests to a deleted model are never executed.
-
-        Args:
-            kept_seconds: how long a model is kept after its last use, and a session after its end.
+        Ids are never reused: requests to a deleted model are never executed. `kept_seconds`: how long a model is kept
+        after its last use, and a session after its end.
         """
         models, sessions, requests, samplers = tables.models, tables.sessions, tables.requests, tables.samplers
 

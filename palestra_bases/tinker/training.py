@@ -87,7 +87,6 @@ class Training:
     """
 
     def __init__(self, record: ModelRecord, context: TrainingContext) -> None:
-        """Begin without a model in memory."""
         self._record, self._context = record, context
         self._base: Base = context.bases.of(record.base)
         self._trainer = context.trainer_of(record.tenant)
@@ -95,22 +94,14 @@ class Training:
         self.run = RunRecord(context.run_folder(record.model_id), record.model_id, record.base, record.adapter)
 
     async def create(self, weights: Path | None = None) -> None:
-        """Create the model in the trainer.
-
-        Args:
-            weights: an adapter to begin with; None: new ones, from the model's seed.
-        """
+        """Create the model in the trainer. `weights`: an adapter to begin with; None: new ones, from its seed."""
         model = self._base.name if weights is None else str(weights)
         spec = PolicySpec(model=model, adapter=self._record.adapter, seed=self._record.seed)
         await self._trainer.create(self._record.model_id, spec)
         self.steps, self.gradients = 0, 0
 
     async def apply(self, request: FutureRequest, again: bool = False) -> RequestOutcome:
-        """Execute a request.
-
-        Args:
-            again: whether it is repeated to restore the model.
-        """
+        """Execute a request. `again`: whether it is repeated to restore the model."""
         assert request.body is not None
         work = {
             "create_model": self._create,
@@ -336,11 +327,7 @@ def check_ttl(seconds: int | None) -> None:
 
 
 def sampler_id(session_id: str, number: int) -> str:
-    """Return the id of a sampling session.
-
-    Args:
-        number: of the sampling session, as the client counts.
-    """
+    """Return the id of a sampling session."""
     return f"{session_id}:sample:{number}"
 
 

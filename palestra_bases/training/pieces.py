@@ -29,12 +29,7 @@ class Pieces(Generic[T]):
     """A request about one policy, split into micro-batches that are computed one after another."""
 
     def __init__(self, passes: Sequence[Pass], result: Callable[[], T], optimizer: Optimizer | None = None) -> None:
-        """Begin with all passes left.
-
-        Args:
-            result: returns the answer to the request, after the last piece.
-            optimizer: whose gradient the request adds to; None: no gradient.
-        """
+        """Begin with all passes left. `optimizer`: whose gradient the request adds to; None: no gradient."""
         self._left, self._result, self._optimizer = deque(passes), result, optimizer
         self._before: list[Tensor | None] | None = None  # the gradient before the first piece; None: it was not kept
 
@@ -75,11 +70,6 @@ class GradientPieces(Pieces[StepReport]):
     """The gradient of a policy with an adapter, which can share passes with others."""
 
     def __init__(self, gradient: Gradient, again: Callable[[], Gradient], optimizer: Optimizer, base: CausalLM) -> None:
-        """Begin with all passes left.
-
-        Args:
-            again: returns a new `Gradient` of the batch.
-        """
         super().__init__(gradient.passes(), gradient.report, optimizer)
         self.gradient, self._again = gradient, again
         self._base: CausalLM | None = base

@@ -78,10 +78,8 @@ class TrainingQueue:
         shares: FairShares | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Put a queue in front of a trainer; all its requests must go through the queue.
-
-        Args:
-            shares: None: deficit round robin with a quantum of four passes.
+        """Put a queue in front of a trainer; all its requests must go through the queue. `shares`: None: deficit round
+        robin with a quantum of four passes.
         """
         self.trainer = trainer
         self._shares = shares or FairShares(QUANTUM_PASSES * trainer.micro_batch_tokens)
@@ -95,11 +93,7 @@ class TrainingQueue:
         self._numbers, self._passes, self._merged = 0, 0, 0
 
     def add_tenant(self, tenant: str, weight: float = 1.0) -> None:
-        """Add a tenant, or change its weight.
-
-        Args:
-            weight: relative share of the tokens.
-        """
+        """Add a tenant, or change its weight. `weight`: relative share of the tokens."""
         if not tenant or "/" in tenant:
             raise ConfigError(f"a tenant can't be called {tenant!r}: names are not empty, and have no /")
         if not 0 < weight < float("inf"):
@@ -134,10 +128,7 @@ class TrainingQueue:
         """Queue a request, and return its result.
 
         Callers must shield it: cancelling them must not cancel the result. A known `request_id` returns the first
-        request's result, unless that failed.
-
-        Args:
-            request_id: None: always a new request.
+        request's result, unless that failed. `request_id`: None: always a new request.
         """
         self._check(request.tenant)
         if request_id is not None:

@@ -37,11 +37,8 @@ class SharedTrainer(TorchTrainer):
         deterministic: bool = False,
         slots: int | None = None,
     ) -> None:
-        """Create a trainer without policies; see `TorchTrainer`.
-
-        Args:
-            slots: limit of adapters in memory with gradients and optimizers; others are on disk, and return bit for bit
-                when trained. None: unlimited.
+        """Create a trainer without policies; see `TorchTrainer`. `slots`: limit of adapters in memory with gradients
+        and optimizers; others are on disk, and return bit for bit when trained. None: unlimited.
         """
         super().__init__(config, keep, models, deterministic)
         self._merges = not deterministic

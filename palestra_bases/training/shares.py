@@ -26,7 +26,6 @@ class FairShares:
     """The tokens of all tenants in the present round."""
 
     def __init__(self, quantum: int) -> None:
-        """Begin without tenants."""
         self.quantum = quantum
         self._accounts: dict[str, _Account] = {}
         self._order: list[str] = []  # tenants that had work when one was chosen last

@@ -26,11 +26,7 @@ class Slots:
     """
 
     def __init__(self, count: int | None) -> None:
-        """Begin with free slots.
-
-        Args:
-            count: how many policies are in memory at a time; None: all.
-        """
+        """Begin with free slots. `count`: how many policies are in memory at a time; None: all."""
         self._count = count
         self._inside: OrderedDict[str, TorchPolicy] = OrderedDict()
         self._outside: dict[str, Path] = {}
@@ -107,11 +103,7 @@ def _unpark(policy: TorchPolicy, folder: Path) -> None:
 
 
 def park(optimizer: Optimizer, folder: Path, prefix: str) -> None:
-    """Write weights, gradient and moments into files of a folder; `let_go` may then drop them.
-
-    Args:
-        folder: where to write; it has to exist.
-    """
+    """Write weights, gradient and moments into files of a folder; `let_go` may then drop them."""
     tensors = [(f"{_WEIGHT}.{name}", p.detach()) for name, p in optimizer.parameters]
     tensors += [(f"{_GRADIENT}.{name}", p.grad) for name, p in optimizer.parameters if p.grad is not None]
     write_named(folder, f"{prefix}-{_WEIGHT}", tensors)

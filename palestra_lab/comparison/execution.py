@@ -31,7 +31,6 @@ class StopSignals:
     """A context manager that counts SIGINT and SIGTERM inside its block, instead of ending the process."""
 
     def __init__(self) -> None:
-        """Prepare the counter; the handlers are set while the block is open."""
         self.received = 0
         self._before: dict[signal.Signals, Any] = {}
 
@@ -65,23 +64,15 @@ class GridRunner:
         progress: GridProgress,
         finished: Callable[[], None],
     ) -> None:
-        """Prepare the grid; `run` executes it.
-
-        Args:
-            command: returns the command line for a run's record.
-            checkpoints: of a finished run to keep: `newest` or `none`.
-            finished: called whenever a run is finished or has failed.
-        """
+        """Prepare the grid; `run` executes it."""
         self._runs, self._command, self._checkpoints = runs, command, checkpoints
         self._progress, self._finished = progress, finished
         self._signals = StopSignals()
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Execute all unfinished runs, including failed ones, and return how many failed.
-
-        Raises:
-            GridStopped: after a signal; the current run is saved, unless it was a second signal.
+        """Execute all unfinished runs, including failed ones, and return how many failed. Raises GridStopped after a
+        signal; the current run is saved, unless it was a second signal.
         """
         failed = 0
         with self._signals:
@@ -148,10 +139,8 @@ def check_records(runs: Sequence[PlannedRun]) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Prevent other processes from running the same comparison while the block is open.
-
-    Raises:
-        RunInUse: another process runs it.
+    """Prevent other processes from running the same comparison while the block is open. Raises RunInUse if another
+    process runs it.
     """
     with contextlib.ExitStack() as opened:
         try:

@@ -32,11 +32,6 @@ class KeptResults:
     """
 
     def __init__(self, path: Path, folder: Path) -> None:
-        """Read the file, if it exists.
-
-        Args:
-            folder: of compare.toml, the base of relative paths.
-        """
         self._path, self._folder = path, folder.resolve()
         self._runs: dict[str, dict[str, Any]] = _read(path)
 

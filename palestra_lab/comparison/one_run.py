@@ -64,9 +64,6 @@ def run_recorded(path: Path, load: Load) -> int:
     """Train the run of a record until its budget is used, update the record, and return the exit code.
 
     0: finished; 130: stopped and saved; 2: an error, which is in the record.
-
-    Args:
-        load: imports a function by name.
     """
     threading.Thread(target=_stop_with_parent, name="palestra-parent", daemon=True).start()
     record = read_record(path)

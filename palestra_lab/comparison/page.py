@@ -41,10 +41,8 @@ class Curve:
 def curve_of(results: Sequence[RunResult], token_budget: int, places: int) -> Curve:
     """Return the curve of one algorithm.
 
-    Runs validate after whole steps, so rewards are interpolated between validations.
-
-    Args:
-        places: number of points after the first, evenly over the budget; those beyond a seed's end are left out.
+    Runs validate after whole steps, so rewards are interpolated between validations. `places`: number of points after
+    the first, evenly over the budget; those beyond a seed's end are left out.
     """
     tokens, rewards = [], []
     for place in range(places + 1):
@@ -57,11 +55,7 @@ def curve_of(results: Sequence[RunResult], token_budget: int, places: int) -> Cu
 
 
 def draw_curves(scenario: ScenarioEntry, title: str, curves: Mapping[str, Curve], path: Path) -> None:
-    """Draw the curves of a scenario's algorithms and write the picture.
-
-    Args:
-        scenario: its threshold and best possible reward are drawn as lines.
-    """
+    """Draw the curves of a scenario's algorithms and write the picture."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter

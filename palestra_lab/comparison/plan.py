@@ -74,9 +74,6 @@ def plan_runs(comparison: ComparisonConfig, load: Load) -> list[PlannedRun]:
     """Return all runs of a comparison, in order of execution.
 
     One seed of every scenario and algorithm comes before the next seed, so that a part of the grid is a comparison.
-
-    Args:
-        load: imports a function by name.
     """
     found: dict[int, list[PlannedRun]] = {}
     for key, scenario in comparison.scenarios.items():
@@ -102,12 +99,7 @@ def plan_runs(comparison: ComparisonConfig, load: Load) -> list[PlannedRun]:
 
 
 def given_by(play: str, arguments: Table, load: Load) -> dict[str, Any]:
-    """Call the function of a scenario and return the arguments of `palestra.train`.
-
-    Args:
-        arguments: of the function, by keyword.
-        load: imports a function by name.
-    """
+    """Call the function of a scenario and return the arguments of `palestra.train`."""
     try:
         found = load(play)(**arguments)
     except PalestraError:

@@ -23,7 +23,6 @@ class GridProgress:
     """Shows how far a grid is, on a terminal or in plain lines."""
 
     def __init__(self, runs: Sequence[PlannedRun], console: TerminalConsole) -> None:
-        """Prepare the lines, which begin with the first run."""
         self._runs, self._out = runs, console
         self._live = Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
         self._plain = PlainLines(time.monotonic())
@@ -41,11 +40,7 @@ class GridProgress:
         self._say(f"[{number + 1}/{len(self._runs)}] {run.label}{again}")
 
     def show(self, run: PlannedRun, stopping: bool) -> None:
-        """Show the present state of a run.
-
-        Args:
-            stopping: whether it is being saved after a signal.
-        """
+        """Show the present state of a run."""
         budget = run.config.token_budget or 1
         self._tokens = self._look(run.folder)
         text = f"{run.label}: {self._tokens:,.0f} of {budget:,} tokens"
@@ -56,11 +51,7 @@ class GridProgress:
             self._out.print(text)
 
     def end(self, run: PlannedRun, reason: str | None) -> None:
-        """Print a run's result, or why it failed.
-
-        Args:
-            reason: of the failure; None: it is finished.
-        """
+        """Print a run's result, or why it failed. `reason`: of the failure; None: it is finished."""
         if self._live is not None:
             self._live.stop()
         if reason is not None:

@@ -139,12 +139,7 @@ def reward_name(policy: str) -> str:
 
 
 def result_of(seed: int, rows: Sequence[Row], policy: str = "") -> RunResult:
-    """Return the result of a run.
-
-    Args:
-        rows: all rows of its metrics, with at least one validation.
-        policy: whose rewards count; "" if only one is trained.
-    """
+    """Return the result of a run. `policy`: whose rewards count; "" if only one is trained."""
     name = reward_name(policy)
     tokens = seconds = 0.0
     points = []
@@ -171,10 +166,8 @@ def _unscored(rows: Sequence[Row], policy: str) -> str | None:
 
 
 def read_results(runs: Sequence[PlannedRun], kept: KeptResults | None = None) -> Results:
-    """Read the results of a plan's runs.
-
-    Args:
-        kept: results of runs whose folders are elsewhere, updated with runs finished here; None: none.
+    """Read the results of a plan's runs. `kept`: results of runs whose folders are elsewhere, updated with runs
+    finished here; None: none.
     """
     finished: dict[tuple[str, str, str], list[RunResult]] = {}
     failures, left, machines = [], 0, dict[str, None]()

@@ -35,23 +35,14 @@ class SubmittedGrid:
         finished: Callable[[], None],
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
-        """Prepare the grid; `run` executes it.
-
-        Args:
-            checkpoints: of a finished run to download: `newest` or `none`.
-            say: called with every line for people.
-            finished: called whenever a run is finished or has failed.
-            poll_seconds: time between two checks of the jobs.
-        """
+        """Prepare the grid; `run` executes it."""
         self._runs, self._control, self._resources, self._checkpoints = runs, control, resources, checkpoints
         self._say, self._finished, self._poll_seconds = say, finished, poll_seconds
         self._seen: dict[Path, str] = {}  # what was said last of a run, by its record
 
     def run(self) -> int:
-        """Execute all unfinished runs, including failed ones, and return how many failed.
-
-        Raises:
-            GridStopped: after a signal; the jobs continue, and a later call follows them.
+        """Execute all unfinished runs, including failed ones, and return how many failed. Raises GridStopped after a
+        signal; the jobs continue, and a later call follows them.
         """
         failed, following = 0, [run for run in self._runs if _state(run) != FINISHED]
         for run in following:

@@ -41,10 +41,8 @@ class Rating:
 
 
 def ratings_of(points: NDArray[np.float64]) -> list[Rating]:
-    """Return the rating of each of P players, in order.
-
-    Args:
-        points: [P, P], of the row's player against the column's: 1 a win, 0.5 a draw. The diagonal is not read.
+    """Return the rating of each of P players, in order. `points`: [P, P], of the row's player against the column's: 1 a
+    win, 0.5 a draw. The diagonal is not read.
     """
     players = len(points)
     games = points + points.T
@@ -81,10 +79,8 @@ def _information(played: NDArray[np.float64], strength: NDArray[np.float64]) -> 
 def comparable(games: NDArray[np.float64]) -> list[int]:
     """Return the largest connected group of P players: each has met each other one, or through third ones.
 
-    Of groups of the same size it is that of the first player.
-
-    Args:
-        games: [P, P], number of games of each pair. The diagonal is 0.
+    Of groups of the same size it is that of the first player. `games`: [P, P], number of games of each pair. The
+    diagonal is 0.
     """
     largest: set[int] = set()
     for first in range(len(games)):

@@ -40,7 +40,6 @@ class PageActions:
     """
 
     def __init__(self, page: Callable[[], BrowserPage]) -> None:
-        """Create the actions."""
         self._page = page
 
     def tools(self, view: View) -> list[Tool]:

@@ -53,10 +53,8 @@ def chromium_path() -> str:
 
 
 def checked_hosts(hosts: Iterable[str]) -> frozenset[str]:
-    """Return the hosts that pages may be loaded from.
-
-    Args:
-        hosts: each `example.org`, `example.org:8080` or `*.example.org`.
+    """Return the hosts that pages may be loaded from. `hosts`: each `example.org`, `example.org:8080` or
+    `*.example.org`.
     """
     found = frozenset(hosts)
     for host in found:
@@ -78,7 +76,6 @@ class BrowserDriver:
     """
 
     def __init__(self) -> None:
-        """Create a driver without starting it."""
         self.starts = 0
         self._users, self._changing = 0, asyncio.Lock()
         self._driver: Playwright | None = None
@@ -170,12 +167,7 @@ class EpisodeBrowser:
     """
 
     def __init__(self, browser: Browser, process: int, profile: Path, refuses: socket.socket, memory_mib: int) -> None:
-        """Take a started browser; `BrowserDriver.launch` starts one.
-
-        Args:
-            profile: folder of its profile, removed with it.
-            refuses: the proxy's socket, closed with it.
-        """
+        """Take a started browser; `BrowserDriver.launch` starts one."""
         self.ended_for: str | None = None
         self._browser, self._process, self._profile, self._refuses = browser, process, profile, refuses
         self._watching = asyncio.ensure_future(self._watch(memory_mib))
@@ -189,11 +181,7 @@ class EpisodeBrowser:
             raise EnvironmentFailed(f"the browser opened no context: {first_line(error)}") from error
 
     async def verdict(self, reason: str, seconds: float) -> PalestraError:
-        """Return the kind of a page's failure: a forfeit, unless the browser was killed from outside.
-
-        Args:
-            seconds: limit for an answer of the browser.
-        """
+        """Return the kind of a page's failure: a forfeit, unless the browser was killed from outside."""
         if self.ended_for is None:
             try:
                 async with asyncio.timeout(seconds):

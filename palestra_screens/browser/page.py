@@ -48,11 +48,7 @@ class BrowserPage:
         max_chars: int,
         seconds: float,
     ) -> None:
-        """Take a page; `open_page` creates one.
-
-        Args:
-            max_chars: longer descriptions are truncated, with a note.
-        """
+        """Take a page; `open_page` creates one. `max_chars`: longer descriptions are truncated, with a note."""
         self.page = page
         self._browser, self._context, self._view, self._max_chars, self._seconds = (
             browser,
@@ -71,11 +67,7 @@ class BrowserPage:
         await close_context(self._context, self._seconds)
 
     async def describe(self, leave_out: str = "") -> str:
-        """Return the page as text, in the form of `view`.
-
-        Args:
-            leave_out: CSS selector of elements to leave out.
-        """
+        """Return the page as text, in the form of `view`."""
         await self._settle()
         if self._view == "accessibility":
             text = await self.operate(lambda: self.page.aria_snapshot(mode="ai"))
@@ -96,21 +88,14 @@ class BrowserPage:
         await self.operate(lambda: self.page.goto(url, timeout=0))
 
     async def evaluate(self, expression: str, argument: Any = None) -> Any:
-        """Return the value of JavaScript in the page, as JSON.
-
-        Args:
-            expression: an expression, or a function of `argument`.
+        """Return the value of JavaScript in the page, as JSON. `expression`: an expression, or a function of
+        `argument`.
         """
         return await self.operate(lambda: self.page.evaluate(expression, argument))
 
     async def operate(self, operation: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of an operation of playwright, repeated if the page was replaced meanwhile.
-
-        Args:
-            operation: may be called several times.
-
-        Raises:
-            BadArguments: playwright knows no such key.
+        """Return the result of an operation of playwright, repeated if the page was replaced meanwhile. `operation`:
+        may be called several times. Raises BadArguments if playwright knows no such key.
         """
         for attempt in range(_TRIES):
             if self.failure is not None:
@@ -170,13 +155,8 @@ class BrowserPage:
 async def open_page(
     browser: EpisodeBrowser, context: BrowserContext, *, script: str = "", view: View, max_chars: int, seconds: float
 ) -> BrowserPage:
-    """Open an empty page in a new context.
-
-    Args:
-        context: taken over; closed if no page can be opened.
-        script: JavaScript that runs in each document before the page's own.
-        max_chars: longer descriptions are truncated, with a note.
-        seconds: limit for one operation.
+    """Open an empty page in a new context. `context`: taken over; closed if no page can be opened. `script`: JavaScript
+    that runs in each document before the page's own.
     """
     try:
         async with asyncio.timeout(seconds):

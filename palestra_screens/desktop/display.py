@@ -43,12 +43,8 @@ class Display:
     """
 
     def __init__(self, box: Sandbox, owned: Descriptors, *, requests: int, answers: int, size: tuple[int, int]) -> None:
-        """Take a started screen; `start_display` starts one.
-
-        Args:
-            requests: pipe for lines of JSON to the window's program.
-            answers: pipe with its answers, a line each.
-            size: of the screen in pixels, width and height.
+        """Take a started screen; `start_display` starts one. `requests`: pipe for lines of JSON to the window's
+        program. `answers`: pipe with its answers, a line each.
         """
         self._box, self._owned, self._requests, self._answers, self._size = box, owned, requests, answers, size
 
@@ -63,10 +59,8 @@ class Display:
         raise EpisodeForfeited(f"the screen, or the window on it, has ended{reason}")
 
     async def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the answer of the window's program to a request; see `window.py`.
-
-        Args:
-            request: `{}` for the window's state, or one of its keys.
+        """Return the answer of the window's program to a request; see `window.py`. `request`: `{}` for the window's
+        state, or one of its keys.
         """
         self.check_alive()
         try:
@@ -104,11 +98,7 @@ class Display:
 
 
 async def start_display(window: Mapping[str, Any], size: tuple[int, int]) -> Display:
-    """Start a screen with a window.
-
-    Args:
-        size: of the screen in pixels, width and height.
-    """
+    """Start a screen with a window. `size`: of the screen in pixels, width and height."""
     check_desktop()
     owned = Descriptors()
     try:
@@ -130,14 +120,8 @@ async def start_display(window: Mapping[str, Any], size: tuple[int, int]) -> Dis
 
 
 def png_of_xwd(dump: bytes, size: tuple[int, int]) -> bytes:
-    """Convert an X window dump to PNG.
-
-    Args:
-        dump: 32 bits a pixel, as Xvfb writes it at a depth of 24 bits.
-        size: of the picture in pixels, width and height.
-
-    Raises:
-        struct.error: the dump is too short, or of another size.
+    """Convert an X window dump to PNG. `dump`: 32 bits a pixel, as Xvfb writes it at a depth of 24 bits. Raises
+    struct.error if the dump is too short, or of another size.
     """
     fields = struct.unpack(">25I", dump[:100])
     if (fields[4], fields[5]) != size:

@@ -122,12 +122,7 @@ class Program:
         pass_fds: Iterable[int],
         variables: Mapping[str, str],
     ) -> Self:
-        """Start a program in its own session; if this process is root's, as the user `nobody`.
-
-        Args:
-            stdout: descriptor for output and errors.
-            variables: all of its environment variables.
-        """
+        """Start a program in its own session; if this process is root's, as the user `nobody`."""
         as_root = os.geteuid() == 0
         return cls(
             subprocess.Popen(  # in the loop's thread, because bubblewrap ends with the thread that started it

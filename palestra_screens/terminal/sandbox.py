@@ -29,7 +29,6 @@ class Descriptors:
     """
 
     def __init__(self) -> None:
-        """Begin without any."""
         self._open: set[int] = set()
 
     def add(self, descriptor: int) -> int:
@@ -68,11 +67,7 @@ class Descriptors:
 
 
 async def read_pipe(descriptor: int, most: int = 10_000) -> bytes:
-    """Read a pipe to its end, or its first bytes, without a thread that could not be stopped.
-
-    Args:
-        most: number of bytes after which reading stops.
-    """
+    """Read a pipe to its end, or its first bytes, without a thread that could not be stopped."""
     loop, found = asyncio.get_running_loop(), bytearray()
     os.set_blocking(descriptor, False)
     while len(found) < most:
@@ -144,11 +139,8 @@ class Sandbox:
     """
 
     def __init__(self, process: Program, init: int, home: int, limits: SandboxLimits) -> None:
-        """Take a started program; `start_sandbox` starts one.
-
-        Args:
-            init: pid, on the machine, of the first process in the sandbox.
-            home: descriptor of the home folder, taken over by the sandbox.
+        """Take a started program; `start_sandbox` starts one. `init`: pid, on the machine, of the first process in the
+        sandbox. `home`: descriptor of the home folder, taken over by the sandbox.
         """
         self.process = process
         self.ended_for: str | None = None
@@ -224,12 +216,8 @@ async def start_sandbox(
     stdout: int,
     pass_fds: Iterable[int] = (),
 ) -> Sandbox:
-    """Start a program in its own sandbox.
-
-    Args:
-        command: with its arguments; its working folder is the home folder.
-        files: of the home folder by relative path.
-        stdout: descriptor for output and errors.
+    """Start a program in its own sandbox. `command`: with its arguments; its working folder is the home folder.
+    `files`: of the home folder by relative path.
     """
     check_sandbox()
     with Descriptors() as ours:
@@ -275,11 +263,8 @@ async def run_once(
     seconds: float,
     max_bytes: int = 100_000,
 ) -> bytes:
-    """Run a program in a new sandbox with a timeout, and return the beginning of its output.
-
-    Args:
-        seconds: timeout, after which it is killed.
-        max_bytes: limit of the output; a program that writes more is killed.
+    """Run a program in a new sandbox with a timeout, and return the beginning of its output. `max_bytes`: limit of the
+    output; a program that writes more is killed.
     """
     with Descriptors() as ours:
         output, written = ours.pipe()

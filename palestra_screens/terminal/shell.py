@@ -46,11 +46,7 @@ class Output:
     """The beginning and the end of a program's output, however long it is."""
 
     def __init__(self, most: int) -> None:
-        """Begin empty.
-
-        Args:
-            most: number of bytes to keep of the beginning, and of the end.
-        """
+        """Begin empty. `most`: number of bytes to keep of the beginning, and of the end."""
         self._most = most
         self._head, self._tail, self._count = bytearray(), bytearray(), 0
 
@@ -91,12 +87,8 @@ class Shell:
     def __init__(
         self, sandbox: Sandbox, owned: Descriptors, *, terminal: int, status: int, commands: int, take: str
     ) -> None:
-        """Take a started shell; `start_shell` starts one.
-
-        Args:
-            status: pipe with the exit code of each command.
-            commands: pipe from which the shell reads commands.
-            take: typed text that makes it read one.
+        """Take a started shell; `start_shell` starts one. `status`: pipe with the exit code of each command.
+        `commands`: pipe from which the shell reads commands. `take`: typed text that makes it read one.
         """
         self.sandbox = sandbox
         self._owned, self._terminal, self._status, self._commands = owned, terminal, status, commands
@@ -112,7 +104,6 @@ class Shell:
         """Run a command and return its output, with its exit code if that is not 0.
 
         Args:
-            command: any number of lines for bash.
             seconds: how long to wait for its end; it continues afterwards.
 
         Raises:
@@ -128,12 +119,7 @@ class Shell:
         return await self._wait(seconds)
 
     async def keys(self, keys: str, seconds: float) -> str:
-        """Send keys to the running program, and return its output.
-
-        Args:
-            keys: a name (`Enter`, `C-c`, `Up`), or text.
-            seconds: how long to wait for the program's end.
-        """
+        """Send keys to the running program, and return its output. `keys`: a name (`Enter`, `C-c`, `Up`), or text."""
         if not self.sandbox.running:
             return self._ending()
         name = keys.strip().lower()
@@ -260,9 +246,6 @@ async def start_shell(files: Mapping[str, bytes], limits: SandboxLimits) -> Shel
 
     Commands come through a pipe instead of the terminal, where a line cannot exceed 4,096 bytes and an open quote would
     block bash. Exit codes come back through another pipe.
-
-    Args:
-        files: of the home folder by relative path.
     """
     owned = Descriptors()
     try:

@@ -103,10 +103,8 @@ class Administration:
         return await self._write_key(key, self._logged(by, Action.TENANT_ADD, name, lambda c: _found(c, key)))
 
     async def change_quota(self, by: Identity, tenant: str, changes: Mapping[str, float | None]) -> Quota:
-        """Change a tenant's quota, and return it. Running jobs continue.
-
-        Args:
-            changes: amounts by the names of `Quota`; None: unlimited. Others are unchanged.
+        """Change a tenant's quota, and return it. Running jobs continue. `changes`: amounts by the names of `Quota`;
+        None: unlimited. Others are unchanged.
         """
         by.require(Action.TENANT_CHANGE)
         _check_known(tenant, "tenant")
@@ -144,11 +142,7 @@ class Administration:
         return await self._store.read(lambda c: accounts.users_of(c, by.tenant))
 
     async def add_user(self, by: Identity, name: str, role: Role) -> NewKey:
-        """Add a user, and return the user's first key.
-
-        Raises:
-            Conflict: the name is or was in use.
-        """
+        """Add a user, and return the user's first key. Raises Conflict if the name is or was in use."""
         by.require(Action.USER_ADD)
         check_identifier(name, "user")
         key = self._new_key(by.tenant, name, "first")
@@ -160,11 +154,7 @@ class Administration:
         return await self._write_key(key, self._logged(by, Action.USER_ADD, f"{name} as {role}", work))
 
     async def change_role(self, by: Identity, name: str, role: Role) -> None:
-        """Change a user's role immediately.
-
-        Raises:
-            Conflict: the tenant would have no admin.
-        """
+        """Change a user's role immediately. Raises Conflict if the tenant would have no admin."""
         action = Action.USER_CHANGE
         by.require(action)
         _check_known(name, "user")
@@ -172,11 +162,7 @@ class Administration:
         await self._store.write(work, lambda _: self._identities.forget(by.tenant, name))
 
     async def remove_user(self, by: Identity, name: str) -> None:
-        """Remove a user and revoke the user's keys immediately.
-
-        Raises:
-            Conflict: the tenant would have no admin.
-        """
+        """Remove a user and revoke the user's keys immediately. Raises Conflict if the tenant would have no admin."""
         by.require(Action.USER_REMOVE)
         _check_known(name, "user")
         now, has_run = self._store.clock.now(), False
@@ -207,12 +193,8 @@ class Administration:
         lifetime_seconds: float | None = None,
         limits: Mapping[str, Any] | None = None,
     ) -> NewKey:
-        """Create a key of a user.
-
-        Args:
-            user: None: the caller.
-            lifetime_seconds: None: it does not expire.
-            limits: by the names of `KeyLimits`; only an admin may set them. Others are the caller's.
+        """Create a key of a user. `lifetime_seconds`: None: it does not expire. `limits`: by the names of `KeyLimits`;
+        only an admin may set them. Others are the caller's.
         """
         name = by.user if user is None else user
         by.require(Action.KEY_MAKE, name)

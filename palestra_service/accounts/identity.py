@@ -36,10 +36,8 @@ class Identity:
     limits: KeyLimits
 
     def may(self, action: Action, owner: str | None = None) -> bool:
-        """Return whether an action is allowed; a private job must also be visible (`sees`).
-
-        Args:
-            owner: of the action's object; None: the sender or no particular user.
+        """Return whether an action is allowed; a private job must also be visible (`sees`). `owner`: of the action's
+        object; None: the sender or no particular user.
         """
         if action in OPERATOR and self.tenant != OPERATOR_TENANT:
             return False

@@ -20,11 +20,7 @@ __all__ = ["PUBLIC", "ControlPlane", "create_control_app"]
 
 
 def create_control_app(plane: ControlPlane, public: Collection[str] = PUBLIC) -> FastAPI:
-    """Return the application with all routes of the control plane.
-
-    Args:
-        public: additional paths that need no key, apart from `PUBLIC`.
-    """
+    """Return the application with all routes of the control plane."""
 
     async def authenticate(request: Request) -> int:
         return (await plane.who(request)).limits.body_bytes

@@ -47,8 +47,7 @@ class ControlPlane:
     async def who(self, request: Request) -> Identity:
         """Return the sender of a request, and count the request against its key's limits.
 
-        Raises:
-            Forbidden, InvalidRequest: see `check_local`, without keys.
+        Without keys, raises what `check_local` raises.
         """
         known: Identity | None = request.scope.get(_IDENTITY)
         if known is not None:
@@ -66,8 +65,7 @@ class ControlPlane:
     async def body(self, kind: type[B], request: Request) -> B:
         """Read and validate the body of a request. Routes call it after checking the caller's permission.
 
-        Raises:
-            InvalidRequest, ClientDisconnect: see `http.bodies`.
+        Raises what `http.bodies` raises.
         """
         return await read_request(kind, request, self.pool)
 

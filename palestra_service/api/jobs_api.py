@@ -304,11 +304,8 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
 
 
 def job_view(job: JobRecord, waits: str | None, place: int | None = None) -> JobView:
-    """Return a job as its tenant's users see it.
-
-    Args:
-        waits: why a queued job does not start; None: show the record's reason.
-        place: of a queued job in the queue; None: not waiting, or unknown.
+    """Return a job as its tenant's users see it. `waits`: why a queued job does not start; None: show the record's
+    reason.
     """
     made_here = ("resources", "reason", "state", "place", "bundle_nodes")
     shown: dict[str, Any] = {name: getattr(job, name) for name in JobView.model_fields if name not in made_here}

@@ -62,11 +62,8 @@ class StreamPlace(NamedTuple):
 def events(
     plane: ControlPlane, by: Identity, job_id: str, run: Path, place: StreamPlace, wait: bool
 ) -> AsyncIterator[bytes]:
-    """Yield a job's state changes and its run's reports, as server-sent events.
-
-    Args:
-        by: the reader; the stream ends when the reader loses access to the job.
-        wait: whether to wait for future events.
+    """Yield a job's state changes and its run's reports, as server-sent events. `by`: the reader; the stream ends when
+    the reader loses access to the job.
     """
 
     async def look() -> News | None:
@@ -103,7 +100,6 @@ def tenant_events(plane: ControlPlane, by: Identity, after: int | None, wait: bo
     Args:
         by: the reader; the stream ends when the reader's key may no longer list jobs.
         after: last read change; None: begin at the newest one, and report it.
-        wait: whether to wait for future changes.
     """
     changed, seen = plane.store.changed, -1  # seen: number of notifications before the last complete look
 
@@ -132,11 +128,7 @@ def tenant_events(plane: ControlPlane, by: Identity, after: int | None, wait: bo
 
 
 def log(plane: ControlPlane, by: Identity, job_id: str, path: Path, offset: int, wait: bool) -> AsyncIterator[bytes]:
-    """Yield a job's log from a byte on.
-
-    Args:
-        wait: whether to wait for further lines.
-    """
+    """Yield a job's log from a byte on."""
 
     async def look() -> News | None:
         nonlocal offset

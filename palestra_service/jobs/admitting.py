@@ -37,11 +37,6 @@ class AdmittedJobs:
     """The jobs of one base server, in memory and in the file that the server reads."""
 
     def __init__(self, folder: Path, jobs: Path) -> None:
-        """Begin without jobs.
-
-        Args:
-            jobs: parent of all jobs' folders.
-        """
         self.folder, self._folders = folder, jobs
         self._jobs: dict[str, AdmittedJob] = {}
         self._gone: set[str] = set()
@@ -110,10 +105,8 @@ class AdmittedJobs:
     def write(self, quotas: Mapping[str, Quota]) -> None:
         """Write changed admissions for the base server, and delete the keys of ended jobs.
 
-        A tenant's jobs share its weight, so that more jobs do not increase its share.
-
-        Args:
-            quotas: by tenant; the default weight is 1.
+        A tenant's jobs share its weight, so that more jobs do not increase its share. `quotas`: by tenant; the default
+        weight is 1.
         """
         with self._lock:
             jobs = self.jobs

@@ -67,12 +67,8 @@ class BaseServers:
         changed: Notifier,
         stop_job: Callable[[str], None],
     ) -> None:
-        """Begin without base servers; `adopt` finds those of an earlier scheduler.
-
-        Args:
-            jobs: folder of all jobs; the folder of base servers is next to it.
-            changed: notified when a decision is due.
-            stop_job: stops a job whose base server is lost for good; the job is queued again.
+        """Begin without base servers; `adopt` finds those of an earlier scheduler. `stop_job`: stops a job whose base
+        server is lost for good; the job is queued again.
         """
         self._store, self._launcher, self._rules, self._changed = store, launcher, rules, changed
         self._jobs, self._folder, self._stop_job = jobs, jobs.with_name("bases"), stop_job
@@ -117,13 +113,8 @@ class BaseServers:
         base.idle_since = None
 
     async def admit(self, job_id: str, base_id: str, quotas: Mapping[str, Quota]) -> tuple[str, Path]:
-        """Give a job a key for its base server; return the server's address and the key file.
-
-        Args:
-            job_id: of a job counted by `hold`.
-
-        Raises:
-            NodeLost: the base server has ended meanwhile; the job is queued and placed again.
+        """Give a job a key for its base server; return the server's address and the key file. Raises NodeLost if the
+        base server has ended meanwhile; the job is queued and placed again.
         """
         base = self._bases.get(base_id)
         if base is None or base.record.address is None:
@@ -148,11 +139,7 @@ class BaseServers:
     # Base servers
 
     async def adopt(self, live: Iterable[JobRecord], devices: Callable[[str, Any], tuple[GpuShare, ...]]) -> None:
-        """Watch the base servers of an earlier scheduler again.
-
-        Args:
-            devices: returns GPUs for something that uses an unknown choice of them on a node.
-        """
+        """Watch the base servers of an earlier scheduler again."""
         for record in await self._store.read(stored.all_bases):
             if record.base_id in self._bases:
                 continue

@@ -16,11 +16,6 @@ class Deadlines:
     """The deadlines of all jobs that have not ended."""
 
     def __init__(self, clock: Clock, absent_seconds: float) -> None:
-        """Begin without jobs.
-
-        Args:
-            absent_seconds: how long an attached job's client may be absent.
-        """
         self._clock, self._absent_seconds = clock, absent_seconds
         self._seen: dict[str, float] = {}  # last request of an attached job's client, monotonic seconds
         self._limits: dict[str, tuple[float, str]] = {}  # end of a running job's time limit (monotonic), and the reason

@@ -20,7 +20,6 @@ class ServersInUse:
     """Which live job uses which servers."""
 
     def __init__(self) -> None:
-        """Begin without live jobs."""
         self._held: dict[str, frozenset[str]] = {}
 
     def hold(self, job: JobRecord) -> None:
@@ -88,9 +87,6 @@ class EngineRules:
         """Return what jobs of these engines would lack on this machine, one line for each rule.
 
         These are warnings: jobs may run on other machines, and the rest of the service works.
-
-        Args:
-            passed: variables that jobs get from this process.
         """
         found = []
         for kind, program in self.programs.items():
@@ -111,11 +107,7 @@ class EngineRules:
         return found
 
     def filled(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a starting job's configuration with the operator's interpreter, variables and folders.
-
-        Args:
-            config: a validated JobConfig as JSON.
-        """
+        """Return a starting job's configuration with the operator's interpreter, variables and folders."""
         given = config.get("engine")
         if given is None:
             return dict(config)
@@ -158,11 +150,7 @@ class EngineRules:
 
 
 def load_engine_rules(path: Path, table: Any) -> EngineRules:
-    """Return the rules of `[engines]`.
-
-    Args:
-        path: of the file, for errors, and as base of a relative interpreter.
-    """
+    """Return the rules of `[engines]`. `path`: of the file, for errors, and as base of a relative interpreter."""
     started = {kind: section.program_key for kind, section in sections().items() if section.program_key is not None}
     if not isinstance(table, dict) or not table.keys() <= {*started, "servers"}:
         raise ConfigError(f"{path}: [engines] has the tables {', '.join(started)} and [[servers]], and no others")

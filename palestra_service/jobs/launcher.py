@@ -144,11 +144,7 @@ class ServerOrder:
 
 
 def runner_count(config: Mapping[str, Any]) -> int:
-    """Return the number of further processes that play a job's environment.
-
-    Args:
-        config: a validated JobConfig as JSON.
-    """
+    """Return the number of further processes that play a job's environment."""
     if config.get("kind", "training") != "training":
         return 0
     return int((config.get("environment") or {}).get("runners") or 0)
@@ -203,10 +199,8 @@ class Launcher(Protocol):
     """
 
     async def nodes(self) -> list[Node]:
-        """Return the machines of the cluster with all their resources.
-
-        Raises:
-            ServerFailed: the cluster does not answer.
+        """Return the machines of the cluster with all their resources. Raises ServerFailed if the cluster does not
+        answer.
         """
         ...
 
@@ -218,10 +212,8 @@ class Launcher(Protocol):
         ...
 
     async def start(self, order: ServerOrder | BaseOrder) -> Listening:
-        """Start a server, or continue the run in its folder; return when the server listens.
-
-        Raises:
-            PalestraError: the server cannot be started; all its resources are released.
+        """Start a server, or continue the run in its folder; return when the server listens. Raises PalestraError if
+        the server cannot be started; all its resources are released.
         """
         ...
 
@@ -243,11 +235,7 @@ class Launcher(Protocol):
         ...
 
     async def stop(self, job_id: str, grace_seconds: float) -> None:
-        """Ask a server to save and end, and wait until its resources are released.
-
-        Args:
-            grace_seconds: before its process is killed.
-        """
+        """Ask a server to save and end, and wait until its resources are released."""
         ...
 
     async def close(self) -> None:
@@ -262,10 +250,8 @@ class FencedLauncher:
     """
 
     def __init__(self, launcher: Launcher, confirmed: Callable[[], Awaitable[None]]) -> None:
-        """Wrap a launcher.
-
-        Args:
-            confirmed: raises Superseded if another scheduler has taken over; see `ControlStore.confirmed`.
+        """Wrap a launcher. `confirmed`: raises Superseded if another scheduler has taken over; see
+        `ControlStore.confirmed`.
         """
         self._launcher, self._confirmed = launcher, confirmed
 
@@ -306,10 +292,8 @@ class FencedLauncher:
 
 
 def following_state(job: JobRecord, ended: Ended, now: float) -> tuple[JobState, str, int]:
-    """Return the next state of a job whose server has ended, the reason, and the remaining restarts.
-
-    Args:
-        now: Unix seconds of the end, at which the job's time limit may be exceeded.
+    """Return the next state of a job whose server has ended, the reason, and the remaining restarts. `now`: Unix
+    seconds of the end, at which the job's time limit may be exceeded.
     """
     left = job.restarts_left
     if ended.ending is Ending.COMPLETED:

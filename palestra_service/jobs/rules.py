@@ -220,11 +220,7 @@ class Rules:
                     )
 
     def time_limit(self, asked: float | None) -> float | None:
-        """Return the time limit of a job: the requested one, else the cap.
-
-        Args:
-            asked: seconds; None: unlimited.
-        """
+        """Return the time limit of a job: the requested one, else the cap. `asked`: seconds; None: unlimited."""
         most = self.caps.get(TIME_LIMIT, math.inf)
         if asked is None:
             return None if most == math.inf else most
@@ -262,10 +258,8 @@ class Rules:
     def places(self, config: JobConfig, *, started_from_job: bool) -> dict[str, str]:
         """Return the locations of a job's models, by policy, if they differ from their names; see `weights`.
 
-        References are included, as in `JobConfig.named_models`.
-
-        Args:
-            started_from_job: whether the trained policy's model is a folder of the job's own.
+        References are included, as in `JobConfig.named_models`. `started_from_job`: whether the trained policy's model
+        is a folder of the job's own.
         """
         own = config.trained_policies if started_from_job else ()
         found = {name: self.weights(model) for name, model in config.named_models.items() if name not in own}

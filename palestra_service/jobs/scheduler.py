@@ -89,14 +89,8 @@ class JobScheduler:
         stop_seconds: float = 120.0,
         absent_seconds: float = 120.0,
     ) -> None:
-        """Create a scheduler; `run` starts it.
-
-        Args:
-            folder: parent of all jobs' folders; all machines must see it.
-            policy: its quotas and draining are replaced by stored values.
-            rules: the operator's; None: the defaults.
-            stop_seconds: how long a cancelled job may save.
-            absent_seconds: how long an attached job's client may be absent.
+        """Create a scheduler; `run` starts it. `folder`: parent of all jobs' folders; all machines must see it.
+        `policy`: its quotas and draining are replaced by stored values.
         """
         self._store, self._folder = store, folder
         launcher = self._launcher = FencedLauncher(launcher, store.confirmed)
@@ -123,10 +117,8 @@ class JobScheduler:
     async def run(self) -> None:
         """Schedule until cancelled; jobs then continue.
 
-        Other failures of a round are logged, and the next round retries.
-
-        Raises:
-            Superseded: another scheduler has taken over the control store.
+        Other failures of a round are logged, and the next round retries. Raises Superseded if another scheduler has
+        taken over the control store.
         """
         try:
             while True:
@@ -205,10 +197,8 @@ class JobScheduler:
         return await self._store.read(lambda c: decisions.quota_of(c, tenant)) or Quota()
 
     async def refusal(self, needs: Resources, tenant: str, adapters: int = 0) -> str | None:
-        """Return why a job of a tenant could never start; None: it could.
-
-        Args:
-            adapters: on a shared base; 0: it uses none.
+        """Return why a job of a tenant could never start; None: it could. `adapters`: on a shared base; 0: it uses
+        none.
         """
         limits, quota = self._rules.bases, await self.quota_of(tenant)
         found = never_starts(needs, self.nodes, tenant, quota, part_of_base(limits, adapters))
@@ -219,11 +209,7 @@ class JobScheduler:
         self._deadlines.seen(job_id)
 
     async def cancel(self, tenant: str | None, job_id: str, reason: str) -> JobRecord:
-        """End a job, after it has saved its training.
-
-        Args:
-            tenant: the owner's; None: any.
-        """
+        """End a job, after it has saved its training."""
         job = await self._store.request_cancel(tenant, job_id, reason)
         if job.is_over:
             self._deadlines.remove(job_id)

@@ -35,12 +35,7 @@ class KnownKinds:
 def by_base(
     queue: Iterable[JobRecord], kinds: Mapping[str, BaseKind], limits: BaseLimits, now: float
 ) -> tuple[list[WaitingJob], dict[str, WaitingForBase]]:
-    """Return queued jobs for placement: those with their own model, and those on a shared base by id.
-
-    Args:
-        kinds: of the needed base servers, by job.
-        now: Unix seconds.
-    """
+    """Return queued jobs for placement: those with their own model, and those on a shared base by id."""
     own, shared = list[WaitingJob](), dict[str, WaitingForBase]()
     for job in queue:
         waiting = WaitingJob(

@@ -19,10 +19,8 @@ JOB_ID = re.compile(r"job-[0-9a-f]{16}")
 
 
 def checkpoint_folders(run: Path, policies: Collection[str]) -> dict[str, Path]:
-    """Return the checkpoint folders of policies in a run; several policies have separate ones.
-
-    Args:
-        policies: that start from its checkpoints; any name for a run with one policy.
+    """Return the checkpoint folders of policies in a run; several policies have separate ones. `policies`: that start
+    from its checkpoints; any name for a run with one policy.
     """
     together = run / CHECKPOINTS
     apart = any((together / name).is_dir() for name in policies)
@@ -30,12 +28,7 @@ def checkpoint_folders(run: Path, policies: Collection[str]) -> dict[str, Path]:
 
 
 def step_meant(run: Path, job_id: str, wanted: int | None, policies: Collection[str]) -> int:
-    """Return the step of another job's checkpoint.
-
-    Args:
-        job_id: of the other job, for the error.
-        wanted: None: the newest that all of the policies have.
-    """
+    """Return the step of another job's checkpoint. `wanted`: None: the newest that all of the policies have."""
     folders = set(checkpoint_folders(run, policies).values())
     steps = sorted(set.intersection(*({checkpoint.step_of(path) for path in checkpoint.found(f)} for f in folders)))
     if not steps:
@@ -71,14 +64,8 @@ def recorded_job(config: Mapping[str, Any]) -> str | None:
 
 
 def check_recorded(run: Path, job_id: str, moment: float) -> None:
-    """Raise an error for a run without usable episodes.
-
-    Args:
-        job_id: of the other job, for the error.
-        moment: Unix seconds; later episodes do not count.
-
-    Raises:
-        NotFound: there is no completed training episode.
+    """Raise an error for a run without usable episodes. `moment`: Unix seconds; later episodes do not count. Raises
+    NotFound if there is no completed training episode.
     """
     if not completed_until(run, moment):
         raise NotFound(f"job {job_id} has no completed training episode to learn from yet")
@@ -90,9 +77,6 @@ def with_own_episodes(
     """Return the configuration of a job with `algorithm.from_run`, which names a folder of the job's own.
 
     The first start copies the episodes that were completed when the job was submitted.
-
-    Args:
-        models: the operator's, by the tenants' names.
     """
     own = folder / f"{recorded_job(config)}-episodes"
     if not (own / SAVED_CONFIG).exists():

@@ -117,7 +117,6 @@ def choose_bases(
     Args:
         queue: jobs that ask for a shared base, in the order of their turns.
         nodes: all known nodes; without any, it is unknown what a base server leaves.
-        now: Unix seconds.
         stopped: reasons of jobs stopped by quotas: they get remaining capacity, but no base server is started or kept
             for them. Otherwise a tenant's queue could fill the cluster.
     """

@@ -177,11 +177,8 @@ def added(*amounts: Amounts) -> Amounts:
 
 
 def devices_for(gpus: int, free: Sequence[int], later: Sequence[int]) -> tuple[GpuShare, ...] | None:
-    """Return a job's devices that leave the least over; None: the job does not fit.
-
-    Args:
-        free: amount free of each device now.
-        later: amount free of each device at the time that matters; the scarcest are used first.
+    """Return a job's devices that leave the least over; None: the job does not fit. `later`: amount free of each device
+    at the time that matters; the scarcest are used first.
     """
     if gpus == 0:
         return ()
@@ -196,10 +193,8 @@ def devices_for(gpus: int, free: Sequence[int], later: Sequence[int]) -> tuple[G
 def devices_left(
     node: Node, needs: ProcessResources, running: Iterable[RunningJob], own: Iterable[PlacedBundle] = ()
 ) -> tuple[GpuShare, ...]:
-    """Return devices of a node for something that uses an unknown choice of them.
-
-    Args:
-        own: other processes of the same job.
+    """Return devices of a node for something that uses an unknown choice of them. `own`: other processes of the same
+    job.
     """
     free = [SHARES] * node.gpus
     for place in (*own, *(place for other in running for _, place in other.places)):
@@ -353,9 +348,6 @@ class Reservation:
     def borrow(self, needs: Amounts, ends: float | None) -> tuple[GpuShare, ...] | None:
         """Return devices of the reserved node for a job that fits there now without delaying the first job; None: it
         would.
-
-        Args:
-            ends: its expected end; None: unknown.
         """
         if self.is_over(ends):
             return devices_for(needs.gpus, self.node.devices, self.node.devices)
@@ -368,11 +360,7 @@ class Reservation:
         return None
 
     def lend(self, needs: Amounts, devices: tuple[GpuShare, ...], ends: float | None) -> None:
-        """Record that such a job has started on the reserved node.
-
-        Args:
-            ends: its expected end; None: unknown.
-        """
+        """Record that such a job has started on the reserved node."""
         if not self.is_over(ends):
             self.then.give(needs, devices)
 
@@ -397,8 +385,6 @@ def reserve(rooms: Iterable[FreeOnNode], job_id: str, needs: Amounts, now: float
     end that are not known to be endless, which are never waited for.
 
     Args:
-        rooms: the nodes on which jobs may start.
-        now: Unix seconds.
         trusting: whether to use expected ends.
     """
     nodes = list(rooms)

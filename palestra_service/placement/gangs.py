@@ -111,11 +111,7 @@ def _part(name: str, needs: ProcessResources) -> GangPart:
 
 
 def fit_gang(gang: Gang, free: Free) -> GangPlaces | NoRoom:
-    """Return the nodes of a job's processes, or the process that finds none. The first of equal nodes is used.
-
-    Args:
-        free: on each node; not changed.
-    """
+    """Return the nodes of a job's processes, or the process that finds none. The first of equal nodes is used."""
     order = sorted(range(len(gang.parts)), key=lambda number: (_turn(gang.parts[number]), -number), reverse=True)
     if gang.placement == "SPREAD":
         spread = _placed_by(_least_used, gang, order, free)
@@ -212,11 +208,6 @@ def reserve_gang(
 
     Jobs are assumed to end in the order of their expected ends or, if these are unknown or not trusted, from the oldest
     on; see `fitting.reserve`. The smallest sufficient number of them is used.
-
-    Args:
-        rooms: the nodes on which jobs may start.
-        now: Unix seconds.
-        trusting: whether to use expected ends.
     """
     nodes = list(rooms)
     holdings = [(holding, node) for node in nodes for holding in node.holdings if holding.ends != math.inf]

@@ -126,11 +126,7 @@ def in_turn(
     policy: PlacementPolicy,
     now: float,
 ) -> list[str]:
-    """Return the ids of all jobs of a queue in the order of their turns, if none of them starts.
-
-    Args:
-        now: seconds on the clock of all other times here.
-    """
+    """Return the ids of all jobs of a queue in the order of their turns, if none of them starts."""
     held = list(running)
     return [turn.job_id for turn in in_order(_Placement(held, list(nodes), policy, now).lines(queue, held), now)]
 
@@ -138,12 +134,7 @@ def in_turn(
 def over_quota(
     queue: Iterable[WaitingJob], running: Iterable[RunningJob], policy: PlacementPolicy, now: float
 ) -> dict[str, str]:
-    """Return which waiting jobs their tenants' quotas stop now, with the reasons, if all others start.
-
-    Args:
-        queue: in any order; turns are as in `place`.
-        now: seconds on the clock of all other times here.
-    """
+    """Return which waiting jobs their tenants' quotas stop now, with the reasons, if all others start."""
     found: dict[str, str] = {}
     held = list(running)
     for turn in in_order(_Placement(held, (), policy, now).lines(queue, held), now):

@@ -74,13 +74,7 @@ class TenantQueue:
     def __init__(
         self, account: TenantUsage, jobs: Iterable[WaitingJob], running: Iterable[RunningJob], aging: float
     ) -> None:
-        """Sort the waiting jobs of one tenant.
-
-        Args:
-            jobs: in any order.
-            running: of the tenant, in any order.
-            aging: seconds of waiting that raise a job by one class.
-        """
+        """Sort the waiting jobs of one tenant. `aging`: seconds of waiting that raise a job by one class."""
         self.account, self._aging = account, aging
         ordered = sorted(jobs, key=lambda job: (job.submitted_at, job.job_id), reverse=True)
         self._classes = [[job for job in ordered if job.priority == priority] for priority in PRIORITIES]

@@ -32,10 +32,6 @@ def never_starts(
     """Return why a job can never start, even on an empty cluster; None: it can. Used to check submissions.
 
     Dead and draining nodes count, because they may come back. Without any node no job is refused.
-
-    Args:
-        quota: None: no limits.
-        beside: additionally counted for the tenant.
     """
     over = TenantUsage(tenant, quota or Quota(), NOTHING).refusal(added(total(needs), beside))
     return gang_too_large(gang_of(needs), nodes) if over is None else with_part(over, beside)
@@ -140,11 +136,8 @@ def name_of(job: WaitingJob) -> str:
 
 
 def behind(turn: QueueEntry, first: QueueEntry, kept: str) -> str:
-    """Return the reason of a fitting job that is held back for the first one.
-
-    Args:
-        first: of the job that must not be delayed.
-        kept: the reserved nodes, with their verb.
+    """Return the reason of a fitting job that is held back for the first one. `kept`: the reserved nodes, with their
+    verb.
     """
     name = name_of(first.job) if turn.line is first.line else "a job of another tenant"
     if first.below_overdue == 0:
@@ -160,11 +153,6 @@ class Shortage:
     """Describes what jobs wait for, from the free resources at the end of a decision."""
 
     def __init__(self, rooms: Sequence[FreeOnNode], nodes: Sequence[Node]) -> None:
-        """Take the nodes at the end of a decision.
-
-        Args:
-            rooms: the nodes on which jobs may start.
-        """
         self._rooms, self._nodes = rooms, sorted(nodes, key=lambda node: node.node_id)
 
     @cached_property

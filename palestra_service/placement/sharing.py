@@ -69,7 +69,6 @@ def place_all(
     Args:
         queue: jobs that wait and have a model of their own.
         shared: jobs that wait and ask for a shared base.
-        now: Unix seconds.
     """
     own, jobs, known, machines = list(queue), cluster.running, cluster.bases, cluster.nodes
     by_id = {one.job.job_id: one for one in shared}

@@ -69,11 +69,7 @@ class TenantUsage:
     """
 
     def __init__(self, tenant: str, quota: Quota, total: Amounts) -> None:
-        """Begin without usage.
-
-        Args:
-            total: resources of the whole cluster, for shares.
-        """
+        """Begin without usage. `total`: resources of the whole cluster, for shares."""
         self.tenant, self.limits, self._total = tenant, quota.limits, total
         self.used = [0, 0, 0, 0]
         self._lasting = [0, 0, 0, 0]  # the part of `used` that endless jobs hold
@@ -88,11 +84,7 @@ class TenantUsage:
         return max((used / all_ for used, all_ in zip(self.used, self._total, strict=False) if all_), default=0.0)
 
     def hold(self, needs: Amounts, ends: float | None) -> None:
-        """Add a job with resources.
-
-        Args:
-            ends: expected end; infinite: it runs until it is stopped; None: unknown.
-        """
+        """Add a job with resources. `ends`: expected end; infinite: it runs until it is stopped; None: unknown."""
         self.used = [used + need for used, need in zip(self.used, (*needs, 1), strict=True)]
         if ends == math.inf:
             self._lasting = [held + need for held, need in zip(self._lasting, (*needs, 1), strict=True)]

@@ -45,7 +45,6 @@ def connect(address: str | None, state_dir: Path, local: LocalRay, pass_env: Col
     Args:
         address: of a cluster; None: the local one, which an earlier scheduler may have started.
         state_dir: folder with the record of the local cluster.
-        local: resources of a new local cluster.
         pass_env: the operator's variables for jobs, in addition to those of `job_environment`.
     """
     if find_spec("ray") is None:

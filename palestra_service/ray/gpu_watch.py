@@ -26,7 +26,6 @@ class GpuWatch:
     """Queries machines for their GPU figures on demand, at most every two seconds."""
 
     def __init__(self) -> None:
-        """Begin without figures."""
         self._actors: dict[str, Any] = {}  # by machine
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, GpuReading] = {}

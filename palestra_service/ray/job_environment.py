@@ -42,11 +42,7 @@ _FOLDERS = ("PYTHONPATH", "XDG_CACHE_HOME", "PALESTRA_CACHE", "HF_HOME", "HF_HUB
 
 
 def job_environment(environment: Mapping[str, str], more: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables of `environment` allowed in a job's process, with absolute folders.
-
-    Args:
-        more: further names, in addition to `NAMES` and `PREFIXES`.
-    """
+    """Return the variables of `environment` allowed in a job's process, with absolute folders."""
     found = {name: value for name, value in environment.items() if _passes(name, more)}
     for name in _FOLDERS:
         if name in found:
@@ -63,10 +59,7 @@ def limit_environment(environment: MutableMapping[str, str], more: Collection[st
     """Remove variables from `environment` that `job_environment` does not return.
 
     For processes of a cluster that Palestra has not started. The kernel still shows their initial variables
-    (`/proc/PID/environ`).
-
-    Args:
-        environment: the process's own, changed in place.
+    (`/proc/PID/environ`). `environment`: the process's own, changed in place.
     """
     kept = job_environment(environment, more)
     for name in [name for name in environment if name not in kept]:

@@ -26,10 +26,7 @@ def used_bytes(pid: int, children: list[int], limit_bytes: int) -> int:
     """Return the memory of a process and its children, in bytes; 0 for an ended process.
 
     Proportional shares are only computed if the sum without them exceeds `limit_bytes`, because the kernel walks
-    through all pages for them.
-
-    Args:
-        limit_bytes: up to this sum, shared memory may be counted more than once.
+    through all pages for them. `limit_bytes`: up to this sum, shared memory may be counted more than once.
     """
     total = sum(_sum(f"/proc/{process}/status", _WHOLE) for process in (pid, *children))
     if total <= limit_bytes or not children:
@@ -57,11 +54,7 @@ def start_time(pid: int) -> str | None:
 
 
 def join(beside: Path) -> None:
-    """Count this process's memory as a job's, see `watch`.
-
-    Args:
-        beside: the job's folder for such processes, on this machine.
-    """
+    """Count this process's memory as a job's, see `watch`."""
     beside.mkdir(mode=0o700, parents=True, exist_ok=True)
     (beside / str(os.getpid())).write_text(start_time(os.getpid()) or "", encoding="utf-8")
 
@@ -80,7 +73,6 @@ def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path, beside:
     """Watch a process until it ends, or kill it; return whether it was killed.
 
     Args:
-        limit_bytes: of the process and its children.
         ended: file for the job's ending; written before the process is killed.
         text: content of `ended`, with the placeholder `USED`.
         log: the job's log, to which the text is appended.

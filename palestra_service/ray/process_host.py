@@ -83,13 +83,8 @@ class Bundles:
         folder: Path,
         here: str,
     ) -> None:
-        """Take the bundles over; all are empty.
-
-        Args:
-            bundles: of the role, by their index in the group.
-            pass_env: the operator's variables for processes.
-            folder: of the job, shared by all machines.
-            here: address of this machine in the cluster, at which the others reach the job.
+        """Take the bundles over; all are empty. `here`: address of this machine in the cluster, at which the others
+        reach the job.
         """
         self._group, self._bundles, self._folder, self._here = group, dict(bundles), folder, here
         self._pass_env = tuple(pass_env)
@@ -262,12 +257,7 @@ class HostedProcess:
         limit: MemoryLimit | None,
         give_back: Callable[[], None],
     ) -> None:
-        """Wrap a running program.
-
-        Args:
-            limit: of its memory; None: unlimited.
-            give_back: called when the bundle is empty again.
-        """
+        """Wrap a running program. `give_back`: called when the bundle is empty again."""
         self.connection, self.pid, self.address = connection, pid, address
         self._actor, self._limit, self._give_back = actor, limit, give_back
         self._ended = asyncio.create_task(self._end())

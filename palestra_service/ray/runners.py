@@ -27,7 +27,6 @@ class _Runner:
     """A process that plays the environment of a job, with the variables that the job has."""
 
     def __init__(self, pass_env: Collection[str], memory: MemoryLimit | Path | None) -> None:
-        """Prepare to play."""
         limit_environment(os.environ, pass_env)
         if isinstance(memory, Path):
             join(memory)
@@ -42,7 +41,6 @@ def runner_actors(pass_env: Collection[str], bundles: Bundles | None, beside: Pa
     """Return what starts the runners of this actor's job.
 
     Args:
-        pass_env: the operator's variables for runners.
         bundles: of runners; None: the job's own bundle has a core and the memory for each runner.
         beside: folder by which runners in the job's own bundle register for its memory limit.
     """
@@ -92,12 +90,8 @@ def beside_job(folder: Path) -> Path:
 
 
 def places_of(order: ServerOrder, pass_env: Collection[str], here: str) -> JobPlaces:
-    """Return where the processes of the calling actor's job run.
-
-    Args:
-        order: its folder is shared by all machines.
-        pass_env: the operator's variables for processes.
-        here: address of this machine in the cluster.
+    """Return where the processes of the calling actor's job run. `order`: its folder is shared by all machines. `here`:
+    address of this machine in the cluster.
     """
     group = get_current_placement_group()
     assert group is not None

@@ -66,11 +66,8 @@ class ServedControlPlane(NamedTuple):
 async def control_plane(
     options: ServeOptions, show_key: Callable[[NewKey | None, bool], None] = lambda key, unused: None
 ) -> AsyncIterator[ServedControlPlane]:
-    """Serve the control plane while the block is open.
-
-    Args:
-        show_key: called before anything else can fail: with the first admin's key, if this start created one, and with
-            whether no key of the first admin was ever used.
+    """Serve the control plane while the block is open. `show_key`: called before anything else can fail: with the first
+    admin's key, if this start created one, and with whether no key of the first admin was ever used.
     """
     if options.without_keys and options.host not in LOOPBACK:
         raise ConfigError(f"without keys only loopback may be listened on, and not {options.host}")
@@ -131,13 +128,8 @@ async def _is_idle(store: ControlStore) -> bool:
 async def serve_control(
     options: ServeOptions, ready: Callable[[str], None], show_key: Callable[[NewKey | None, bool], None]
 ) -> None:
-    """Serve the control plane until SIGINT or SIGTERM; running jobs continue.
-
-    Args:
-        ready: called with the URL when the server listens.
-
-    Raises:
-        Superseded: another control plane has taken over the control store.
+    """Serve the control plane until SIGINT or SIGTERM; running jobs continue. `ready`: called with the URL when the
+    server listens. Raises Superseded if another control plane has taken over the control store.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -82,7 +82,6 @@ class RayServers:
 
         Args:
             host: address for data planes; None: their node's address in the cluster.
-            pass_env: the operator's variables for jobs, in addition to those of `job_environment`.
             confirmed: awaited immediately before changing the cluster. It raises Superseded if another scheduler has
                 taken over, which may have started a server under the same name.
         """

@@ -78,11 +78,7 @@ def users_of(connection: Connection, tenant: str) -> list[UserRecord]:
 
 
 def add_user(connection: Connection, tenant: str, name: str, role: Role, now: float) -> None:
-    """Add a user without keys.
-
-    Args:
-        name: names of removed users are not reused, so that the audit log is unambiguous.
-    """
+    """Add a user without keys. `name`: names of removed users are not reused, so that the audit log is unambiguous."""
     known = connection.execute(select(users.c.removed_at).where(users.c.tenant == tenant, users.c.name == name)).first()
     if known is not None:
         raise Conflict(f"there {'is' if known.removed_at is None else 'was'} a user {name} already; take another name")
@@ -90,11 +86,7 @@ def add_user(connection: Connection, tenant: str, name: str, role: Role, now: fl
 
 
 def change_role(connection: Connection, tenant: str, name: str, role: Role) -> None:
-    """Change a user's role.
-
-    Raises:
-        Conflict: the tenant would have no admin.
-    """
+    """Change a user's role. Raises Conflict if the tenant would have no admin."""
     known = user(connection, tenant, name)
     if known.role is Role.ADMIN and role is not Role.ADMIN:
         _require_another_admin(connection, known)
@@ -102,11 +94,7 @@ def change_role(connection: Connection, tenant: str, name: str, role: Role) -> N
 
 
 def remove_user(connection: Connection, tenant: str, name: str, now: float) -> None:
-    """Remove a user, and revoke the user's keys.
-
-    Raises:
-        Conflict: the tenant would have no admin.
-    """
+    """Remove a user, and revoke the user's keys. Raises Conflict if the tenant would have no admin."""
     known = user(connection, tenant, name)
     if known.role is Role.ADMIN:
         _require_another_admin(connection, known)
@@ -155,11 +143,7 @@ def key(connection: Connection, tenant: str, key_id: str) -> KeyRecord:
 
 
 def keys_of(connection: Connection, tenant: str, name: str | None) -> list[KeyRecord]:
-    """Return the keys of a user, newest first.
-
-    Args:
-        name: None: all users of the tenant.
-    """
+    """Return the keys of a user, newest first."""
     wanted = select(keys).where(keys.c.tenant == tenant).order_by(keys.c.created_at.desc(), keys.c.key_id)
     if name is not None:
         wanted = wanted.where(keys.c.user_name == name)

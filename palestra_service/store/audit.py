@@ -45,11 +45,7 @@ def append(connection: Connection, tenant: str, entry_id: str, entry: AuditEntry
 
 
 def audit_page(connection: Connection, tenant: str, before: int | None, limit: int) -> list[AuditEntry]:
-    """Return lines of a tenant's log, newest first.
-
-    Args:
-        before: only lines with a smaller number; None: from the newest on.
-    """
+    """Return lines of a tenant's log, newest first."""
     shown = [audit.c[name] for name in AuditEntry.__slots__]
     wanted = select(*shown).where(audit.c.tenant == tenant).order_by(audit.c.number.desc()).limit(limit)
     if before is not None:

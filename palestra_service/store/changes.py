@@ -32,12 +32,7 @@ class NewChange(NamedTuple):
 
 
 def add_change(connection: Connection, change: NewChange, now: float) -> None:
-    """Record a change of state under the next number of its tenant.
-
-    Args:
-        connection: in a transaction of the writing thread.
-        now: Unix seconds.
-    """
+    """Record a change of state under the next number of its tenant."""
     last = select(func.coalesce(func.max(changes.c.number), 0)).where(changes.c.tenant == change.tenant)
     connection.execute(
         changes.insert(),
@@ -65,10 +60,8 @@ def of_job(connection: Connection, job_id: str, number: int) -> list[JobChange]:
 
 
 def of_tenant(connection: Connection, tenant: str, number: int, viewer: str | None, limit: int) -> list[JobChange]:
-    """Return changes of a tenant's jobs with a number larger than `number`, in order.
-
-    Args:
-        viewer: user who cannot see others' private jobs; None: all jobs.
+    """Return changes of a tenant's jobs with a number larger than `number`, in order. `viewer`: user who cannot see
+    others' private jobs; None: all jobs.
     """
     wanted = select(changes).where(changes.c.tenant == tenant, changes.c.number > number)
     if viewer is not None:
@@ -84,11 +77,8 @@ def newest(connection: Connection, tenant: str) -> int:
 
 
 def state_times(connection: Connection, tenant: str | None, limits: Sequence[float]) -> StateTimes:
-    """Return histograms of jobs' times from queued to started, and from started to running.
-
-    Args:
-        tenant: None: all tenants.
-        limits: bucket limits in ascending seconds; there is one more count for longer times.
+    """Return histograms of jobs' times from queued to started, and from started to running. `limits`: bucket limits in
+    ascending seconds; there is one more count for longer times.
     """
     began = func.lag(changes.c.at).over(partition_by=changes.c.job_id, order_by=changes.c.number)
     columns = (changes.c.tenant, changes.c.previous, changes.c.following)

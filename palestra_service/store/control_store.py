@@ -50,11 +50,6 @@ class ControlStore:
     """
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
-        """Open the store.
-
-        Args:
-            clock: None: the system's.
-        """
         self.clock: Clock = clock or SystemClock()
         self.changed = Notifier()
         self._db = Database(open_backend(url), tables.SCHEMA)
@@ -78,12 +73,8 @@ class ControlStore:
     ) -> T:
         """Run an operation on the writing thread, and a follow-up on the event loop after its commit.
 
-        Both are executed even if the caller is cancelled.
-
-        Args:
-            operation: may run a second time if it is unknown whether it had committed.
-            then: called with the result when it is on disk.
-            tag: names the fault points before and after the commit.
+        Both are executed even if the caller is cancelled. `operation`: may run a second time if it is unknown whether
+        it had committed. `then`: called with the result when it is on disk.
         """
         try:
             result = await self._db.write(operation, tag)
@@ -99,20 +90,13 @@ class ControlStore:
         return await self._db.read(operation)
 
     async def confirm(self) -> None:
-        """Check that this process still has the store.
-
-        Raises:
-            Superseded: another process has taken it over.
-        """
+        """Check that this process still has the store. Raises Superseded if another process has taken it over."""
         await self.write(lambda _: None)
 
     async def confirmed(self) -> None:
         """Wait until the database answers, and check that this process still has the store.
 
-        Call it immediately before any change outside the store.
-
-        Raises:
-            Superseded: another process has taken it over.
+        Call it immediately before any change outside the store. Raises Superseded if another process has taken it over.
         """
         while True:
             try:
@@ -153,11 +137,7 @@ class ControlStore:
         )
 
     async def job(self, tenant: str | None, job_id: str) -> JobRecord:
-        """Return one job.
-
-        Args:
-            tenant: the owner's; None: any, only for the scheduler.
-        """
+        """Return one job. `tenant`: the owner's; None: any, only for the scheduler."""
         _check_job_id(job_id)
         return await self.read(lambda c: jobs.read_job(c, tenant, job_id))
 
@@ -174,10 +154,7 @@ class ControlStore:
         """Return a page of a tenant's jobs, newest first. Pages do not shift while jobs are added.
 
         Args:
-            states: only jobs in one of these; (): in any.
-            cursor: from the page before; None: the first page.
             viewer: user who does not see private jobs of others; None: all jobs are returned.
-            equal: only jobs of this user, name or kind; None: of any.
 
         Raises:
             InvalidRequest: the limit is out of range, or the cursor is not of this list.
@@ -201,10 +178,8 @@ class ControlStore:
     ) -> JobRecord:
         """Change a job's state and record the change in one transaction, if its present state is an expected one.
 
-        STARTING counts a start; a job that is no longer live has no URL.
-
-        Raises:
-            Conflict: the job is in another state, or it would be queued although its cancellation was requested.
+        STARTING counts a start; a job that is no longer live has no URL. Raises Conflict if the job is in another
+        state, or it would be queued although its cancellation was requested.
         """
         _check_job_id(job_id)
         now = self.clock.now()
@@ -216,11 +191,7 @@ class ControlStore:
         )
 
     async def request_cancel(self, tenant: str | None, job_id: str, reason: str) -> JobRecord:
-        """Cancel a queued job, or mark a live one for the scheduler; no effect on an ended one.
-
-        Args:
-            tenant: the owner's; None: any.
-        """
+        """Cancel a queued job, or mark a live one for the scheduler; no effect on an ended one."""
         _check_job_id(job_id)
         change_id, now = secrets.token_hex(16), self.clock.now()
         return await self.write(
@@ -236,20 +207,12 @@ class ControlStore:
         return await self.read(lambda c: jobs.in_states(c, LIVE_STATES))
 
     async def changes(self, tenant: str | None, job_id: str, after: int = 0) -> list[JobChange]:
-        """Return the changes of one job after a number, oldest first.
-
-        Args:
-            tenant: the owner's; None: any.
-        """
+        """Return the changes of one job after a number, oldest first."""
         _check_job_id(job_id)
         return await self.read(lambda c: jobs.changes_of(c, tenant, job_id, _number(after)))
 
     async def tenant_changes(self, tenant: str, after: int, viewer: str | None, limit: int) -> list[JobChange]:
-        """Return changes of all jobs of a tenant after a number, oldest first.
-
-        Args:
-            viewer: user who cannot see others' private jobs; None: all jobs.
-        """
+        """Return changes of all jobs of a tenant after a number, oldest first."""
         return await self.read(lambda c: changes.of_tenant(c, tenant, _number(after), viewer, limit))
 
     async def newest_change(self, tenant: str) -> int:
@@ -257,21 +220,15 @@ class ControlStore:
         return await self.read(lambda c: changes.newest(c, tenant))
 
     async def append_audit(self, tenant: str, who: str, key_id: str | None, what: str, target: str) -> None:
-        """Append a line to the audit log, with secrets of keys removed from all texts.
-
-        Args:
-            key_id: None: not done with a key.
+        """Append a line to the audit log, with secrets of keys removed from all texts. `key_id`: None: not done with a
+        key.
         """
         entry_id = secrets.token_hex(16)
         entry = AuditEntry(at=self.clock.now(), who=who, key_id=key_id, what=what, target=target)
         await self.write(lambda c: audit.append(c, tenant, entry_id, entry))
 
     async def audit(self, tenant: str, before: int | None = None, limit: int = 100) -> list[AuditEntry]:
-        """Return lines of a tenant's audit log, newest first.
-
-        Args:
-            before: only lines with a smaller number; None: from the newest on.
-        """
+        """Return lines of a tenant's audit log, newest first."""
         _check_limit(limit)
         return await self.read(
             lambda c: audit.audit_page(c, tenant, None if before is None else _number(before), limit)

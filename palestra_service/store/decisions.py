@@ -35,10 +35,8 @@ def quota_of(connection: Connection, tenant: str) -> Quota | None:
 
 
 def change_quota(connection: Connection, tenant: str, changes: Mapping[str, float | None]) -> Quota:
-    """Set parts of a tenant's quota, in a transaction of the writing thread, and return the whole quota.
-
-    Args:
-        changes: amounts by the names of `Quota`; None: unlimited. Others are unchanged.
+    """Set parts of a tenant's quota, in a transaction of the writing thread, and return the whole quota. `changes`:
+    amounts by the names of `Quota`; None: unlimited. Others are unchanged.
     """
     row = connection.execute(select(tenants.c.quota).where(tenants.c.name == tenant)).first()
     if row is None:

@@ -96,10 +96,6 @@ class Submission(NamedTuple):
 def submit(connection: Connection, submission: Submission, now: float) -> JobRecord:
     """Add a job in QUEUED, or return the one that was submitted with the same key.
 
-    Args:
-        connection: in a transaction of the writing thread.
-        now: Unix seconds.
-
     Raises:
         Conflict: the key was used for another request.
         TooManyRequests: the user has `most_open` open jobs, or the tenant as many adapters as its quota allows.
@@ -167,11 +163,7 @@ def submit(connection: Connection, submission: Submission, now: float) -> JobRec
 
 
 def read_job(connection: Connection, tenant: str | None, job_id: str) -> JobRecord:
-    """Return one job.
-
-    Args:
-        tenant: the owner's; None: any.
-    """
+    """Return one job."""
     wanted = select(jobs).where(jobs.c.job_id == job_id)
     row = connection.execute(wanted if tenant is None else wanted.where(jobs.c.tenant == tenant)).first()
     if row is None:
@@ -188,12 +180,8 @@ def page(
     limit: int,
     viewer: str | None,
 ) -> JobPage:
-    """Return a page of a tenant's jobs, newest first.
-
-    Args:
-        states: empty: any.
-        before: last job of the previous page; None: the first page.
-        viewer: user who cannot see others' private jobs; None: all jobs.
+    """Return a page of a tenant's jobs, newest first. `viewer`: user who cannot see others' private jobs; None: all
+    jobs.
     """
     wanted = select(jobs).where(jobs.c.tenant == tenant)
     for column, value in equal.items():
@@ -240,10 +228,6 @@ class Move(NamedTuple):
 def change_state(connection: Connection, move: Move, now: float) -> JobRecord:
     """Change the state of a job, if its present state is an expected one.
 
-    Args:
-        connection: in a transaction of the writing thread.
-        now: Unix seconds.
-
     Raises:
         NotFound: there is no such job.
         Conflict: the job is in another state, or it would be queued although its cancellation was requested.
@@ -281,11 +265,6 @@ def request_cancel(
 ) -> JobRecord:
     """Cancel a queued job, or mark a live one for the scheduler, in a transaction of the writing thread; no effect on
     an ended one.
-
-    Args:
-        tenant: the owner's; None: any.
-        change_id: of the state change, if there is one.
-        now: Unix seconds.
     """
     job = read_job(connection, tenant, job_id)
     if job.is_over or job.cancel_requested:
@@ -299,11 +278,7 @@ def request_cancel(
 
 
 def changes_of(connection: Connection, tenant: str | None, job_id: str, after: int) -> list[JobChange]:
-    """Return the changes of one job after a number, oldest first.
-
-    Args:
-        tenant: the owner's; None: any.
-    """
+    """Return the changes of one job after a number, oldest first."""
     read_job(connection, tenant, job_id)
     return changes.of_job(connection, job_id, after)
 

@@ -53,11 +53,7 @@ def check_identifier(text: str, field: str) -> str:
 
 
 def check_name(text: str, field: str, may_be_empty: bool = False) -> str:
-    """Return a valid name that a person chose: any script, on one line.
-
-    Args:
-        may_be_empty: whether "" is allowed.
-    """
+    """Return a valid name that a person chose: any script, on one line."""
     if not (len(text) <= MAX_NAME and text.isprintable() and (may_be_empty or text.strip())):
         raise InvalidRequest(f"{field} has to have 1 to {MAX_NAME} characters that can be printed", field)
     _refuse_secret(text, field)
@@ -71,11 +67,8 @@ def _refuse_secret(text: str, field: str) -> None:
 
 
 def check_request(request: JobRequest) -> None:
-    """Raise an error for a job that cannot be stored unchanged.
-
-    Raises:
-        InvalidRequest: a value is out of range, or a text contains a key.
-        PayloadTooLarge: the configuration is too long.
+    """Raise an error for a job that cannot be stored unchanged. Raises InvalidRequest if a value is out of range, or a
+    text contains a key. Raises PayloadTooLarge if the configuration is too long.
     """
     check_name(request.name, "name")
     if request.kind not in JOB_KINDS:

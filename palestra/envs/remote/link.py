@@ -59,12 +59,8 @@ class ServerAddress:
     """An environment server as one client knows it."""
 
     def __init__(self, url: str, key: str | None, retry_seconds: float, wait_seconds: float) -> None:
-        """Check and store an address.
-
-        Args:
-            key: None: the variable `PALESTRA_ENVIRONMENT_KEY`.
-            retry_seconds: how long to retry while the server cannot be reached.
-            wait_seconds: how long to wait for a free session.
+        """Check and store an address. `key`: None: the variable `PALESTRA_ENVIRONMENT_KEY`. `retry_seconds`: how long
+        to retry while the server cannot be reached. `wait_seconds`: how long to wait for a free session.
         """
         found = key or os.environ.get(KEY_VARIABLE)
         if not found:
@@ -102,10 +98,8 @@ class _BoundedClient(httpx2.Client):
     """Holds no more than `MAX_MESSAGE_BYTES` of an answer, since the server may be a stranger's."""
 
     def request(self, method: str, url: Any, **settings: Any) -> httpx2.Response:
-        """Return the complete answer.
-
-        Raises:
-            httpx2.RequestError: the server cannot be reached, or its answer is too long.
+        """Return the complete answer. Raises httpx2.RequestError if the server cannot be reached, or its answer is too
+        long.
         """
         body = bytearray()
         with self.stream(method, url, **settings) as answer:
@@ -162,10 +156,8 @@ class SessionLink:
 
 
 async def open_session(address: ServerAddress, system: str | None) -> SessionLink:
-    """Return a new session; wait while all are in use, and retry while the server cannot be reached.
-
-    Raises:
-        TooManyRequests: no session became free in time.
+    """Return a new session; wait while all are in use, and retry while the server cannot be reached. Raises
+    TooManyRequests if no session became free in time.
     """
     loop, endpoint = asyncio.get_running_loop(), address.endpoint
     until, attempt = math.inf, 0

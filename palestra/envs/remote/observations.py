@@ -104,11 +104,8 @@ def _with_files(message: Observed, known: set[str]) -> tuple[ChatMessage, ...]:
 
 
 def observation_of(message: Observed, observed_at: float, known: set[str] | None = None) -> Observation:
-    """Return the observation of a message.
-
-    Args:
-        observed_at: Unix seconds of the client, whose clock times the actions too.
-        known: digests of pictures received before; updated. None: none.
+    """Return the observation of a message. `observed_at`: Unix seconds of the client, whose clock times the actions
+    too. `known`: digests of pictures received before; updated. None: none.
     """
     return Observation(
         id=message.id,
