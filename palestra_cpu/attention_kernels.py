@@ -122,10 +122,8 @@ class Runs:
         return bool((self._table["queries"] == self._table["length"]).all())
 
     def blocks(self, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the blocks of queries, int64 [B, 2], and the block offsets of the trees, [T + 1].
-
-        Args:
-            group: number of query heads per key head.
+        """Return the blocks of queries, int64 [B, 2], and the block offsets of the trees, [T + 1]. `group` is the
+        number of query heads per key head.
         """
         if group not in self._blocks:
             size, table = max(1, _BLOCK // group), self._table
@@ -138,13 +136,8 @@ class Runs:
     def lying(
         self, keys: NDArray[np.int64], values: NDArray[np.int64], step: int, heads: int | NDArray[np.int64]
     ) -> NDArray[np.void]:
-        """Return the runs [R] in C's layout.
-
-        Args:
-            keys: the address of each run's first key, [R].
-            values: of its first value, [R].
-            step: stride between tokens.
-            heads: stride between heads, for all or each.
+        """Return the runs [R] in C's layout. `keys` and `values` are the addresses [R] of each run's first key and
+        value; `step` is the stride between tokens, `heads` that between heads, for all or each.
         """
         found = self._table.copy()
         found["keys"], found["values"], found["step"], found["head"] = keys, values, step, heads
@@ -155,11 +148,8 @@ class CachedRuns(Runs):
     """Chunks of prompts after their cached tokens; their keys and values are written to the cache."""
 
     def __init__(self, pieces: Sequence[tuple[Tensor, int, int]]) -> None:
-        """Take chunks in their order in the batch.
-
-        Args:
-            pieces: storage [layers, 2, K, at least P, D], contiguous, bfloat16 on a CPU; number of cached tokens;
-                number of tokens to add.
+        """Take chunks in their order in the batch. A piece is storage [layers, 2, K, at least P, D], contiguous,
+        bfloat16 on a CPU; the number of cached tokens; and the number of tokens to add.
         """
         super().__init__([old + new for _, old, new in pieces], queries=[new for _, _, new in pieces])
         shapes = {(one.shape[0], one.shape[2], one.shape[4]) for one, _, _ in pieces}
@@ -209,9 +199,8 @@ class AttentionKernels:
     ) -> Tensor:
         """Write keys and values of new tokens into their caches, and return the attention output, bfloat16 [N, H, D].
 
-        Args:
-            new: queries [1, H, N, D], keys and values [1, K, N, D], of the new tokens of all runs.
-            window: positions that a token attends to, including its own; None: all before it.
+        `new` are queries [1, H, N, D], keys and values [1, K, N, D], of the new tokens of all runs; `window` counts a
+        token's own position, None: all before it.
         """
         heads, groups = new[0].shape[1], new[1].shape[1]
         read = _read(new, runs, window)
@@ -221,11 +210,8 @@ class AttentionKernels:
     def trees(
         self, new: tuple[Tensor, Tensor, Tensor], runs: Runs, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the attention output, bfloat16 [N, H, D], and the logsumexp of the scores, float32 [H, N].
-
-        Args:
-            new: queries [1, H, N, D], keys and values [1, K, N, D].
-            window: positions that a token attends to, including its own; None: all before it.
+        """Return the attention output, bfloat16 [N, H, D], and the logsumexp of the scores, float32 [H, N]. `new` are
+        queries [1, H, N, D], keys and values [1, K, N, D]; `window` counts a token's own position, None: all before it.
         """
         heads, groups, count = new[0].shape[1], new[1].shape[1], new[0].shape[2]
         read = _read(new, runs, window)
@@ -242,10 +228,7 @@ class AttentionKernels:
         window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of queries, bfloat16 [1, H, N, D], keys and values [1, K, N, D]; other arguments as in
-        `trees`.
-
-        Args:
-            of_out: gradient of the result of `trees`, [N, H, D].
+        `trees`. `of_out` is the gradient of the result of `trees`, [N, H, D].
         """
         (_, heads, count, width), groups = new[0].shape, new[1].shape[1]
         parts, stride = _read(new, runs, window)

@@ -72,12 +72,8 @@ class CpuKernels:
         self.attention = AttentionKernels(library) if self.most_rows else None
 
     def norm(self, stream: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Add to a residual stream, in place; return its RMS norm, bfloat16 [N, width], and the rows' factors.
-
-        Args:
-            stream: float32 [N, width], contiguous.
-            added: bfloat16 [N, width]; None: nothing.
-            weight: float32 [width].
+        """Add to a residual stream, in place; return its RMS norm, bfloat16 [N, width], and the rows' factors. `stream`
+        is float32 [N, width], contiguous; `added` bfloat16 [N, width]; `weight` float32 [width].
         """
         rows, width = stream.shape
         more = None if added is None else laid(added, _HALF, rows, width)
@@ -141,11 +137,9 @@ class CpuKernels:
     ) -> Tensor:
         """Append keys and values of one token per row to a cache; return the attention output, bfloat16 [R, H, D].
 
-        Args:
-            new: queries [1, H, R, D], keys and values [1, K, R, D]; views from `rotate` are not copied.
-            keys: bfloat16 [R, K, C, D], contiguous; written to.
-            lengths: int64 [R], filled positions, less than C.
-            window: positions that a token attends to, including its own; None: all before it.
+        `new` are queries [1, H, R, D], keys and values [1, K, R, D]; views from `rotate` are not copied. The cache,
+        bfloat16 [R, K, C, D], contiguous, is written to; `lengths`, int64 [R], are filled positions, less than C.
+        `window` counts a token's own position, None: all before it.
         """
         rows, heads, capacity, width = keys.shape
         queries = new[0].shape[1]

@@ -26,10 +26,8 @@ class MatrixAddress(ctypes.Structure):
     def of(cls, packed: Tensor, plain: Tensor, bias: Tensor | None, trusted: bool) -> MatrixAddress | None:
         """Return the address of a matrix packed by oneDNN; None: its layout is not supported.
 
-        Args:
-            plain: bfloat16 [outs, width], compared with the packed numbers.
-            bias: bfloat16 [outs], contiguous.
-            trusted: whether the previous weights had the layout, so that comparing some blocks is enough.
+        `plain`, bfloat16 [outs, width], is compared with the packed numbers; `bias` is bfloat16 [outs], contiguous.
+        `trusted`: the previous weights had the layout, so that comparing some blocks is enough.
         """
         (outs, width), given = plain.shape, plain.contiguous()
         block = next((size for size in _BLOCKS if _lies_in_blocks(packed, given, size, trusted)), None)
@@ -150,10 +148,7 @@ def start(one: Tensor | None) -> int | None:
 
 def beside(new: tuple[Tensor, Tensor, Tensor], heads: tuple[int, int]) -> tuple[Sequence[Tensor], int]:
     """Return queries, keys and values of new tokens in C's layout, and the stride between tokens; views from `rotate`
-    are not copied.
-
-    Args:
-        new: bfloat16, queries [1, H, N, D], keys and values [1, K, N, D], on a CPU.
+    are not copied. `new` are bfloat16 on a CPU: queries [1, H, N, D], keys and values [1, K, N, D].
     """
     (queries, keys), count, width, stride = heads, new[0].shape[2], new[0].shape[3], new[0].stride(2)
     for one, own in zip(new, (queries, keys, keys), strict=True):

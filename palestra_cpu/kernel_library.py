@@ -38,10 +38,8 @@ _WIDEST = "-mprefer-vector-width=512"  # which not all compilers know
 
 
 def kernel_library() -> tuple[ctypes.CDLL, str]:
-    """Return the compiled functions, and the compiler's name and version.
-
-    Raises:
-        subprocess.SubprocessError: the compiler fails, or takes too long.
+    """Return the compiled functions, and the compiler's name and version. Raises subprocess.SubprocessError: the
+    compiler fails, or takes too long.
     """
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:

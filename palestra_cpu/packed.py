@@ -36,11 +36,8 @@ class PackedMatrix:
     """
 
     def __init__(self, names: Sequence[str], layers: Sequence[nn.Linear], exact: bool = False) -> None:
-        """Pack the weights of some layers, all with a bias or all without.
-
-        Args:
-            layers: with weights [out, in] and the same number of inputs.
-            exact: whether a product must give the same bits for any number of rows, so that oneDNN computes all.
+        """Pack the weights of some layers, all with a bias or all without. Layers have weights [out, in] and the same
+        number of inputs. `exact`: a product gives the same bits for any number of rows, so that oneDNN computes all.
         """
         self.names = list(names)
         self._sizes, self.width = [layer.out_features for layer in layers], layers[0].in_features
@@ -102,10 +99,8 @@ class PackedMatrix:
     def product(self, x: Tensor, number: int) -> Tensor:
         """Return one layer's output, bfloat16 [..., out].
 
-        The first layer that reads an input computes the outputs of all, which are kept for the others.
-
-        Args:
-            x: [..., in], of any floating type.
+        The first layer that reads an input computes the outputs of all, which are kept for the others. `x` is [...,
+        in], of any floating type.
         """
         if x is not self._given:
             whole = self.whole_product(x.flatten(0, -2))
@@ -129,11 +124,7 @@ class PackedLinear(nn.Module):
         return self.matrix.product(x, self._number)
 
     def whole_product(self, layers: Sequence[nn.Module], x: Tensor) -> Tensor:
-        """Return the outputs of all layers of the matrix for x [N, in]: bfloat16 [N, out].
-
-        Args:
-            layers: the first one is this layer.
-        """
+        """Return the outputs of all layers of the matrix for x [N, in]: bfloat16 [N, out]."""
         return self.matrix.whole_product(x)
 
 
@@ -157,10 +148,8 @@ class PackedLayers:
     """
 
     def __init__(self, model: Any, groups: Sequence[Sequence[str]], exact: bool = False) -> None:
-        """Replace a transformers model's bfloat16 linear layers by packed matrices.
-
-        Args:
-            groups: names of layers with the same input.
+        """Replace a transformers model's bfloat16 linear layers by packed matrices. `groups` are names of layers with
+        the same input.
         """
         head = model.get_output_embeddings()
         self.head = PackedMatrix(["head"], [head], exact)
@@ -191,10 +180,8 @@ class PackedLayers:
                 yield f"{name}.weight", weight
 
     def take(self, given: Mapping[str, Tensor]) -> None:
-        """Pack new weights; the head and all biases are read from the layers.
-
-        Args:
-            given: at least those named by `shapes`, [out, in] each.
+        """Pack new weights; the head and all biases are read from the layers. `given` has at least those named by
+        `shapes`, [out, in] each.
         """
         for matrix in self._matrices:
             matrix.pack([given[f"{name}.weight"] for name in matrix.names])
@@ -205,11 +192,8 @@ def pack_model(model: CausalLM, exact: bool = False) -> None:
     """Pack a model that only samples, if possible.
 
     It is possible for bfloat16 on a CPU with torch's oneDNN, for `torch.nn.Linear` layers. A packed model has no
-    gradients.
-
-    Args:
-        model: has its own weights, and no running pass.
-        exact: whether products must give the same bits for any number of rows.
+    gradients. `model` has its own weights, and no running pass; `exact`: products give the same bits for any number of
+    rows.
     """
     if model.base is None and model.packed is None and _can_be_packed(model):
         _pack(model, exact)
@@ -217,10 +201,7 @@ def pack_model(model: CausalLM, exact: bool = False) -> None:
 
 def pack_base(model: CausalLM) -> dict[str, PackedLinear]:
     """Pack a copy of a base's matrices, if possible in at most an eighth of the memory; return the packed layers by
-    name.
-
-    Args:
-        model: shares the base's weights, with layers of its own without an adapter, and no running pass.
+    name. `model` shares the base's weights, with layers of its own without an adapter, and no running pass.
     """
     head = head_layer(model.model)
     size = sum(2 * weight.numel() for _, weight in model.named_parameters() if weight.ndim == 2)

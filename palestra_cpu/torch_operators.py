@@ -64,12 +64,8 @@ class TorchOperators:
 
     @staticmethod
     def norm(stream: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Add to a residual stream, in place; return its RMS norm, bfloat16 [N, width], and the rows' factors.
-
-        Args:
-            stream: float32 [N, width].
-            added: bfloat16 [N, width]; None: nothing.
-            weight: float32 [width].
+        """Add to a residual stream, in place; return its RMS norm, bfloat16 [N, width], and the rows' factors. `stream`
+        is float32 [N, width], `added` bfloat16 [N, width], `weight` float32 [width].
         """
         x = stream if added is None else stream.add_(added)
         factors = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
@@ -81,12 +77,9 @@ class TorchOperators:
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of a norm's input, float32 [N, width], and of its weights [width].
 
-        Args:
-            of_out: gradient of the norm, bfloat16 [N, width].
-            stream: the input, float32 [N, width].
-            factors: of the rows, [N, 1], as `norm` returned them.
-            weight: float32 [width].
-            more: added to the gradient of the input, float32 [N, width]; None: nothing.
+        `of_out` is the gradient of the norm, bfloat16 [N, width]; `stream`, its input, and `more`, added to the
+        gradient of the input, are float32 [N, width]; `factors` [N, 1] are those that `norm` returned; `weight` is
+        float32 [width].
         """
         given, even = of_out.float(), stream * factors
         of_weight = (given * even).sum(dim=0)
@@ -101,11 +94,7 @@ class TorchOperators:
         out].
 
         Rotation is `y * cos + swapped(y) * sin`. Its gradient is the same function of the gradient, with
-        `swapped(sin)`.
-
-        Args:
-            cos: float32 [N, 1, D].
-            sin: float32 [N, 1, D], its first half negative.
+        `swapped(sin)`. `cos` and `sin`, whose first half is negative, are float32 [N, 1, D].
         """
         queries, keys = heads
         parts = whole.view(len(whole), -1, cos.shape[-1])
@@ -122,11 +111,8 @@ class TorchOperators:
 
     @staticmethod
     def gate_gradient(both: Tensor, of_out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the result of `gate`, and the gradient of `both`, bfloat16 [N, 2 * inner].
-
-        Args:
-            both: concatenated gate and up, bfloat16 [N, 2 * inner].
-            of_out: gradient of the result, bfloat16 [N, inner].
+        """Return the result of `gate`, and the gradient of `both`, bfloat16 [N, 2 * inner]. `both` is gate and up,
+        concatenated; `of_out` is bfloat16 [N, inner].
         """
         gate, up = both.chunk(2, dim=1)
         active, of_both = F.silu(gate), torch.empty_like(both)

@@ -37,10 +37,8 @@ class GroupAdvantages:
 
 
 def group_advantages(returns_G: Sequence[Returns], compare: Compare) -> GroupAdvantages:
-    """Return the advantages of a group's calls: each return compared with its baseline group.
-
-    Args:
-        compare: turns the values of one baseline group into advantages.
+    """Return the advantages of a group's calls: each return compared with its baseline group. `compare` turns the
+    values of one baseline group into advantages.
     """
     advantages: list[dict[BaselineKey, float]] = [{} for _ in returns_G]
     alone: set[str] = set()
@@ -108,10 +106,8 @@ def _are_equal(values: NDArray[np.float64]) -> bool:
 
 
 def batch_advantages(groups: Sequence[Sequence[Returns]], compare: Compare) -> list[GroupAdvantages]:
-    """Return the advantages of each group's calls, with returns compared over the whole batch.
-
-    Args:
-        compare: turns the values of one baseline group of the batch into advantages.
+    """Return the advantages of each group's calls, with returns compared over the whole batch. `compare` turns the
+    values of one baseline group of the batch into advantages.
     """
     together = group_advantages([returns for group in groups for returns in group], compare)
     found, start = [], 0

@@ -72,10 +72,7 @@ def paid_as(agent: str, episode: EpisodeRecord) -> Collection[str]:
     """Return the agents whose rewards are credited to an agent's calls: itself, or its nearest parent with a reward.
 
     If neither has one, it earned nothing where others are paid by name. A single reward for the whole episode is each
-    agent's reward.
-
-    Args:
-        agent: a subagent's name begins with its parent's: `planner/search`.
+    agent's reward. A subagent's name begins with its parent's: `planner/search`.
     """
     rewards, name = episode.rewards or {}, agent
     while name:
@@ -94,10 +91,8 @@ def agent_reward(agent: str, episode: EpisodeRecord) -> float:
 def step_returns(
     trajectory: Trajectory, discount: float, order: StepOrder = "observed", agent: str | None = None
 ) -> list[float]:
-    """Return G_t = r_t + discount x G_(t+1) for each TimeStep, with t counting TimeSteps in the given order.
-
-    Args:
-        agent: whose rewards count; None: all agents'.
+    """Return G_t = r_t + discount x G_(t+1) for each TimeStep, with t counting TimeSteps in the given order. Without
+    `agent` all agents' rewards count.
     """
     places = step_places(trajectory, order)
     rewards = rewards_in_time(trajectory, places, agent)
@@ -131,11 +126,8 @@ def step_places(trajectory: Trajectory, order: StepOrder = "observed") -> list[i
 def rewards_in_time(trajectory: Trajectory, places: Sequence[int], agent: str | None = None) -> list[float]:
     """Return the rewards of each TimeStep, in the order of time.
 
-    If TimeSteps have no rewards, or it is unknown whose they are, all rewards count as earned in the last.
-
-    Args:
-        places: from `step_places`.
-        agent: whose rewards count; None: all agents'.
+    If TimeSteps have no rewards, or it is unknown whose they are, all rewards count as earned in the last. `places` are
+    those of `step_places`; without `agent` all agents' rewards count.
     """
     episode = trajectory.episode
     rewards, steps, by_agent = episode.rewards or {}, episode.step_rewards, episode.agent_step_rewards

@@ -64,10 +64,8 @@ def generalised_advantages(
 ) -> Doubles:
     """Return A_t = delta_t + discount_t x decay x A_(t+1), delta_t = r_t + discount_t x V_(t+1) - V_t, float64 [T].
 
-    Args:
-        rewards: [T], r_t, earned between action t and action t + 1.
-        values: [T], V_t, of the state before action t.
-        discounts: [T], discount factor from action t to action t + 1.
+    Arrays are [T]: r_t is earned between actions t and t + 1, V_t is of the state before action t, and the discount is
+    that from action t to t + 1.
     """
     following = np.append(values[1:], last_value)
     deltas: Doubles = rewards + discounts * following - values
@@ -169,10 +167,7 @@ def generalized_advantages(
 
 def explained_variance(values: Doubles, returns: Doubles) -> float:
     """Return 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one; NaN: no variance.
-
-    Args:
-        values: [T], of the critic before the step.
-        returns: [T], the critic's targets.
+    Both are [T]: of the critic before the step, and its targets.
     """
     variance = float(np.var(returns)) if len(returns) else 0.0
     return 1.0 - float(np.var(returns - values)) / variance if variance > 0 else float("nan")
@@ -186,11 +181,8 @@ def earned_by(
     credit: TokenCredit,
     discount: float,
 ) -> Doubles:
-    """Return the reward of each action of an agent before its next action, float64 [T].
-
-    Args:
-        times: [T], ascending, position of each action's TimeStep among the episode's.
-        places: of the episode's TimeSteps in the order of time.
+    """Return the reward of each action of an agent before its next action, float64 [T]. `times` [T], ascending, are the
+    positions of each action's TimeStep among the episode's; `places` are in the order of time.
     """
     if credit in ("step", "team-step"):
         earning = agent if credit == "step" else None

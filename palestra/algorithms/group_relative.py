@@ -160,9 +160,7 @@ class GSPO(ScaledGroupBaseline):
 
     def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
         """Return the advantage of each token: of its call or, in the form `sequence`, the mean over its episode.
-
-        Args:
-            forward: has `old_logprobs` if importance sampling is configured.
+        `forward` has `old_logprobs` if importance sampling is configured.
         """
         found = super().advantages(groups, forward)
         if self.config.form == "token":
@@ -177,11 +175,8 @@ class GSPO(ScaledGroupBaseline):
 
 
 def episode_means(rows: Sequence[TrainSample], values: Sequence[Floats]) -> list[Floats]:
-    """Return for each token the mean over all trained tokens of its episode, float32 [N] for each row.
-
-    Args:
-        rows: of a batch; an episode may have several.
-        values: float32 [N] for each row.
+    """Return for each token the mean over all trained tokens of its episode, float32 [N] for each row. `values` are
+    float32 [N] for each row; an episode may have several rows.
     """
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for row, column in zip(rows, values, strict=True):

@@ -32,10 +32,8 @@ _LARGEST = 20.0  # bound of -x in the exponent of k3: e^20 is far beyond any use
 
 
 def kl_terms(log_ratio: Any, estimator: KLEstimator, expm1: Callable[[Any], Any] = np.expm1) -> Any:
-    """Return the estimator's term of each token, [T].
-
-    Args:
-        log_ratio: [T], log pi(token) - log reference(token), a numpy array or a torch tensor.
+    """Return the estimator's term of each token, [T]. `log_ratio` [T] is log pi(token) - log reference(token), a numpy
+    array or a torch tensor.
     """
     if estimator == "k1":
         return log_ratio
@@ -47,11 +45,8 @@ def kl_terms(log_ratio: Any, estimator: KLEstimator, expm1: Callable[[Any], Any]
 def row_terms(
     rows: Sequence[TrainSample], reference_logprobs: Sequence[Floats], estimator: KLEstimator
 ) -> list[Floats]:
-    """Return the estimator's term of each trained token at sampling, float32 [N] for each row, 0 elsewhere.
-
-    Args:
-        rows: S rows with the logprobs recorded at sampling.
-        reference_logprobs: float32 [N] for each row.
+    """Return the estimator's term of each trained token at sampling, float32 [N] for each row, 0 elsewhere. `rows` have
+    the logprobs recorded at sampling; those of the reference are float32 [N] for each row.
     """
     return [
         np.where(row.loss_mask, kl_terms(row.logprobs.astype(np.float64) - reference, estimator), 0.0).astype(
@@ -72,18 +67,14 @@ class KLCoefficient:
     """
 
     def __init__(self, initial: float, target: float | None = None) -> None:
-        """Begin with the first step's coefficient.
-
-        Args:
-            target: divergence in nats per token; None: the coefficient is fixed.
+        """Begin with the first step's coefficient. `target` is a divergence in nats per token; None: the coefficient is
+        fixed.
         """
         self.value, self._target = initial, target
 
     def adapt(self, divergence: float) -> None:
-        """Set the next step's coefficient, unless the divergence is not finite (no tokens).
-
-        Args:
-            divergence: of this step, in nats per token.
+        """Set the next step's coefficient, unless the divergence is not finite (no tokens). The divergence is this
+        step's, in nats per token.
         """
         if self._target is not None and np.isfinite(divergence):
             error = float(np.clip(divergence / self._target - 1.0, -0.2, 0.2))
@@ -251,10 +242,8 @@ class Loss(BaseLoss):
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss [T] and the metrics of T tokens.
-
-        Args:
-            inputs: tensors [T] of the trained tokens; only `inputs.logprobs` has a gradient.
+        """Return the loss [T] and the metrics of T tokens. Inputs are tensors [T] of the trained tokens; only
+        `inputs.logprobs` has a gradient.
         """
 
 
@@ -263,10 +252,8 @@ class ValueLoss(BaseLoss):
 
     @abstractmethod
     def __call__(self, inputs: ValueInputs) -> LossOutput:
-        """Return the loss [T] and the metrics of T values.
-
-        Args:
-            inputs: tensors [T] of the trained tokens; only `inputs.values` has a gradient.
+        """Return the loss [T] and the metrics of T values. Inputs are tensors [T] of the trained tokens; only
+        `inputs.values` has a gradient.
         """
 
 

@@ -19,10 +19,8 @@ NamedRewards = Mapping[str, float | None]
 def filled_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[float]:
     """Return the reward of each episode of a group, with the mean of the scored ones for a missing reward.
 
-    So a missing reward makes an episode neither better nor worse than its group, as a 0 would.
-
-    Args:
-        trajectories: the group's completed episodes; those without named rewards keep their reward.
+    So a missing reward makes an episode neither better nor worse than its group, as a 0 would. Episodes without named
+    rewards keep their reward.
     """
     named = [trajectory for trajectory in trajectories if trajectory.episode.named_rewards is not None]
     names = _names(named)
@@ -39,10 +37,7 @@ def normalised_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConf
     """Return for each episode of a group the weighted sum of its rewards, each normalised in the group before.
 
     Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization", equation 4. A missing reward adds
-    0, the mean of the others.
-
-    Args:
-        trajectories: the group's completed episodes; a single reward has the name "".
+    0, the mean of the others. A single reward has the name "".
     """
     found, sizes = [0.0] * len(trajectories), [0.0] * len(trajectories)
     for name in _names(trajectories):
@@ -56,10 +51,8 @@ def normalised_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConf
 
 
 def missing_rewards(named: Sequence[NamedRewards | None], config: AlgorithmConfig) -> list[float]:
-    """Return for each episode what its missing rewards add to its reward: the means of the scored ones.
-
-    Args:
-        named: each episode's named rewards; None: a single reward, which is complete.
+    """Return for each episode what its missing rewards add to its reward: the means of the scored ones. None is a
+    single reward, which is complete.
     """
     means = reward_means(named)
     return [
@@ -98,10 +91,8 @@ def with_batch_means(groups: Sequence[Group], config: AlgorithmConfig) -> list[G
 def scored_episodes(
     groups: Sequence[Group], config: AlgorithmConfig
 ) -> Iterator[tuple[Trajectory, dict[int, TrainSample]]]:
-    """Yield each episode, with missing rewards replaced, and its rows, numbered over all groups.
-
-    Args:
-        groups: all groups of the batch, in canonical order.
+    """Yield each episode, with missing rewards replaced, and its rows, numbered over all groups. Groups are all of the
+    batch, in canonical order.
     """
     start = 0
     for group in with_batch_means(groups, config):
@@ -139,11 +130,7 @@ def _with_more(trajectory: Trajectory, more: float, config: AlgorithmConfig) -> 
 
 
 def reward_means(named: Sequence[NamedRewards | None]) -> Mapping[str, float]:
-    """Return the mean of each named reward over the episodes that have it, by name.
-
-    Args:
-        named: each episode's named rewards, if any.
-    """
+    """Return the mean of each named reward over the episodes that have it, by name."""
     found = {}
     for name in sorted({name for given in named for name in given or ()}):
         if scored := [value for given in named if given is not None and (value := given.get(name)) is not None]:

@@ -138,9 +138,7 @@ class PolicyGradient(Algorithm):
 
     def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
         """Return for each token the advantage of its call, and the weights of importance sampling if configured.
-
-        Args:
-            forward: has `old_logprobs` if importance sampling is configured.
+        `forward` has `old_logprobs` if importance sampling is configured.
         """
         metrics = {"calls_without_peers": 0.0, **self.batch_metrics(groups)}
         if self.across_groups:
@@ -224,10 +222,8 @@ class GroupBaseline(PolicyGradient):
 
     @abstractmethod
     def compare(self, values_G: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return the advantages of values with one baseline, at the same positions.
-
-        Args:
-            values_G: the values of each of a group's G episodes; may be empty.
+        """Return the advantages of values with one baseline, at the same positions. `values_G` are those of each of a
+        group's G episodes, which may have none.
         """
 
     def learns_from(self, trajectories: Sequence[Trajectory]) -> bool:

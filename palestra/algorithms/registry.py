@@ -38,11 +38,8 @@ ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
 def create_algorithm(
     config: AlgorithmConfig, step_order: StepOrder = "observed", *, own_code: bool = False
 ) -> Algorithm:
-    """Create the algorithm that a job names.
-
-    Args:
-        own_code: whether `package.module:Class` may be imported. True only if the user's own process calls
-            `palestra.train`: importing executes code, and a server must not execute a tenant's code.
+    """Create the algorithm that a job names. `own_code`: `package.module:Class` may be imported. True only if the
+    user's own process calls `palestra.train`: importing executes code, and a server must not execute a tenant's code.
     """
     algorithm = _class_of(config, own_code)(config, step_order)
     # At sampling the divergence of a conversation is that of placeholders, and that of another run's episodes is of

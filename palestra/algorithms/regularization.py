@@ -33,11 +33,7 @@ class Regularization:
     """Holds the coefficient of a job's KL penalty, and adds penalty and bonus as configured."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
-        """Begin with the configured coefficient.
-
-        Args:
-            config: the job's section `[algorithm]`.
-        """
+        """Begin with the configured coefficient."""
         self._kl, self._entropy = config.kl, config.entropy_coefficient
         self._coefficient = None if config.kl is None else KLCoefficient(config.kl.coefficient, config.kl.target)
 
@@ -48,10 +44,7 @@ class Regularization:
 
     def token_rewards(self, rows: Sequence[TrainSample], forward: ForwardOutputs) -> list[Floats] | None:
         """Return the penalty of each trained token as a reward, float32 [N] for each row, 0 elsewhere; None: not in the
-        reward.
-
-        Args:
-            forward: has `reference_logprobs`, if there is a reference.
+        reward. `forward` has `reference_logprobs`, if there is a reference.
         """
         if self._kl is None or self._coefficient is None or self._kl.place != "reward":
             return None
@@ -66,10 +59,8 @@ class Regularization:
         return loss.model_copy(update=added)
 
     def adapt(self, rows: Sequence[TrainSample], forward: ForwardOutputs) -> dict[str, float]:
-        """Set the next step's coefficient from this step's divergence; return this step's metrics by name.
-
-        Args:
-            forward: has `reference_logprobs`, if there is a reference.
+        """Set the next step's coefficient from this step's divergence; return this step's metrics by name. `forward`
+        has `reference_logprobs`, if there is a reference.
         """
         if self._kl is None or self._coefficient is None or not rows:
             return {}

@@ -78,11 +78,8 @@ def decisions_of(
     discount: float,
     order: StepOrder = "observed",
 ) -> list[Decision]:
-    """Return the decisions of an episode, agent by agent in order of time.
-
-    Args:
-        rows: the episode's rows by index: one for each choice of each call (`tokens.choice_rows`).
-        credit: which rewards a decision earned; see `gae.chains_of`.
+    """Return the decisions of an episode, agent by agent in order of time. `rows` has one for each choice of each call
+    (`tokens.choice_rows`); `credit` is as in `gae.chains_of`.
     """
     if trajectory.episode.reward is None:
         raise ValueError(f"episode {trajectory.episode.episode_id} has no reward")
@@ -183,11 +180,8 @@ class SAC(Algorithm):
         ones.
 
         The gradient of V by the policy is the sum over choices of pi(a) (Q - alpha log pi(a) - V) grad log pi(a). V is
-        a baseline and adds zero, because probabilities sum to 1.
-
-        Args:
-            groups: all groups of the batch, in canonical order, with a row for each choice.
-            forward: has `old_logprobs`, `action_values` and `target_action_values`.
+        a baseline and adds zero, because probabilities sum to 1. Groups are all of the batch, in canonical order, with
+        a row for each choice; `forward` has `old_logprobs`, `action_values` and `target_action_values`.
         """
         rows = [row for group in groups for row in group.rows]
         advantages = [np.zeros(len(row.ids), np.float32) for row in rows]

@@ -50,11 +50,7 @@ class WorkerMethods(Engine, Protocol):
     """The methods that a job calls: `begin`, and then the engine's."""
 
     async def begin(self, order: EngineOrder) -> dict[str, tuple[int, int]]:
-        """Load the models, and return the fields of `SampledModel` by policy.
-
-        Raises:
-            PalestraError: loading failed.
-        """
+        """Load the models, and return the fields of `SampledModel` by policy. Raises PalestraError: loading failed."""
         ...
 
 
@@ -62,11 +58,7 @@ class EngineWorkerServer:
     """Serves one engine to one job."""
 
     def __init__(self, channel: Channel, load: Callable[[EngineOrder], LoadedEngine]) -> None:
-        """Create the worker.
-
-        Args:
-            load: creates the engine, in its own thread.
-        """
+        """Create the worker. `load` creates the engine, in its own thread."""
         self._channel, self._load = channel, load
         self._engine: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
         self._failure: asyncio.Task[str] | None = None
@@ -126,11 +118,8 @@ class WorkerEngine(SampledVersions):
     """
 
     def __init__(self, channel: Channel, cause: Callable[[], Awaitable[str]]) -> None:
-        """Start to receive.
-
-        Args:
-            channel: to the worker; closed by `close`.
-            cause: returns how the worker died, after its end of the channel closed.
+        """Start to receive. `close` closes the channel; `cause` returns how the worker died, after its end of the
+        channel closed.
         """
         self._cause = cause
         self._load = EngineLoad(waiting=0, running=0)

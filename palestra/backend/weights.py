@@ -41,11 +41,7 @@ class SampledVersions:
     """Methods of `Engine` that change a policy's version: called in the other process, and remembered here."""
 
     def __init__(self, remote: Remote, part: str = "") -> None:
-        """Know no policy.
-
-        Args:
-            part: of the other side that is the engine; see `Server`.
-        """
+        """Know no policy. `part` of the other side is the engine; see `Server`."""
         self._sync, self._add, self._remove = (
             remote_method(Engine, name, remote, part) for name in ("sync_weights", "add_policy", "remove_policy")
         )

@@ -25,11 +25,8 @@ SAMPLE_TEXT = "Tokenizers differ: 1,234.5 km, naïve Zürich, def f(x):\n    ret
 
 
 def check_prompt(prompt: TokenSequence, vocab_size: int, most_tokens: int, sees: bool) -> None:
-    """Raise InvalidRequest for a prompt that the model cannot read.
-
-    Args:
-        prompt: [P] ids and their pictures.
-        sees: whether the model is a vision-language model.
+    """Raise InvalidRequest for a prompt that the model cannot read. `prompt` has [P] ids and their pictures; `sees`: it
+    is a vision-language model.
     """
     ids = prompt.ids
     if prompt.media and not sees:
@@ -92,13 +89,8 @@ class TokenReplay:
         self._seen = 0
 
     def take(self, piece: SampledTokens) -> SampledTokens | None:
-        """Return the part of a piece that the caller does not have yet; None: it has all of it.
-
-        Args:
-            piece: next tokens of the present attempt.
-
-        Raises:
-            ReplyLost: the piece differs from what the caller has.
+        """Return the part of a piece that the caller does not have yet; None: it has all of it. Raises ReplyLost: the
+        piece differs from what the caller has.
         """
         if self._seen == len(self._given):  # the usual case: nothing is repeated
             self._given += piece.ids
@@ -116,11 +108,7 @@ class TokenReplay:
         return SampledTokens(ids=rest, logprobs=piece.logprobs[known:], version=piece.version, top=piece.top[known:])
 
     def end(self) -> None:
-        """Check that the ended attempt is as long as what the caller has.
-
-        Raises:
-            ReplyLost: it is shorter.
-        """
+        """Check that the ended attempt is as long as what the caller has. Raises ReplyLost: it is shorter."""
         if self._seen < len(self._given):
             raise ReplyLost("a reply was lost before its end, and sampling it again has given fewer tokens")
 
@@ -194,10 +182,7 @@ class Engine(Protocol):
     async def score(self, policy: str, prompt: TokenSequence) -> list[float]:
         """Return the log-probability of each prompt token but the first, given the tokens before it: [P - 1].
 
-        They are at temperature 1, over all tokens.
-
-        Args:
-            prompt: [P] ids, at least one, with their images.
+        They are at temperature 1, over all tokens. The prompt has at least one of its [P] ids, with their images.
 
         Raises:
             InvalidRequest: the engine cannot answer such a request.
@@ -208,10 +193,8 @@ class Engine(Protocol):
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
         """Replace a policy's weights between two forward passes.
 
-        Later requests do not reuse anything computed with older weights. Other policies are unchanged.
-
-        Args:
-            source: has been read completely when this returns.
+        Later requests do not reuse anything computed with older weights. Other policies are unchanged. The source has
+        been read completely when this returns.
 
         Raises:
             ModelError: the weights do not fit; the policy keeps its old ones.
@@ -220,11 +203,8 @@ class Engine(Protocol):
         ...
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
-        """Add a policy whose model is of the same kind as another's; an existing one gets the new weights.
-
-        Args:
-            like: policy whose kind of model it has.
-            source: None: the present weights of `like`.
+        """Add a policy whose model is of the same kind as another's; an existing one gets the new weights. The model is
+        of the same kind as that of `like`, whose present weights it gets without a source.
 
         Raises:
             ModelError: the weights do not fit the model.

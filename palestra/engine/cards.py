@@ -46,11 +46,7 @@ class CardShare:
 
 
 def visible_cards(reader: GpuReader | None = None) -> list[Card]:
-    """Return the GPUs that this process may use, in CUDA's order.
-
-    Args:
-        reader: asks the driver for their memory; None: by NVML.
-    """
+    """Return the GPUs that this process may use, in CUDA's order. Without `reader` NVML tells their memory."""
     visible = os.environ.get(VISIBLE)
     reading = (reader or GpuReader(visible)).read()
     if visible is not None:
@@ -74,10 +70,8 @@ def visible_cards(reader: GpuReader | None = None) -> list[Card]:
 
 
 def trainer_cards(config: JobConfig, is_here: bool) -> int:
-    """Return how many of this process's GPUs the trainer uses, always the first ones; 0: none.
-
-    Args:
-        is_here: whether the trainer shares this process's GPUs; otherwise trainer or engine have bundles of their own.
+    """Return how many of this process's GPUs the trainer uses, always the first ones; 0: none. `is_here`: the trainer
+    shares this process's GPUs; otherwise trainer or engine have bundles of their own.
     """
     if not is_here or config.kind != "training" or config.trainer.device == "cpu":
         return 0
@@ -109,11 +103,7 @@ class CardTurns:
     """GPUs of processes that may end and be replaced: each new process gets the least used ones."""
 
     def __init__(self, shares: Sequence[CardShare]) -> None:
-        """Begin without processes.
-
-        Args:
-            shares: GPUs for one process each; empty: the processes compute on no GPU.
-        """
+        """Begin without processes. Each share is for one process; without shares the processes compute on no GPU."""
         self._users = {share.visible: 0 for share in shares}
 
     def take(self) -> str | None:

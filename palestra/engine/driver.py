@@ -149,10 +149,8 @@ class WorkerHost(Protocol):
     in_bundles: bool
 
     def processes(self, job: EngineJob, cards: CardTurns | None = None) -> HostedWorkers:
-        """Return what starts workers that load the engine of a job.
-
-        Args:
-            cards: GPUs of each; None: each finds its own.
+        """Return what starts workers that load the engine of a job. `cards` are the GPUs of each; None: each finds its
+        own.
         """
         ...
 
@@ -171,10 +169,7 @@ class EngineDriver(Generic[Settings]):
     def check(self, job: JobConfig, key: str, table: Settings) -> Iterator[tuple[str, str]]:
         """Yield what makes the engine impossible on this machine: the key to change, and a sentence.
 
-        It may read files and ask servers, but must not start or write anything.
-
-        Args:
-            key: of the table, such as `engine`.
+        It may read files and ask servers, but must not start or write anything. `key` is the table's, such as `engine`.
         """
         yield from ()
 
@@ -211,9 +206,7 @@ class EngineDriver(Generic[Settings]):
 
     def workers(self, job: EngineJob, table: Settings, host: WorkerHost, others: int = 0) -> Workers:
         """Return what starts a pool's workers: by default, processes that `load` an engine each. Blocks briefly.
-
-        Args:
-            others: other engine processes that compute on this machine.
+        `others` counts other engine processes that compute on this machine.
         """
         processes = host.processes(job.with_engine(table.model_copy(update={"replicas": 1})))
         return Workers(
@@ -248,10 +241,8 @@ class EngineDriver(Generic[Settings]):
     # Weights
 
     def keeper(self, table: Settings, folder: Path | None) -> Keep:
-        """Return what keeps new weights until all workers of a pool have read them.
-
-        Args:
-            folder: shared with other machines; None: all workers are on this machine.
+        """Return what keeps new weights until all workers of a pool have read them. `folder` is shared with other
+        machines; None: all workers are on this machine.
         """
         from palestra.models.kept_weights import KeptSource, WeightKeeper
         from palestra.models.saved_weights import SavedWeights

@@ -22,11 +22,7 @@ class Matcher:
     """
 
     def __init__(self, matcher: LLMatcher, mask: bytes) -> None:
-        """Stand at the beginning of a reply.
-
-        Args:
-            mask: the tokens with which a reply may begin.
-        """
+        """Stand at the beginning of a reply. `mask` has the tokens with which a reply may begin."""
         self._matcher, self.mask = matcher, mask
         self.pending: list[int] = []
         self.closed = False
@@ -36,10 +32,8 @@ class Matcher:
         self.pending.append(token)
 
     def advance(self) -> None:
-        """Accept the pending tokens and renew the mask.
-
-        Raises:
-            InvalidRequest: a token does not match the grammar, or is over a limit.
+        """Accept the pending tokens and renew the mask. Raises InvalidRequest: a token does not match the grammar, or
+        is over a limit.
         """
         try:
             (self.mask,) = walk_grammar(self._matcher, self.pending, [len(self.pending)])

@@ -59,11 +59,7 @@ class Grammars:
     """Creates matchers for the grammars of one tokenizer; starts its process for the first grammar."""
 
     def __init__(self, vocabulary: GrammarVocabulary | None = None, bounds: Bounds = BOUNDS) -> None:
-        """Create an empty pool.
-
-        Args:
-            vocabulary: None: every byte is a token, which is enough for checking grammars.
-        """
+        """Create an empty pool. Without a vocabulary every byte is a token, which is enough for checking grammars."""
         self._vocabulary, self._bounds = vocabulary, bounds
         self._lock = threading.Lock()
         self._closed = False
@@ -76,11 +72,8 @@ class Grammars:
         self._compiling: dict[tuple[bytes, bool], _Compilation] = {}
 
     async def check(self, grammar: str, field: str) -> None:
-        """Compile a grammar, unless its content is known; stop if all callers have left.
-
-        Args:
-            grammar: in a form that `llguidance` reads.
-            field: path of the request's field, for the error.
+        """Compile a grammar, unless its content is known; stop if all callers have left. `field` is the path of the
+        request's field, for the error.
 
         Raises:
             InvalidRequest: llguidance cannot read the grammar.
@@ -99,10 +92,8 @@ class Grammars:
             raise InvalidRequest(f"{field}: this schema can't be used: {error}", field) from None
 
     async def matcher(self, grammar: str) -> Matcher:
-        """Return a matcher for a new reply; call `release` when the reply is finished.
-
-        Raises:
-            InvalidRequest, GrammarRefused, TooManyRequests: see `check`.
+        """Return a matcher for a new reply; call `release` when the reply is finished. Raises InvalidRequest,
+        GrammarRefused, TooManyRequests: see `check`.
         """
         key = _key(grammar)
         try:
@@ -133,27 +124,16 @@ class Grammars:
     def walk(self, grammar: str, tokens: Sequence[int], wanted: Sequence[int], keep: bool = True) -> NDArray[np.int32]:
         """Return the masks from which tokens of a reply were sampled, int32 [W, B]. Blocks the calling thread.
 
-        One bit for each token; W is the number of `wanted` (0 without `keep`), B is ceil(V / 32).
-
-        Args:
-            wanted: ascending indices in `tokens`.
-            keep: False: only check that the reply matches.
-
-        Raises:
-            InvalidRequest: the tokens do not match the grammar.
-            GrammarRefused: a limit was reached.
+        One bit for each token; W is the number of `wanted` (0 without `keep`), B is ceil(V / 32). `wanted` are
+        ascending indices in `tokens`. Without `keep`, only check that the reply matches. Raises InvalidRequest: the
+        tokens do not match the grammar. Raises GrammarRefused: a limit was reached.
         """
         places = [int(place) for place in wanted]
         return self._blocking_matcher(grammar).walk([int(token) for token in tokens], places, keep)
 
     def following(self, grammar: str, tokens: Sequence[int]) -> NDArray[np.int32]:
-        """Return the mask after the first tokens of a reply, int32 [ceil(V / 32)]. Blocks the calling thread.
-
-        Args:
-            tokens: the reply from its start.
-
-        Raises:
-            InvalidRequest, GrammarRefused, EngineFailure: see `walk`.
+        """Return the mask after the first tokens of a reply, int32 [ceil(V / 32)]. Blocks the calling thread. Raises
+        InvalidRequest, GrammarRefused, EngineFailure: see `walk`.
         """
         return self._blocking_matcher(grammar).walk(tokens, [len(tokens)]).ravel()
 

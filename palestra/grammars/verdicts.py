@@ -32,11 +32,7 @@ class KnownGrammars:
         raise _renewed(refused)
 
     def learn(self, key: bytes, error: InvalidRequest | None) -> None:
-        """Store whether a grammar is usable.
-
-        Args:
-            error: None: it is usable.
-        """
+        """Store whether a grammar is usable. Without an error it is usable."""
         forgotten = isinstance(error, GrammarRefused) and not error.lasting
         until = time.monotonic() + FORGET_SECONDS if forgotten else float("inf")
         self._known[key] = (None if error is None else _renewed(error), until)

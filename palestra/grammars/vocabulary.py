@@ -23,10 +23,8 @@ class GrammarVocabulary:
 
 
 def vocabulary_of(tokenizer: Any, vocab_size: int) -> GrammarVocabulary:
-    """Return the vocabulary for grammars from a tokenizer.
-
-    Args:
-        vocab_size: of the model, which may exceed the tokenizer's.
+    """Return the vocabulary for grammars from a tokenizer. `vocab_size` is the model's, which may exceed the
+    tokenizer's.
     """
     backend = copy(tokenizer.backend_tokenizer)
     backend.no_padding()

@@ -47,11 +47,7 @@ class GrammarWorker:
     """
 
     def __init__(self, vocabulary: GrammarVocabulary | None) -> None:
-        """Create the worker without its process.
-
-        Args:
-            vocabulary: None: every byte is a token.
-        """
+        """Create the worker without its process. Without a vocabulary every byte is a token."""
         self._vocabulary = vocabulary
         self._lock = threading.Lock()  # of what follows
         self._process: subprocess.Popen[bytes] | None = None
@@ -93,10 +89,8 @@ class GrammarWorker:
     def examine(self, grammar: str, bounds: Bounds) -> None:
         """Compile a grammar, and try some replies; call `start` first.
 
-        Raises:
-            InvalidRequest: `llguidance` can't read the grammar.
-            GrammarRefused: the grammar exceeds a limit.
-            EngineFailure: the process was ended from outside, or by the caller.
+        Raises InvalidRequest: `llguidance` can't read the grammar. Raises GrammarRefused: the grammar exceeds a limit.
+        Raises EngineFailure: the process was ended from outside, or by the caller.
         """
         process = self._process
         if process is None:

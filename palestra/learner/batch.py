@@ -70,11 +70,8 @@ class Batch:
         return replace(self, groups=groups, staleness=staleness, metrics=metrics)
 
     def with_advantages(self, found: TokenAdvantages, forward: ForwardOutputs) -> Batch:
-        """Return the batch with the algorithm's advantages and importance weights.
-
-        Args:
-            found: for all rows, in order.
-            forward: the trainer's outputs for the same rows; rows carry those that a loss reads.
+        """Return the batch with the algorithm's advantages and importance weights. Both are for all rows, in order;
+        rows carry the outputs that a loss reads.
         """
         rows = self.samples
         check_advantages(found, rows)
@@ -129,11 +126,7 @@ class Batch:
         )
 
     def with_token_rewards(self, rewards: Sequence[Floats] | None) -> Batch:
-        """Return the batch whose rows carry rewards of single tokens.
-
-        Args:
-            rewards: float32 [N] for each row; None: none.
-        """
+        """Return the batch whose rows carry rewards of single tokens. Rewards are float32 [N] for each row."""
         if rewards is None:
             return self
         given = [replace(row, token_rewards=own) for row, own in zip(self.samples, rewards, strict=True)]
@@ -327,11 +320,8 @@ def token_metrics(trajectories: Sequence[Trajectory], roles: Roles) -> dict[str,
 def rollout_metrics(
     shares: Sequence[Trajectory], policy: str, roles: Roles, config: AlgorithmConfig
 ) -> dict[str, float]:
-    """Return metrics of episodes as one trained policy has played them, by full name.
-
-    Args:
-        shares: what the policy learns from in each; without any there are no means.
-        config: the policy's algorithm, which weights named rewards.
+    """Return metrics of episodes as one trained policy has played them, by full name. `shares` is what the policy
+    learns from in each; without any there are no means. `config` weights named rewards.
     """
     named = [t.episode.named_rewards for t in shares]
     rewards = [_reward(t) + more for t, more in zip(shares, missing_rewards(named, config), strict=True)]

@@ -57,11 +57,8 @@ class _Cut:
 
 
 def made_up_groups(rewards: Sequence[Sequence[float]] = GROUPS, size: int | None = None, **cut: Any) -> list[Group]:
-    """Return groups of episodes whose sampled tokens have ids from 1000 on, each its own.
-
-    Args:
-        size: only the first episodes of each group; None: all.
-        cut: fields of `_Cut`.
+    """Return groups of episodes whose sampled tokens have ids from 1000 on, each its own. `size` takes only the first
+    episodes of each group; `cut` are fields of `_Cut`.
     """
     how = _Cut(**cut)
     rewards = [group[:size] for group in rewards]
@@ -87,10 +84,8 @@ def made_up_groups(rewards: Sequence[Sequence[float]] = GROUPS, size: int | None
 
 
 def of_token(row: TrainSample, name: str) -> Floats:
-    """Return a number for each sampled token that depends only on its id and `name`, float32 [N]; else NaN.
-
-    Args:
-        name: such as `old_logprobs`; numbers of different names differ by a few hundredths.
+    """Return a number for each sampled token that depends only on its id and `name`, float32 [N]; else NaN. Numbers of
+    different names, such as `old_logprobs`, differ by a few hundredths.
     """
     near = _logprobs(row.ids) + 0.1 * np.sin(row.ids * (1.0 + len(name)))
     return np.where(row.loss_mask, near, np.nan).astype(np.float32)
@@ -279,9 +274,8 @@ def _check_type(algorithm: object) -> None:
 def token_gradients(algorithm: Algorithm, groups: Sequence[Group], where: str = "", penalty: bool = False) -> Gradients:
     """Return the gradient of each trained token, by its id, and check everything that one batch allows.
 
-    Args:
-        where: describes the episodes, for messages.
-        penalty: whether a job has a penalty or a bonus, so that groups without a learning signal also have rows.
+    `where` describes the episodes, for messages. `penalty`: groups without a learning signal also have rows, as with a
+    job's penalty or bonus.
     """
     rows, loss = _rows(algorithm, groups, where, penalty), _loss(algorithm)
     return _of_rows(loss, rows, rows, where)

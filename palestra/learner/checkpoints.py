@@ -51,11 +51,8 @@ class CheckpointSchedule:
     ) -> None:
         """Create the schedule; checkpoints are unknown until `load`.
 
-        Args:
-            folders: of checkpoints, by trained policy.
-            remembered: for each of these policies, stateful objects saved with the weights, by their key in the
-                checkpoint.
-            wall_seconds: returns how long the job has run.
+        `folders` are those of checkpoints, by trained policy; `remembered` are stateful objects that are saved with the
+        weights of each, by their key in the checkpoint; `wall_seconds` returns how long the job has run.
         """
         self._config, self._trainer, self._folders = config, trainer, dict(folders)
         self._remembered, self._wall_seconds, self._add_event = remembered, wall_seconds, add_event
@@ -112,10 +109,8 @@ class CheckpointSchedule:
         return {name: state for name, state in found.items() if state is not None}
 
     async def save_if_due(self, step: int, last: bool) -> None:
-        """Begin to write a checkpoint of this step if it is due, while the next episodes are played.
-
-        Args:
-            last: whether training ends with it.
+        """Begin to write a checkpoint of this step if it is due, while the next episodes are played. `last`: training
+        ends with it.
         """
         if step % self._config.checkpoint.every_steps == 0 or last:
             await self.finish()
@@ -128,10 +123,8 @@ class CheckpointSchedule:
             await self._save(step, self._states(step))
 
     def know_best(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Restore how well the best kept weights have validated, after a restart.
-
-        Args:
-            rows: metrics of all finished steps.
+        """Restore how well the best kept weights have validated, after a restart. `rows` are the metrics of all
+        finished steps.
         """
         for folder in self._folders.values():
             if (best := best_weights(folder)) is not None:
@@ -139,10 +132,8 @@ class CheckpointSchedule:
                 self._best = next(found, -math.inf)
 
     async def keep_best(self, step: int, row: Mapping[str, float]) -> None:
-        """Write the weights next to the checkpoints if no earlier ones validated better; never in self-play.
-
-        Args:
-            row: metrics of the step, which was just validated; step 0 has the initial weights.
+        """Write the weights next to the checkpoints if no earlier ones validated better; never in self-play. The step
+        was just validated; step 0 has the initial weights.
         """
         reward = row.get(VALIDATION)
         # Where opponents get better, too, validations of different steps can't be compared.

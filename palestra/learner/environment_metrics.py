@@ -38,12 +38,8 @@ def with_environments(groups: Sequence[Group]) -> list[Group]:
 def environment_metrics(
     trajectories: Sequence[Trajectory], roles: Roles, algorithm: AlgorithmConfig
 ) -> dict[str, float]:
-    """Return the metrics of a batch by environment, by full name.
-
-    Args:
-        trajectories: in canonical order.
-        roles: rewards of agents played by frozen policies are not counted.
-        algorithm: weights named rewards.
+    """Return the metrics of a batch by environment, by full name. Rewards of agents played by frozen policies are not
+    counted; `algorithm` weights named rewards.
     """
     groups: dict[str, list[list[Trajectory]]] = {}
     for _, members in groupby(trajectories, key=lambda one: one.episode.group_index):

@@ -30,13 +30,9 @@ async def validate(
     """Score every validation task once, and return the metrics.
 
     Discarded episodes do not count as 0: the metrics report how many tasks are in the mean. Episodes scored before a
-    restart are not repeated.
-
-    Args:
-        groups: each task becomes a group of one episode.
-        roles: rewards of agents played by frozen policies are not counted.
-        algorithm: weights named rewards, if at most one policy is trained.
-        environments: whether the job has several, of which the mean rewards are wanted as well.
+    restart are not repeated. Each task becomes a group of one episode. Rewards of agents played by frozen policies are
+    not counted; `algorithm` weights named rewards, if at most one policy is trained. With `environments` the mean
+    rewards of each are reported as well.
     """
     started = time.monotonic()
     known = await groups.of_step("validation", done)

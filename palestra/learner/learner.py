@@ -48,11 +48,7 @@ class Learner:
     def __init__(
         self, run: OpenRun, trainer: Trainer, algorithms: Mapping[str, Algorithm], sampler: SamplerMaker | None = None
     ) -> None:
-        """Assemble the learner; `run` trains.
-
-        Args:
-            sampler: a user's own choice of tasks; None: as configured.
-        """
+        """Assemble the learner; `run` trains. `sampler` is a user's own choice of tasks; None: as configured."""
         self._run, self._trainer, self._algorithms, self._sampler = run, trainer, algorithms, sampler
         config, trained = run.config, run.policies.trained
         self._budget = TrainingBudget(config, run.store.groups, run.store.log)

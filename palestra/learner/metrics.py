@@ -39,10 +39,8 @@ def metric_tables() -> dict[str, tuple[Metric, ...]]:
 
 
 def loss_metrics(first: StepReport, last: StepReport, declared: Iterable[LossMetric]) -> dict[str, float]:
-    """Return the metrics of a step's gradients of one network, by full name.
-
-    Args:
-        declared: of the loss; each says which update counts.
+    """Return the metrics of a step's gradients of one network, by full name. Each declared metric says which update
+    counts.
     """
     return {
         f"train/{metric.name}": (first if metric.epoch == "first" else last).metrics[metric.name]

@@ -21,13 +21,8 @@ def exact_shares(weights: Mapping[str, float]) -> dict[str, Fraction]:
 
 
 def next_environments(shares: Shares, spent: Shares, cost: Shares, count: int) -> list[str]:
-    """Return the environments of the next groups.
-
-    Args:
-        shares: of each environment, by name.
-        spent: what the groups so far have taken: their number, or their tokens.
-        cost: what a group takes: 1, or an estimate of its tokens.
-        count: number of groups.
+    """Return the environments of the next groups. `spent` is what the groups so far have taken, their number or their
+    tokens; `cost` is what a group takes: 1, or an estimate of its tokens.
     """
     if len(shares) == 1:
         return list(shares) * count
@@ -54,11 +49,9 @@ def next_environments(shares: Shares, spent: Shares, cost: Shares, count: int) -
 def unfilled(slots: Sequence[str], registered: Sequence[tuple[str, bool]]) -> list[str]:
     """Return the environments of a step's groups that are not registered.
 
-    A replacement plays the environment of the first replaced group that has none, so that quotas hold.
-
-    Args:
-        slots: the environments of the step's first groups, in order.
-        registered: environment of each group of the step, in order, and whether it was replaced.
+    A replacement plays the environment of the first replaced group that has none, so that quotas hold. `slots` are the
+    environments of the step's first groups, in order; `registered` is the environment of each group, in order, and
+    whether it was replaced.
     """
     first, later = registered[: len(slots)], registered[len(slots) :]
     waiting = [name for name, replaced in first if replaced]

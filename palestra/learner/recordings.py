@@ -38,11 +38,8 @@ from palestra.types.records import RecordedEpisode, Task
 
 
 def learned_policies(run_dir: Path, policy: str | None, learner: str) -> tuple[str, ...]:
-    """Return the policies of a run whose calls and rewards are learned from.
-
-    Args:
-        policy: named by the job; None: none.
-        learner: the learning policy, whose name is the default.
+    """Return the policies of a run whose calls and rewards are learned from. `policy` is named by the job; its default
+    is the name of the learning policy, `learner`.
     """
     trained = source_config(run_dir).trained_policies
     chosen = policy or learner
@@ -66,10 +63,8 @@ def source_config(run_dir: Path) -> JobConfig:
 
 
 def check_tokens(config: JobConfig, policies: Sequence[str], run_dir: Path, runtime: PolicyRuntime) -> None:
-    """Raise ConfigError for a run whose tokens are not the learning policy's.
-
-    Args:
-        policies: of the run, to learn from.
+    """Raise ConfigError for a run whose tokens are not the learning policy's. `policies` are those of the run, to learn
+    from.
     """
     for model in {config.policies[name].model for name in policies} - {runtime.config.model}:
         if config.engine.has_model and not _same_tokens(model, runtime):
@@ -87,12 +82,8 @@ def is_apart(roles: Roles, policies: Sequence[str]) -> bool:
 def recorded_rewards(
     roles: Roles, policies: Sequence[str], players: Mapping[str, str], rewards: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the rewards of a recorded episode that belong to the learned calls.
-
-    Args:
-        policies: of the run, to learn from.
-        players: of roles with a pool in the episode.
-        rewards: of the episode, by agent.
+    """Return the rewards of a recorded episode that belong to the learned calls. `policies` are those of the run, to
+    learn from; `players` are of roles with a pool in the episode; `rewards` are by agent.
     """
     if not is_apart(roles, policies):
         return dict(rewards)
@@ -114,12 +105,8 @@ def _same_tokens(model: str, runtime: PolicyRuntime) -> bool:
 
 
 def chosen_episodes(source: RecordedEpisodes, run_dir: Path, policies: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the ids of a run's completed training episodes to learn from, by group of the job, in canonical order.
-
-    Args:
-        source: which of the run's episodes.
-        policies: of the run, to learn from; one of several trained policies must have called in each episode, and its
-            own reward counts.
+    """Return the ids of a run's completed training episodes to learn from, by group of the job, in canonical order. One
+    of several trained policies must have called in each episode, and its own reward counts.
     """
     roles = source_config(run_dir).players
     with browse(run_dir / "run.db") as connection:
@@ -212,10 +199,8 @@ class Recordings:
         return [Task(task_id=group[0], data={"recorded": group}) for group in names]
 
     async def episodes(self, task: Task, version: PolicyVersion) -> tuple[RecordedEpisode, ...]:
-        """Return the recorded episodes of a task, with calls as if the job's policy had made them now.
-
-        Args:
-            version: for all tokens: recorded tokens are never stale.
+        """Return the recorded episodes of a task, with calls as if the job's policy had made them now. All tokens get
+        `version`: recorded tokens are never stale.
         """
         run_dir = self._source.run_dir
         if run_dir is None:
@@ -359,10 +344,8 @@ async def gather_recorded(
 ) -> Gathered:
     """Enter a step's missing recorded episodes into the store, and return all of them.
 
-    Args:
-        tasks_of: see `gather_groups`; the first task of a group is that of all its episodes.
-        groups: number of the step's groups.
-        versions: before the step; exactly one.
+    The first task of a group is that of all its episodes, see `gather_groups`; `groups` counts the step's. `versions`,
+    before the step, has exactly one.
     """
     (version,) = versions.values()
     there = await store.groups.of_step("train", step)

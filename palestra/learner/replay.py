@@ -23,11 +23,8 @@ class ReplayBuffer:
     """The newest episodes of a job, in canonical order; drawn ones are cached while they may be drawn again."""
 
     def __init__(self, replay: Replay, store: RunStore, seed: int, policy: str, trainable: Trainable) -> None:
-        """Begin empty.
-
-        Args:
-            policy: episodes without its samples are left out.
-            trainable: returns the trainable ones of some episodes; called once for each episode and process.
+        """Begin empty. Episodes without samples of `policy` are left out. `trainable` returns the trainable ones of
+        some episodes, and is called once for each episode and process.
         """
         self._replay, self._store, self._seed = replay, store, seed
         self._policy, self._trainable = policy, trainable
@@ -56,10 +53,8 @@ class ReplayBuffer:
     async def draw(self, step: int, number: int) -> list[Trajectory]:
         """Return the trainable episodes of one batch, in canonical order.
 
-        Ids are drawn, and only drawn episodes are read, so that a resumed job need not read all.
-
-        Args:
-            number: of the batch in the step, from 0.
+        Ids are drawn, and only drawn episodes are read, so that a resumed job need not read all. `number` counts the
+        step's batches from 0.
         """
         draw = np.random.default_rng((self._seed, step, number))
         chosen = draw.choice(len(self._names), min(self._replay.episodes, len(self._names)), replace=False)

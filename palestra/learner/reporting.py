@@ -43,23 +43,14 @@ class PlayingTime:
     """
 
     def __init__(self, ahead: bool, now: Callable[[], float] = time.monotonic) -> None:
-        """Begin before the first step.
-
-        Args:
-            ahead: whether episodes are played while earlier steps are trained.
-            now: returns monotonic seconds.
-        """
+        """Begin before the first step. `ahead`: episodes are played while earlier steps are trained."""
         self._ahead, self._now = ahead, now
         self._gathered_at: float | None = None  # when this process had the episodes of a step together; None: not yet
         self._seconds: float | None = None  # in which those of the newest step were played; None: not known
         self.resumed = False  # episodes of the first step that is gathered may have been played before the restart
 
     def gathered(self, started: float) -> None:
-        """Record that a step's episodes are complete.
-
-        Args:
-            started: when the step began to wait for them.
-        """
+        """Record that a step's episodes are complete. The step began to wait for them at `started`."""
         before, self._gathered_at = self._gathered_at, self._now()
         if before is None and self.resumed:
             self._seconds = None
@@ -221,11 +212,7 @@ class RunFolder:
             file.write(_line(row))
 
     def draw_curve(self, rows: Sequence[Row], title: str) -> None:
-        """Draw the rewards of sampled and validation episodes over steps, and write them to `curve.png`.
-
-        Args:
-            rows: of all steps, oldest first.
-        """
+        """Draw the rewards of sampled and validation episodes over steps, and write them to `curve.png`."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
@@ -331,10 +318,8 @@ class StepLog:
     async def write(self, step: int, row: dict[str, float], last: bool) -> None:
         """Record a step's metrics in store, file, status and events; after a validation, draw the curve.
 
-        Args:
-            step: 0 for the evaluation before the first.
-            row: by full name; the number of warnings is added. Numbers that are not finite are left out.
-            last: whether training ends with this step.
+        Step 0 is the evaluation before the first. The number of warnings is added to `row`; numbers that are not finite
+        are left out. `last`: training ends with this step.
         """
         row = _finite(row)
         await self._warn(row)

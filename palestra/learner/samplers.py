@@ -182,10 +182,8 @@ class Shuffled(TaskSampler):
 
 
 def drawn(sampler: TaskSampler, step: int, history: History, places: range) -> list[int]:
-    """Return the positions that a sampler gives at some places of a step.
-
-    Raises:
-        InvalidSampler: it gives too few, or something that is no position in the pool.
+    """Return the positions that a sampler gives at some places of a step. Raises InvalidSampler: it gives too few, or
+    something that is no position in the pool.
     """
     name = type(sampler).__name__
     given: object = sampler.tasks(step, history)

@@ -13,12 +13,9 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int, sampled_share:
 
     After warm-up the rate is that of transformers' `get_linear_schedule_with_warmup` and
     `get_cosine_schedule_with_warmup`: it would be zero one step after the last, so that every step trains. During
-    warm-up the rate is one step ahead of theirs, whose first rate of 0 would waste a step's episodes.
-
-    Args:
-        step: from 1.
-        sampled_share: fraction of the job's token budget sampled before the step, which then determines the decay;
-            None: decay by steps.
+    warm-up the rate is one step ahead of theirs, whose first rate of 0 would waste a step's episodes. Steps count from
+    1. `sampled_share` is the fraction of the job's token budget sampled before the step, which then determines the
+    decay.
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
@@ -52,11 +49,7 @@ class TrainingBudget:
         self._before = 0  # tokens of the steps before the newest that was counted
 
     async def restore(self, step: int) -> None:
-        """Count all steps of a resumed job.
-
-        Args:
-            step: newest trained step; 0: none.
-        """
+        """Count all steps of a resumed job. `step` is the newest trained one; 0: none."""
         trained, known = self._config.trained_policies, await self._log.metrics_of(step - 1)
         if SAMPLED in known:  # the tokens of all steps before
             self._before = int(known[SAMPLED])
@@ -76,10 +69,8 @@ class TrainingBudget:
         return step >= self._config.steps or (budget is not None and self.sampled >= budget)
 
     def learning_rate(self, optimizer: OptimizerConfig, step: int) -> float:
-        """Return the learning rate of the newest counted step, which decays by tokens if there is a budget.
-
-        Args:
-            step: from 1.
+        """Return the learning rate of the newest counted step, which decays by tokens if there is a budget. Steps count
+        from 1.
         """
         budget = self._config.token_budget
         return learning_rate(optimizer, step, self._config.steps, None if budget is None else self._before / budget)

@@ -49,10 +49,8 @@ def shares_of(trajectories: Sequence[Trajectory], policy: str, roles: Roles) -> 
 
 
 def _step_rewards(episode: EpisodeRecord, own: Mapping[str, float], roles: Roles) -> tuple[float, ...] | None:
-    """Return some agents' rewards by TimeStep; None: unknown, so all count as earned in the last.
-
-    Args:
-        episode: has the rewards of all agents.
+    """Return some agents' rewards by TimeStep; None: unknown, so all count as earned in the last. `episode` has the
+    rewards of all agents.
     """
     if episode.step_rewards is None or own == episode.rewards:
         return episode.step_rewards
@@ -71,11 +69,8 @@ def _at(rewards: tuple[float, ...] | None, step: int) -> float | None:
 
 
 def rewards_of(episodes: Sequence[EpisodeRecord], roles: Roles, algorithm: AlgorithmConfig) -> list[float]:
-    """Return the reward of each completed episode in which policies played.
-
-    Args:
-        roles: rewards of agents played by frozen policies are not counted.
-        algorithm: weights named rewards.
+    """Return the reward of each completed episode in which policies played. Rewards of agents played by frozen policies
+    are not counted; `algorithm` weights named rewards.
     """
     scored = played_by_policies(episodes)
     rewards = [float(sum(roles.of_episode(e.players).trained_rewards(own).values())) for e, own in scored]

@@ -47,11 +47,8 @@ class TaskSource:
     """
 
     def __init__(self, groups: Groups, config: JobConfig, roles: Roles, samplers: Mapping[str, TaskSampler]) -> None:
-        """Create the source.
-
-        Args:
-            roles: rewards of agents played by frozen policies are no part of the history.
-            samplers: by environment; "" is the only one of a job without `environments`.
+        """Create the source. Samplers are by environment; "" is the only one of a job without `environments`. Rewards
+        of agents played by frozen policies are no part of the history.
         """
         self._groups, self._rollout, self._samplers, self._roles = groups, config.rollout, samplers, roles
         self._algorithm: AlgorithmConfig = config.algorithm_of(roles.default)
@@ -62,13 +59,8 @@ class TaskSource:
         self._totals: list[dict[str, _Total]] = [{}]  # by step
 
     async def tasks(self, step: int, indices: Sequence[int]) -> dict[int, tuple[Task, ...]]:
-        """Return the tasks of a step's next groups, which the episodes of each play in turn, by group index.
-
-        Args:
-            indices: the next ones of the job, in order.
-
-        Raises:
-            InvalidSampler: see `drawn`.
+        """Return the tasks of a step's next groups, which the episodes of each play in turn, by group index. `indices`
+        are the next ones of the job, in order. Raises InvalidSampler: see `drawn`.
         """
         over = max(step - 1 - self._rollout.max_staleness, 0)  # whenever the step's groups are registered
         while self._reads and len(self._totals) <= over:
@@ -164,12 +156,8 @@ class TaskSource:
 async def open_source(
     run: OpenRun, pools: Mapping[str, Sequence[Task]], group_key: str, own: SamplerMaker | None
 ) -> TaskSource:
-    """Return what chooses among the training tasks of a run.
-
-    Args:
-        pools: the tasks of each environment, by name; see `TaskSource`.
-        group_key: see `TaskPool`.
-        own: a user's sampler, which is checked; None: as configured.
+    """Return what chooses among the training tasks of a run. `pools` are the tasks of each environment, by name;
+    `group_key` is as in `TaskPool`; `own` is a user's sampler, which is checked.
     """
     config = run.config
     samplers = {

@@ -36,10 +36,8 @@ class ServedTeacher:
     """Asks a server's model for the log-probabilities of rows."""
 
     def __init__(self, config: TeacherServerConfig, student: PolicyRuntime) -> None:
-        """Create the client without sending anything.
-
-        Args:
-            student: the learning policy, whose tokenizer the teacher must have.
+        """Create the client without sending anything. The teacher must have the tokenizer of `student`, the learning
+        policy.
         """
         key = key_in(config.key_variable, "algorithm.teacher_server.key_variable")
         url = checked_url(config.url, "http://127.0.0.1:8000")
@@ -90,9 +88,7 @@ class ServedTeacher:
 
     async def logprobs(self, samples: Sequence[TrainSample]) -> list[Floats]:
         """Return the teacher's log-probabilities of each row's trained tokens, float32 [N] a row, NaN elsewhere.
-
-        Args:
-            samples: S rows accepted by `unanswerable`.
+        `samples` are accepted by `unanswerable`.
         """
         try:
             async with asyncio.TaskGroup() as group:

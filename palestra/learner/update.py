@@ -63,10 +63,8 @@ CRITIC_COUNTS = ("train/critic_updates_skipped",)  # these add up where there is
 
 
 def policy_spec(config: JobConfig, algorithm: Algorithm, policy: str, weights: Mapping[str, str]) -> PolicySpec:
-    """Return what the trainer must create for a policy: its weights and further networks.
-
-    Args:
-        weights: folders that replace configured models, by policy; the reference's by `reference_of` its name.
+    """Return what the trainer must create for a policy: its weights and further networks. `weights` are folders that
+    replace configured models, by policy; the reference's by `reference_of` its name.
     """
     settings, key = config.algorithm_of(policy), config.algorithm_key(policy)
     model, kl, named = weights.get(policy, config.policies[policy].model), settings.kl, config.teacher_of(policy)
@@ -131,11 +129,8 @@ class PolicyUpdate:
     def __init__(
         self, run: OpenRun, trainer: Trainer, budget: TrainingBudget, policy: str, algorithm: Algorithm
     ) -> None:
-        """Assemble the update of a policy.
-
-        Args:
-            run: its store gets the logprobs of trained tokens, and has earlier episodes for experience replay.
-            budget: determines a step's learning rate.
+        """Assemble the update of a policy. The run's store gets the logprobs of trained tokens, and has earlier
+        episodes for experience replay; `budget` determines a step's learning rate.
         """
         self._run, self._config, self._trainer, self._budget = run, run.config, trainer, budget
         self._policy, self._algorithm = policy, algorithm
@@ -177,10 +172,8 @@ class PolicyUpdate:
     async def make_batch(self, step: int, trajectories: Sequence[Trajectory]) -> Batch:
         """Return the trainable rows.
 
-        The manifest is fixed, so an untrainable episode is left out: otherwise the step would fail forever.
-
-        Args:
-            trajectories: of the step's manifest, in canonical order.
+        The manifest is fixed, so an untrainable episode is left out: otherwise the step would fail forever. The
+        trajectories are those of the step's manifest, in canonical order.
         """
         batch = await self._make_batch(trajectories)
         if not batch.samples:

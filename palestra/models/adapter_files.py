@@ -143,10 +143,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def write_adapter(folder: Path, adapter: Adapter, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write an adapter, in its own precision, into an existing folder, for `read_adapter` and for PEFT.
-
-    Args:
-        weights: its matrices, [r, in] and [out, r], by name, if this process has only parts of them; None: its own.
+    """Write an adapter, in its own precision, into an existing folder, for `read_adapter` and for PEFT. `weights` [r,
+    in] and [out, r], by name, replace its own if this process has only parts of them.
     """
     named = dict(adapter.named_parameters()) if weights is None else weights
     write_matrices(folder, adapter.config, adapter.base, adapter.targets, named)
@@ -155,11 +153,8 @@ def write_adapter(folder: Path, adapter: Adapter, weights: Mapping[str, Tensor] 
 def write_matrices(
     folder: Path, config: AdapterConfig, base: str, targets: Sequence[str], weights: Mapping[str, Tensor]
 ) -> None:
-    """Write the matrices of an adapter into an existing folder, for `read_adapter` and for PEFT.
-
-    Args:
-        targets: name suffixes that match exactly the layers of these matrices.
-        weights: [r, in] and [out, r], by the names of `Adapter.named_parameters`.
+    """Write the matrices of an adapter into an existing folder, for `read_adapter` and for PEFT. Matrices are [r, in]
+    and [out, r], named as by `Adapter.named_parameters`; `targets` are name suffixes that match exactly their layers.
     """
     tensors = {f"{_PREFIX}{name}": p.detach().contiguous() for name, p in weights.items()}
     safetensors.torch.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

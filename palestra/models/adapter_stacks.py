@@ -26,11 +26,8 @@ class RowGroups:
     """
 
     def __init__(self, runs: Runs, device: torch.device, first: Sequence[Adapter] = ()) -> None:
-        """Group rows.
-
-        Args:
-            runs: (adapter, number of rows) in order.
-            first: adapters to put first, even without rows.
+        """Group rows. `runs` are (adapter, number of rows) in order; the adapters `first` come first, even without
+        rows.
         """
         places: dict[int, list[int]] = {id(adapter): [] for adapter in first}
         by_id: dict[int, Adapter | None] = {id(adapter): adapter for adapter in first}
@@ -73,10 +70,8 @@ def separately(
 ) -> Tensor:
     """Return numbers [N, k] to which each adapter's layer added something in its own rows.
 
-    Args:
-        layers: of each adapter in `rows`; None: its rows are unchanged.
-        least: minimum number of rows in a call; fewer rows are computed twice.
-        add: gets a layer, and rows of `out` and `given`; returns rows like those of `out`.
+    Layers are those of the adapters in `rows`; None leaves rows unchanged. A call has at least `least` rows: fewer are
+    computed twice. `add` gets a layer, and rows of `out` and `given`.
     """
     pieces = []
     parts = (torch.split(rows.sorted(part), rows.sizes) for part in (out, *given))
@@ -184,11 +179,8 @@ class Stacks:
 
 
 def stacked(layers: Sequence[LoraLinear | None], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the matrices A of E layers, [E, r, in], and their matrices B with their scales, [E, out, r].
-
-    Args:
-        layers: of one name; None: zeros in place of a missing layer.
-        dtype: of the result. A trainer's float32 matrices are scaled before they are rounded.
+    """Return the matrices A of E layers, [E, r, in], and their matrices B with their scales, [E, out, r]. A missing
+    layer gets zeros. A trainer's float32 matrices are scaled before they are rounded.
     """
     first = next(layer for layer in layers if layer is not None)
     ranks = [0 if layer is None else len(layer.lora_A.weight) for layer in layers]

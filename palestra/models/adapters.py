@@ -142,10 +142,7 @@ class Adapter:
         self, model: nn.Module, config: AdapterConfig, base: str, names: Collection[str] | None = None
     ) -> None:
         """Replace layers of a transformers model in place; the matrices are not initialised yet, and the base's weights
-        are unchanged.
-
-        Args:
-            names: layers to adapt; None: those that `config` selects.
+        are unchanged. `names` replace the layers that `config` selects.
         """
         linear, head, embedding = linear_layers(model), head_layer(model), embedding_layer(model)
         known: dict[str, nn.Linear | nn.Embedding] = {**linear, **head, **embedding}
@@ -238,10 +235,8 @@ def embedding_layer(model: nn.Module) -> dict[str, nn.Embedding]:
 
 
 def target_layers(linear: Collection[str], known: Collection[str], config: AdapterConfig) -> list[str]:
-    """Return the names of the layers that an adapter's `targets` select.
-
-    Args:
-        linear: the model's linear layers without its head.
+    """Return the names of the layers that an adapter's `targets` select. `linear` are the model's linear layers without
+    its head.
     """
     targets = [config.targets] if isinstance(config.targets, str) else config.targets
     everything = ALL_LINEAR in targets
@@ -257,10 +252,8 @@ def target_layers(linear: Collection[str], known: Collection[str], config: Adapt
 def merge(model: nn.Module, weights: Mapping[str, Tensor], scale: float) -> None:
     """Add the products of an adapter to a model's own float32 weights.
 
-    If the adapter changes a tied head or embedding, the two are untied.
-
-    Args:
-        weights: matrices [r, in] and [out, r], by the names of `Adapter.named_parameters`.
+    If the adapter changes a tied head or embedding, the two are untied. Matrices are [r, in] and [out, r], named as by
+    `Adapter.named_parameters`.
     """
     head, embedding = head_layer(model), embedding_layer(model)
     known: dict[str, nn.Linear | nn.Embedding] = {**linear_layers(model), **head, **embedding}

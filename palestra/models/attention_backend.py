@@ -19,12 +19,8 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Return the attention output of each query head at each token, [N, H, D]; head h reads key head h // (H // K).
 
-        Args:
-            layer: index of the layer, from 0, which selects its keys and values in a cache.
-            query: [1, H, N, D], in the compute precision, like keys and values.
-            key: [1, K, N, D].
-            value: [1, K, N, D].
-            window: a token attends to itself and the `window - 1` tokens before it; None: to all tokens before it.
+        Queries are [1, H, N, D], keys and values [1, K, N, D], all in the compute precision; `layer` counts from 0. A
+        token attends to itself and the `window - 1` tokens before it; None: to all before it.
         """
         ...
 

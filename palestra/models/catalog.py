@@ -29,10 +29,8 @@ _GGUF = f"{SMOLLM2}.Q4_1.gguf"
 
 
 def hub_model(name: str, ask: bool = True) -> Path | str:
-    """Return `org/model` if the hub answers, else the model's folder in the hub's cache.
-
-    Args:
-        ask: whether to ask the hub; False: use only its cache.
+    """Return `org/model` if the hub answers, else the model's folder in the hub's cache. Without `ask`, use only the
+    cache.
     """
     import httpx
     import httpx2
@@ -104,12 +102,8 @@ def model_folder(name: str, ask: bool = True) -> Path | str:
 def exact_model(name: str) -> Path:
     """Return the folder of a model named by a tenant; relative folders are refused.
 
-    Args:
-        name: a built-in model, an absolute folder (from the operator's list, or a job's checkpoint), or `org/model` of
-            the Hugging Face hub, downloaded if necessary.
-
-    Raises:
-        ServerFailed: the hub cannot be reached.
+    It is a built-in model, an absolute folder (from the operator's list, or a job's checkpoint), or `org/model` of the
+    Hugging Face hub, downloaded if necessary. Raises ServerFailed: the hub cannot be reached.
     """
     if name in BUILT_IN or Path(name).is_absolute():
         return Path(model_folder(name))

@@ -112,12 +112,9 @@ class CausalLM:
         """Wrap a transformers model and check a flat forward pass, unless its weights are not loaded yet.
 
         It computes in the precision of the model's matrices until `compute_in` changes that. One-dimensional parameters
-        (norms, biases) are converted to float32 in place.
-
-        Args:
-            model: loaded with the attention that this module registers.
-            vision: for a vision-language model; only its text model uses that attention.
-            unread: files of weights that are not loaded yet; then call `try_out` after loading them.
+        (norms, biases) are converted to float32 in place. The model was loaded with the attention that this module
+        registers, which only the text model of a vision-language model uses. With `unread` weights, call `try_out`
+        after loading them.
         """
         text = model if vision is None else vision.tower.text
         config = text.config
@@ -170,11 +167,7 @@ class CausalLM:
         return torch.arange(_TRIAL_TOKENS, device=self.device) * 7919 % self.vocab_size
 
     def trial_logits(self, attention: AttentionBackend | None = None) -> Tensor:
-        """Return the logits of a few fixed tokens, float32 [T, V].
-
-        Args:
-            attention: None: causal attention.
-        """
+        """Return the logits of a few fixed tokens, float32 [T, V]. Without `attention` it is causal."""
         ids = self._trial_ids()
         with torch.no_grad():  # not in inference mode, whose tensors FSDP could not use again in a pass with a gradient
             return self.logits(
@@ -288,10 +281,8 @@ class CausalLM:
         return out if self.compute_dtype == torch.float32 else out.to(self.compute_dtype).float()
 
     def picture_rows(self, pictures: Sequence[tuple[PlacedPicture, NDArray[np.int64]]]) -> PictureRows | None:
-        """Return the embeddings of pictures for rows of a flat batch; see `Vision.rows`.
-
-        Args:
-            pictures: each with the row [F] of each of its placeholders.
+        """Return the embeddings of pictures for rows of a flat batch; see `Vision.rows`. Each picture comes with the
+        rows [F] of its placeholders.
         """
         if not pictures:
             return None
@@ -316,13 +307,9 @@ class CausalLM:
     ) -> Tensor:
         """Return the last layer's normalised output, float32 [N, hidden].
 
-        Args:
-            ids: [N] token ids of all sequences, concatenated.
-            positions: [N], the position of each token within its sequence, or [3, N]; see `positions`.
-            attention: decides which tokens attend to each other.
-            pictures: embeddings that replace those of some tokens; None: all tokens are text.
-            weights: from `head_weights`, so that tied embeddings share them; None: autograd keeps both gradients
-                separately.
+        `ids` [N] are all sequences, concatenated; `positions` are [N], within each sequence, or [3, N]. `pictures`
+        replace the embeddings of some tokens. With the result of `head_weights`, tied embeddings share it; otherwise
+        autograd keeps both gradients separately.
         """
         text = self._text
         self._slot.attention = attention
@@ -351,10 +338,7 @@ class CausalLM:
         """Return the logits, float32 [M, V], of hidden states [M, hidden].
 
         In bfloat16 the `EXACT_LOGITS` largest of each row are computed in float32; their gradient is the product's.
-
-        Args:
-            corrections: reused when the same logits are recomputed; see `sharpened`.
-            rounded: the output layer with rounded weights; None: the model's own module.
+        `corrections` are reused when the same logits are recomputed; `rounded` replaces the model's own output layer.
         """
         head = self.model.get_output_embeddings()
         with self._autocast(hidden.device):
@@ -401,10 +385,8 @@ class CausalLM:
             yield from self.packed.weights()
 
     def take_weights(self, given: Mapping[str, Tensor]) -> None:
-        """Copy new weights into the model, and pack them again where it is packed.
-
-        Args:
-            given: tensors [n, d] or [d], with the names and shapes of `own_shapes`.
+        """Copy new weights into the model, and pack them again where it is packed. Tensors are [n, d] or [d], with the
+        names and shapes of `own_shapes`.
         """
         for name, parameter in self.own_parameters():
             parameter.copy_(given[name])
@@ -430,9 +412,8 @@ class CausalLM:
         """Write trainable weights, configuration and tokenizer into an existing folder, loadable by Hugging Face's
         libraries.
 
-        Args:
-            weights: tensors [n, d] or [d] by the names of `saved_parameters`, if this process has only parts of them;
-                None: the model's own.
+        `weights` [n, d] or [d], named as by `saved_parameters`, replace the model's own if this process has only parts
+        of them.
         """
         tokenizer.save_pretrained(folder)
         if self.adapter is not None:
@@ -456,12 +437,8 @@ class CausalLM:
 
 
 def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = None) -> CausalLM:
-    """Load a model's weights onto a device.
-
-    Args:
-        name: a catalog name, a folder, or a Hugging Face name; an adapter's folder is merged into its base.
-        dtype: of weights with two dimensions or more; the others are float32.
-        device: None: the CPU.
+    """Load a model's weights onto a device. `name` is a catalog name, a folder, or a Hugging Face name; an adapter's
+    folder is merged into its base. Weights with fewer than two dimensions are float32.
     """
     adapter = saved_adapter(name)
     folder = model_folder(name if adapter is None else adapter.base)

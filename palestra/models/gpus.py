@@ -33,11 +33,8 @@ class GpuReader:
         library: Callable[[], Any] = lambda: importlib.import_module("pynvml"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the reader.
-
-        Args:
-            visible: GPUs as in `CUDA_VISIBLE_DEVICES`, numbered like the driver's (CUDA's too with
-                `CUDA_DEVICE_ORDER=PCI_BUS_ID`, or if all are of one kind); None: all.
+        """Create the reader. `visible` are GPUs as in `CUDA_VISIBLE_DEVICES`, numbered like the driver's (CUDA's too
+        with `CUDA_DEVICE_ORDER=PCI_BUS_ID`, or if all are of one kind); None: all.
         """
         self._visible, self._library, self._clock = visible, library, clock
         self._nvml: Any = None  # once it has begun
@@ -135,11 +132,7 @@ class GpuMeter:
     """GPU figures that are at most two seconds old."""
 
     def __init__(self, read: Callable[[], GpuReading], clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the meter.
-
-        Args:
-            read: asks the driver, and may hang.
-        """
+        """Create the meter. `read` asks the driver, and may hang."""
         self._read, self._clock = read, clock
         self._lock, self._done = threading.Lock(), threading.Event()
         self._known, self._said = GpuReading(), False

@@ -41,11 +41,9 @@ class KeptFile:
     def __init__(self, source: WeightSource, matrices: dtype, folder: Path | None = None) -> None:
         """Write the weights.
 
-        Args:
-            source: may change once this has returned.
-            matrices: precision of tensors with two dimensions or more, as engines have them; others keep theirs,
-                because a model keeps its norms in the precision of its files.
-            folder: shared with other machines; None: only processes of this machine read the weights.
+        The source may change once this has returned. `matrices` is the precision of tensors with two dimensions or
+        more, as engines have them; others keep theirs, because a model keeps its norms in the precision of its files.
+        `folder` is shared with other machines; None: only processes of this machine read the weights.
         """
         path = (folder or weight_folder()) / f"palestra-{os.getpid()}-{secrets.token_hex(8)}.safetensors"
         self._matrices = matrices
@@ -95,11 +93,7 @@ class WeightKeeper:
         self._spare: list[KeptFile] = []  # at most one
 
     def keep(self, source: WeightSource) -> HeldFile | KeptSource:
-        """Keep weights; weights in a folder stay there.
-
-        Args:
-            source: may change once this has returned.
-        """
+        """Keep weights; weights in a folder stay there. The source may change once this has returned."""
         import torch  # here, because a keeper is made on the event loop
 
         if isinstance(source, SavedWeights):

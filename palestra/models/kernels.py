@@ -72,11 +72,7 @@ class PackedLayer(Protocol):
         ...
 
     def whole_product(self, layers: Sequence[nn.Module], x: Tensor) -> Tensor:
-        """Return the outputs of all layers of the matrix for x [N, in], [N, out].
-
-        Args:
-            layers: the first one is this layer.
-        """
+        """Return the outputs of all layers of the matrix for x [N, in], [N, out]. The first of `layers` is this one."""
         ...
 
 
@@ -95,10 +91,8 @@ class Kernels:
         """Replace layers of a transformers model on a CPU by faster ones, where kernels exist."""
 
     def pack(self, model: CausalLM, exact: bool) -> None:
-        """Set `model.packed` if a model that only samples can be packed.
-
-        Args:
-            exact: whether products must give the same bits for any number of rows.
+        """Set `model.packed` if a model that only samples can be packed. `exact`: products give the same bits for any
+        number of rows.
         """
 
     def pack_base(self, model: CausalLM) -> dict[str, PackedLayer]:
@@ -114,10 +108,8 @@ class Kernels:
         return _by_torch
 
     def trees(self, trees: Sequence[Sequence[tuple[int, int, int]]]) -> Attention:
-        """Return the attention, with a gradient, within concatenated trees.
-
-        Args:
-            trees: the runs of each, see `palestra.trainer.packing.Tree`.
+        """Return the attention, with a gradient, within concatenated trees. `trees` has the runs of each; see
+        `palestra.trainer.packing.Tree`.
         """
         return _by_torch
 

@@ -35,10 +35,8 @@ _Key = tuple[str, torch.dtype, torch.device]
 
 
 def load_model(name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
-    """Load the weights and the tokenizer of a model; an adapter's folder is merged into its base.
-
-    Args:
-        dtype: of weights with two dimensions or more.
+    """Load the weights and the tokenizer of a model; an adapter's folder is merged into its base. `dtype` is that of
+    weights with two dimensions or more.
     """
     return load_causal_lm(name, dtype, device), load_tokenizer(name)
 
@@ -60,11 +58,7 @@ class LoadedModels:
     """
 
     def __init__(self, load: LoadModel = load_model, pictures: Pictures | None = None) -> None:
-        """Create an empty registry.
-
-        Args:
-            pictures: source of the prompts' pictures for vision-language models; None: none.
-        """
+        """Create an empty registry. `pictures` are those of prompts, for vision-language models."""
         self._read, self._pictures = load, pictures
         self._bases: WeakValueDictionary[_Key, CausalLM] = WeakValueDictionary()
         self._tokenizers: WeakKeyDictionary[CausalLM, Any] = WeakKeyDictionary()
@@ -73,12 +67,8 @@ class LoadedModels:
     def own(
         self, name: str, dtype: torch.dtype, device: torch.device, vision: VisionTraining | None = None
     ) -> tuple[CausalLM, Any]:
-        """Load a model with trainable weights of its own.
-
-        Args:
-            name: as in `PolicyConfig.model`; an adapter's folder is merged into its base.
-            dtype: of weights with two dimensions or more.
-            vision: trainable parts of a vision-language model; None: all but what pictures pass through.
+        """Load a model with trainable weights of its own. `name` is as in `PolicyConfig.model`; an adapter's folder is
+        merged into its base. Without `vision` all is trained but what pictures pass through.
         """
         model, tokenizer = self._load(name, dtype, device)
         if model.vision is not None:
@@ -91,11 +81,8 @@ class LoadedModels:
         return model, tokenizer
 
     def frozen(self, name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
-        """Load a frozen model that computes in the precision of its weights.
-
-        Args:
-            name: as in `PolicyConfig.model`; an adapter's folder is its base with that adapter.
-            dtype: of weights with two dimensions or more.
+        """Load a frozen model that computes in the precision of its weights. `name` is as in `PolicyConfig.model`; an
+        adapter's folder is its base with that adapter.
         """
         saved = saved_adapter(name)
         model, tokenizer = self._on_base(name if saved is None else saved.base, dtype, device)
@@ -111,12 +98,9 @@ class LoadedModels:
     ) -> tuple[CausalLM, Any]:
         """Load a model with a trainable adapter on frozen weights.
 
-        Args:
-            name: as in `PolicyConfig.model`; an adapter's folder is its base, with that adapter as the start.
-            config: must match the adapter to start with.
-            seed: for initialising a new float32 adapter of a trainer. None: for an engine, which gets every version's
-                weights; they are in the base's precision, without a gradient.
-            dtype: of the base's weights with two dimensions or more, and of its products.
+        `name` is as in `PolicyConfig.model`; an adapter's folder is its base, with that adapter as the start, which
+        `config` must match. `seed` initialises a trainer's new float32 adapter; None: for an engine, which gets every
+        version's weights, in the base's precision `dtype` and without a gradient.
         """
         saved = saved_adapter(name)
         base = name if saved is None else saved.base
@@ -222,10 +206,6 @@ def load_parted(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Ca
 
     Loaded whole are vision-language models, models with an adapter to merge, and models that transformers stores under
     other names than it computes with.
-
-    Args:
-        dtype: of weights with two dimensions or more.
-        device: for models that are loaded whole.
     """
     made = None if adapter_folder(name) is not None else _without_weights(name, dtype)
     return load_model(name, dtype, device) if made is None else (made, load_tokenizer(name))

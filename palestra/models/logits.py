@@ -54,12 +54,8 @@ def sharpened(
 ) -> Tensor:
     """Replace the largest logits of each row, in place, by float32 products with the rounded weights.
 
-    Args:
-        logits: [M, V], changed in place and returned.
-        hidden: [M, hidden].
-        head: the output layer, weights [V, hidden].
-        dtype: precision to which the weights were rounded for these logits.
-        corrections: filled on the first call, reused when the same logits are recomputed; None: not kept.
+    Logits are [M, V], hidden states [M, hidden], the head's weights [V, hidden], rounded to `dtype` for these logits.
+    `corrections` are filled on the first call, and reused when the same logits are recomputed.
     """
     found = corrections[0] if corrections else _correction(logits, hidden, head, dtype)
     if corrections is not None and not corrections:
@@ -103,10 +99,8 @@ def _largest(logits: Tensor) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, vocab_size: int) -> Tensor:
-    """Return a bool [..., V] mask for packed bits, int32 [..., B] with B = ceil(V / 32).
-
-    Args:
-        bits: bit i of word w is token 32 * w + i.
+    """Return a bool [..., V] mask for packed bits, int32 [..., B] with B = ceil(V / 32). Bit i of word w is token 32 *
+    w + i.
     """
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     return ((bits.unsqueeze(-1) >> shifts) & 1).bool().flatten(-2)[..., :vocab_size]

@@ -36,12 +36,10 @@ class MixedModel:
     def __init__(self, base: CausalLM, exact: bool = False, sampling: bool = False) -> None:
         """Create a model on a base's weights.
 
-        Args:
-            base: without an adapter or a running pass.
-            exact: whether a row's numbers must be the same bit for bit in any batch, as far as the base's own products
-                allow: then each adapter's rows are multiplied separately.
-            sampling: whether gradients are never needed, so that kernels may pack the base's matrices. An exact model
-                is not packed, because `check_determinism` tests products of plain matrices.
+        The base has no adapter and no running pass. `exact`: a row's numbers are the same bit for bit in any batch, as
+        far as the base's own products allow, so each adapter's rows are multiplied separately. `sampling`: gradients
+        are never needed, so kernels may pack the base's matrices; not those of an exact model, because
+        `check_determinism` tests products of plain matrices.
         """
         self.base, self._exact = base, exact
         self.model = base.on_same_weights()
@@ -58,10 +56,8 @@ class MixedModel:
         self._stacks = Stacks()
 
     def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend, runs: Runs) -> Tensor:
-        """Return the last layer's normalised output, float32 [N, hidden]; see `CausalLM.hidden`.
-
-        Args:
-            runs: (adapter, number of rows) in order, N rows in all; None: the base alone.
+        """Return the last layer's normalised output, float32 [N, hidden]; see `CausalLM.hidden`. `runs` are (adapter,
+        number of rows) in order, N rows in all; None: the base alone.
         """
         rows = RowGroups(runs, ids.device)
         self._now.begin(rows, self._way(rows, runs, self._aligned))
@@ -71,10 +67,8 @@ class MixedModel:
             self._now.clear()
 
     def logits(self, hidden: Tensor, runs: Runs) -> Tensor:
-        """Return the logits, float32 [M, V], of hidden states [M, hidden]; see `CausalLM.logits`.
-
-        Args:
-            runs: (adapter, number of rows) in order, M rows in all; None: the base alone.
+        """Return the logits, float32 [M, V], of hidden states [M, hidden]; see `CausalLM.logits`. `runs` are (adapter,
+        number of rows) in order, M rows in all; None: the base alone.
         """
         if not any(adapter is not None and adapter.on_head for adapter, _ in runs):
             return self.model.logits(hidden)

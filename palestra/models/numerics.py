@@ -23,10 +23,8 @@ KERNELS, PROBLEM = "kernels", "kernels_problem"
 
 
 def numerics(kernels: bool) -> dict[str, str]:
-    """Return what computes in this process, by the name of the choice.
-
-    Args:
-        kernels: whether it computes bfloat16 on a CPU, with compiled kernels.
+    """Return what computes in this process, by the name of the choice. `kernels`: it computes bfloat16 on a CPU, with
+    compiled kernels.
     """
     import torch
 
@@ -42,11 +40,8 @@ def numerics(kernels: bool) -> dict[str, str]:
 
 
 def check_numerics(before: Mapping[str, str], now: Mapping[str, str], whose: str) -> None:
-    """Raise ConfigError if a deterministic job's numbers would be computed in two ways.
-
-    Args:
-        before: of the steps so far, or of the job's own process.
-        whose: whose numbers `before` made, for the message.
+    """Raise ConfigError if a deterministic job's numbers would be computed in two ways. `before` are those of the steps
+    so far, or of the job's own process; the message says `whose` numbers they made.
     """
     if differing := differences(before, now):
         raise ConfigError(

@@ -20,10 +20,8 @@ class OwnedFolder:
     """A new folder, private to this user."""
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
-        """Remove folders of this prefix whose owners have ended, and create a new one.
-
-        Args:
-            parent: None: shared memory.
+        """Remove folders of this prefix whose owners have ended, and create a new one. Without `parent` it is in shared
+        memory.
         """
         parent = parent or weight_folder()
         for left in parent.glob(f"{prefix}*"):

@@ -32,10 +32,8 @@ NO_PICKLE: dict[str, Any] = NO_CODE | {"use_safetensors": True}
 
 @contextlib.contextmanager
 def as_model_error(what: str) -> Iterator[None]:
-    """Turn any error of transformers about a model's files into one line; out-of-memory errors pass through.
-
-    Args:
-        what: what failed, such as "model 'x' cannot be loaded".
+    """Turn any error of transformers about a model's files into one line; out-of-memory errors pass through. `what`
+    says what failed, such as "model 'x' cannot be loaded".
     """
     try:
         yield

@@ -37,9 +37,6 @@ class HeadWeights:
 
         On a CPU, the embeddings' gradient is then only the rows of the tokens, added to the logits' gradient. On a GPU
         the order of adding equal tokens would be undefined.
-
-        Args:
-            model: all of the model except the output layer.
         """
         name = self._table_of(model)
         if name is None:

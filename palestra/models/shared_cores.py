@@ -41,11 +41,8 @@ class SharedCores:
     """
 
     def __init__(self, threads: int | None, fixed: bool) -> None:
-        """Begin with all cores.
-
-        Args:
-            threads: the user's setting; None: all cores that others leave.
-            fixed: whether the number must not change, because results depend on it.
+        """Begin with all cores. `threads` is the user's setting; None: all cores that others leave. `fixed`: results
+        depend on the number.
         """
         self.threads = threads
         self._adapts = threads is None and not fixed and _STAT.exists()

@@ -39,11 +39,8 @@ Shaped = tuple[str, Sequence[int], torch.dtype]  # name, shape and type of a ten
 
 
 def write_weights(source: WeightSource, path: Path, dtype: torch.dtype | None = None) -> FileWeights:
-    """Write weights into a file, atomically, and return their reader.
-
-    Args:
-        source: may change once this has returned.
-        dtype: precision in the file; None: each tensor's own.
+    """Write weights into a file, atomically, and return their reader. The source may change once this has returned;
+    without `dtype` each tensor keeps its own.
     """
     part = path.with_name(f"{path.name}.part")
     try:
@@ -55,11 +52,7 @@ def write_weights(source: WeightSource, path: Path, dtype: torch.dtype | None = 
 
 
 def write_tensors(named: Sequence[tuple[str, Tensor]], path: Path, dtype: torch.dtype | None = None) -> None:
-    """Write tensors of any shape and device into a file.
-
-    Args:
-        dtype: precision in the file; None: each tensor's own.
-    """
+    """Write tensors of any shape and device into a file. Without `dtype` each tensor keeps its own."""
     typed = in_aligned_order([(tensor.detach(), (name, tensor.shape, dtype or tensor.dtype)) for name, tensor in named])
     header, _ = lay_out([shaped for _, shaped in typed])
     with path.open("wb") as file:

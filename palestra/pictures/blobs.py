@@ -44,11 +44,8 @@ class Blobs:
     def __init__(
         self, folder: Path, max_bytes: int | None = None, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create the object; the first `put` creates the folder.
-
-        Args:
-            max_bytes: of all files together; None: unlimited.
-            monotonic: clock in seconds, for the time since a picture was last used.
+        """Create the object; the first `put` creates the folder. All files together have at most `max_bytes`;
+        `monotonic` is a clock in seconds, for the time since a picture was last used.
         """
         self.folder = folder
         self._max_bytes = max_bytes
@@ -62,11 +59,8 @@ class Blobs:
     def put(self, data: bytes, charge: Charge | None = None) -> str:
         """Store a picture and return its digest when it is on disk; storing it again changes nothing.
 
-        Args:
-            charge: called with the size of a new picture that can be written.
-
-        Raises:
-            PayloadTooLarge: the folder would exceed `max_bytes`.
+        `charge` is called with the size of a new picture that can be written. Raises PayloadTooLarge: the folder would
+        exceed `max_bytes`.
         """
         digest = picture_digest(data)
         path = self.path(digest)
@@ -127,10 +121,8 @@ class Blobs:
         return removed
 
     def get(self, digest: str) -> bytes:
-        """Return the bytes of a picture after checking them against its digest.
-
-        Raises:
-            NotFound: the digest is unknown or malformed.
+        """Return the bytes of a picture after checking them against its digest. Raises NotFound: the digest is unknown
+        or malformed.
         """
         if not is_digest(digest):
             raise NotFound("a picture is named by the 64 hexadecimal digits of its SHA-256")

@@ -43,10 +43,8 @@ class Container:
 
 
 def read_container(data: bytes, limits: PictureLimits) -> Container:
-    """Return type and size of a picture after checking the structure of its whole file.
-
-    Raises:
-        InvalidPicture: an unknown type, too large, animated, truncated, or followed by other data.
+    """Return type and size of a picture after checking the structure of its whole file. Raises InvalidPicture: an
+    unknown type, too large, animated, truncated, or followed by other data.
     """
     if len(data) > limits.max_bytes:
         raise too_many_bytes(data, limits.max_bytes)
@@ -71,11 +69,7 @@ def read_container(data: bytes, limits: PictureLimits) -> Container:
 
 
 def media_type_of(data: bytes) -> str:
-    """Return the media type by the first bytes of the file.
-
-    Raises:
-        InvalidPicture: the type is not accepted.
-    """
+    """Return the media type by the first bytes of the file. Raises InvalidPicture: the type is not accepted."""
     if data.startswith(_PNG_START):
         return PNG
     if data.startswith(b"\xff\xd8\xff"):

@@ -38,10 +38,8 @@ class _TimedFile(io.BytesIO):
 
 
 def upright_size(data: bytes, limits: PictureLimits) -> tuple[int, int]:
-    """Return width and height of the result of `decode_picture`, from the file's header where possible.
-
-    Raises:
-        InvalidPicture, ModuleNotFoundError: see `decode_picture`.
+    """Return width and height of the result of `decode_picture`, from the file's header where possible. Raises
+    InvalidPicture, ModuleNotFoundError: see `decode_picture`.
     """
     found = read_container(data, limits)
     if found.media_type == GIF or (found.media_type == PNG and b"eXIf" not in data):
@@ -58,14 +56,8 @@ def upright_size(data: bytes, limits: PictureLimits) -> tuple[int, int]:
 def decode_picture(data: bytes, limits: PictureLimits | None = None) -> Image.Image:
     """Return the pixels of a picture: an image of Pillow in mode RGB, upright, [height, width, 3] as an array of uint8.
 
-    The same bytes always give the same pixels.
-
-    Args:
-        data: the encoded file: PNG, JPEG, WebP or GIF, with one frame.
-        limits: what it has to keep to; None: `PictureLimits()`.
-
-    Raises:
-        InvalidPicture: the file type is not accepted, or the file is damaged, animated or too large.
+    The same bytes always give the same pixels. The file is PNG, JPEG, WebP or GIF, with one frame. Raises
+    InvalidPicture: the file type is not accepted, or the file is damaged, animated or too large.
     """
     limits = limits or PictureLimits()
     found = read_container(data, limits)

@@ -11,9 +11,8 @@ from palestra.pictures.containers import MEDIA_TYPES
 def encode_picture(picture: Any) -> bytes:
     """Return a picture as the bytes of a file; equal pixels give equal bytes.
 
-    Args:
-        picture: bytes of a file, which are returned unchanged; an image of Pillow; or an array of uint8,
-            [height, width] (grey), [height, width, 1], [height, width, 3] (RGB) or [height, width, 4] (RGBA).
+    It is the bytes of a file, which are returned unchanged; an image of Pillow; or an array of uint8, [height, width]
+    (grey), [height, width, 1], [height, width, 3] (RGB) or [height, width, 4] (RGBA).
     """
     if isinstance(picture, bytes | bytearray | memoryview):
         return bytes(picture)

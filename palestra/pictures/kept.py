@@ -35,12 +35,8 @@ class KeptPictures(Blobs):
     def keep(self, data: bytes, media_type: str | None = None, charge: Charge | None = None) -> str:
         """Check a file, decode it as a test, store it, and return its digest. Blocks for the disk and the decoder.
 
-        Args:
-            media_type: the type given by the sender, if any.
-
-        Raises:
-            InvalidPicture: not an accepted picture, or not of the given type.
-            PayloadTooLarge: the folder would exceed `max_bytes`.
+        `media_type` is the one given by the sender, if any. Raises InvalidPicture: not an accepted picture, or not of
+        the given type. Raises PayloadTooLarge: the folder would exceed `max_bytes`.
         """
         found = read_container(data, self.limits)
         if media_type is not None:
@@ -57,10 +53,7 @@ class KeptPictures(Blobs):
 
     def small_copy(self, digest: str, side: int, charge: Charge | None = None) -> str:
         """Store a copy with at most `side` pixels in width and height, and return its digest; small pictures are
-        returned as they are.
-
-        Raises:
-            NotFound, StoreError: see `get`.
+        returned as they are. Raises NotFound, StoreError: see `get`.
         """
         image = decode_picture(self.get(digest), self.limits)
         if max(image.size) <= side:
@@ -77,11 +70,7 @@ class StoredPictures:
     """Implements `Pictures` for a folder, which other processes can read too."""
 
     def __init__(self, blobs: Blobs) -> None:
-        """Create an empty cache.
-
-        Args:
-            blobs: every file in it was decoded once before it was stored.
-        """
+        """Create an empty cache. Every file in `blobs` was decoded once before it was stored."""
         self._blobs, self.folder = blobs, blobs.folder
         self.image = lru_cache(maxsize=_IMAGES)(self._image)
         self.size = lru_cache(maxsize=_SIZES)(self._size)

@@ -29,11 +29,8 @@ class Picture(ImagePart):
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Return a part that shows a picture.
-
-        Args:
-            value: an image of Pillow, an array of uint8 [height, width], [height, width, 3] or [height, width, 4], or
-                the bytes of a file (PNG, JPEG, WebP, GIF).
+        """Return a part that shows a picture. It is an image of Pillow, an array of uint8 [height, width], [height,
+        width, 3] or [height, width, 4], or the bytes of a file (PNG, JPEG, WebP, GIF).
         """
         data = encode_picture(value)
         return cls(digest=picture_digest(data), data=data)
@@ -48,10 +45,8 @@ def is_picture(value: Any) -> bool:
 
 
 def parts_of(shown: Any) -> tuple[Part, ...]:
-    """Return content as parts of a message.
-
-    Args:
-        shown: a text, a picture (see `is_picture`), or a list of both, in order.
+    """Return content as parts of a message. Content is a text, a picture (see `is_picture`), or a list of both, in
+    order.
     """
     if isinstance(shown, list):
         return tuple(map(_part, shown))

@@ -230,12 +230,7 @@ class Remote:
         cause: Cause,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """Start to receive.
-
-        Args:
-            channel: closed by `close`.
-            on_event: called with each event of the other side.
-        """
+        """Start to receive. `close` closes the channel; `on_event` is called with each event of the other side."""
         self._channel, self._cause, self._on_event = channel, cause, on_event
         self._ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
@@ -245,11 +240,8 @@ class Remote:
         self._receiving = asyncio.create_task(self._receive())
 
     async def call(self, method: str, *arguments: Any) -> msgspec.Raw:
-        """Call a method and return its encoded result for `decode`.
-
-        Raises:
-            CallBroken: the call failed unexpectedly.
-            TakenBack: all processes have undone the call.
+        """Call a method and return its encoded result for `decode`. Raises CallBroken: the call failed unexpectedly.
+        Raises TakenBack: all processes have undone the call.
         """
         return await self.post(method, *arguments)
 

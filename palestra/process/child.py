@@ -36,10 +36,8 @@ def malloc_without_caches(given: str) -> str:
     torch allocates at multiples of 64 bytes, and glibc cuts the rest off both ends of a block. Small rests in a
     thread's cache are reused and prevent freed blocks from merging, so a pass needs fresh memory. Without these caches
     a training step of 135 M parameters takes 150 to 300 MB less, and the same time (docs/benchmarks.md). With a GPU,
-    which holds the large blocks, the caches stay: small operators are slower without them.
-
-    Args:
-        given: the present settings; one that sets these caches takes precedence.
+    which holds the large blocks, the caches stay: small operators are slower without them. Settings that are given and
+    set these caches take precedence.
     """
     if "tcache_count" in given or Path("/dev/nvidiactl").exists():
         return given
@@ -90,11 +88,8 @@ class LocalProcess:
     """Implements `ChildProcess` on this machine."""
 
     def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket, log: Path | None = None) -> None:
-        """Wrap a running process.
-
-        Args:
-            connection: the owner's end of its socket.
-            log: of the process, which then leads its own group; None: it is in the owner's group.
+        """Wrap a running process. `connection` is the owner's end of its socket. A process with a `log` leads its own
+        group; otherwise it is in the owner's.
         """
         self._process, self.connection, self.log = process, connection, log
         self.pid, self.address = process.pid, "127.0.0.1"
@@ -118,10 +113,8 @@ class LocalProcess:
         return words if self.log is None else f"{words}: {last_line(self.log)}"
 
     async def end(self, seconds: float, said: bytes = b"") -> None:
-        """Close the socket, which ends the process; kill what is left after some seconds.
-
-        Args:
-            said: sent to the process first; see `last_words`.
+        """Close the socket, which ends the process; kill what is left after some seconds. `said` is sent to the process
+        first.
         """
         with contextlib.suppress(OSError, TimeoutError):
             self.connection.sendall(said)
@@ -146,12 +139,10 @@ async def start_process(
 ) -> LocalProcess:
     """Start a program on this machine; see `ProcessStarter`.
 
-    Call it from a long-lived thread: the kernel kills the program when the thread that started it ends.
-
-    Args:
-        words: arguments after the number of its socket.
-        log: receives all output; the program then leads its own group, which Ctrl-C does not reach.
-        prints: without a log, whether it shares this process's standard output, to which gloo and vLLM write.
+    Call it from a long-lived thread: the kernel kills the program when the thread that started it ends. `words` are
+    arguments after the number of its socket. `log` receives all output; the program then leads its own group, which
+    Ctrl-C does not reach. `prints`: without a log, it shares this process's standard output, to which gloo and vLLM
+    write.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -180,12 +171,8 @@ def popen(
     prints: bool = False,
     apart: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a program; see `start_process`.
-
-    Args:
-        program: flags of Python, `-m`, and the module.
-        connection: its end of the socket, which the caller closes.
-        apart: whether it leads its own group even without a log.
+    """Start a program; see `start_process`. `program` has flags of Python, `-m`, and the module; the caller closes
+    `connection`, the program's end. `apart`: it leads its own group even without a log.
     """
     with contextlib.ExitStack() as stack:
         out = None if log is None else stack.enter_context(log.open("wb"))
@@ -211,9 +198,8 @@ def ending(code: int) -> str:
 def kept_command(lifeline: int, seconds: float, command: Sequence[str], folders: Sequence[Path] = ()) -> list[str]:
     """Return the command line that runs somebody else's program under a `keeper`, in a session of its own.
 
-    Args:
-        lifeline: number of the end of a pipe that the keeper gets; the program ends when the other end is closed.
-        folders: that are removed when all has ended.
+    `lifeline` is the number of the end of a pipe that the keeper gets; the program ends when the other end is closed.
+    `folders` are removed when all has ended.
     """
     removed = [word for folder in folders for word in ("--remove", str(folder))]
     return [sys.executable, "-I", "-S", keeper.__file__, str(lifeline), str(seconds), *removed, *command]
@@ -242,10 +228,8 @@ def process_memory(pid: int) -> tuple[int, int]:
 
 
 def with_owner(then: Callable[[bytes], None]) -> socket.socket:
-    """Call `then` in a thread when the owner has closed its end of the socket or died; return this end.
-
-    Args:
-        then: ends this process; called with the owner's last bytes.
+    """Call `then` in a thread when the owner has closed its end of the socket or died; return this end. `then` ends
+    this process; it gets the owner's last bytes.
     """
     connection = socket.socket(fileno=int(sys.argv[1]))
 

@@ -47,11 +47,8 @@ _protocols: dict[Any, Callable[[Any], Any]] = {}
 
 
 def encode(value: Any) -> bytes:
-    """Return the bytes of a value.
-
-    Raises:
-        OverflowError: an integer has more than 64 bits.
-        InvalidRequest: a text has half a surrogate pair.
+    """Return the bytes of a value. Raises OverflowError: an integer has more than 64 bits. Raises InvalidRequest: a
+    text has half a surrogate pair.
     """
     try:
         return _encoder.encode(value)
@@ -68,10 +65,8 @@ def decode(kind: Any, data: bytes | msgspec.Raw) -> Any:
 
 
 def check_values(data: bytes, most: int) -> None:
-    """Refuse bytes that would become too many values, before any of them is made.
-
-    Raises:
-        InvalidRequest: there are more than `most` texts, numbers, lists, …, or the bytes are no values.
+    """Refuse bytes that would become too many values, before any of them is made. Raises InvalidRequest: there are more
+    than `most` texts, numbers, lists, …, or the bytes are no values.
     """
     if len(data) <= most:  # each has a byte or more
         return
@@ -92,10 +87,8 @@ def check_values(data: bytes, most: int) -> None:
 
 
 def decodes(kind: Any, make: Callable[[Any], Any]) -> None:
-    """Register a constructor for values annotated with a class or protocol.
-
-    Args:
-        make: called with the encoded form; raises ValueError if it is invalid.
+    """Register a constructor for values annotated with a class or protocol. `make` gets the encoded form, and raises
+    ValueError if it is invalid.
     """
     _protocols[kind] = make
 

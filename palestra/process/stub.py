@@ -78,10 +78,8 @@ def method_of(kind: Any, name: str) -> Method:
 
 
 def proxy(protocol: type[T], remote: Remote, local: object, part: str = "") -> T:
-    """Return an object that has the methods of a protocol.
-
-    Args:
-        local: implements the methods that are answered on this side; all others are called at the other end.
+    """Return an object that has the methods of a protocol. `local` implements the methods that are answered on this
+    side; all others are called at the other end.
     """
     names = [name for name, _ in inspect.getmembers(protocol, inspect.isfunction) if not name.startswith("_")]
     methods = {name: getattr(local, name, None) or remote_method(protocol, name, remote, part) for name in names}
@@ -130,10 +128,9 @@ class Server:
     ) -> None:
         """Prepare to serve.
 
-        Args:
-            parts: a protocol whose methods may be called, and what implements them; `save` of the part "trainer" is
-                called as `trainer.save`, and those of the part "" by their names alone.
-            sent: returns the error that the caller gets for one that was raised; None: the caller gets no answer.
+        `parts` are protocols whose methods may be called, and what implements them: `save` of the part "trainer" is
+        called as `trainer.save`, and those of the part "" by their names alone. `sent` returns the error that the
+        caller gets for one that was raised; None: the caller gets no answer.
         """
         self._channel, self._parts, self._sent = channel, parts, sent
         self._calls: dict[int, asyncio.Task[None]] = {}

@@ -85,11 +85,8 @@ class ReplyStream(ABC):
 
     @abstractmethod
     def finish(self, completion_ids: Ids, cut: bool) -> tuple[MessageDelta, Reply]:
-        """Return the rest of the message, and the whole reply.
-
-        Args:
-            completion_ids: int32 [C], all sampled tokens.
-            cut: whether the text ended before that of `completion_ids`.
+        """Return the rest of the message, and the whole reply. `completion_ids` [C] are all sampled tokens; `cut`: the
+        text ended before theirs.
         """
 
 
@@ -161,32 +158,21 @@ class Renderer(ABC):
     ) -> Reply:
         """Return the assistant's message of a completion.
 
-        Args:
-            completion_ids: int32 [C], with or without the stop token.
-            prompt_ids: returns the call's prompt, int32 [P]; called only if the format needs it.
-            tools: without tools, text that looks like a call stays text.
-            call_ids: call number k gets the id `{call_ids}_{k}`.
+        `completion_ids` are int32 [C], with or without the stop token; `prompt_ids` is called only if the format needs
+        it. Without tools, text that looks like a call stays text; call number k gets the id `{call_ids}_{k}`.
         """
 
     @abstractmethod
     def stream(
         self, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call", single_call: bool = False
     ) -> ReplyStream:
-        """Return a parser for a reply while it is sampled; its result equals that of `parse`.
-
-        Args:
-            single_call: whether the first tool call ends the reply.
-
-        Raises:
-            NotInThisFormat: `single_call` is set, but the renderer is not `incremental`.
+        """Return a parser for a reply while it is sampled; its result equals that of `parse`. `single_call`: the first
+        tool call ends the reply. Raises NotInThisFormat: `single_call` is set, but the renderer is not `incremental`.
         """
 
     def grammar(self, form: ReplyForm) -> str:
-        """Return a grammar of replies in a form, in the syntax of `llguidance`.
-
-        Raises:
-            NotInThisFormat: tool calls cannot be constrained in this format.
-            RecursionError: a schema is nested too deep.
+        """Return a grammar of replies in a form, in the syntax of `llguidance`. Raises NotInThisFormat: tool calls
+        cannot be constrained in this format. Raises RecursionError: a schema is nested too deep.
         """
         return with_ordinary_tokens(self._rules(form), [form.tools, form.schema, form.choices], self.vocabulary.added)
 
@@ -264,11 +250,7 @@ def tool_call(attempt: Attempt, call_ids: str, number: int) -> ToolCall:
 
 
 def reply_of(reasoning: str | None, content: str, attempts: Sequence[Attempt], call_ids: str) -> Reply:
-    """Return the reply with this reasoning, content and tool calls.
-
-    Args:
-        reasoning: None: the reply has none.
-    """
+    """Return the reply with this reasoning, content and tool calls."""
     if reasoning is None and not attempts:
         return Reply(message=text_message("assistant", content), malformed=())
     good = [attempt for attempt in attempts if attempt.problem is None]

@@ -42,11 +42,8 @@ class ChatMLRenderer(Renderer):
     def __init__(
         self, tokenizer: Any, config: ChatMLConfig | None = None, pictures: PictureTokens | None = None
     ) -> None:
-        """Create a renderer for a tokenizer with the methods of transformers' tokenizers.
-
-        Args:
-            config: None: plain ChatML.
-            pictures: writes image placeholders; None: the model reads text only.
+        """Create a renderer for a tokenizer with the methods of transformers' tokenizers. Without `config` it is plain
+        ChatML; without `pictures` the model reads text only.
         """
         self.config, self._pictures = config or ChatMLConfig(), pictures
         if pictures is not None:

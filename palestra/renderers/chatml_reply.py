@@ -41,12 +41,8 @@ class ChatMLStream(ReplyStream):
     """Parses a ChatML reply while it is sampled, with a `ReplySplitter`."""
 
     def __init__(self, calls: bool, call_ids: str, single_call: bool) -> None:
-        """Create a parser.
-
-        Args:
-            calls: whether to parse tool calls.
-            call_ids: prefix of the calls' ids.
-            single_call: whether the first call ends the reply.
+        """Create a parser. Tool calls are parsed if `calls`, and get ids that begin with `call_ids`; `single_call`: the
+        first one ends the reply.
         """
         self._splitter = ReplySplitter(calls, call_ids, single_call)
         self._deltas: list[MessageDelta] = []
@@ -76,12 +72,8 @@ class ReplySplitter:
     """Splits text that arrives in pieces into deltas, in linear time."""
 
     def __init__(self, calls: bool, call_ids: str = "call", single: bool = False) -> None:
-        """Create a splitter.
-
-        Args:
-            calls: whether to parse tool calls.
-            call_ids: prefix of the calls' ids.
-            single: whether the first call ends the reply.
+        """Create a splitter. Tool calls are parsed if `calls`, and get ids that begin with `call_ids`; `single`: the
+        first one ends the reply.
         """
         self._calls, self._call_ids, self._single = calls, call_ids, single
         self._thought = _ThoughtSplitter()

@@ -42,11 +42,8 @@ class ControlText:
     """Detects, marks and encodes text that spells a control token of one tokenizer."""
 
     def __init__(self, tokens: dict[str, int], backend: Any) -> None:
-        """Prepare the search for control tokens.
-
-        Args:
-            tokens: control tokens and their ids; see `control_tokens`.
-            backend: a `tokenizers.Tokenizer`; None: text can be searched and marked, but not encoded.
+        """Prepare the search for control tokens. `tokens` are control tokens and their ids. Without `backend`, a
+        `tokenizers.Tokenizer`, text can be searched and marked, but not encoded.
         """
         self.tokens = tokens
         self._backend = backend

@@ -57,11 +57,7 @@ class DialogRenderer(Renderer):
     takes_images = True
 
     def __init__(self, tokenizer: Any, pictures: PictureTokens, written: DialogFormat, first: Sequence[int]) -> None:
-        """Create a renderer.
-
-        Args:
-            first: the tokens at the beginning of every conversation, such as `<|im_start|>`.
-        """
+        """Create a renderer. `first` are the tokens at the beginning of every conversation, such as `<|im_start|>`."""
         self.vocabulary = Vocabulary(tokenizer)
         self.format, self._first = written, list(first)
         end = tokenizer.eos_token if written.end is None else written.end

@@ -88,11 +88,7 @@ class LongText:
     """Properties of one tokenizer that allow bounds and cuts of long texts."""
 
     def __init__(self, tokenizer: Any, encode: Encode) -> None:
-        """Examine a tokenizer.
-
-        Args:
-            encode: text to its ids, without ids added around a text.
-        """
+        """Examine a tokenizer. `encode` turns text into its ids, without ids added around a text."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._encode = encode
         self._longest = 1 if backend is None else _longest_token(backend)  # in characters; None: unknown
@@ -106,14 +102,8 @@ class LongText:
         return -(-(len(text) - sum(map(text.count, self._lost))) // self._longest)
 
     def encode(self, text: str, room: int) -> list[int]:
-        """Return the ids of a text.
-
-        Args:
-            room: the limit.
-
-        Raises:
-            TooManyTokens: there are more than `room` ids. If the tokenizer allows cuts, this is detected early.
-            Abandoned: see `check_wanted`.
+        """Return the ids of a text. Raises TooManyTokens: there are more than `room` ids. If the tokenizer allows cuts,
+        this is detected early. Raises Abandoned: see `check_wanted`.
         """
         fewest = self.fewest(text)
         if fewest > room:

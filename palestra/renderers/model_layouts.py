@@ -88,10 +88,8 @@ class FixedLayout:
 
 
 def fixed_layout(images: Mapping[str, Any], vision: Mapping[str, Any], whole: bool) -> FixedLayout:
-    """Return the layout for the settings of Llava's processor, with the defaults of transformers.
-
-    Args:
-        whole: whether the tower's class token is used too.
+    """Return the layout for the settings of Llava's processor, with the defaults of transformers. `whole`: the tower's
+    class token is used too.
     """
     crop, size = images.get("crop_size", _SIDE), images.get("size", _SIDE)
     side = crop["height"] if isinstance(crop, Mapping) else crop

@@ -27,7 +27,7 @@ _LONGEST = 4096  # transformers' bound on a side of a picture before it is cut i
 
 
 class PictureLayout(Protocol):
-    """The placeholders of pictures in a prompt."""
+    """The placeholders of pictures in a prompt. Methods raise InvalidRequest for sizes that the model does not support."""
 
     @property
     def image_token(self) -> str:
@@ -43,60 +43,33 @@ class PictureLayout(Protocol):
         """Return rows and columns of a picture's embeddings if they have 2D positions.
 
         None: placeholders have positions like text.
-
-        Raises:
-            InvalidRequest: the model does not support this size.
         """
         ...
 
     def text(self, width: int, height: int) -> str:
-        """Return the control tokens of a picture of this size in pixels.
-
-        Raises:
-            InvalidRequest: the model does not support this size.
-        """
+        """Return the control tokens of a picture of this size in pixels."""
         ...
 
     # For those who look at what a model got.
 
     def cells(self, width: int, height: int) -> tuple[int, int]:
-        """Return rows and columns of the tower's input: tiles, or squares of embeddings.
-
-        Raises:
-            InvalidRequest: the model does not support this size.
-        """
+        """Return rows and columns of the tower's input: tiles, or squares of embeddings."""
         ...
 
     def seen_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return width and height of the result of `seen` for a picture of this size, in pixels.
-
-        Raises:
-            InvalidRequest: the model does not support this size.
-        """
+        """Return width and height of the result of `seen` for a picture of this size, in pixels."""
         ...
 
     def largest_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return width and height of the largest intermediate picture of `seen`, in pixels.
-
-        Raises:
-            InvalidRequest: the model does not support this size.
-        """
+        """Return width and height of the largest intermediate picture of `seen`, in pixels."""
         ...
 
     def seen(self, image: Image) -> Image:
-        """Return the tower's input pixels of a picture, before normalisation.
-
-        Raises:
-            InvalidRequest: the model does not support this size.
-        """
+        """Return the tower's input pixels of a picture, before normalisation."""
         ...
 
     def in_words(self, width: int, height: int) -> str:
-        """Describe how the model gets a picture of this size in pixels, to follow "the model got it".
-
-        Raises:
-            InvalidRequest: the model does not support this size.
-        """
+        """Describe how the model gets a picture of this size in pixels, to follow "the model got it"."""
         ...
 
 
@@ -192,11 +165,8 @@ class TiledLayout:
 
 
 def layout_of(config: Mapping[str, Any], files: Mapping[str, bytes]) -> PictureLayout:
-    """Return the layout of a model's pictures.
-
-    Args:
-        config: the model's `config.json`, of Idefics3, SmolVLM, Llava or a Qwen family.
-        files: contents of `preprocessor_config.json` and `processor_config.json`, if they exist.
+    """Return the layout of a model's pictures. `config` is the model's `config.json`, of Idefics3, SmolVLM, Llava or a
+    Qwen family; `files` has `preprocessor_config.json` and `processor_config.json`, if they exist.
     """
     vision, processor = config["vision_config"], _read(files, "processor_config.json")
     images = _read(files, "preprocessor_config.json") or processor.get("image_processor") or {}
@@ -323,11 +293,7 @@ def read_layout(value: str) -> PictureLayout:
 
 
 def apart(seen: Image, cells: tuple[int, int]) -> Image:
-    """Return a picture with gaps between its equal parts.
-
-    Args:
-        cells: rows and columns, from `PictureLayout.cells`.
-    """
+    """Return a picture with gaps between its equal parts. `cells` are rows and columns, from `PictureLayout.cells`."""
     from PIL import Image
 
     rows, columns = cells

@@ -21,10 +21,8 @@ class _Endless(Exception):
 
 
 def template_text(tokenizer: Any, messages: Any, **options: Any) -> Any:
-    """Return the result of a tokenizer's `apply_chat_template`.
-
-    Raises:
-        TemplateError, TypeError, ValueError: it refuses the conversation.
+    """Return the result of a tokenizer's `apply_chat_template`. Raises TemplateError, TypeError, ValueError: it refuses
+    the conversation.
     """
     try:
         with _limited(TEMPLATE_SECONDS):
@@ -182,10 +180,8 @@ NAMES: Unseen = frozenset({*((role, "name") for role in ROLES), ("tool", "tool_c
 
 
 def unseen_of(show: Callable[[Sequence[ChatMessage]], object]) -> Unseen:
-    """Return the roles and keys of `NAMES` that do not affect the model's input.
-
-    Args:
-        show: returns the ids of a conversation; None: it is refused.
+    """Return the roles and keys of `NAMES` that do not affect the model's input. `show` returns the ids of a
+    conversation; None: it is refused.
     """
     call, other = _call("weather", where="x"), _call("add", a=1) | {"id": "call_1"}
     spoken: list[dict[str, Any]] = [
@@ -216,10 +212,8 @@ def unseen_of(show: Callable[[Sequence[ChatMessage]], object]) -> Unseen:
 
 
 def shows_reasoning(show: Callable[[Probe], object]) -> bool:
-    """Return whether the model gets the reasoning of earlier replies.
-
-    Args:
-        show: returns the text or the ids of a conversation.
+    """Return whether the model gets the reasoning of earlier replies. `show` returns the text or the ids of a
+    conversation.
     """
 
     def without(message: dict[str, Any]) -> dict[str, Any]:

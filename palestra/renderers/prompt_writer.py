@@ -26,12 +26,8 @@ class PromptWriter:
         room: int | None,
         before: Sequence[int] = (),
     ) -> None:
-        """Begin with the tokens `before`.
-
-        Args:
-            encode: a text to its ids, without control tokens.
-            pictures: writes placeholders; None: the model reads text only.
-            room: limit in tokens; None: unlimited.
+        """Begin with the tokens `before`. `encode` turns a text without control tokens into ids; without `pictures` the
+        model reads text only; `room` limits the tokens.
         """
         self._encode, self._long, self._pictures, self._room = encode, long, pictures, room
         self._ids, self._media = list(before), list[MediaSpan]()

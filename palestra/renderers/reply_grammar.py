@@ -62,11 +62,8 @@ def with_ordinary_tokens(rules: str, value: Any, added: Collection[str]) -> str:
     """Return rules whose texts are written with ordinary tokens, even if they spell added tokens.
 
     Where only one text may follow, `llguidance` only allows its canonical tokens. If these include an added token, it
-    does not count as text, and the rules are refused.
-
-    Args:
-        value: all schemas, names and texts of the caller, as JSON.
-        added: contents of the tokenizer's added tokens.
+    does not count as text, and the rules are refused. `value` has all schemas, names and texts of the caller, as JSON;
+    `added` are the contents of the tokenizer's added tokens.
     """
     given = json.dumps(value, ensure_ascii=False)
     spelled = any(token in given or json.dumps(token, ensure_ascii=False)[1:-1] in given for token in added)
@@ -134,11 +131,8 @@ def probe_reply(calls: int) -> list[dict[str, Any]]:
 def find_call_format(
     reply: Callable[[int], Sequence[int] | None], decode: Callable[[Sequence[int]], str], added: Mapping[str, int]
 ) -> CallFormat | None:
-    """Return how calls are written; None: their arguments are not JSON, or the template omits them.
-
-    Args:
-        reply: returns the ids of a reply with a number of probe calls, without its end; None: unsupported by the
-            template.
+    """Return how calls are written; None: their arguments are not JSON, or the template omits them. `reply` returns the
+    ids of a reply with a number of probe calls, without its end; None: unsupported by the template.
     """
     one, two = reply(1), reply(2)
     if one is None:

@@ -36,10 +36,8 @@ class _Candidate(NamedTuple):
 def select_renderer(tokenizer: Any, keep_reasoning: bool = False, pictures: PictureTokens | None = None) -> Renderer:
     """Return the renderer for a model.
 
-    Args:
-        keep_reasoning: whether a conversation keeps the reasoning of earlier replies even if the model's template drops
-            it after the next user message. `ChatMLRenderer` always keeps it.
-        pictures: writes image placeholders; None: the model reads text only.
+    With `keep_reasoning` a conversation keeps the reasoning of earlier replies even if the model's template drops it
+    after the next user message; `ChatMLRenderer` always keeps it. Without `pictures` the model reads text only.
     """
     if pictures is not None and (seeing := _seeing(tokenizer, pictures)) is not None:
         return seeing

@@ -16,11 +16,7 @@ class TextStream:
     """The text of a reply, token by token; the joined pieces equal decoding all ids in one call."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop_ids: Collection[int] = ()) -> None:
-        """Begin a reply.
-
-        Args:
-            stop_ids: ids that are not part of the text at the end of a reply.
-        """
+        """Begin a reply. `stop_ids` are not part of the text at the end of a reply."""
         self._decode, self._stops = decode, stop_ids
         self._ids: list[int] = []
         self._known = 0  # leading ids of these whose text has gone out

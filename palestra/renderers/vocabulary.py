@@ -28,10 +28,7 @@ class Vocabulary:
     def encode(self, text: str, room: int | None = None) -> Ids:
         """Return the ids of a raw prompt, int32 [N]. Text that spells a control token becomes that token.
 
-        Tokens that the tokenizer adds around every text are included.
-
-        Args:
-            room: limit in tokens; None: unlimited.
+        Tokens that the tokenizer adds around every text are included. `room` limits the tokens.
         """
         text = text.encode("utf-8", errors="replace").decode("utf-8")  # lone surrogates
         if room is None or len(text) <= PIECE:

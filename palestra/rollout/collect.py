@@ -44,11 +44,8 @@ class TrajectoryCollectEngine:
     ) -> None:
         """Prepare to play one episode.
 
-        Args:
-            environment: set up, but not reset.
-            agents: by name. An agent without an entry is played by its nearest parent's, or by the one named "".
-            temperature: used if the job fixes none; None: the job's.
-            seats: external players of the episode, which get every observation; None: none.
+        The environment is set up, but not reset. An agent without an entry in `agents` is played by its nearest
+        parent's, or by the one named "". `temperature` is used if the job fixes none; `seats` get every observation.
         """
         self._environment, self._agents = environment, agents
         self._episode, self.roles = episode, episode.roles
@@ -65,12 +62,8 @@ class TrajectoryCollectEngine:
     async def collect(self, task: Mapping[str, Any], limit: asyncio.Timeout | None = None) -> EpisodeResult:
         """Play the episode of `task` to its end, leaving no running task behind.
 
-        Args:
-            limit: of this call. An episode in which it expires while the environment processes an action is a forfeit.
-
-        Raises:
-            NotScored: the environment gave no reward.
-            EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
+        An episode in which `limit`, that of this call, expires while the environment processes an action is a forfeit.
+        Raises NotScored: the environment gave no reward. Raises EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
         """
         try:
             await self._play(task)
@@ -188,9 +181,7 @@ class TrajectoryCollectEngine:
 
     def _forfeit(self, error: EpisodeForfeited) -> None:
         """End the episode as the loss of the agent that acted last, without rewards that it would lose by playing on.
-
-        Raises:
-            RolloutFailed: the environment has several roles, whose rewards are unknown; or a frozen policy acted.
+        Raises RolloutFailed: the environment has several roles, whose rewards are unknown; or a frozen policy acted.
         """
         result = self._result
         number, name = max(

@@ -24,10 +24,8 @@ class EnvironmentPool:
     """
 
     def __init__(self, make: Callable[[], Made], *, system: str | None, clock: Clock) -> None:
-        """Create an empty pool.
-
-        Args:
-            system: system message of the agent of an `Environment`; None: the environment's own.
+        """Create an empty pool. `system` is the system message of the agent of an `Environment`; None: the
+        environment's own.
         """
         self._make, self._system, self._clock = make, system, clock
         self._idle: list[Made] = []

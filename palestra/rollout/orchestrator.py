@@ -65,10 +65,8 @@ class RolloutOrchestrator(Generic[W, R]):
     ) -> None:
         """Create an orchestrator.
 
-        Args:
-            play: runs one piece of work; its exception becomes an outcome and does not stop the others.
-            max_waiting_results: limit of unread results; None: `max_concurrency`.
-            timeout_seconds: limit for one piece, which is then cancelled; None: no limit.
+        The exception of `play` becomes an outcome and does not stop the others; a piece of work is cancelled after
+        `timeout_seconds`. At most `max_waiting_results` are unread, by default `max_concurrency`.
         """
         if max_concurrency < 1:
             raise ValueError("max_concurrency is at least 1")
@@ -86,10 +84,7 @@ class RolloutOrchestrator(Generic[W, R]):
     async def run_producers_from_stream(self, stream: Iterable[W] | AsyncIterable[W]) -> None:
         """Run all work of a stream and return when every result is in the queue; `yield_batches` then ends.
 
-        Cancelling it cancels the running work and ends `yield_batches`.
-
-        Args:
-            stream: the next piece is taken when a worker is free.
+        Cancelling it cancels the running work and ends `yield_batches`. The next piece is taken when a worker is free.
         """
         work = _iterator(stream)
         taking = asyncio.Lock()

@@ -20,11 +20,7 @@ class EpisodePictures:
     """Stores the files of the pictures in an episode's messages, and remembers unreadable ones."""
 
     def __init__(self, keep: Callable[[Picture], Awaitable[object]]) -> None:
-        """Create the pictures of one episode.
-
-        Args:
-            keep: stores a picture's file; see `PlayedEpisode.keep_picture`.
-        """
+        """Create the pictures of one episode. `keep` stores a picture's file; see `PlayedEpisode.keep_picture`."""
         self._keep = keep
         # By digest. An environment server sends a file once an episode, so that only its digest comes the next time.
         self._unread: dict[str, str] = {}
@@ -111,11 +107,8 @@ class PlayedEpisode(Protocol):
         ...
 
     async def keep_picture(self, picture: Picture) -> None:
-        """Store a picture's file in the run's folder, so that messages may name it.
-
-        Raises:
-            InvalidRequest: the file is not a supported picture.
-            PalestraError: it could not be stored.
+        """Store a picture's file in the run's folder, so that messages may name it. Raises InvalidRequest: the file is
+        not a supported picture. Raises PalestraError: it could not be stored.
         """
         ...
 
@@ -139,11 +132,7 @@ class ShownSeats(Protocol):
         ...
 
     def show(self, observation: Observation, number: int | None) -> None:
-        """Record an observation of any agent.
-
-        Args:
-            number: its TimeStep; None: the agent's part is over.
-        """
+        """Record an observation of any agent. `number` is its TimeStep; None: the agent's part is over."""
         ...
 
     def was_taken_over(self, agent: str) -> bool:

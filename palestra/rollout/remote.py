@@ -36,11 +36,8 @@ class EnvironmentPlayer(EpisodePlayer):
     def __init__(
         self, client: AsyncClient, spec: RolloutSpec, facts: RolloutFacts, *, clock: Clock | None = None
     ) -> None:
-        """Create a player.
-
-        Args:
-            spec: agents and environments. An environment with one agent gets the job's system message by default.
-            clock: source of observation times; None: the system's.
+        """Create a player. An environment with one agent gets the job's system message by default. `clock` is the
+        source of observation times.
         """
         self._client, self._facts = client, facts
         self._agents = spec.agents or {"": ModelAgent(max_tokens=spec.max_tokens)}
@@ -56,11 +53,8 @@ class EnvironmentPlayer(EpisodePlayer):
         await self._environments.close()
 
     async def play(self, episode: Episode) -> RolloutResult:
-        """Play an episode to its end.
-
-        Raises:
-            NotScored: the environment gave no reward.
-            EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
+        """Play an episode to its end. Raises NotScored: the environment gave no reward. Raises EpisodeLeaseExpired,
+        EpisodeEnded: the lease was lost.
         """
         limit = self._facts.timeout_seconds
         try:

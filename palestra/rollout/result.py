@@ -83,10 +83,8 @@ class EpisodeResult:
     last_seen: str = ""  # text of last observations, which no model call contains
 
     def note(self, name: str, info: Mapping[str, Any]) -> None:
-        """Record an environment's information for people, as short ASCII text, so that any object can be stored.
-
-        Args:
-            name: the TimeStep that caused it, or `reset`.
+        """Record an environment's information for people, as short ASCII text, so that any object can be stored. `name`
+        is the TimeStep that caused it, or `reset`.
         """
         left = LONGEST_INFO - sum(len(text) for other, text in self.info.items() if other != name)
         if left <= 0:

@@ -98,11 +98,7 @@ class CheckpointServer:
         self._changing = asyncio.Lock()
 
     async def load(self, run: str, folder: Path, checkpoint: str) -> Served:
-        """Begin to load a checkpoint, and return at once; no effect if it is loaded already.
-
-        Args:
-            run: name of the run on the page.
-        """
+        """Begin to load a checkpoint, and return at once; no effect if it is loaded already."""
         async with self._changing:
             now = self.served
             if now is not None and now.state != "ended" and (now.run, now.checkpoint) == (run, checkpoint):
@@ -124,11 +120,7 @@ class CheckpointServer:
             self._life = None
 
     def ready(self, run: str) -> Served:
-        """Return the served checkpoint of a run.
-
-        Raises:
-            Conflict: no checkpoint of the run is ready.
-        """
+        """Return the served checkpoint of a run. Raises Conflict: no checkpoint of the run is ready."""
         if self.served is None or self.served.run != run or self.served.state != "ready":
             raise Conflict("no checkpoint of this run is loaded, or not any more; load one first")
         return self.served
@@ -206,11 +198,8 @@ SERVING_END_SECONDS = 10.0  # what the serving may take to end
 
 
 def _main(run: Path, name: str, folder: Path) -> int:
-    """Serve a checkpoint until the dashboard ends, and return the exit code.
-
-    Args:
-        name: of the checkpoint, such as `policy@step-20`.
-        folder: an empty folder for the server's keys; calls are not recorded.
+    """Serve a checkpoint until the dashboard ends, and return the exit code. The server's keys are in `folder`, which
+    is empty; calls are not recorded.
     """
     channel = BlockingChannel(with_owner(_end))
 

@@ -37,11 +37,8 @@ class EngineProcesses:
     """Starts the workers of a job, all with the same models, on this machine or in a cluster."""
 
     def __init__(self, job: EngineJob, start: ProcessStarter = start_process, cards: CardTurns | None = None) -> None:
-        """Begin without workers.
-
-        Args:
-            job: with each worker's threads and memory.
-            cards: GPUs of the workers; None: no GPU, or each finds its own.
+        """Begin without workers. `job` has each worker's threads and memory; without `cards` each finds its own GPU, or
+        none.
         """
         self._start, self._cards = start, cards or CardTurns(())
         self._numerics: dict[str, str] = {}
@@ -56,10 +53,8 @@ class EngineProcesses:
         self._has_started = False
 
     async def start(self, number: int) -> StartedWorker:
-        """Start a worker, and return when it has loaded its models.
-
-        Args:
-            number: for the names of logs; GPUs are assigned by least use.
+        """Start a worker, and return when it has loaded its models. `number` is for the names of logs; GPUs are
+        assigned by least use.
         """
         visible = self._cards.take()
         try:
@@ -112,10 +107,8 @@ class ProcessHost:
     """Starts processes for inference workers, on this machine or in bundles of a cluster; see `WorkerHost`."""
 
     def __init__(self, start: ProcessStarter | None = None) -> None:
-        """Begin without workers.
-
-        Args:
-            start: starts a worker in a bundle of its own; None: workers share this machine with the job.
+        """Begin without workers. `start` starts a worker in a bundle of its own; None: workers share this machine with
+        the job.
         """
         self._start, self.in_bundles = start or start_process, start is not None
 

@@ -185,11 +185,7 @@ class CallHistory:
     """An episode's conversations as a tree of messages; equal messages share a node."""
 
     def __init__(self, sameness: Sameness = EXACT, unseen: Callable[[str], Unseen] = lambda _: frozenset()) -> None:
-        """Create an empty history.
-
-        Args:
-            unseen: returns the parts of messages that a policy's template leaves out.
-        """
+        """Create an empty history. `unseen` returns the parts of messages that a policy's template leaves out."""
         self._sameness, self._unseen = sameness, unseen
         self._compared = Sameness(whitespace=sameness.whitespace)  # by which keys are made
         self._starts: defaultdict[str, _HistoryNode] = defaultdict(lambda: _HistoryNode(None, None))  # by policy
@@ -198,10 +194,8 @@ class CallHistory:
         self._newest: dict[str, tuple[Chat, tuple[ChatMessage, ...]]] = {}  # of each policy, with messages and reply
 
     def add(self, chat: Chat, keys: Mapping[int, Hashable] | None = None) -> None:
-        """Add a call after its parent; a call without messages is ignored.
-
-        Args:
-            keys: known keys of its messages, by `id`; see `keys`.
+        """Add a call after its parent; a call without messages is ignored. `keys` are those known of its messages, by
+        `id`; see `keys`.
         """
         if chat.is_raw:
             self._ends[chat.index] = self._starts[chat.policy]
@@ -273,9 +267,8 @@ class CallHistory:
     ) -> Match:
         """Find the longest call of the policy that these messages continue, and where they deviate from earlier ones.
 
-        Args:
-            keys: of those messages that `same` does not cover; None: they are computed here.
-            same: what `same` returned for them; None: it is called here.
+        `keys` are of those messages that `same` does not cover, and `same` is what the method of this name returned for
+        them; what is None is computed here.
         """
         # A message without reasoning may stand for several replies, so there may be several places in the tree.
         nodes, replied, ends, known = [self._starts[policy]], list[Chat](), 0, 0

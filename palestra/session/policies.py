@@ -84,11 +84,7 @@ class PolicySet:
         return [engine.load() for engine in engines.values()]
 
     def add_past(self, name: str, policy: str) -> None:
-        """Add a past version that the engine has already loaded.
-
-        Args:
-            name: of the version, such as `white@5`.
-        """
+        """Add a past version that the engine has already loaded. `name` is that of the version, such as `white@5`."""
         now = self.runtimes[policy]
         self.past[name] = replace(now, name=name, config=now.config.model_copy(update={"frozen": True}))
 
@@ -112,10 +108,8 @@ class PolicySet:
         """Return the policy that answers a request.
 
         The request names the policy. The default policy's name, which every claim gives as its `model`, means the
-        policy of the agent's role, so agents need not know the policies.
-
-        Args:
-            players: policies of the episode's roles that have a pool.
+        policy of the agent's role, so agents need not know the policies. `players` are the policies of the episode's
+        roles that have a pool.
         """
         # Frameworks know one name and send it with every call; to them the roles of their agents must not matter.
         roles = self.roles.of_episode(players) if players else self.roles

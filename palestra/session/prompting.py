@@ -70,12 +70,10 @@ class PromptBuilder:
     ) -> None:
         """Create a builder without calls.
 
-        Args:
-            picture_pool: threads for prompts with pictures, which may have to be decoded first.
-            sameness: changes of a reply that are ignored; see `CallHistory`.
-            strict: refuse calls that would lose exact tokens of an earlier call.
-            seat_of: returns an agent's player slot, or "". Calls of a slot share nothing with others, so that prompts
-                do not reveal other players' observations. None: there are no slots.
+        Prompts with pictures use `picture_pool`, because these may have to be decoded first. `sameness` are changes of
+        a reply that are ignored; `strict` refuses calls that would lose exact tokens of an earlier call. `seat_of`
+        returns an agent's player slot, or "": calls of a slot share nothing with others, so that prompts do not reveal
+        other players' observations.
         """
         self.calls = 0
         self._pasts: defaultdict[str, _Past] = defaultdict(lambda: _Past(sameness, unseen))  # by seat
@@ -83,11 +81,7 @@ class PromptBuilder:
         self._strict, self._seat_of = strict, seat_of
 
     def trie(self, policy: str, agent: str = "") -> TokenTrie:
-        """Return the earlier calls that an agent's call is compared with, merged by tokens.
-
-        Args:
-            agent: None: an agent without a player slot.
-        """
+        """Return the earlier calls that an agent's call is compared with, merged by tokens."""
         return self._past(agent).trie(policy)
 
     def _past(self, agent: str) -> _Past:
@@ -95,10 +89,8 @@ class PromptBuilder:
         return self._pasts[self._seat_of(agent) if self._seat_of else ""]
 
     def add(self, chat: Chat, prompt: Prompt | None = None) -> None:
-        """Add a call that is on disk, so that later prompts can continue from it.
-
-        Args:
-            prompt: of the call, if it was built here.
+        """Add a call that is on disk, so that later prompts can continue from it. `prompt` is that of the call, if it
+        was built here.
         """
         self.calls += 1
         past = self._past(chat.agent)
@@ -121,10 +113,8 @@ class PromptBuilder:
 
         If the messages continue an earlier call (the longest, if several), the prompt starts with that call's exact
         ids, including sampled ones, and the renderer adds the new messages. Otherwise the whole conversation is
-        rendered, and the call with the longest common prefix of ids becomes the parent.
-
-        Args:
-            max_context: tokens of prompt and reply together; None: no limit.
+        rendered, and the call with the longest common prefix of ids becomes the parent. `max_context` counts prompt and
+        reply together.
 
         Raises:
             ContextOverflow: the prompt leaves no tokens for a reply; raised early for long prompts.
@@ -326,10 +316,8 @@ class _Past:
         return self._tries[policy]
 
     def longest(self, policy: str, prompt: TokenSequence, digest: bytes) -> tuple[Chat | None, int]:
-        """Return the first call of a policy that shares most leading tokens with a prompt, and how many it shares.
-
-        Args:
-            digest: of the prompt's ids, by which an equal one is found without a trie; b"": it has images.
+        """Return the first call of a policy that shares most leading tokens with a prompt, and how many it shares. An
+        equal prompt is found by `digest` without a trie; it is empty if the prompt has images.
         """
         equal = self.prompts.get((policy, digest)) if digest else None
         if equal is None:

@@ -85,10 +85,7 @@ class Turns:
 
     def state(self, called: bool) -> TurnState:
         """Return the state of the session: GENERATING or PENDING if any call is, in this order; INTERACTING between
-        calls.
-
-        Args:
-            called: whether there was any earlier call.
+        calls. `called`: there was an earlier call.
         """
         if self._over:
             return TurnState.TERMINATED
@@ -119,11 +116,8 @@ class CallRegistry:
     """
 
     def __init__(self, job_seed: int, episode_id: str, recorded: Iterable[Chat]) -> None:
-        """Create the registry from the calls on disk.
-
-        Args:
-            job_seed: all seeds derive from it and the episode.
-            recorded: the lease's calls, in any order.
+        """Create the registry from the calls on disk. All seeds derive from `job_seed` and the episode; `recorded` are
+        the lease's calls, in any order.
         """
         self._job_seed, self._episode_id = job_seed, episode_id
         self._seeds: dict[int, int] = {}  # of the calls that are recorded or in flight: whose it is, by index
@@ -146,11 +140,8 @@ class CallRegistry:
     def reserve(self, prompt_ids: Ids, policy: str = "", seat: str = "") -> ReservedCall:
         """Reserve the next number and the first free seed of the prompt.
 
-        Args:
-            prompt_ids: int32 [P].
-            policy: "": the job's default. Each policy has its own seeds for a prompt, so the order of calls to
-                different policies does not matter.
-            seat: the agent's player slot, if any, for the same reason.
+        `prompt_ids` are int32 [P]. Each policy and each player slot (`seat`) has its own seeds for a prompt, so the
+        order of calls to different ones does not matter.
         """
         prompt = prompt_digest(prompt_ids, policy, seat)
         for occurrence in count(self._taken.get(prompt, 0)):
@@ -165,11 +156,7 @@ class CallRegistry:
 
     def free(self, index: int, seed: int, prompt_ids: Ids, policy: str = "", seat: str = "") -> None:
         """Free the seed of a call that is not recorded or led to no action, so that a repetition is the same sample.
-
-        Args:
-            index: of the call.
-            seed: kept if another call uses it by now.
-            prompt_ids: int32 [P].
+        The seed is kept if another call uses it by now.
         """
         if self._seeds.get(seed) == index:
             del self._seeds[seed]
@@ -195,10 +182,8 @@ class CallRegistry:
         self._recordings[chat.request_digest] = written
 
     def recorded(self, chat: Chat, written: asyncio.Future[None], kept: bool) -> None:
-        """Mark a call's writing as finished.
-
-        Args:
-            kept: whether retries may get the call: it is on disk, and its episode has not ended.
+        """Mark a call's writing as finished. `kept`: retries may get the call, as it is on disk and its episode has not
+        ended.
         """
         if self._recordings.get(chat.request_digest) is written:
             del self._recordings[chat.request_digest]
@@ -230,10 +215,8 @@ class NoStore:
 def call_seed(job_seed: int, episode_id: str, prompt: bytes, occurrence: int) -> int:
     """Return a call's seed, 63 bits, from job, episode, prompt and the order among equal prompts.
 
-    It depends neither on the order of different calls nor on lost calls that are retried.
-
-    Args:
-        occurrence: number of earlier calls with an equal prompt.
+    It depends neither on the order of different calls nor on lost calls that are retried. `occurrence` counts earlier
+    calls with an equal prompt.
     """
     text = f"{job_seed}\0{episode_id}\0{occurrence}\0".encode()
     digest = hashlib.blake2b(text + prompt, digest_size=8).digest()
@@ -241,11 +224,8 @@ def call_seed(job_seed: int, episode_id: str, prompt: bytes, occurrence: int) ->
 
 
 def prompt_digest(prompt_ids: Ids, policy: str = "", seat: str = "") -> bytes:
-    """Return a digest of 16 bytes of a prompt, its policy and its player slot.
-
-    Args:
-        prompt_ids: int32 [P].
-        policy: at most 64 ASCII characters; see `CallRegistry.reserve`.
+    """Return a digest of 16 bytes of a prompt, its policy and its player slot. The policy's name has at most 64 ASCII
+    characters.
     """
     person = hashlib.blake2b(seat.encode(), digest_size=16).digest() if seat else b""
     digest = hashlib.blake2b(digest_size=16, key=policy.encode(), person=person)

@@ -34,9 +34,6 @@ def constraint_of(call: GenerationRequest, renderer: Renderer) -> Constraint:
 
     With tools and a `response_schema`, the reply may be tool calls or an answer, depending on `tool_choice`.
 
-    Args:
-        renderer: creates the grammar in the model's format.
-
     Raises:
         InvalidRequest: an unknown tool, or choices together with tools or a schema.
         GrammarRefused: the schema is nested too deeply.

@@ -44,12 +44,8 @@ _reshaping, _NEUTRAL = attrgetter(*_RESHAPING), tuple(_RESHAPING.values())
 def trainable(call: GenerationRequest, ignore: bool) -> GenerationRequest:
     """Return a request without sampling fields that training episodes do not allow.
 
-    Args:
-        ignore: reset such fields; False: refuse them.
-
-    Raises:
-        UnsupportedField: a field changes the distribution, so the trainer could not compute the sampling probabilities
-            of the tokens.
+    With `ignore` such fields are reset instead of refused. Raises UnsupportedField: a field changes the distribution,
+    so the trainer could not compute the sampling probabilities of the tokens.
     """
     if _reshaping(call) == _NEUTRAL:
         return call
@@ -77,11 +73,8 @@ def sampling_of(
 ) -> SamplingParams:
     """Return a call's sampling parameters: the job's in training, greedy in validation, else the caller's.
 
-    Args:
-        prompt_tokens: length of the prompt, less than `max_context`.
-        seed: the call's own; a caller's seed takes precedence where it is allowed.
-        choice: number of the choice, added to a caller's seed.
-        grammar: of the reply; "": no constraint.
+    `prompt_tokens` is less than `max_context`; `choice` is added to a caller's seed, which takes precedence over `seed`
+    where it is allowed; an empty `grammar` is no constraint.
     """
     most = min(config.sampling.max_tokens, config.max_context - prompt_tokens)
     if call.max_tokens is not None:
@@ -135,12 +128,8 @@ class ReplyReader:
     def __init__(
         self, request: GenerationRequest, renderer: Renderer, min_tokens: int, prompt_ids: Ids, call_ids: str
     ) -> None:
-        """Create a reader of an empty reply.
-
-        Args:
-            min_tokens: stop strings before so many tokens are ignored.
-            prompt_ids: int32 [P].
-            call_ids: prefix of the ids of tool calls.
+        """Create a reader of an empty reply. Stop strings before `min_tokens` are ignored; ids of tool calls begin with
+        `call_ids`.
         """
         self._request, self._renderer, self._min_tokens = request, renderer, min_tokens
         self._text = TextStream(renderer.vocabulary.decode, {*renderer.stop_ids, *request.stop_token_ids})
@@ -163,11 +152,7 @@ class ReplyReader:
         return self._take(text) if text else NOTHING
 
     def finish(self, ids: Ids) -> tuple[MessageDelta, Reply]:
-        """Return the rest of the message, and the whole reply.
-
-        Args:
-            ids: all added tokens, int32 [C].
-        """
+        """Return the rest of the message, and the whole reply. `ids` are all added tokens, int32 [C]."""
         last = self._take(self._text.end()) if self.stop is None else NOTHING
         if self.stop is None:
             last += self._feed(self._stops.end())
@@ -190,12 +175,8 @@ class ReplyReader:
 
 
 def without_own_stop(ids: Ids, request: GenerationRequest, renderer: Renderer) -> Ids:
-    """Return a reply's ids [C] without the caller's stop token, which is not part of the message.
-
-    Args:
-        ids: int32 [C].
-        request: has the caller's stop tokens.
-        renderer: has the model's stop tokens, which are kept.
+    """Return a reply's ids [C] without the caller's stop token, which is not part of the message. The model's own stop
+    tokens are kept.
     """
     own = len(ids) and int(ids[-1]) in request.stop_token_ids and int(ids[-1]) not in renderer.stop_ids
     return ids[:-1] if own else ids
@@ -211,17 +192,9 @@ async def sample_reply(
 ) -> tuple[str, ...]:
     """Sample the reply of a call, and parse it, incrementally if there is a listener or its text may end it.
 
-    Args:
-        prompt: [P] ids, with their images.
-        chat: the call, whose reply is filled in.
-        call_ids: prefix of the ids of tool calls.
-        tell: called with each piece of the reply, if given.
-
-    Returns:
-        A reason for each malformed tool call.
-
-    Raises:
-        GrammarRefused: the reply's grammar took too much time or memory.
+    `prompt` has [P] ids, with their images. The reply is filled in `chat`; `tell` is called with each piece of it.
+    Return a reason for each malformed tool call. Raises GrammarRefused: the reply's grammar took too much time or
+    memory.
     """
     renderer, sampling, reader = runtime.renderer, chat.sampling, None
     piecewise = bool(tell or request.stop or request.prompt is not None or not request.parallel_tool_calls)

@@ -31,20 +31,15 @@ class SeatCalls:
         self._acted_by: dict[int, int] = {}  # TimeStep -> fence of the seat under which its action was given
 
     def note(self, role: str, fence: int, number: int, index: int, forget: Callable[[], None]) -> None:
-        """Record the worker of a call before it is sampled.
-
-        Args:
-            forget: frees the call's seed; called if its worker leaves before it acts, even while the call is in
-                writing.
+        """Record the worker of a call before it is sampled. `forget` frees the call's seed; it is called if its worker
+        leaves before it acts, even while the call is in writing.
         """
         call = _Call(role=role, number=number, fences=set(), forget=forget)
         self._calls.setdefault(index, call).fences.add(fence)
 
     def note_action(self, number: int, fence: int) -> None:
-        """Record that the action of a TimeStep was given.
-
-        Args:
-            fence: of the worker; or POLICY, or ENVIRONMENT after a timeout.
+        """Record that the action of a TimeStep was given. `fence` is that of the worker; or POLICY, or ENVIRONMENT
+        after a timeout.
         """
         self._acted_by[number] = fence
 
@@ -57,10 +52,7 @@ class SeatCalls:
 
     def unused(self, present: Mapping[str, int]) -> list[int]:
         """Return the indices of lost workers' calls that led to no action: another worker or the policy acted, or the
-        turn is open.
-
-        Args:
-            present: by role, the fence of its present worker, or POLICY.
+        turn is open. `present` is, by role, the fence of its present worker, or POLICY.
         """
         return [
             index

@@ -16,23 +16,14 @@ class SeatSession:
     """An external player's part of an episode's session."""
 
     def __init__(self, session: EpisodeSession, table: SeatTable, role: str, fence: int) -> None:
-        """Create the part.
-
-        Args:
-            session: of the episode, shared by all players.
-        """
+        """Create the part. All players share `session`."""
         self._session, self._table, self._role, self._fence = session, table, role, fence
 
     async def generate(self, request: GenerationRequest, listener: Listener | None = None) -> tuple[Chat, ...]:
         """Sample all choices of a request; see `Session.generate`.
 
-        Args:
-            request: of the player or its subagent. The TimeStep is the pending observation's; the request's own is
-                ignored.
-
-        Raises:
-            Conflict: no observation waits for an action.
-            EpisodeLeaseExpired: the worker has lost its slot.
+        The TimeStep is the pending observation's; the request's own is ignored. Raises Conflict: no observation waits
+        for an action. Raises EpisodeLeaseExpired: the worker has lost its slot.
         """
         number = self._table.turn(self._role, self._fence, request.agent)
         # A retry is known by the seat and its worker, too: another seat's worker may send the same body. They come

@@ -35,12 +35,8 @@ class SeatTable:
     def __init__(
         self, episode: EpisodeRecord, config: SeatsConfig, leases: LeaseBook, max_workers: int, clock: Clock
     ) -> None:
-        """Create free slots.
-
-        Args:
-            config: has the rules for a slot that its worker leaves.
-            leases: of the slots of all episodes, by `lease_of`.
-            max_workers: workers that a slot may lose before the episode is given back.
+        """Create free slots. `leases` are those of the slots of all episodes, by `lease_of`. A slot may lose
+        `max_workers` before the episode is given back.
         """
         self.episode, self.calls, self.changed = episode, SeatCalls(), Notifier()
         self._config, self._leases, self._max_workers, self._clock = config, leases, max_workers, clock
@@ -57,11 +53,7 @@ class SeatTable:
     # What the server's runner does
 
     def show(self, observation: Observation, number: int | None) -> None:
-        """Record an observation of any agent.
-
-        Args:
-            number: its TimeStep; None: the agent's part is over.
-        """
+        """Record an observation of any agent. `number` is its TimeStep; None: the agent's part is over."""
         if number is not None:
             self._numbers[observation.id] = number
         elif observation.agent in self._seats:
@@ -69,10 +61,8 @@ class SeatTable:
             seat.last, seat.finished = observation.content, True
 
     async def ask(self, observation: Observation) -> ChatMessage | None:
-        """Wait for the action for a player's observation; None: the role's policy plays.
-
-        Raises:
-            EpisodeLeaseExpired: the episode was given back meanwhile.
+        """Wait for the action for a player's observation; None: the role's policy plays. Raises EpisodeLeaseExpired:
+        the episode was given back meanwhile.
         """
         if self._failure is not None:
             raise self._failure
@@ -97,11 +87,8 @@ class SeatTable:
             self.changed.notify()
 
     def miss(self, observation_id: str, action: ChatMessage | None) -> None:
-        """Record that the time for an action is over; model calls made for it are not trained.
-
-        Args:
-            observation_id: other agents' observations are ignored.
-            action: the environment's substitute, if any.
+        """Record that the time for an action is over; model calls made for it are not trained. Observations of other
+        agents are ignored; `action` is the environment's substitute, if any.
         """
         for seat in self._seats.values():
             if (asked := seat.asked.pop(observation_id, None)) is not None:
@@ -167,20 +154,14 @@ class SeatTable:
         return dict(self._seats[role].history)
 
     def renew(self, role: str, fence: int) -> None:
-        """Renew the lease of a slot.
-
-        Raises:
-            EpisodeLeaseExpired: the fence's worker has lost it.
-        """
+        """Renew the lease of a slot. Raises EpisodeLeaseExpired: the fence's worker has lost it."""
         self._held(role, fence)
         self._leases.renew(self.lease_of(role), fence)
 
     @contextmanager
     def holding(self, role: str, fence: int) -> Iterator[None]:
-        """Keep a slot's lease from expiring while a request of its worker is answered.
-
-        Raises:
-            EpisodeLeaseExpired: the fence's worker has lost it.
+        """Keep a slot's lease from expiring while a request of its worker is answered. Raises EpisodeLeaseExpired: the
+        fence's worker has lost it.
         """
         self._held(role, fence)
         with self._leases.hold(self.lease_of(role), fence):
@@ -188,10 +169,8 @@ class SeatTable:
 
     @contextmanager
     def calling(self, role: str, fence: int) -> Iterator[None]:
-        """Run a model call of a worker; cancel it when the worker loses its slot.
-
-        Raises:
-            EpisodeLeaseExpired: the slot was lost before or during the call.
+        """Run a model call of a worker; cancel it when the worker loses its slot. Raises EpisodeLeaseExpired: the slot
+        was lost before or during the call.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -210,12 +189,9 @@ class SeatTable:
     def turn(self, role: str, fence: int, agent: str) -> int:
         """Return the TimeStep of a player's model call: that of its pending observation.
 
-        Args:
-            agent: the player, or its subagent; an observation of the agent itself takes precedence.
-
-        Raises:
-            EpisodeLeaseExpired: the fence's worker has lost its slot.
-            Conflict: no observation of the player is pending; the message says who has to act.
+        `agent` is the player or its subagent; an observation of the agent itself takes precedence. Raises
+        EpisodeLeaseExpired: the fence's worker has lost its slot. Raises Conflict: no observation of the player is
+        pending; the message says who has to act.
         """
         asked = list(self._held(role, fence).asked.values())
         own = [one for one in asked if one.observation.agent == agent]
@@ -280,13 +256,8 @@ class SeatTable:
         return self._seats[role].fence == fence and self._seats[role].kept
 
     def view(self, role: str, fence: int, events_seen: int | None) -> SeatAnswer:
-        """Return what the worker of a slot may see now.
-
-        Args:
-            events_seen: number of the last event that the worker knows; None: of the last one sent to it.
-
-        Raises:
-            EpisodeLeaseExpired: the fence's worker has lost its slot.
+        """Return what the worker of a slot may see now. `events_seen` is the number of the last event that the worker
+        knows; None: of the last one sent to it. Raises EpisodeLeaseExpired: the fence's worker has lost its slot.
         """
         seat = self._held(role, fence)
         asked = next(iter(seat.asked.values()), None)
@@ -313,10 +284,8 @@ class SeatTable:
     # What ends
 
     def leave(self, role: str, fence: int) -> None:
-        """Take a slot from its worker, which gave it back or whose lease expired.
-
-        Raises:
-            EpisodeLeaseExpired: the fence's worker has lost it.
+        """Take a slot from its worker, which gave it back or whose lease expired. Raises EpisodeLeaseExpired: the
+        fence's worker has lost it.
         """
         seat = self._held(role, fence)
         self._leases.drop(self.lease_of(role), fence)

@@ -68,11 +68,8 @@ class SeatBook:
     def __init__(
         self, config: SeatsConfig, rollout: RolloutConfig, episodes: Episodes, clock: Clock, max_observers: int
     ) -> None:
-        """Create a book without episodes.
-
-        Args:
-            episodes: of the job, whose ends close tables.
-            max_observers: limit of concurrent requests that wait for a slot or an observation.
+        """Create a book without episodes. Ends of the job's `episodes` close tables; at most `max_observers` requests
+        wait for a slot or an observation at a time.
         """
         self.roles = tuple(config.roles)
         self._config, self._rollout, self._episodes, self._clock = config, rollout, episodes, clock
@@ -172,11 +169,8 @@ class SeatBook:
         """Give a worker a free slot, in the longest waiting episode first, or wait for one; None: the wait or the job
         is over.
 
-        Args:
-            request_id: a repeated claim with the same id gets the same slot.
-            lease_seconds: None: the job's.
-            episode_id: limits the claim to this episode.
-            is_over: whether the job has ended.
+        A repeated `request_id` gets the same slot; `episode_id` limits the claim to this episode; `is_over` says
+        whether the job has ended.
 
         Raises:
             NotFound: the slot or the episode does not exist.
@@ -204,10 +198,8 @@ class SeatBook:
                 await self._available.wait(left, seen)
 
     def table(self, key: SeatKey) -> SeatTable:
-        """Return the table of a slot in a running episode.
-
-        Raises:
-            EpisodeLeaseExpired: the episode is no longer played under this lease.
+        """Return the table of a slot in a running episode. Raises EpisodeLeaseExpired: the episode is no longer played
+        under this lease.
         """
         table = self._tables.get((key.episode_id, key.fence))
         if table is None:
@@ -215,12 +207,8 @@ class SeatBook:
         return table
 
     async def observe(self, key: SeatKey, events_seen: int | None, wait_seconds: float) -> SeatAnswer:
-        """Return a player's pending observation, its wait, or the end of the episode.
-
-        Args:
-            events_seen: number of the last event that the worker knows; a newer one ends the wait. None: of the last
-                one sent to it.
-            wait_seconds: the longest wait for an observation.
+        """Return a player's pending observation, its wait, or the end of the episode. `events_seen` is the number of
+        the last event that the worker knows, None: of the last one sent to it; a newer one ends the wait.
 
         Raises:
             EpisodeLeaseExpired: the worker has lost its slot, or the episode was given back.
@@ -246,9 +234,8 @@ class SeatBook:
     async def act(self, key: SeatKey, observation_id: str, action: ChatMessage) -> bool:
         """Answer an observation, and return whether the environment gets the action; see `SeatTable.act`.
 
-        Raises:
-            EpisodeLeaseExpired: the worker has lost its slot, or the episode was given back.
-            EpisodeEnded: the episode was completed without this action, or before the server restarted.
+        Raises EpisodeLeaseExpired: the worker has lost its slot, or the episode was given back. Raises EpisodeEnded:
+        the episode was completed without this action, or before the server restarted.
         """
         lease = key.episode_id, key.fence
         table = self._tables.get(lease)
@@ -265,11 +252,7 @@ class SeatBook:
         raise EpisodeEnded(f"episode {key.episode_id} is completed; observe the seat for its reward")
 
     def leave(self, key: SeatKey) -> None:
-        """Give a slot back.
-
-        Raises:
-            EpisodeLeaseExpired: the worker has lost it.
-        """
+        """Give a slot back. Raises EpisodeLeaseExpired: the worker has lost it."""
         self._leave(self.table(key), key.role, key.seat_fence)
 
     def _take(

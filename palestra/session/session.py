@@ -78,11 +78,7 @@ class Session:
         kind: EpisodeKind,
         recorded: Sequence[Chat] = (),
     ) -> None:
-        """Create the session from the calls on disk.
-
-        Args:
-            recorded: the calls of this lease, by index.
-        """
+        """Create the session from the calls on disk. `recorded` are the calls of this lease, by index."""
         self.episode_id, self.fence, self.kind = episode_id, fence, kind
         self._context, self._clock = context, context.clock
         self._prompts = PromptBuilder(
@@ -140,11 +136,8 @@ class Session:
         return chat
 
     async def count_tokens(self, request: GenerationRequest) -> int:
-        """Return the number of prompt tokens of a request, without limit, sampling or recording.
-
-        Raises:
-            NotFound: the policy is unknown.
-            InvalidRequest: the model's template cannot render the messages.
+        """Return the number of prompt tokens of a request, without limit, sampling or recording. Raises NotFound: the
+        policy is unknown. Raises InvalidRequest: the model's template cannot render the messages.
         """
         if self._over is not None:
             raise self._over

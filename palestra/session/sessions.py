@@ -29,10 +29,8 @@ class Sessions:
         context.store.episodes.on_lease_over.append(self._lease_over)
 
     async def open(self, episode_id: str, fence: int) -> EpisodeSession:
-        """Return the session of a lease, restored from the store if necessary, and renew the lease.
-
-        Raises:
-            EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is not, or no longer, the episode's.
+        """Return the session of a lease, restored from the store if necessary, and renew the lease. Raises
+        EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is not, or no longer, the episode's.
         """
         store = self.context.store
         if not store.leases.renew(episode_id, fence):
@@ -63,10 +61,8 @@ class Sessions:
             session.terminate(EpisodeEnded("this call is over"))
 
     async def begin(self, episode: EpisodeRecord) -> EpisodeSession:
-        """Return the session of a lease that this process was just granted, without recorded calls.
-
-        Raises:
-            EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is no longer the episode's.
+        """Return the session of a lease that this process was just granted, without recorded calls. Raises
+        EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is no longer the episode's.
         """
         await self.context.store.episodes.renew(episode.episode_id, episode.fence)
         lease = episode.episode_id, episode.fence
@@ -76,10 +72,8 @@ class Sessions:
         return session
 
     def admit(self) -> None:
-        """Count one call of a client as in flight, until the caller takes it off `in_flight`.
-
-        Raises:
-            TooManyRequests: the limit is reached.
+        """Count one call of a client as in flight, until the caller takes it off `in_flight`. Raises TooManyRequests:
+        the limit is reached.
         """
         if self._stopped is not None:
             raise self._stopped

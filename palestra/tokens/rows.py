@@ -25,13 +25,8 @@ def rows_of(trie: TokenTrie, trained: Collection[int] | None = None, episode_id:
     For each policy, each path to a last trained token is a row; tokens that an earlier row has trained are only context
     in it. A token that several calls sampled after the same prompt, as retries do, counts once per call: in another row
     that passes it or, if there is none, in an additional row. The trainer computes common prefixes of rows once.
-
-    Args:
-        trained: indices of the calls whose tokens are trained; tokens of other calls are context. None: all calls.
-        episode_id: what the rows say of their episode.
-
-    Returns:
-        Rows whose advantages and loss weights are 0.
+    `trained` are indices of the calls whose tokens are trained, None: all; tokens of other calls are context.
+    Advantages and loss weights of the rows are 0.
     """
     nodes = list(trie.nodes())
     rows: list[TrainSample] = []
@@ -174,11 +169,8 @@ def token_weights(tokens_R: Sequence[int], mode: LossAggMode, max_tokens: int) -
 
 
 def part_scale(tokens_part: Sequence[int], tokens_R: Sequence[int], mode: LossAggMode) -> float:
-    """Return the factor that turns a batch's loss weights into those of a part trained as its own batch.
-
-    Args:
-        tokens_part: trained tokens of each rollout of the part; not all 0.
-        tokens_R: those of each rollout of the whole batch.
+    """Return the factor that turns a batch's loss weights into those of a part trained as its own batch. `tokens_part`
+    and `tokens_R` are the trained tokens of each rollout of the part, not all 0, and of the whole batch.
     """
     if mode == "token-mean":
         return sum(tokens_R) / sum(tokens_part)
@@ -191,11 +183,8 @@ def choice_rows(chat: Chat, choices: Sequence[tuple[int, ...]], episode_id: str 
     A row ends with the token that tells its reply from all others: what follows is certain, and adds nothing to the
     reply's probability. All tokens of the replies are marked as sampled ones, because all are trained.
     Log-probabilities and versions are those of the sampling in the row of the reply that was given, and NaN and -1 in
-    the others. The trainer computes the prompt, which all rows share, once.
-
-    Args:
-        choices: every reply that could have been sampled, token by token.
-        episode_id: what the rows say of their episode.
+    the others. The trainer computes the prompt, which all rows share, once. `choices` is every reply that could have
+    been sampled, token by token.
     """
     prompt, given = chat.prompt_ids, tuple(chat.completion_ids.tolist())
     if given not in choices:

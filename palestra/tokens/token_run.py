@@ -30,11 +30,8 @@ class TokenRun:
 
     @classmethod
     def of(cls, ids: Ids, media: Sequence[MediaSpan] = ()) -> TokenRun:
-        """Return a run of tokens with the digests of its media.
-
-        Args:
-            ids: int32 [N].
-            media: positions count from the first of `ids`.
+        """Return a run of tokens with the digests of its media. `ids` are int32 [N]; positions of `media` count from
+        the first of them.
         """
         if not media:
             return cls(ids)

@@ -150,11 +150,7 @@ class TokenTrie:
 
     def longest(self, ids: Ids, media: Sequence[MediaSpan] = ()) -> tuple[Chat | None, int]:
         """Return the first call with the longest common prefix with a sequence, and the prefix's length; (None, 0) if
-        there is none.
-
-        Args:
-            ids: int32 [N].
-            media: image spans of the sequence.
+        there is none. `ids` are int32 [N].
         """
         node, _, matched = self._walk(self.root, 0, self._edges(ids, 0, media))
         return (node.chat, matched) if matched else (None, 0)

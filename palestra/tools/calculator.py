@@ -41,10 +41,8 @@ class Calculator(Tool):
         }
 
     async def apply_async(self, **arguments: Any) -> str:
-        """Return the value of `expression` as text; a float without a fraction is written as an integer.
-
-        Raises:
-            BadArguments: the text is not an arithmetic expression, or the value is too large.
+        """Return the value of `expression` as text; a float without a fraction is written as an integer. Raises
+        BadArguments: the text is not an arithmetic expression, or the value is too large.
         """
         value = evaluate_expression(str(arguments["expression"]))
         whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
@@ -54,10 +52,8 @@ class Calculator(Tool):
 def evaluate_expression(expression: str) -> Number:
     """Return the value of an arithmetic expression of at most 1,000 characters.
 
-    It may contain numbers, + - * / // **, parentheses, and `×` and `÷`.
-
-    Raises:
-        BadArguments: the text is not an arithmetic expression, or its value is not finite or too large.
+    It may contain numbers, + - * / // **, parentheses, and `×` and `÷`. Raises BadArguments: the text is not an
+    arithmetic expression, or its value is not finite or too large.
     """
     if len(expression) > _MAX_CHARS:
         raise BadArguments(f"an expression has at most {_MAX_CHARS} characters")

@@ -18,10 +18,8 @@ class FunctionTool(Tool):
     """A typed function, synchronous or asynchronous, that a model may call with arguments by name."""
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
-        """Create the schema of a typed function from its signature and docstring.
-
-        Args:
-            name: for the model; None: the function's own.
+        """Create the schema of a typed function from its signature and docstring. `name` is for the model; None: the
+        function's own.
         """
         self.function = function
         summary, described = _docstring(inspect.getdoc(function) or "")
@@ -44,10 +42,8 @@ class FunctionTool(Tool):
         return self._schema
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call, converted to the types of the signature.
-
-        Raises:
-            BadArguments: an argument is missing, unknown, or not of its type.
+        """Return the arguments of a call, converted to the types of the signature. Raises BadArguments: an argument is
+        missing, unknown, or not of its type.
         """
         try:
             checked = self._model.model_validate(dict(arguments))

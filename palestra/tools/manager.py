@@ -66,13 +66,8 @@ class ToolManager:
         max_parallel: int = 256,
         max_result_chars: int = 20_000,
     ) -> None:
-        """Create a manager.
-
-        Args:
-            tools: more can be added with `register`. Tools of a source, such as an `McpServer`, exist between `open`
-                and `close`.
-            max_parallel: limit of concurrent calls of one turn.
-            max_result_chars: longer results are truncated, with a note.
+        """Create a manager. Tools of a source, such as an `McpServer`, exist between `open` and `close`. A turn has at
+        most `max_parallel` concurrent calls; results longer than `max_result_chars` are truncated, with a note.
         """
         if not timeout_seconds > 0:  # NaN is not
             raise ValueError(f"timeout_seconds is {timeout_seconds!r}; give a number above 0")

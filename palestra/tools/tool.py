@@ -94,10 +94,8 @@ class OpenTools(ABC):
 
     @abstractmethod
     async def refresh(self) -> bool:
-        """Update the list if it has changed, and return whether it has.
-
-        Raises:
-            EnvironmentFailed: the source cannot be reached any more.
+        """Update the list if it has changed, and return whether it has. Raises EnvironmentFailed: the source cannot be
+        reached any more.
         """
 
     @abstractmethod
@@ -110,8 +108,6 @@ class ToolSource(ABC):
 
     @abstractmethod
     async def open(self) -> OpenTools:
-        """Open the source for one user of its tools, such as the environment of one episode.
-
-        Raises:
-            EnvironmentFailed: the source cannot be reached, or its tools cannot be offered to a model.
+        """Open the source for one user of its tools, such as the environment of one episode. Raises EnvironmentFailed:
+        the source cannot be reached, or its tools cannot be offered to a model.
         """

@@ -22,11 +22,7 @@ from palestra.types.records import TrainSample
 
 
 def record_problems(batch: Sequence[TrainSample]) -> dict[str, str]:
-    """Return episodes with a number recorded at sampling that is not finite: ids and reasons.
-
-    Args:
-        batch: S rows of sampled tokens.
-    """
+    """Return episodes with a number recorded at sampling that is not finite: ids and reasons."""
     return not_finite(
         batch, [{"log-probability": sample.logprobs, "temperature": sample.temperatures} for sample in batch]
     )
@@ -35,10 +31,8 @@ def record_problems(batch: Sequence[TrainSample]) -> dict[str, str]:
 def not_finite(batch: Sequence[TrainSample], columns: Sequence[Mapping[str, Floats]]) -> dict[str, str]:
     """Return episodes with a number that is not finite: ids and reasons.
 
-    One such number would make the gradient of the whole step NaN.
-
-    Args:
-        columns: for each row its columns to check, float32 [N], by the name for the message.
+    One such number would make the gradient of the whole step NaN. `columns` has, for each row, float32 [N] by the name
+    for the message.
     """
     found: dict[str, str] = {}
     for sample, named in zip(batch, columns, strict=True):
@@ -132,10 +126,8 @@ class OptimParams:
 
     @classmethod
     def of(cls, config: OptimizerConfig, learning_rate: float, target_rate: float | None = None) -> OptimParams:
-        """Return the numbers of one update from a job's optimizer section.
-
-        Args:
-            target_rate: None: the network has no target copy.
+        """Return the numbers of one update from a job's optimizer section. Without `target_rate` the network has no
+        target copy.
         """
         return cls(
             learning_rate=learning_rate,
@@ -202,15 +194,9 @@ class Trainer(Protocol):
     ) -> ForwardOutputs:
         """Compute numbers of the trained tokens of rows, without a gradient.
 
-        Args:
-            outputs: what to compute. `old_logprobs` come from the policy's present weights, `values` and `next_values`
-                from a critic of states, `action_values` and `target_action_values` from a critic of actions.
-
-        Returns:
-            For each output one float32 [N] a row, NaN where the token is not trained.
-
-        Raises:
-            ConfigError: the trainer cannot compute one of the outputs.
+        `old_logprobs` come from the present weights, `values` and `next_values` from a critic of states,
+        `action_values` and `target_action_values` from a critic of actions: for each output one float32 [N] a row, NaN
+        where the token is not trained. Raises ConfigError: the trainer cannot compute one of the outputs.
         """
         ...
 
@@ -219,14 +205,9 @@ class Trainer(Protocol):
     ) -> StepReport:
         """Add the gradient of a batch to the gradient that the next `optim_step` applies.
 
-        Args:
-            batch: S rows, with advantages and loss weights. The loss of a critic also needs `values` and `returns`.
-            loss: a loss of tokens, or a critic's loss, whose gradient is the critic's.
-            logprobs: whether to report the logprobs of the trained tokens under the present weights.
-
-        Raises:
-            ConfigError: the loss is unknown, needs a critic that does not exist, or needs `reference_logprobs` that the
-                rows do not have.
+        The rows have advantages and loss weights; a critic's loss also needs `values` and `returns`. With `logprobs`
+        the report has those of the trained tokens under the present weights. Raises ConfigError: the loss is unknown,
+        needs a critic that does not exist, or needs `reference_logprobs` that the rows do not have.
         """
         ...
 
@@ -234,12 +215,7 @@ class Trainer(Protocol):
         self, policy: str, params: OptimParams, request_id: str, network: Network = "policy"
     ) -> OptimReport:
         """Apply the gradient and clear it. The first update after `weights` makes the version's `n` grow by one.
-
-        Args:
-            network: whose gradient to apply; updating the critic does not change the version.
-
-        Raises:
-            ConfigError: there is no critic.
+        Updating the critic does not change the version. Raises ConfigError: there is no critic.
         """
         ...
 
@@ -247,61 +223,37 @@ class Trainer(Protocol):
         """Find episodes that cannot be trained because their record contradicts itself.
 
         The answer depends only on the rows, so a repeated step leaves out the same episodes. Advantages and loss
-        weights are not read.
-
-        Returns:
-            For each such episode its id and the reason.
+        weights are not read. The result has the reason for each id.
         """
         ...
 
     async def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
         """Return every reply that can be sampled under a grammar, in order of its token ids.
 
-        Args:
-            max_tokens: longer replies are cut.
-            most: how many replies there may be.
-
-        Raises:
-            ConfigError: there are more replies than `most`.
-            InvalidRequest, GrammarRefused, EngineFailure: see `Grammars.walk`.
+        Replies are cut at `max_tokens`. Raises ConfigError: there are more replies than `most`. Raises InvalidRequest,
+        GrammarRefused, EngineFailure: see `Grammars.walk`.
         """
         ...
 
     async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
         """Write a checkpoint of a policy and its critic atomically; `load` restores it bit by bit.
 
-        Args:
-            folder: holds the policy's checkpoints; this one becomes `step-NNNNNN` in it.
-            state: JSON stored with the weights; `step` (int) numbers the checkpoint.
-
-        Raises:
-            CheckpointError: the disk is full, or cannot be written to.
+        The checkpoint becomes `step-NNNNNN` in the folder, numbered by `step` in `state` (JSON). Raises
+        CheckpointError: the disk is full, or cannot be written to.
         """
         ...
 
     async def save_weights(self, policy: str, folder: Path, step: int, request_id: str) -> None:
-        """Write a policy's weights atomically into a folder that a job can use as its `model`.
-
-        Args:
-            folder: replaced if it exists.
-
-        Raises:
-            CheckpointError: the disk is full, or cannot be written to.
+        """Write a policy's weights atomically into a folder that a job can use as its `model`. A folder that exists is
+        replaced. Raises CheckpointError: the disk is full, or cannot be written to.
         """
         ...
 
     async def load(self, policy: str, folder: Path, step: int | None = None) -> dict[str, Any] | None:
         """Restore a policy's newest undamaged checkpoint, or the one of a step.
 
-        Args:
-            step: None: the newest undamaged one.
-
-        Returns:
-            The `state` that was saved with it; None: there is no checkpoint, and nothing was changed.
-
-        Raises:
-            CheckpointError: all checkpoints, or the one of the step, are damaged; or it is a checkpoint of another
-                model.
+        Return the `state` that was saved with it; None: there is no checkpoint, and nothing was changed. Raises
+        CheckpointError: all checkpoints, or the one of the step, are damaged; or it is a checkpoint of another model.
         """
         ...
 

@@ -61,13 +61,8 @@ class BlockAttention:
         return np.pad(numbers, (0, self._blocks * BLOCK - len(numbers)))
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of each node to itself and its ancestors, [N, H, D].
-
-        Args:
-            query: [1, H, N, D].
-            key: [1, K, N, D].
-            value: [1, K, N, D].
-            window: how many tokens a token attends to, including itself; None: all ancestors.
+        """Return the attention of each node to itself and its ancestors, [N, H, D]. Queries are [1, H, N, D], keys and
+        values [1, K, N, D]; `window` counts the token itself, None: all ancestors.
         """
         if window not in self._masks:
             self._masks[window] = self.mask(window)
@@ -77,11 +72,7 @@ class BlockAttention:
         return out[0, :, : self._count].transpose(0, 1)
 
     def mask(self, window: int | None) -> BlockMask:
-        """Return the block mask.
-
-        Args:
-            window: how many tokens a token attends to, including itself; None: all ancestors.
-        """
+        """Return the block mask. A token attends to `window` tokens, itself included; None: to all ancestors."""
         entry, leave, place = (
             torch.from_numpy(numbers).to(self._device) for numbers in (self._entry, self._leave, self._positions)
         )

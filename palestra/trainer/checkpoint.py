@@ -142,11 +142,7 @@ def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def good(folder: Path, step: int | None) -> tuple[Path, dict[str, Any]] | None:
-    """Return the folder and state of an undamaged checkpoint; None: no checkpoint.
-
-    Args:
-        step: None: the newest undamaged one.
-    """
+    """Return folder and state of an undamaged checkpoint, without a step the newest one; None: no checkpoint."""
     for replaced in folder.glob(".replaced-step-*"):
         put_back(folder / replaced.name.removeprefix(".replaced-"))
     if step is None:
@@ -178,11 +174,7 @@ def common_steps(folders: Iterable[Path]) -> list[int]:
 
 
 def remove_after(folder: Path, step: int) -> None:
-    """Remove the checkpoints of later steps.
-
-    Args:
-        step: the newest step to keep; 0: remove all.
-    """
+    """Remove the checkpoints of later steps. Step 0 removes all."""
     for path in found(folder):
         if step_of(path) > step:
             shutil.rmtree(path, ignore_errors=True)

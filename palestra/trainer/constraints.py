@@ -47,11 +47,7 @@ def allowed_tokens(samples: Sequence[tuple[TrainSample, Any, Any]], masks: Gramm
     """Return a mask of the tokens that could have been sampled at each trained token; None: all tokens, everywhere.
 
     Without the mask, the loss would compare the policy's unconstrained probability with the constrained probability
-    under which the token was sampled.
-
-    Args:
-        samples: rows of a micro-batch, each with its offset and path (see `MicroBatch`).
-        vocab: number of the model's tokens, V.
+    under which the token was sampled. `samples` are rows with their offset and path, as in `MicroBatch`.
     """
     if not any(sample.grammars for sample, _, _ in samples):
         return None
@@ -73,10 +69,8 @@ def allowed_tokens(samples: Sequence[tuple[TrainSample, Any, Any]], masks: Gramm
 def choices_of(grammar: str, max_tokens: int, most: int, grammars: Grammars, eos: int) -> tuple[tuple[int, ...], ...]:
     """Return every reply that can be sampled under a grammar, in order of the token ids.
 
-    One text may have several tokenizations, which are different replies.
-
-    Raises:
-        InvalidRequest, GrammarRefused, EngineFailure: see `Grammars.walk`.
+    One text may have several tokenizations, which are different replies. Raises InvalidRequest, GrammarRefused,
+    EngineFailure: see `Grammars.walk`.
     """
     found: list[tuple[int, ...]] = []
     open_replies: list[tuple[int, ...]] = [()]

@@ -33,11 +33,8 @@ class Critic:
     """The weights and the optimizer of a critic; its methods run in the trainer's thread."""
 
     def __init__(self, model: CausalLM, config: TrainerConfig, target: CausalLM | None = None) -> None:
-        """Take over a model's float32 weights, and add value heads whose values begin at or near 0.
-
-        Args:
-            model: used by the critic alone, apart from a shared base; its language-model head is unused.
-            target: the target copy of a critic of actions; None: a critic of states.
+        """Take over a model's float32 weights, and add value heads whose values begin at or near 0. The critic alone
+        uses the model; `target` is the copy that a critic of actions has.
         """
         self._net = _ValueNet(model, config, heads=1 if target is None else 2)
         self._target: _ValueNet | None = None
@@ -159,10 +156,8 @@ class _ValueNet:
 
 
 def copy_weights(parameters: Sequence[tuple[str, nn.Parameter]], weights: dict[str, Tensor], path: Path) -> None:
-    """Copy weights of a checkpoint into parameters of the same names.
-
-    Args:
-        weights: by name, on the CPU; matrices are [n, d], norms and biases [d].
+    """Copy weights of a checkpoint into parameters of the same names. Matrices are [n, d], norms and biases [d], on the
+    CPU.
     """
     for name, parameter in parameters:
         if name not in weights or weights[name].shape != parameter.shape:

@@ -52,20 +52,13 @@ class SequenceMeans:
         self._sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def add(self, micro: MicroBatch, values: Tensor) -> None:
-        """Add the numbers [T] of the trained tokens of a micro-batch of `split`.
-
-        Args:
-            values: [T], of its trained tokens.
-        """
+        """Add the numbers [T] of the trained tokens of a micro-batch of `split`."""
         _add(self._sums, micro, values)
 
     def of(self, micro: MicroBatch, values: Tensor) -> Tensor:
         """Return for each trained token of a micro-batch the mean over its episode, float32 [T], without a gradient.
 
         All micro-batches of `split` must have been added before.
-
-        Args:
-            values: [T], of its trained tokens.
         """
         sums = self._sums
         if not any(micro is other for other in self.split):
@@ -106,12 +99,8 @@ class Gradient:
         micro_batches: Sequence[MicroBatch],
         logprobs: bool = False,
     ) -> None:
-        """Prepare a batch; nothing is computed yet.
-
-        Args:
-            spec: the loss of a token.
-            micro_batches: of `pack`, of the whole batch.
-            logprobs: whether the report has those of the trained tokens.
+        """Prepare a batch; nothing is computed yet. `micro_batches` are those of the whole batch; with `logprobs` the
+        report has those of the trained tokens.
         """
         loss = build_loss(spec)
         assert isinstance(loss, Loss)
@@ -141,10 +130,8 @@ class Gradient:
             loss.backward()  # type: ignore[no-untyped-call]
 
     def measure(self, micro: MicroBatch, hidden: Tensor | None = None) -> None:
-        """Add a micro-batch of `unmeasured` to the sequence means, by a forward pass without a gradient.
-
-        Args:
-            hidden: last hidden states of all nodes, [N, hidden]; None: computed here.
+        """Add a micro-batch of `unmeasured` to the sequence means, by a forward pass without a gradient. `hidden` [N,
+        hidden] are the last hidden states of all nodes, if they are known.
         """
         assert self._means is not None
         targets = columns_of(micro, self.model.device)
@@ -155,11 +142,8 @@ class Gradient:
     def loss_of(self, micro: MicroBatch, hidden: Tensor | None = None) -> Tensor:
         """Return the loss of one micro-batch, a scalar with a gradient, and add up its metrics.
 
-        Args:
-            hidden: last hidden states of all nodes, [N, hidden]; None: computed here.
-
-        Raises:
-            InvalidAlgorithm: the loss is not a number for each token.
+        `hidden` [N, hidden] are the last hidden states of all nodes, if they are known. Raises InvalidAlgorithm: the
+        loss is not a number for each token.
         """
         targets = columns_of(micro, self.model.device)
         with torch.enable_grad():

@@ -37,11 +37,7 @@ class MetricSums:
         self._means: set[str] = set()  # metrics that are means over all trained tokens
 
     def add(self, reported: Mapping[str, Reduction]) -> None:
-        """Add the metrics of one micro-batch.
-
-        Args:
-            reported: for each metric its values, [T] or scalar tensors, and how they are reduced.
-        """
+        """Add the metrics of one micro-batch. Values are [T] or scalar tensors."""
         if unknown := reported.keys() - self._declared:
             raise ValueError(f"the loss reports {sorted(unknown)}, which its `metrics` do not declare")
         for name, part in reported.items():
@@ -75,10 +71,8 @@ class MetricSums:
         return SentSums(sums=sums, counts=counts, largest=largest, means=frozenset(self._means))
 
     def result(self, trained: int) -> dict[str, float]:
-        """Return one number for each metric; a mean over no tokens is NaN.
-
-        Args:
-            trained: trained tokens of all micro-batches together.
+        """Return one number for each metric; a mean over no tokens is NaN. `trained` counts the tokens of all
+        micro-batches.
         """
         found = {name: float(value) for name, value in self._largest.items()}
         for name, total in self._sums.items():

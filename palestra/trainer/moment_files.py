@@ -24,10 +24,8 @@ KINDS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def write_moments(folder: Path, moments: Mapping[str, Tensor]) -> None:
-    """Write the parts of this rank. Collective: every rank passes tensors of the same names.
-
-    Args:
-        moments: by kind and name; DTensors [n, d] or [d], or scalars that are equal on all ranks.
+    """Write the parts of this rank. Collective: every rank passes tensors of the same names. `moments` are DTensors [n,
+    d] or [d] by kind and name, or scalars that are equal on all ranks.
     """
     try:
         save(dict(moments), storage_writer=FileSystemWriter(folder))

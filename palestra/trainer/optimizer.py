@@ -181,11 +181,7 @@ class Optimizer:
 
 @torch.no_grad()
 def apply_updates(updates: Sequence[list[Update]], params: OptimParams) -> None:
-    """Update the weights of one or several optimizers, and their moments, in one call.
-
-    Args:
-        updates: of each optimizer its `Optimizer.updates`.
-    """
+    """Update the weights of one or several optimizers, and their moments, in one call."""
     for number, decay in enumerate((params.weight_decay, 0.0)):  # norms and biases, in the second group, do not decay
         states = [each for own in updates for each in own[number]]
         if not states:
@@ -215,10 +211,8 @@ def moments_folder(folder: Path, prefix: str) -> Path:
 
 
 def write_named(folder: Path, prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write named tensors into `PREFIX-0.safetensors` of an existing folder, or no file if there are none.
-
-    Args:
-        tensors: matrices [n, d], norms and biases [d], or scalars, with unique names.
+    """Write named tensors into `PREFIX-0.safetensors` of an existing folder, or no file if there are none. Tensors are
+    [n, d], [d] or scalars.
     """
     if named := list(tensors):
         write_tensors(named, folder / f"{prefix}-0.safetensors")

@@ -62,10 +62,8 @@ class Tree:
         return np.concatenate(parts)
 
     def add(self, row: TokenRun, shared: NDArray[np.int64]) -> None:
-        """Add a row of N tokens; only tokens that no earlier row has become nodes.
-
-        Args:
-            shared: nodes of its shared prefix, as returned by `shared`.
+        """Add a row of N tokens; only tokens that no earlier row has become nodes. Pass `shared` as the method of that
+        name returned it.
         """
         common = len(shared)
         first, last = len(self.ids), len(self.ids) + len(row) - common

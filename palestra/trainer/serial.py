@@ -24,20 +24,14 @@ class KnownRequests:
     """
 
     def __init__(self, most_bytes: int = REMEMBERED_BYTES) -> None:
-        """Start empty.
-
-        Args:
-            most_bytes: of results, over all policies; the newest result is always kept.
-        """
+        """Start empty. Results take at most `most_bytes`, over all policies; the newest is always kept."""
         self._known: OrderedDict[tuple[str, str], asyncio.Future[Any] | None] = OrderedDict()  # None: without result
         self._bytes: OrderedDict[tuple[str, str], int] = OrderedDict()  # of long results that are kept, oldest first
         self._most_bytes = most_bytes
 
     def find(self, policy: str, request_id: str) -> asyncio.Future[Any] | None:
-        """Return the result of a request; None: unknown or failed, so it may be executed.
-
-        Raises:
-            Expired: the request was executed, but its result was dropped.
+        """Return the result of a request; None: unknown or failed, so it may be executed. Raises Expired: the request
+        was executed, but its result was dropped.
         """
         key = (policy, request_id)
         if key not in self._known:

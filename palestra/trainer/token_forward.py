@@ -45,21 +45,16 @@ class Measured:
 
 
 def token_logprobs(scores: Tensor, target: Tensor, measured: Measured | None = None) -> Tensor:
-    """Return the log-probabilities [T] of the targets, with gradient.
-
-    Args:
-        scores: float32 [T, V], finite.
-        measured: results for the same logits, entropies included; filled if empty. None: not kept.
+    """Return the log-probabilities [T] of the targets, with gradient. Scores are float32 [T, V], finite. `measured` has
+    results for the same logits, and is filled if it is empty.
     """
     found: Tensor = _Logprobs.apply(scores, target, measured)  # type: ignore[no-untyped-call]
     return found
 
 
 def token_logprobs_and_entropies(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of the targets and the entropies, [T] each, both with gradient.
-
-    Args:
-        scores: float32 [T, V], finite.
+    """Return the log-probabilities of the targets and the entropies, [T] each, both with gradient. Scores are float32
+    [T, V], finite.
     """
     found: tuple[Tensor, Tensor] = _LogprobsAndEntropies.apply(scores, target)  # type: ignore[no-untyped-call]
     return found
@@ -136,11 +131,8 @@ def columns_of(micro: MicroBatch, device: torch.device) -> dict[str, Tensor]:
 def flat_hidden(
     model: CausalLM, micro: MicroBatch, weights: HeadWeights | None = None, pictures: PictureRows | None = None
 ) -> Tensor:
-    """Return the model's last hidden states of all nodes of a micro-batch, float32 [N, hidden].
-
-    Args:
-        weights: of the output layer; see `CausalLM.hidden`.
-        pictures: of `flat_picture_rows`; None: they are computed.
+    """Return the model's last hidden states of all nodes of a micro-batch, float32 [N, hidden]. Pictures are computed
+    unless they are given.
     """
     if pictures is None:
         pictures = flat_picture_rows(model, micro)
@@ -164,9 +156,6 @@ def flat_positions(model: CausalLM, micro: MicroBatch, positions: Tensor) -> Ten
     """Return the positions of the nodes of a micro-batch: [N], or [3, N] if the model has 2D positions for images.
 
     A position depends only on earlier tokens, so rows that share a node agree on it.
-
-    Args:
-        positions: [N], positions of the nodes in their rows.
     """
     found = positions
     for sample, offset, path in micro.samples:
@@ -213,11 +202,8 @@ class TokenForward:
         """Return the targets' log-probabilities and the entropies at their positions, float32 [T] each.
 
         Logits of at most `LOGIT_CHUNK` positions exist at a time, because [T, V] floats would not fit into memory. With
-        more positions the backward pass computes the logits again.
-
-        Args:
-            entropy_gradient: whether the entropies have a gradient.
-            hidden: last hidden states of all nodes, [N, hidden]; None: computed here.
+        more positions the backward pass computes the logits again. `hidden` [N, hidden] are the last hidden states of
+        all nodes, if they are known.
         """
         states, chunks = self._chunks(micro, columns, hidden)
         if not chunks:
@@ -228,11 +214,7 @@ class TokenForward:
         return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
 
     def logprobs(self, micro: MicroBatch, columns: dict[str, Tensor], hidden: Tensor | None = None) -> Tensor:
-        """Return the targets' log-probabilities alone, float32 [T].
-
-        Args:
-            hidden: last hidden states of all nodes, [N, hidden]; None: computed here.
-        """
+        """Return the targets' log-probabilities alone, float32 [T]."""
         states, chunks = self._chunks(micro, columns, hidden)
         pieces = [self._alone(chunk) for chunk in chunks]
         return torch.cat(pieces) if pieces else states.new_zeros(0, dtype=torch.float32)

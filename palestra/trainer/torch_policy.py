@@ -69,11 +69,8 @@ class TorchPolicy:
         make_optimizer: Callable[[Named], Optimizer] = Optimizer,
         device: torch.device | None = None,
     ) -> None:
-        """Take over a model's weights as they are, at version 0.0.
-
-        Args:
-            networks: they compute in the precision of `config` from now on.
-            device: None: the device of the weights.
+        """Take over a model's weights as they are, at version 0.0. The networks compute in the precision of `config`
+        from now on; without `device` they are where their weights are.
         """
         model, tokenizer = networks.model, networks.tokenizer
         device = device or model.device
@@ -127,11 +124,7 @@ class TorchPolicy:
             raise ConfigError(f"this trainer can't compute {', '.join(sorted(unknown))} of this policy")
 
     def forward(self, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]) -> ForwardOutputs:
-        """Return numbers of the trained tokens of rows: for each output a float32 [N] a row, else NaN.
-
-        Args:
-            outputs: what `check_outputs` has let pass.
-        """
+        """Return numbers of the trained tokens of rows: for each output a float32 [N] a row, else NaN."""
         found: dict[ForwardOutput, list[Floats]] = {name: [] for name in outputs}
         for micro, work, _ in self.forward_passes(batch, found):
             work(micro)
@@ -175,10 +168,7 @@ class TorchPolicy:
         self, batch: Sequence[TrainSample], spec: LossSpec, logprobs: bool = False
     ) -> tuple[Gradient | CriticGradient, Optimizer]:
         """Return the losses of a batch, of which nothing is computed yet, and the optimizer that applies the gradient.
-
-        Args:
-            spec: the loss of a token, or of a value: then the gradient is the critic's, and there are no logprobs.
-            logprobs: whether the report has those of the trained tokens.
+        The loss of a value has the critic's gradient, and no logprobs.
         """
         loss = build_loss(spec)
         micro_batches = pack(batch, self.micro_batch_tokens)

@@ -83,11 +83,8 @@ class TorchTrainer:
     def __init__(
         self, config: TrainerConfig, keep: int, models: LoadedModels | None = None, deterministic: bool = False
     ) -> None:
-        """Create a trainer without policies.
-
-        Args:
-            models: may be shared with an engine; None: the trainer's own.
-            deterministic: whether a policy's numbers must be the same bit for bit whatever else is computed.
+        """Create a trainer without policies. `models` may be shared with an engine. `deterministic`: a policy's numbers
+        are the same bit for bit whatever else is computed.
         """
         self._config, self._keep, self._models = config, keep, models or LoadedModels()
         self._deterministic = deterministic

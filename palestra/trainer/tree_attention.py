@@ -47,10 +47,7 @@ class Branch:
 
     def seen(self, positions: NDArray[np.int64], window: int | None) -> Tensor | None:
         """Return which of `before` and `nodes` each node attends to, bool [M, P + M]; None: causal without ancestors.
-
-        Args:
-            positions: of all nodes of the tree in their rows.
-            window: how many tokens a token attends to, including itself; None: all ancestors.
+        `window` counts the token itself; None: all ancestors.
         """
         count = len(self.nodes)
         if window is not None and int(positions[self.nodes].max()) < window:
@@ -134,13 +131,8 @@ class TreeAttention:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        """Return the attention of each node to itself and its ancestors, [N, H, D]; see `AttentionBackend`.
-
-        Args:
-            query: [1, H, N, D].
-            key: [1, K, N, D].
-            value: [1, K, N, D].
-            window: how many tokens a token attends to, including itself; None: all ancestors.
+        """Return the attention of each node to itself and its ancestors, [N, H, D]; see `AttentionBackend`. Queries are
+        [1, H, N, D], keys and values [1, K, N, D].
         """
         if self._blocks is not None:
             return self._blocks(query, key, value, scale, window)
@@ -264,10 +256,8 @@ class _BranchAttention(torch.autograd.Function):
 
 
 def _gradients(given: Sequence[Tensor], added: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of one call's queries, keys and values by plain products, in at least float32.
-
-    Args:
-        given: the gradient of the output, queries, keys, values, output, and the logarithms of the scores' sums.
+    """Return the gradients of one call's queries, keys and values by plain products, in at least float32. `given` are
+    the gradient of the output, queries, keys, values, output, and the logarithms of the scores' sums.
     """
     *tensors, sums = given
     g, q, k, v, o = (tensor[0].to(sums.dtype) for tensor in tensors)

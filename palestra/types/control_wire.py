@@ -217,11 +217,7 @@ class ArtifactView(Body):
     modified_at: float
 
     def place_in(self, folder: Path) -> Path:
-        """Return the file's path in a copy of the run.
-
-        Raises:
-            Forbidden: the path leads out of the folder.
-        """
+        """Return the file's path in a copy of the run. Raises Forbidden: the path leads out of the folder."""
         if PurePosixPath(self.path).is_absolute() or ".." in PurePosixPath(self.path).parts:
             raise Forbidden(
                 f"the control plane names the file {self.path!r}, which lies outside the run; nothing was copied"

@@ -72,10 +72,8 @@ class _Pair(BaseModel):
 
 
 def read_conversations(task: Task, *, pairs: bool) -> tuple[Conversation, ...]:
-    """Return the conversation of a task, or, for `pairs`, the chosen one and the rejected one.
-
-    Raises:
-        ConfigError: the task has none.
+    """Return the conversation of a task, or, for `pairs`, the chosen one and the rejected one. Raises ConfigError: the
+    task has none.
     """
     try:
         found = (_Pair if pairs else _Single).model_validate(task.data)

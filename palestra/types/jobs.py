@@ -187,11 +187,7 @@ class JobRecord:
         return self.state not in OPEN_STATES
 
     def time_left(self, now: float) -> float | None:
-        """Return the remaining seconds of the time limit, at least 0; None: no limit.
-
-        Args:
-            now: Unix seconds.
-        """
+        """Return the remaining seconds of the time limit, at least 0; None: no limit. `now` is in Unix seconds."""
         if self.time_limit_seconds is None:
             return None
         since_changed = max(now - self.changed_at, 0.0) if self.state is JobState.RUNNING else 0.0

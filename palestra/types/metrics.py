@@ -34,10 +34,8 @@ def of_policy(name: str, policy: str) -> str:
 
 
 def row_of_policy(row: Mapping[str, float], policy: str, rivals: Sequence[str]) -> dict[str, float]:
-    """Return a step's metrics as if a policy were the only trained one.
-
-    Args:
-        rivals: all trained policies, if there are several; else empty, and the row is unchanged.
+    """Return a step's metrics as if a policy were the only trained one. `rivals` are all trained policies, if there are
+    several; without them the row is unchanged.
     """
     own = of_policy("", policy)
     others = tuple(of_policy("", rival) for rival in rivals)
@@ -242,10 +240,8 @@ OF_THE_JOB = frozenset(
 
 
 def of_policies(row: Mapping[str, float], name: str) -> dict[str, float]:
-    """Return a metric of each policy that reported it, by policy; "" for the only trained one.
-
-    Args:
-        name: of the metric in a job that trains one policy, such as `train/reward_mean`.
+    """Return a metric of each policy that reported it, by policy; "" for the only trained one. `name` is that of the
+    metric in a job that trains one policy, such as `train/reward_mean`.
     """
     found = {"": row[name]} if name in row else {}
     behind = of_policy(name, "")

@@ -145,11 +145,7 @@ class JobProgress:
     numerics: dict[str, str] = field(default_factory=dict)
 
     def enter(self, phase: str, collecting: Phase | None = None) -> None:
-        """Begin a phase.
-
-        Args:
-            collecting: the episodes that the phase waits for, if any.
-        """
+        """Begin a phase. `collecting` has the episodes that the phase waits for, if any."""
         self.phase, self.collecting, self.collected = phase, collecting, None
 
     @contextmanager

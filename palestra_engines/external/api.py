@@ -59,46 +59,29 @@ class EngineApi(Protocol):
     sees: bool
 
     async def inspect(self, dtype: torch.dtype) -> None:
-        """Compare the server's description with the policy's needs, without disturbing jobs that use it.
-
-        Args:
-            dtype: of the weights sent to it.
-
-        Raises:
-            ConfigError: it does not fit; the message says what to change.
+        """Compare the server's description with the policy's needs, without disturbing jobs that use it. Weights are
+        sent to it in `dtype`. Raises ConfigError: it does not fit; the message says what to change.
         """
         ...
 
     async def check(self, dtype: torch.dtype) -> None:
         """Do the same as `inspect`, resume a paused server, and test it.
 
-        A killed job may have left it paused.
-
-        Raises:
-            ConfigError: it does not fit; the message says what to change.
+        A killed job may have left it paused. Raises ConfigError: it does not fit; the message says what to change.
         """
         ...
 
     def generate(self, request: EngineRequest, adapter: str | None) -> AsyncIterator[Chunk]:
         """Stream a reply. Closing the iterator cancels it at the server.
 
-        Args:
-            adapter: name of a loaded adapter, whose replies name no versions; None: the server's own weights.
-
-        Raises:
-            InvalidRequest: the server does not support the request.
+        `adapter` names a loaded one, whose replies name no versions; None: the server's own weights. Raises
+        InvalidRequest: the server does not support the request.
         """
         ...
 
     async def score(self, prompt: TokenSequence, adapter: str | None) -> list[float]:
-        """Return the log-probability of each of P tokens but the first, see `Engine.score`: [P - 1].
-
-        Args:
-            prompt: [P] tokens.
-            adapter: name of a loaded adapter; None: the server's own weights.
-
-        Raises:
-            InvalidRequest: the server cannot read the prompt.
+        """Return the log-probability of each of P tokens but the first, see `Engine.score`: [P - 1]. `adapter` names a
+        loaded one; None: the server's own weights. Raises InvalidRequest: the server cannot read the prompt.
         """
         ...
 
@@ -111,19 +94,14 @@ class EngineApi(Protocol):
         ...
 
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
-        """Replace all weights of the paused server, and drop everything computed with the old ones.
-
-        Args:
-            path: a safetensors file, in a folder with further files that the server needs.
+        """Replace all weights of the paused server, and drop everything computed with the old ones. `path` is a
+        safetensors file, in a folder with further files that the server needs.
         """
         ...
 
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """Load an adapter in addition to others, while the server keeps sampling.
-
-        Args:
-            name: never used before at the server.
-            folder: in PEFT's format; must exist until the adapter is unloaded.
+        """Load an adapter in addition to others, while the server keeps sampling. `name` was never used before at the
+        server; `folder` is in PEFT's format, and must exist until the adapter is unloaded.
         """
         ...
 

@@ -103,10 +103,8 @@ class EngineConnection:
         return self._json(path, await self._sent("GET", path, None, seconds))
 
     async def identify(self, path: str, seconds: float, program: str) -> Any:
-        """Return the JSON of a route that identifies a server.
-
-        Args:
-            program: expected kind of server, such as `vLLM`.
+        """Return the JSON of a route that identifies a server. `program` is the expected kind of server, such as
+        `vLLM`.
         """
         try:
             body = await self._sent("GET", path, None, seconds)
@@ -127,28 +125,22 @@ class EngineConnection:
         return (await self._sent("GET", path, None, seconds)).decode(errors="replace")
 
     async def post(self, path: str, body: Body, seconds: float, query: Mapping[str, str] | None = None) -> Any:
-        """Return the JSON answer of a POST request; None: it is empty.
-
-        Raises:
-            InvalidRequest: the server refuses the request.
+        """Return the JSON answer of a POST request; None: it is empty. Raises InvalidRequest: the server refuses the
+        request.
         """
         return self._json(path, await self._sent("POST", path, body, seconds, query))
 
     async def order(self, path: str, body: Mapping[str, Any], seconds: float) -> None:
-        """Send a POST request, and wait for success, ignoring the answer's text.
-
-        Raises:
-            InvalidRequest: the server refuses the request.
+        """Send a POST request, and wait for success, ignoring the answer's text. Raises InvalidRequest: the server
+        refuses the request.
         """
         await self._sent("POST", path, body, seconds)
 
     async def stream(self, path: str, body: Body) -> AsyncGenerator[Any, None]:
         """Yield the JSON of each event of an answer, until `[DONE]`. Closing the iterator closes the connection.
 
-        There is no timeout between two events: a paused engine sends none.
-
-        Raises:
-            InvalidRequest: the server refuses the request.
+        There is no timeout between two events: a paused engine sends none. Raises InvalidRequest: the server refuses
+        the request.
         """
         timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
         try:

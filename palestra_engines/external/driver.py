@@ -40,17 +40,11 @@ class ServerDriver(EngineDriver[Servers]):
 
     @abstractmethod
     def api(self, table: Servers, model: ServedModel, address: Address, rounds: Any, *, is_started: bool) -> EngineApi:
-        """Return the routes of a policy's server.
-
-        Args:
-            is_started: whether the job has started the server.
-        """
+        """Return the routes of a policy's server. `is_started`: the job has started the server."""
 
     def images(self, processor: PictureProcessor, pictures: Pictures, trained: bool) -> Any:
-        """Return what prepares the images of prompts for a server, if `reads_images`.
-
-        Args:
-            trained: whether the vision tower changes with the weights.
+        """Return what prepares the images of prompts for a server, if `reads_images`. `trained`: the vision tower
+        changes with the weights.
         """
         raise NotImplementedError
 
@@ -73,11 +67,8 @@ class ServerDriver(EngineDriver[Servers]):
     def command(
         self, table: Servers, model: ServedModel, address: Address, private: Path, place: Any
     ) -> tuple[Sequence[str], Mapping[str, str], int]:
-        """Return the command and environment of a started server, and the bytes of its cache.
-
-        Args:
-            private: folder of only this server.
-            place: this server's entry of `ServerPlaces.of_worker`.
+        """Return the command and environment of a started server, and the bytes of its cache. `private` is a folder of
+        only this server; `place` is its entry of `ServerPlaces.of_worker`.
         """
         raise NotImplementedError
 

@@ -31,12 +31,8 @@ class ExternalEngine:
     """An `Engine` on servers. Their answers are validated, and weight updates are atomic."""
 
     def __init__(self, policies: Mapping[str, ExternalPolicy], finish: bool, stuck_seconds: float) -> None:
-        """Take over servers that are ready.
-
-        Args:
-            policies: by name, each with its own server.
-            finish: whether new weights wait until running replies are complete.
-            stuck_seconds: a server with requests but no progress for so long has failed.
+        """Take over servers that are ready. Each policy has its own server. `finish`: new weights wait until running
+        replies are complete. A server with requests but no progress for `stuck_seconds` has failed.
         """
         self._policies, self._finish = dict(policies), finish
         self._added: dict[str, ServedAdapter] = {}  # policies beside the first one of a server, by name

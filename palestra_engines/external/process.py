@@ -31,20 +31,12 @@ class ProgressClock:
     """
 
     def __init__(self, now: float, progress: tuple[int, ...]) -> None:
-        """Begin.
-
-        Args:
-            now: seconds of any clock.
-            progress: numbers, some of which grow when the server computes.
-        """
+        """Begin. `now` are seconds of any clock; some numbers of `progress` grow when the server computes."""
         self._since, self._progress = now, progress
 
     def seconds(self, now: float, progress: tuple[int, ...], may_move: bool) -> float:
-        """Return how long the server has made no progress.
-
-        Args:
-            now: seconds of the same clock.
-            may_move: whether the server has requests and is not paused; otherwise the result is 0.
+        """Return how long the server has made no progress. `now` is of the same clock. `may_move`: the server has
+        requests and is not paused; otherwise the result is 0.
         """
         if progress != self._progress or not may_move:
             self._since, self._progress = now, progress
@@ -85,11 +77,8 @@ class ServerProcess:
     def __init__(
         self, name: str, command: Sequence[str], variables: Mapping[str, str], log: Path, folders: Sequence[Path]
     ) -> None:
-        """Start the server; `wait_until_ready` waits for it.
-
-        Args:
-            name: for messages, such as `vLLM`.
-            folders: of its sockets, and of weights; removed after it has ended, even if the job was killed.
+        """Start the server; `wait_until_ready` waits for it. `name` is for messages, such as `vLLM`. `folders`, of its
+        sockets and of weights, are removed after it has ended, even if the job was killed.
         """
         self._name, self._log = name, log
         theirs, lifeline = os.pipe()
@@ -119,11 +108,7 @@ class ServerProcess:
         return self._popen.pid
 
     def wait_until_ready(self, address: Address, path: str, seconds: float) -> None:
-        """Block until the server answers.
-
-        Args:
-            path: of a route that answers as soon as the server is ready.
-        """
+        """Block until the server answers. The route `path` answers as soon as the server is ready."""
         until = time.monotonic() + seconds
         transport = None if address.socket is None else httpx2.HTTPTransport(uds=str(address.socket))
         with http_client(base_url=address.url, transport=transport, timeout=5.0) as http:

@@ -36,11 +36,7 @@ class StreamedReply:
     """
 
     def __init__(self, request: EngineRequest, began: PolicyVersion, bounds: ReplyBounds) -> None:
-        """Expect the first token.
-
-        Args:
-            began: version of the weights when the request was sent.
-        """
+        """Expect the first token. `began` is the version of the weights when the request was sent."""
         self._began, self._vocab = began, bounds.vocab_size
         self._stops = bounds.stop_ids | set(request.sampling.stop_ids)
         self._most = request.sampling.max_tokens
@@ -52,10 +48,8 @@ class StreamedReply:
         self._finished = False
 
     def take(self, chunk: Chunk, sent: Sequence[PolicyVersion]) -> Iterator[SampledTokens]:
-        """Yield the tokens that one more chunk makes certain.
-
-        Args:
-            sent: versions sent to the server since the request.
+        """Yield the tokens that one more chunk makes certain. `sent` are the versions sent to the server since the
+        request.
         """
         self._check(chunk)
         self._count += len(chunk.ids)

@@ -114,10 +114,8 @@ class ServedModel:
 
 
 def read_served_models(job: EngineJob, images: Images) -> list[ServedModel]:
-    """Read the files of all policies' models, except for their weights.
-
-    Args:
-        images: returns what prepares the images of prompts for a server.
+    """Read the files of all policies' models, except for their weights. `images` returns what prepares the images of
+    prompts for a server.
     """
     return [_read(job, name, images) for name in job.config.policies]
 

@@ -177,11 +177,8 @@ class ExternalPolicy:
         return named
 
     async def take(self, name: str, new: NewWeights, version: PolicyVersion, finish: bool, paused: bool) -> None:
-        """Let the paused server read new weights.
-
-        Args:
-            finish: whether running replies are finished first; otherwise they continue under the new weights.
-            paused: whether the engine is paused already, and stays so.
+        """Let the paused server read new weights. With `finish` running replies are finished first; otherwise they
+        continue under the new weights. `paused`: the engine is paused already, and stays so.
         """
         async with self._updating:
             self._open.clear()

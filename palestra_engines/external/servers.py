@@ -61,11 +61,8 @@ class EngineServers:
     ) -> None:
         """Start the servers, or find them; `engine` waits until they are ready.
 
-        Args:
-            worker: number among those of the job, from 0.
-            logs: folder for the logs of started servers.
-            places: resources of started servers; None: they are running already.
-            rounds: broadcast whole weights to the servers of all workers; None: they read files.
+        `worker` counts those of the job from 0. `places` are the resources of started servers; None: they are running
+        already. `rounds` broadcast whole weights to the servers of all workers; None: they read files.
         """
         self._driver, self._settings, self._rounds = driver, settings, rounds
         self._servers: list[OneServer] = []
@@ -83,9 +80,8 @@ class EngineServers:
     def engine(self) -> ExternalEngine:
         """Wait until all servers are ready, and return their engine; servers that were running already are not checked.
 
-        Raises:
-            ModelError: a server has ended, for example because it cannot serve the model.
-            EngineFailure: a timeout.
+        Raises ModelError: a server has ended, for example because it cannot serve the model. Raises EngineFailure: a
+        timeout.
         """
         try:
             for each in self._servers:
@@ -183,10 +179,8 @@ async def inspect_servers(
 ) -> list[PalestraError]:
     """Return why running servers cannot serve a policy, in the order of their addresses; empty: all fit.
 
-    Servers are not changed, and jobs that use them are not disturbed.
-
-    Args:
-        rounds: see `EngineServers`; a server that cannot take part in them does not fit.
+    Servers are not changed, and jobs that use them are not disturbed. A server that cannot take part in `rounds` does
+    not fit; see `EngineServers`.
     """
     key = _key(settings)
 

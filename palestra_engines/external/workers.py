@@ -37,11 +37,7 @@ class ServerPlaces(Protocol):
         ...
 
     def check_memory(self, workers: Iterable[int]) -> None:
-        """Raise ConfigError if there is too little memory for the servers, naming the missing GiB.
-
-        Raises:
-            ConfigError: so many GiB are missing.
-        """
+        """Raise ConfigError if there is too little memory for the servers, naming the missing GiB."""
         ...
 
 
@@ -67,13 +63,8 @@ class ServerWorkers:
         self._served: set[int] = set()  # places that have had a worker
 
     async def check_capacity(self, count: int) -> None:
-        """Raise an error if there is too little memory for more workers, before one is started.
-
-        Args:
-            count: of workers to start in addition to serving ones.
-
-        Raises:
-            Conflict: the message names the missing GiB.
+        """Raise an error if there is too little memory for more workers, before one is started. `count` workers are to
+        start in addition to serving ones. Raises Conflict: the message names the missing GiB.
         """
         if (places := self._places) is not None:
             # On GPUs those of the cards that no worker has yet; on CPUs their number alone counts.

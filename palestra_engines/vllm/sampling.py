@@ -21,11 +21,8 @@ def list_of(event: Any, key: str) -> list[Any]:
 
 
 def chunk_of(choice: Mapping[str, Any], top: int, owner: str | None) -> Chunk:
-    """Return a choice of vLLM's answer as a chunk.
-
-    Args:
-        top: requested number of most probable tokens.
-        owner: whose weights the server must have; None: vLLM's versions are not the policy's.
+    """Return a choice of vLLM's answer as a chunk. `top` most probable tokens were requested; `owner` is whose weights
+    the server must have; None: vLLM's versions are not the policy's.
     """
     try:
         ids = choice["token_ids"] or []
@@ -79,12 +76,9 @@ def vllm_sampling(sampling: SamplingParams, stop_ids: Collection[int], seeded: b
     """Return the `sampling_params` of a request.
 
     vLLM's logprobs are those of the sampling distribution (`--logprobs-mode processed_logprobs`): after bias,
-    penalties, grammar, temperature, top k and top p, as in `SampledTokens`.
-
-    Args:
-        stop_ids: tokens that end every reply of the policy.
-        seeded: whether to send the call's seed.
-        streamed: whether to send each token by itself; otherwise only the first one is, and later ones in groups.
+    penalties, grammar, temperature, top k and top p, as in `SampledTokens`. `stop_ids` end every reply of the policy.
+    `seeded` sends the call's seed; `streamed` sends each token by itself, otherwise only the first one is, and later
+    ones in groups.
     """
     if 0 < sampling.temperature < LOWEST_TEMPERATURE:
         raise InvalidRequest(f"vLLM has temperature 0, or at least {LOWEST_TEMPERATURE}", "temperature")

@@ -97,11 +97,7 @@ class WeightRounds:
     async def receive(
         self, receiver: Receiver, source: WeightSource, named: Sequence[tuple[str, Tensor]], dtype: torch.dtype
     ) -> None:
-        """Wait until a paused server has received all weights.
-
-        Args:
-            named: all of them, [n, d] or [d], with their names.
-        """
+        """Wait until a paused server has received all weights. `named` are all of them, [n, d] or [d]."""
         while True:
             joined = self._open.get(id(source))
             if joined is None:

@@ -54,10 +54,8 @@ class CommandQueue:
         return future
 
     def run(self, wait: bool, rest: Callable[[], object] = lambda: None) -> None:
-        """Run the queued commands; with `wait`, block until there is one.
-
-        Args:
-            rest: called when no command comes for `REST_SECONDS`.
+        """Run the queued commands; with `wait`, block until there is one. `rest` is called when no command comes for
+        `REST_SECONDS`.
         """
         if wait:
             try:
@@ -74,10 +72,8 @@ class CommandQueue:
             command()
 
     def close(self, why: str, failed: bool) -> None:
-        """Refuse further commands, fail all pending futures, and run what was queued before.
-
-        Args:
-            failed: whether the thread ended because of a defect, which `failure` then reports.
+        """Refuse further commands, fail all pending futures, and run what was queued before. `failed`: the thread ended
+        because of a defect, which `failure` then reports.
         """
         with self._lock:
             self._closed, self._failure = why, why if failed else None

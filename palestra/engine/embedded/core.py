@@ -33,11 +33,9 @@ class EngineCore:
     ) -> None:
         """Create the core.
 
-        Args:
-            policies: by name; those on one base share its weights and its passes.
-            version: of the models' present weights.
-            deterministic: whether results must not depend on the batch.
-            kv_bytes: memory for keys and values of all policies, including cached prefixes.
+        Policies on one base share its weights and its passes. `version` is that of the models' present weights.
+        `deterministic`: results do not depend on the batch. `kv_bytes` are for keys and values of all policies, cached
+        prefixes included.
         """
         self._config, self._deterministic = config, deterministic
         self.policies: dict[str, ServedPolicy] = {}

@@ -31,23 +31,15 @@ class DecodeGraphs:
     """Captures decoding passes, and replays them."""
 
     def __init__(self, record: Record, kept_bytes: int) -> None:
-        """Create without graphs.
-
-        Args:
-            kept_bytes: limit, in bytes, of buckets without rows that keep their graphs.
-        """
+        """Create without graphs. `kept_bytes` limits the buckets without rows that keep their graphs."""
         self._record, self.kept_bytes = record, kept_bytes
         self._failed = False
 
     def scores(self, bucket: Bucket, policy: str, ids: Sequence[int], compute: Pass) -> Tensor | None:
         """Compute the newest tokens of all rows of a bucket; return logits, float32 [rows, V].
 
-        None: passes of this model cannot be captured.
-
-        Args:
-            bucket: with at least one row. Unused rows are computed too, into their own first position.
-            ids: [rows], the newest token of each.
-            compute: the pass. It must not read from the device, and change only the storage.
+        None: passes of this model cannot be captured. `ids` [rows] are the newest tokens; unused rows are computed too,
+        into their own first position. `compute` must not read from the device, and changes only the storage.
         """
         if self._failed:
             return None

@@ -98,11 +98,8 @@ def worker_cards(
     *,
     trainer_is_here: bool = True,
 ) -> list[CardShare]:
-    """Return the GPUs of each possible worker; empty: the workers compute on CPUs.
-
-    Args:
-        look: returns the GPUs that the job may use.
-        trainer_is_here: whether the trainer shares these GPUs; see `trainer_cards`.
+    """Return the GPUs of each possible worker; empty: the workers compute on CPUs. `look` returns the GPUs that the job
+    may use; `trainer_is_here`: the trainer shares them, see `trainer_cards`.
     """
     from palestra.models.device import device_of
 
@@ -115,10 +112,8 @@ def worker_cards(
 def worker_settings(
     settings: EmbeddedEngineConfig, cards: Sequence[CardShare], others: int = 0
 ) -> EmbeddedEngineConfig:
-    """Return each worker's settings, with its part of the cores and of the key-value memory.
-
-    Args:
-        others: other engine processes that compute on this machine.
+    """Return each worker's settings, with its part of the cores and of the key-value memory. `others` counts other
+    engine processes that compute on this machine.
     """
     from palestra.models.device import available_cores, memory_bytes
 

@@ -44,12 +44,8 @@ class EmbeddedEngine:
         deterministic: bool = False,
         version: PolicyVersion = FIRST_VERSION,
     ) -> None:
-        """Start the engine's thread.
-
-        Args:
-            policies: by name, each with its own model.
-            deterministic: whether a reply must be the same bit for bit in any batch.
-            version: of the models' present weights.
+        """Start the engine's thread. Each policy has its own model, whose present weights are of `version`.
+        `deterministic`: a reply is the same bit for bit in any batch.
         """
         self._policies, self._config, self._deterministic = dict(policies), config, deterministic
         if deterministic:
@@ -68,10 +64,8 @@ class EmbeddedEngine:
     # What others call, on any event loop.
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[SampledTokens]:
-        """Stream a reply; see `Engine.generate`.
-
-        Raises:
-            GrammarRefused: the grammar exceeds a limit, perhaps at a token of the reply.
+        """Stream a reply; see `Engine.generate`. Raises GrammarRefused: the grammar exceeds a limit, perhaps at a token
+        of the reply.
         """
         policy = self._policy(request.policy)
         _check_prompt(request.prompt, policy.model)
@@ -279,9 +273,6 @@ def kv_bytes(model: CausalLM, config: EmbeddedEngineConfig) -> int:
     """Return the memory limit, in bytes, of an engine's keys and values.
 
     It is `cache_gib`; by default, a quarter of the memory that this process may use, or half of the free GPU memory.
-
-    Args:
-        model: one of the engine's; its device is that of all.
     """
     if config.cache_gib is not None:
         return int(config.cache_gib * 2**30)

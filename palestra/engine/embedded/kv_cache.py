@@ -149,22 +149,16 @@ class KVCache:
         capacity: Callable[[int], int] = capacity_for,
         kept_bytes: int = 0,
     ) -> None:
-        """Create an empty cache.
-
-        Args:
-            capacity: returns the bucket size for a length.
-            kept_bytes: limit, in bytes, of buckets without rows that stay allocated.
+        """Create an empty cache. `capacity` returns the bucket size for a length; `kept_bytes` limits buckets without
+        rows that stay allocated.
         """
         self._shape = (layers, heads, dim, dtype, device)
         self.capacity, self._kept_bytes = capacity, kept_bytes
         self._buckets: dict[int, Bucket] = {}
 
     def insert(self, prefix: Tensor, position: int | None = None) -> Row:
-        """Add a row.
-
-        Args:
-            prefix: keys and values of its prompt, [layers, 2, key heads, T, head dim].
-            position: of the token after the prompt, see `Row`; None: T.
+        """Add a row. `prefix` has keys and values of its prompt, [layers, 2, key heads, T, head dim]; `position` is
+        that of the token after it, by default T.
         """
         length = prefix.shape[3]
         row = Row(length, length if position is None else position)
@@ -245,10 +239,8 @@ class DecodeAttention:
         """Write keys and values into the cache, and return the attention output, [T, heads, head dim]; see
         `AttentionBackend`.
 
-        Queries beyond the cache's rows only enlarge a product, and get zeros.
-
-        Args:
-            window: how many positions a token sees, its own included; None: all before it.
+        Queries beyond the cache's rows only enlarge a product, and get zeros. `window` counts a token's own position;
+        None: all before it.
         """
         count = sum(len(lengths) for _, lengths in self.parts)
         new = query[:, :, :count], key[:, :, :count], value[:, :, :count]
@@ -319,10 +311,8 @@ class PrefillAttention:
         """Write keys and values into the cache, and return the attention output, [T, heads, head dim]; see
         `AttentionBackend`.
 
-        Tokens beyond the chunks keep products above one row, and get zeros.
-
-        Args:
-            window: how many positions a token sees, its own included; None: all before it.
+        Tokens beyond the chunks keep products above one row, and get zeros. `window` counts a token's own position;
+        None: all before it.
         """
         new = query[:, :, : self._tokens], key[:, :, : self._tokens], value[:, :, : self._tokens]
         seen = self._compiled(layer, *new, scale, window)

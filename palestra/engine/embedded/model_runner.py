@@ -64,11 +64,7 @@ class ModelRunner:
     """
 
     def __init__(self, model: CausalLM, deterministic: bool) -> None:
-        """Create a runner without policies.
-
-        Args:
-            deterministic: whether results must not depend on the batch.
-        """
+        """Create a runner without policies. `deterministic`: results do not depend on the batch."""
         # Rows of adapters never see pictures, so a model that does has no passes in common with others.
         mixes = model.base is not None and model.vision is None
         self._mixed = (
@@ -110,10 +106,8 @@ class ModelRunner:
             request.prefilled = prefixes.copy_into(request.keys, request.prompt[:-1])
 
     def prefill(self, pieces: Sequence[tuple[RunningRequest, int]]) -> None:
-        """Compute the next tokens of some prompts, and the last hidden state of each completed one.
-
-        Args:
-            pieces: requests, each with the number of further prompt tokens to compute.
+        """Compute the next tokens of some prompts, and the last hidden state of each completed one. Each request comes
+        with the number of further prompt tokens to compute.
         """
         parts = [r.prompt.ids[r.prefilled : r.prefilled + n].astype(np.int64) for r, n in pieces]
         ids = torch.cat([torch.from_numpy(part) for part in parts])
@@ -140,10 +134,7 @@ class ModelRunner:
     def decode(self, requests: Sequence[RunningRequest]) -> tuple[Sequence[RunningRequest], SampledBatch]:
         """Compute the newest token of each reply and sample the next one; return both in the same order.
 
-        A failure leaves all replies unchanged.
-
-        Args:
-            requests: all that have a row, or one of them alone.
+        A failure leaves all replies unchanged. The requests are all that have a row, or one of them alone.
         """
         by_row = {request.row: request for request in requests if request.row is not None}
         for row in by_row:
@@ -208,11 +199,8 @@ class ModelRunner:
         return sampled
 
     def score(self, policy: str, prompt: TokenSequence, piece: int | None) -> list[float]:
-        """Return the log-probability of each prompt token but the first, at temperature 1, [P - 1].
-
-        Args:
-            prompt: [P] ids and their pictures.
-            piece: largest number of tokens per pass; None: all, as in a deterministic engine.
+        """Return the log-probability of each prompt token but the first, at temperature 1, [P - 1]. `prompt` has [P]
+        ids and their pictures; a pass has at most `piece` tokens, None: all, as in a deterministic engine.
         """
         m, ids, length = self.model, prompt.ids, len(prompt.ids)
         size = length if piece is None or self._deterministic else piece
@@ -297,11 +285,8 @@ class ModelRunner:
     # Keys and values.
 
     def add_row(self, keys: Tensor, positions: Tensor | None) -> Row:
-        """Add a reply.
-
-        Args:
-            keys: keys and values of its prompt, [layers, 2, key heads, P, head dim].
-            positions: of the prompt, [P] or [3, P].
+        """Add a reply. `keys` are keys and values of its prompt, [layers, 2, key heads, P, head dim]; `positions` are
+        [P] or [3, P].
         """
         assert positions is not None
         return self._cache.insert(keys, int(positions.max()) + 1)

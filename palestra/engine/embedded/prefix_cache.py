@@ -40,11 +40,8 @@ class PrefixCache:
         self._clock = count(1)
 
     def copy_into(self, keys: Tensor, tokens: TokenRun) -> int:
-        """Copy the keys and values of the longest cached prefix, and return its length in tokens.
-
-        Args:
-            keys: [layers, 2, key heads, at least N, head dim], filled from position 0.
-            tokens: [N].
+        """Copy the keys and values of the longest cached prefix, and return its length in tokens. `keys` are [layers,
+        2, key heads, at least N, head dim] for N tokens, filled from position 0.
         """
         done = 0
         for node, common in self._path(tokens):
@@ -54,11 +51,8 @@ class PrefixCache:
         return done
 
     def insert(self, tokens: TokenRun, keys: Tensor) -> None:
-        """Cache a copy of the keys and values that are not cached yet.
-
-        Args:
-            tokens: [N].
-            keys: [layers, 2, key heads, N, head dim].
+        """Cache a copy of the keys and values that are not cached yet. `keys` are [layers, 2, key heads, N, head dim]
+        for N tokens.
         """
         node, done = self._root, 0
         for found, common in self._path(tokens):

@@ -43,10 +43,8 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> SampledBatch:
     """Invert each row's distribution function at its uniform number; temperature 0 takes the largest logit.
 
     The distribution is softmax((logits + bias - penalties) / temperature) over the allowed tokens in top k and top p.
-    At temperature 0, reported probabilities are those of temperature 1 over all allowed tokens.
-
-    Args:
-        logits: [B, V], any floating type.
+    At temperature 0, reported probabilities are those of temperature 1 over all allowed tokens. Logits are [B, V], of
+    any floating type.
     """
     scores = logits.float()
     changed = any(_changes(row) for row in rows)

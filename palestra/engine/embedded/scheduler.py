@@ -54,12 +54,8 @@ class ServedPolicy:
         return self.runner.capacity(max(longest, length + 1)) * self.model.token_bytes
 
     def keep_prefix(self, tokens: TokenRun, keys: Tensor, room: int) -> None:
-        """Cache keys and values.
-
-        Args:
-            tokens: [N].
-            keys: [layers, 2, key heads, N, head dim].
-            room: limit of the policy's cached prefixes, in tokens.
+        """Cache keys and values. `keys` are [layers, 2, key heads, N, head dim]; `room` limits the policy's cached
+        prefixes, in tokens.
         """
         self.prefixes.capacity = min(PREFIX_TOKENS, room)
         self.prefixes.insert(tokens, keys)
@@ -106,11 +102,8 @@ class Scheduler:
     def __init__(
         self, policies: Mapping[str, ServedPolicy], config: EmbeddedEngineConfig, deterministic: bool, kv_bytes: int
     ) -> None:
-        """Create empty queues.
-
-        Args:
-            deterministic: whether prompts are prefilled whole and alone.
-            kv_bytes: memory for keys and values of all policies, including cached prefixes.
+        """Create empty queues. `deterministic`: prompts are prefilled whole and alone. `kv_bytes` are for keys and
+        values of all policies, cached prefixes included.
         """
         self._policies, self._config, self._deterministic = policies, config, deterministic
         self.budget = KVBudget(kv_bytes, prefixes=[(p.prefixes, p.model.token_bytes) for p in policies.values()])
@@ -248,10 +241,8 @@ class Scheduler:
     # From prefill to decode, and out.
 
     def start(self, request: RunningRequest, leader: RunningRequest) -> None:
-        """Move a request whose prompt is computed from prefill to decode.
-
-        Args:
-            leader: the request for which the prompt was computed; it must start last of its group.
+        """Move a request whose prompt is computed from prefill to decode. The prompt was computed for `leader`, which
+        must start last of its group.
         """
         if request is leader:
             self.prefilling.remove(leader)
@@ -260,11 +251,8 @@ class Scheduler:
         self.running.append(request)
 
     def keep_prefix(self, request: RunningRequest, tokens: TokenRun, keys: Tensor) -> None:
-        """Cache what was computed for a request, unless its weights were replaced.
-
-        Args:
-            tokens: [N] of its prompt and reply.
-            keys: [layers, 2, key heads, N, head dim].
+        """Cache what was computed for a request, unless its weights were replaced. `tokens` [N] are of its prompt and
+        reply; `keys` are [layers, 2, key heads, N, head dim].
         """
         policy = self._policies[request.policy]
         if not self._deterministic and request.version == policy.version:

@@ -15,10 +15,8 @@ Script = Callable[[Ids, SamplingParams], Sequence[int]]
 
 
 def digits_script(length: int, stop_id: int) -> Script:
-    """Return a script of replies with random digits, drawn from the call's seed, and the stop token.
-
-    Args:
-        length: largest number of tokens, including the stop token.
+    """Return a script of replies with random digits, drawn from the call's seed, and the stop token. `length` includes
+    the stop token.
     """
 
     def reply(prompt_ids: Ids, sampling: SamplingParams) -> list[int]:
@@ -37,12 +35,8 @@ class FakeEngine:
     def __init__(
         self, script: Script, delay_seconds: float = 0.0, piece_tokens: int = 0, piece_delay_seconds: float = 0.0
     ) -> None:
-        """Create the engine.
-
-        Args:
-            script: returns the ids of a reply for a prompt, [P], and its sampling parameters.
-            delay_seconds: before the first part of a reply.
-            piece_tokens: tokens per streamed part; 0: the whole reply.
+        """Create the engine. `script` returns the ids of a reply for a prompt [P] and its sampling parameters.
+        `delay_seconds` pass before the first part; parts have `piece_tokens`, 0: the whole reply.
         """
         self._script, self._delay = script, delay_seconds
         self._piece, self._piece_delay = piece_tokens, piece_delay_seconds

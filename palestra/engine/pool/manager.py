@@ -41,12 +41,8 @@ class InferenceManager:
         options: PoolOptions,
         check_capacity: CheckCapacity | None = None,
     ) -> None:
-        """Create a pool; `open` starts its workers.
-
-        Args:
-            policies: names that every worker has from its start.
-            keep: keeps a named policy's weights for workers that need them later.
-            check_capacity: called before workers are added to a running pool; None: no check.
+        """Create a pool; `open` starts its workers. Every worker has `policies` from its start; `keep` keeps a policy's
+        weights for workers that need them later; `check_capacity` is called before workers are added to a running pool.
         """
         self._first, self._keep, self._options = frozenset(policies), keep, options
         self._check_capacity = check_capacity
@@ -313,10 +309,8 @@ class InferenceManager:
         """Change the number of workers while requests are answered, and return when it is reached.
 
         Removed workers finish their requests first. Added workers start one after another. Cancelling the caller does
-        not stop the change.
-
-        Raises:
-            Conflict: the pool has several kinds of workers, or another call requested another number.
+        not stop the change. Raises Conflict: the pool has several kinds of workers, or another call requested another
+        number.
         """
         if self._options.kinds:  # it would not be said which kind becomes more, or fewer
             raise Conflict(

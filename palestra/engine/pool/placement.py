@@ -54,10 +54,7 @@ def block_hashes(tokens: TokenSequence, known: Sequence[int] = ()) -> list[int]:
     """Return a hash for each whole block of a token sequence, covering all tokens up to the block's end.
 
     Two sequences share k hashes if their first k blocks have equal ids and image digests. Python salts hashes, so they
-    are only valid in this process.
-
-    Args:
-        known: hashes of the beginning, which are not recomputed.
+    are only valid in this process. `known` are hashes of the beginning, which are not recomputed.
     """
     data, width = tokens.ids.tobytes(), tokens.ids.itemsize * BLOCK_TOKENS
     found, before = list(known), known[-1] if known else 0
@@ -81,11 +78,7 @@ class PrefixIndex:
     """Prefixes that one worker probably has cached, by policy, with LRU eviction."""
 
     def __init__(self, capacity_tokens: int) -> None:
-        """Begin empty.
-
-        Args:
-            capacity_tokens: per policy; about the size of the worker's prefix cache.
-        """
+        """Begin empty. The capacity, per policy, is about the size of the worker's prefix cache."""
         self._capacity = max(capacity_tokens // BLOCK_TOKENS, 1)
         self._blocks: dict[str, OrderedDict[int, None]] = {}
 

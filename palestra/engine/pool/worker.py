@@ -51,12 +51,8 @@ class InferenceWorker:
     def __init__(
         self, number: int, prefix_tokens: int, stuck_seconds: float, kind: str = "", *, later: bool = False
     ) -> None:
-        """Create it without a worker.
-
-        Args:
-            stuck_seconds: a worker with work but no progress for so long is stuck.
-            kind: in a pool of several kinds; "": all workers are alike.
-            later: whether it was added to a running pool.
+        """Create it without a worker. A worker with work but no progress for `stuck_seconds` is stuck. `kind` names one
+        of several kinds in a pool; `later`: it was added to a running pool.
         """
         self.kind, self.later = kind, later
         self.number, self._stuck_seconds, self._prefix_tokens = number, stuck_seconds, prefix_tokens
@@ -115,10 +111,8 @@ class InferenceWorker:
         return await asyncio.shield(self._lost)
 
     async def has_failed(self, engine: Engine) -> bool:
-        """Return whether a call failed because of the worker, not because of the call.
-
-        Args:
-            engine: that answered the call; a replacement has another one.
+        """Return whether a call failed because of the worker, not because of the call. `engine` answered the call; a
+        replacement has another one.
         """
         if self.engine is not engine:
             return True
@@ -129,10 +123,7 @@ class InferenceWorker:
         """Wait until the worker has had work without progress for `stuck_seconds`, and return a description.
 
         A stopped or deadlocked worker keeps its socket open, so only progress counts: forward passes, tokens, received
-        weights, and answers to calls.
-
-        Args:
-            is_paused: a paused worker must answer calls, but not requests.
+        weights, and answers to calls. A paused worker must answer calls, but not requests.
         """
         seen, since = self._progress(), time.monotonic()
         while True:
@@ -190,11 +181,7 @@ class InferenceWorker:
             self._answered += 1
 
     def candidate(self, policy: str, hashes: list[int]) -> Candidate:
-        """Return this worker's state for `place_request`.
-
-        Args:
-            hashes: of the prompt, see `block_hashes`.
-        """
+        """Return this worker's state for `place_request`. `hashes` are those of the prompt; see `block_hashes`."""
         return Candidate(
             known=self.prefixes.known(policy, hashes),
             requests=self.requests,
@@ -214,11 +201,7 @@ class InferenceWorker:
         return bool(missing(wanted, self._have) or leftover(wanted, self._have))
 
     async def take(self, wanted: Mapping[str, WantedPolicy]) -> None:
-        """Bring the worker's policies up to date.
-
-        Args:
-            wanted: by name; changes during the call are applied too.
-        """
+        """Bring the worker's policies up to date. Changes of `wanted` during the call are applied too."""
         engine = self.engine
         if engine is None:
             raise EngineFailure(f"{self.name} has died")

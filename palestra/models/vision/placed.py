@@ -44,11 +44,8 @@ def placed_pictures(ids: Ids, media: Sequence[MediaSpan], image_token: int) -> l
     """Return the pictures of a sequence in order, each with the positions of its placeholders.
 
     Only tokens in a span represent a picture: a model may sample the placeholder's id itself, as an ordinary token.
-
-    Args:
-        ids: int32 [N].
-        media: spans of the ids; parts of one span that were cut apart are joined again.
-        image_token: id of a placeholder; a span contains other ids too, such as separators of tiles.
+    `ids` are int32 [N]. Parts of one span that were cut apart are joined again; a span contains other ids too, such as
+    separators of tiles.
     """
     joined: list[MediaSpan] = []
     for span in media:
@@ -102,10 +99,8 @@ def plane_positions(count: int, pictures: Iterable[tuple[PlacedPicture, Plane]])
 
 
 def joined_positions(parts: Sequence[Tensor]) -> Tensor:
-    """Return the positions of a flat batch: int64 [N], or [3, N] if a part has 2D picture positions.
-
-    Args:
-        parts: positions of the sequences, [n] or [3, n] each.
+    """Return the positions of a flat batch: int64 [N], or [3, N] if a part has 2D picture positions. `parts` are the
+    positions of the sequences, [n] or [3, n] each.
     """
     if all(part.ndim == 1 for part in parts):
         return torch.cat(list(parts))

@@ -36,11 +36,7 @@ class PictureProcessor:
     """
 
     def __init__(self, folder: Path | str) -> None:
-        """Read the files of a model.
-
-        Args:
-            folder: or the name of a model on the hub.
-        """
+        """Read the files of a model. `folder` may be the name of a model on the hub."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(folder, **NO_CODE)
@@ -62,10 +58,8 @@ def has_vision(config: Any) -> bool:
 
 
 def find_layout(folder: Path | str) -> PictureLayout | None:
-    """Return the picture layout of a model without loading weights; None: it reads text only.
-
-    Args:
-        folder: or the name of a model on the hub.
+    """Return the picture layout of a model without loading weights; None: it reads text only. `folder` may be the name
+    of a model on the hub.
     """
     from transformers import AutoConfig
 

@@ -35,10 +35,8 @@ def chat_template(picture: str) -> str:
 def make_tiny_vision(folder: Path, *, width: int = 64, longest: int = 2 * TILE, splits: bool = True) -> None:
     """Write weights, tokenizer, processor and chat template of a tiny vision-language model.
 
-    Args:
-        width: of the text model; the tower has half of it.
-        longest: longer side of a picture before it is split into tiles, in pixels.
-        splits: whether pictures are split into tiles; otherwise each is one tile.
+    The tower has half of the text model's `width`. `longest` is the longer side of a picture in pixels before it is
+    split into tiles; unless it `splits`, each picture is one tile.
     """
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
@@ -92,10 +90,7 @@ Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 def make_tiny_qwen(folder: Path, family: Family = "qwen2_vl", *, width: int = 64) -> None:
     """Write weights, tokenizer, image processor and chat template of a tiny vision-language model.
 
-    A picture gets 4 to 16 embeddings, depending on its size in pixels.
-
-    Args:
-        width: of the text model; the tower has half of it.
+    A picture gets 4 to 16 embeddings, depending on its size in pixels. The tower has half of the text model's `width`.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 

@@ -26,10 +26,8 @@ class Tower(Protocol):
         """Return the embeddings of one picture, [F, hidden], in the order of its placeholders.
 
         If layers of the text model add to their output at placeholders (DeepStack), the numbers of each such layer
-        follow in the same row: [F, (1 + layers) * hidden].
-
-        Args:
-            pixels: output of the family's image processor for this picture alone.
+        follow in the same row: [F, (1 + layers) * hidden]. `pixels` are the output of the family's image processor for
+        this picture alone.
         """
         ...
 

@@ -117,11 +117,7 @@ class Vision:
         return name.startswith(self.tower.names)
 
     def embeddings(self, digest: str) -> Tensor:
-        """Return the embeddings of a picture, [F, hidden], with a gradient if the tower is trained.
-
-        Args:
-            digest: of the picture's bytes.
-        """
+        """Return the embeddings of a picture, [F, hidden], with a gradient if the tower is trained."""
         known = None if self.kept is None else self.kept.get(digest)
         if known is not None:
             return known
@@ -168,9 +164,8 @@ class Vision:
     def rows(self, pictures: Sequence[tuple[PlacedPicture, NDArray[np.int64]]]) -> PictureRows | None:
         """Return the embeddings of pictures for the rows of a flat batch; None: the batch has no placeholder.
 
-        Args:
-            pictures: each with the row [F] of each of its placeholders, below 0 if it is not in the batch. Sequences
-                that share a picture may name a row several times.
+        Each picture comes with the row [F] of each placeholder, below 0 if it is not in the batch; sequences that share
+        a picture may name a row several times.
         """
         found, total = dict[str, tuple[int, Tensor]](), 0
         rows, sources = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
@@ -195,11 +190,8 @@ class Vision:
 
 
 def load_vision_model(folder: Path | str, dtype: torch.dtype, attention: str) -> tuple[Any, Vision]:
-    """Load a transformers vision-language model and its tower.
-
-    Args:
-        folder: or the name of a model on the hub.
-        attention: name of the text model's attention; the tower uses torch's.
+    """Load a transformers vision-language model and its tower. `folder` may be the name of a model on the hub;
+    `attention` is the text model's, and the tower uses torch's.
     """
     from transformers import AutoModelForImageTextToText
 

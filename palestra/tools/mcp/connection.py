@@ -34,11 +34,7 @@ class McpConnection:
     """
 
     def __init__(self, transport: Transport) -> None:
-        """Create a closed session.
-
-        Args:
-            transport: closed with the session.
-        """
+        """Create a closed session. The transport is closed with the session."""
         self.lost: str | None = None
         self.lost_alone = False
         self.changes = 0
@@ -54,11 +50,7 @@ class McpConnection:
         return self._transport.where
 
     async def open(self) -> None:
-        """Begin the session.
-
-        Raises:
-            ProtocolMismatch: server and client have no common version of MCP.
-        """
+        """Begin the session. Raises ProtocolMismatch: server and client have no common version of MCP."""
         await self._transport.start(self._receive, self._lose)
         client = {"name": "palestra", "version": __version__}
         asked = {"protocolVersion": PROTOCOLS[0], "capabilities": {}, "clientInfo": client}

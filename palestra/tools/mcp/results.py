@@ -21,13 +21,8 @@ def tool_content(result: Mapping[str, Any], pictures: bool) -> str | list[str | 
     """Return the result of a call as text, or as a list of texts and picture files, in order.
 
     Adjacent texts are joined by empty lines. Unsupported parts become a line that names what was left out. Structured
-    content alone becomes its JSON.
-
-    Args:
-        pictures: whether the model is a vision-language model: then supported images stay pictures.
-
-    Raises:
-        McpToolError: the result is an error.
+    content alone becomes its JSON. `pictures`: the model is a vision-language model, and supported images stay
+    pictures. Raises McpToolError: the result is an error.
     """
     given = result.get("content")
     parts = given if isinstance(given, list) else []

@@ -215,11 +215,7 @@ class McpTools(OpenTools):
     """The tools of a server for one user."""
 
     def __init__(self, link: _Link, schemas: Schemas, leave: Callable[[], Awaitable[None]], pictures: bool) -> None:
-        """Create the list; `opened` fills it.
-
-        Args:
-            leave: called when the user no longer needs the tools.
-        """
+        """Create the list; `opened` fills it. `leave` is called when the user no longer needs the tools."""
         self._link, self._schemas, self._pictures = link, schemas, pictures
         self._leave: Callable[[], Awaitable[None]] | None = leave
         self._seen: tuple[McpConnection, int] | None = None  # whose list was read, and after how many changes
@@ -267,11 +263,7 @@ class McpTool(Tool):
     """One tool of a server. The server checks the arguments against its schema."""
 
     def __init__(self, link: _Link, name: str, schema: dict[str, Any], pictures: bool) -> None:
-        """Create the tool.
-
-        Args:
-            name: the server's own name for the tool.
-        """
+        """Create the tool. `name` is the server's own for the tool."""
         self._link, self._name, self._schema, self._pictures = link, name, schema, pictures
 
     def get_json_schema(self) -> dict[str, Any]:
@@ -286,11 +278,8 @@ class McpTool(Tool):
         return dict(arguments)
 
     async def apply_async(self, /, **arguments: Any) -> str | list[str | bytes]:
-        """Call the tool at the server and return its result as text, or as texts and pictures.
-
-        Raises:
-            BadArguments: the server reports wrong arguments.
-            McpToolError: the tool has failed, for the model to read.
+        """Call the tool at the server and return its result as text, or as texts and pictures. Raises BadArguments: the
+        server reports wrong arguments. Raises McpToolError: the tool has failed, for the model to read.
         """
         connection = await self._link.connection()
         try:

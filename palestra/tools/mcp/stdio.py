@@ -33,11 +33,7 @@ class StdioTransport(Transport):
     def __init__(
         self, command: Sequence[str], variables: Mapping[str, str], folder: Path | None, max_message_bytes: int
     ) -> None:
-        """Store the command; `start` runs it.
-
-        Args:
-            folder: the server's working directory; None: this process's.
-        """
+        """Store the command; `start` runs it. `folder` is the server's working directory; None: this process's."""
         self.where = f"the MCP server `{' '.join(command)}`"
         self._command, self._variables, self._folder = command, variables, folder
         self._max_bytes = max_message_bytes

@@ -23,22 +23,14 @@ class Transport(ABC):
 
     @abstractmethod
     async def start(self, receive: Callable[[Message], None], lost: Callable[[str], None]) -> None:
-        """Connect to the server.
-
-        Args:
-            receive: called with each message of the server.
-            lost: called once, with the reason, when no further message can come.
-
-        Raises:
-            EnvironmentFailed: the server cannot be reached.
+        """Connect to the server. `receive` is called with each message of the server, `lost` once, with the reason,
+        when no further message can come. Raises EnvironmentFailed: the server cannot be reached.
         """
 
     @abstractmethod
     async def send(self, message: Message) -> None:
-        """Send a message; the answer to a request may arrive before this returns.
-
-        Raises:
-            EnvironmentFailed: the message could not be sent.
+        """Send a message; the answer to a request may arrive before this returns. Raises EnvironmentFailed: the message
+        could not be sent.
         """
 
     def agreed(self, protocol: str) -> None:  # noqa: B027 - stdio has nothing to do

@@ -25,11 +25,7 @@ T = TypeVar("T")
 
 
 def reserve_file(path: Path, size: int, head: bytes = b"") -> None:
-    """Create a file whose `size` bytes are allocated on disk: a write to a mapped page without backing is a SIGBUS.
-
-    Args:
-        head: the first bytes.
-    """
+    """Create a file whose `size` bytes are allocated on disk: a write to a mapped page without backing is a SIGBUS."""
     with path.open("wb") as file:
         file.write(head)
         file.truncate(size)
@@ -56,11 +52,7 @@ class Exchange:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Begin without files.
-
-        Args:
-            folder: in shared memory, the same for all ranks.
-        """
+        """Begin without files. The folder is in shared memory, the same for all ranks."""
         self._folder = folder
         self._rank, self._count = dist.get_rank(), dist.get_world_size()
         self._files: list[Tensor] = []  # uint8, of each rank
@@ -107,11 +99,8 @@ class ExchangedGather(_Allocation, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill a tensor with the parts of all ranks, synchronously.
-
-        Args:
-            output_tensor: [n * ranks]; this rank's part may be there already.
-            input_tensor: this rank's part, [n].
+        """Fill a tensor with the parts of all ranks, synchronously. `output_tensor` is [n * ranks], and may have this
+        rank's part already, which is `input_tensor` [n].
         """
         slots, rank = self._exchange.slots(len(input_tensor), input_tensor.dtype), group.rank()
         slots[rank].copy_(input_tensor)
@@ -140,10 +129,8 @@ class ExchangedReduction(_Allocation, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Fill a tensor [n] with this rank's part of the sum over all ranks, synchronously.
-
-        Args:
-            input_tensor: this rank's numbers for all parts, [n * ranks].
+        """Fill a tensor [n] with this rank's part of the sum over all ranks, synchronously. `input_tensor` has this
+        rank's numbers for all parts, [n * ranks].
         """
         assert op == dist.ReduceOp.SUM
         slots, rank = self._exchange.slots(len(input_tensor), input_tensor.dtype), group.rank()
@@ -187,11 +174,7 @@ class RankGroup:
         return not missing
 
     def check(self, problem: Exception | None) -> None:
-        """Raise TakenBack if any rank has a problem.
-
-        Raises:
-            TakenBack: the caller must undo the request's changes.
-        """
+        """Raise TakenBack if any rank has a problem. The caller must undo the request's changes then."""
         (found,) = self.largest(int(problem is not None))
         if found:
             raise TakenBack(problem) from problem

@@ -43,10 +43,9 @@ class ShardedNetwork:
     ) -> None:
         """Shard a model whose weights are whole in memory, or still in their files; then call `read` next.
 
-        Args:
-            model: the same on every rank. With an adapter, no other model may need the weights of its base.
-            offload: whether this rank's weights, gradients and moments are kept in CPU memory.
-            exchange: gathers and adds up through shared memory; None: by the process group of the mesh.
+        The model is the same on every rank; with an adapter, no other model may need the weights of its base. `offload`
+        keeps weights, gradients and moments in CPU memory. Without `exchange` the mesh's process group gathers and adds
+        up.
         """
         model.share_out()
         # Pinned memory is what a CUDA device copies from; without one, there is none.
@@ -105,10 +104,8 @@ class ShardedNetwork:
         return nn.Parameter(found, requires_grad=weight.requires_grad)
 
     def compute(self, work: Callable[[], Any]) -> Any:
-        """Return the tensors of one forward pass; they may have a gradient. Collective.
-
-        Args:
-            work: calls the model once; it may also use parts of it that are not layers.
+        """Return the tensors of one forward pass; they may have a gradient. Collective. `work` calls the model once,
+        and may use parts of it that are not layers.
         """
         # A backward pass begins with what is gathered for all of a pass, and frees it; without one the pass has to.
         root: Any = self._root  # `fully_shard` has made it an `FSDPModule`

@@ -24,11 +24,8 @@ from palestra.trainer.sharded.group import rows_of_rank
 
 
 def shared_tensor(own: Tensor, mesh: DeviceMesh, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
-    """Return a DTensor made of this rank's rows, on their device, without sending or copying.
-
-    Args:
-        own: the rows of this rank, [m, d] or [m].
-        shape: of the whole tensor, [n, d] or [n].
+    """Return a DTensor made of this rank's rows, on their device, without sending or copying. `own` is [m, d] or [m];
+    `shape` is that of the whole tensor, [n, d] or [n].
     """
     make: Any = DTensor
     found: DTensor = make(
@@ -38,10 +35,8 @@ def shared_tensor(own: Tensor, mesh: DeviceMesh, shape: torch.Size, stride: tupl
 
 
 def part_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Shard a tensor like a parameter; every rank has all of it, so no data is sent.
-
-    Args:
-        whole: [n, d] or [d]; returned unchanged if it is sharded already.
+    """Shard a tensor like a parameter; every rank has all of it, so no data is sent. `whole` is [n, d] or [d]; one that
+    is sharded already is returned unchanged.
     """
     if isinstance(whole, DTensor) or not isinstance(parameter, DTensor):
         return whole
@@ -107,10 +102,8 @@ class ShardedOptimizer(Optimizer):
 
 
 def take_weights(parameters: Named, weights: Mapping[str, Tensor], path: Any) -> None:
-    """Copy this rank's part of a checkpoint's weights, which every rank has read.
-
-    Args:
-        weights: by name, whole: [n, d] or [d].
+    """Copy this rank's part of a checkpoint's weights, which every rank has read. Weights are whole, [n, d] or [d], by
+    name.
     """
     for name, parameter in parameters:
         if name not in weights or weights[name].shape != parameter.shape:

@@ -44,11 +44,7 @@ class WeightFile:
     """Layout of a safetensors file with all weights of a policy, the same on every rank."""
 
     def __init__(self, parameters: Named, dtype: torch.dtype) -> None:
-        """Lay out the weights.
-
-        Args:
-            dtype: of weights with two dimensions or more; others are float32.
-        """
+        """Lay out the weights. Weights with fewer than two dimensions are float32."""
         types = [dtype if p.ndim >= 2 else torch.float32 for _, p in parameters]
         typed = in_aligned_order([(p, (name, p.shape, own)) for (name, p), own in zip(parameters, types, strict=True)])
         self._header, (*starts, self._size) = lay_out([shaped for _, shaped in typed])
@@ -88,10 +84,8 @@ class RankPolicy(TorchPolicy):
         config: TrainerConfig,
         group: RankGroup,
     ) -> None:
-        """Take over networks that are already sharded.
-
-        Args:
-            frozen: networks that are never trained, by the output that each computes.
+        """Take over networks that are already sharded. `frozen` are networks that are never trained, by the output that
+        each computes.
         """
         models = {name: other.model for name, other in frozen.items()}
         # Weights that are offloaded are on the CPU between two passes.
@@ -119,13 +113,8 @@ class RankPolicy(TorchPolicy):
         return found
 
     def add_gradient(self, batch: Sequence[TrainSample], spec: LossSpec, logprobs: bool) -> tuple[StepReport, SentSums]:
-        """Add the gradient of all ranks' rows to the policy's.
-
-        Args:
-            logprobs: whether to report the logprobs of the trained tokens.
-
-        Returns:
-            The counts of this rank's rows, and the sums of their metrics.
+        """Add the gradient of all ranks' rows to the policy's. Return the counts of this rank's rows, and the sums of
+        their metrics.
         """
         loss = build_loss(spec)
         if not isinstance(loss, Loss):
@@ -216,10 +205,8 @@ class RankPolicy(TorchPolicy):
         self.optimizer.read(folder, OPTIMIZER)
 
     def publish_parts(self, path: Path, dtype: torch.dtype) -> None:
-        """Write the weights into a file that all ranks see, each rank its own rows. Collective.
-
-        Args:
-            dtype: of weights with two dimensions or more, as engines have them; others are float32.
+        """Write the weights into a file that all ranks see, each rank its own rows. Collective. Weights with fewer than
+        two dimensions are float32.
         """
         file, part, problem = WeightFile(self.parameters, dtype), path.with_name(f"{path.name}.part"), Problem()
         if self._group.is_first:
@@ -232,10 +219,8 @@ class RankPolicy(TorchPolicy):
         self._group.check(problem.error)
 
     def publish(self, path: Path, dtype: torch.dtype) -> None:
-        """Gather the weights and write them into a file on the first rank's machine. Collective.
-
-        Args:
-            dtype: of weights with two dimensions or more, as engines have them; others are float32.
+        """Gather the weights and write them into a file on the first rank's machine. Collective. Weights with fewer
+        than two dimensions are float32.
         """
         problem = Problem()
         found = list(_gathered(self.parameters, dtype, keep=self._group.is_first))

@@ -96,10 +96,8 @@ class Rank:
         check_offload(self._config, self._device)
 
     def listen(self, address: str) -> int:
-        """Open the rendezvous port for ranks on several machines, and return its number, chosen by the system.
-
-        Args:
-            address: of this machine in the cluster. Only this address is bound, because connections need no key.
+        """Open the rendezvous port for ranks on several machines, and return its number, chosen by the system. Only
+        this machine's address in the cluster is bound, because connections need no key.
         """
         listener = socket.create_server((address, 0))
         port: int = listener.getsockname()[1]
@@ -114,10 +112,8 @@ class Rank:
         return port
 
     def join(self, at: tuple[str, int] | None) -> None:
-        """Join the other ranks; return when all are connected.
-
-        Args:
-            at: address and port at which the first rank listens; None: all ranks are on one machine.
+        """Join the other ranks; return when all are connected. `at` is where the first rank listens; None: all ranks
+        are on one machine.
         """
         count = self._config.devices
         store = self._meeting_point(at)

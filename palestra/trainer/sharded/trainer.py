@@ -113,13 +113,8 @@ class ShardedTrainer:
         places: RankPlaces | None = None,
         pictures: Path | None = None,
     ) -> None:
-        """Create a trainer without policies or ranks.
-
-        Args:
-            weights_dtype: precision of the matrices that engines get.
-            deterministic: whether equal requests must give equal bits.
-            places: where the ranks run; None: on this machine.
-            pictures: folder with the pictures of rows; None: no pictures.
+        """Create a trainer without policies or ranks. Engines get matrices in `weights_dtype`. `deterministic`: equal
+        requests give equal bits. Without `places` the ranks run on this machine.
         """
         self._places = places or RankPlaces()
         self._config, self._keep, self._weights_dtype = config, keep, weights_dtype

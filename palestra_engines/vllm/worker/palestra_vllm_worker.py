@@ -71,10 +71,8 @@ class FileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         self.load(_tensors(update_info.path))
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load all weights; if some are missing, leave a model that can compute and be loaded again.
-
-        Args:
-            weights: [n, d] or [d], with the names of the model's own files.
+        """Load all weights; if some are missing, leave a model that can compute and be loaded again. Weights are [n, d]
+        or [d], with the names of the model's own files.
         """
         try:
             self.model.load_weights(weights)
@@ -138,9 +136,8 @@ class WorkerExtension:
     def palestra_join(self: Any, place: str) -> str:
         """Join a group, replacing the previous one, or only try to reach the trainer.
 
-        Args:
-            place: `host` and `port` of the trainer's store, `seconds` as timeout of the rendezvous and of one
-                broadcast; and for a group `name`, `backend`, `first_rank` of this server's workers, and `size`.
+        `place` has `host` and `port` of the trainer's store, `seconds` as timeout of the rendezvous and of one
+        broadcast; and for a group `name`, `backend`, `first_rank` of this server's workers, and `size`.
         """
 
         def join(host: str, port: int, seconds: float, name: str = "", **group: Any) -> None:
@@ -159,10 +156,8 @@ class WorkerExtension:
         return _problem(lambda: join(**json.loads(place)))
 
     def palestra_receive(self: Any, layout: str) -> str:
-        """Load all weights that the trainer broadcasts, as they arrive; vLLM must finish the update then.
-
-        Args:
-            layout: the weights to expect, see `WeightLayout`.
+        """Load all weights that the trainer broadcasts, as they arrive; vLLM must finish the update then. `layout` is
+        the JSON of the `WeightLayout` to expect.
         """
 
         def receive() -> None:

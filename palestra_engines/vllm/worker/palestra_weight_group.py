@@ -65,10 +65,8 @@ class WeightLayout:
 
 
 def own_address(host: str, port: int, seconds: float) -> str:
-    """Return the address with which this machine reaches another one, by connecting to it.
-
-    Args:
-        port: of a listening program on the other machine.
+    """Return the address with which this machine reaches another one, by connecting to it. `port` is that of a
+    listening program on the other machine.
     """
     try:
         with socket.create_connection((host, port), seconds) as connection:
@@ -80,10 +78,8 @@ def own_address(host: str, port: int, seconds: float) -> str:
 
 
 def open_store(host: str, port: int, seconds: float, listening: int) -> Any:
-    """Return a store of this process, through which the ranks of groups find each other.
-
-    Args:
-        listening: socket descriptor, which the store takes over.
+    """Return a store of this process, through which the ranks of groups find each other. `listening` is a socket
+    descriptor, which the store takes over.
     """
     limit = timedelta(seconds=seconds)
     return _dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listening)
@@ -155,11 +151,9 @@ class WeightGroup:
     def __init__(self, store: Any, name: str, backend: str, rank: int, size: int, address: str, seconds: float) -> None:
         """Meet the other ranks; with gloo this blocks until all have joined, with NCCL until the first broadcast.
 
-        Args:
-            name: unique in the store, and only known to the group's ranks.
-            rank: of this process; 0: it sends the weights.
-            address: of this machine, for the other ranks; not used by NCCL.
-            seconds: timeout of the rendezvous, or of one broadcast.
+        `name` is unique in the store, and only known to the group's ranks. Rank 0 sends the weights. `address`, this
+        machine's for the other ranks, is not used by NCCL; `seconds` is the timeout of the rendezvous, or of one
+        broadcast.
         """
         self._device, limit = torch.device(DEVICES[backend]), timedelta(seconds=seconds)
         store.set_timeout(limit)
@@ -183,11 +177,8 @@ class WeightGroup:
                     os.environ[_BLOCKING] = before
 
     def send(self, weights: Iterable[tuple[str, Tensor]], layout: WeightLayout, sent: Callable[[int], None]) -> None:
-        """Send weights to all other ranks, filling the next bucket while one is being sent.
-
-        Args:
-            weights: [n, d] or [d], with their names, in the layout's order; rounded to its precision.
-            sent: called with the bytes of each sent bucket.
+        """Send weights to all other ranks, filling the next bucket while one is being sent. Weights are [n, d] or [d],
+        in the layout's order, and rounded to its precision; `sent` is called with the bytes of each sent bucket.
         """
         left, before = iter(weights), None
         for bucket in layout.buckets():
