@@ -25,7 +25,7 @@ from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import CausalLM, load_causal_lm
 from palestra.models.device import tune_malloc
 from palestra.trainer.token_forward import flat_inputs
-from palestra_cpu import extension, layer_functions
+from palestra_cpu import extension, llama_layers
 from palestra_cpu import packed as packed_matrix
 from palestra_cpu.cpu_kernels import cpu_kernels
 from palestra_cpu.packed import pack_model
@@ -118,7 +118,7 @@ def print_row(name: str, rounds: int, compute: Pass, bare: Pass | None) -> None:
         for one, found in zip(passes, compiled, strict=True):
             found += seconds(one)
         with ExitStack() as without:
-            for user in (layer_functions, extension, packed_matrix):
+            for user in (llama_layers, extension, packed_matrix):
                 without.enter_context(patch.object(user, "cpu_kernels", lambda: None))
             without.enter_context(patch.object(extension, "attention_kernels", lambda *_: None))
             for one, found in zip(passes, plain, strict=True):

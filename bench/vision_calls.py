@@ -35,7 +35,7 @@ from palestra.config import parse_config
 from palestra.engine.base import EngineRequest
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.models.vision.tiny import TILE, make_tiny_vision
-from palestra.pictures.encoding import encode_picture
+from palestra.pictures.pixels import encode_picture
 from palestra.runtime.local import local_job
 from palestra.runtime.local_job import LocalJob
 from palestra.types.calls import SamplingParams, TokenSequence

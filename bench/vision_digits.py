@@ -26,7 +26,7 @@ from sight import Kind, Trial, main
 import palestra
 from palestra import Environment, JobConfig, ModelAgent, ModelEndpoint, RolloutSpec
 from palestra.models.vision.tiny import TILE, make_tiny_vision
-from palestra.pictures.encoding import encode_picture
+from palestra.pictures.pixels import encode_picture
 
 TRAINED = 1437  # pictures, of 1797
 GROUPS, SAMPLES = 32, 8  # pictures of a step, and answers to each

@@ -35,14 +35,13 @@ from palestra.config import SMOLLM2, JobConfig, parse_config
 from palestra.engine.base import Engine, EngineRequest
 from palestra.engine.driver import EngineJob
 from palestra.models.catalog import model_folder
-from palestra.models.weight_file import FileWeights
-from palestra.models.weights import LocalWeights
+from palestra.models.weights import FileWeights, LocalWeights
 from palestra.terminal import say
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
 from palestra_engines.external.connection import Address
 from palestra_engines.external.served_models import read_served_models
-from palestra_engines.external.servers import EngineServers
+from palestra_engines.external.workers import EngineServers
 from palestra_engines.vllm.config import VllmEngineConfig
 from palestra_engines.vllm.driver import VllmDriver
 

@@ -25,8 +25,7 @@ from palestra.errors import (
     PalestraError,
     TooManyRequests,
 )
-from palestra.models.saved_weights import SavedWeights
-from palestra.models.weights import WeightSource
+from palestra.models.weights import SavedWeights, WeightSource
 from palestra.process.stub import Method, Server, method_of
 from palestra.threads import in_thread
 from palestra.trainer.base import PolicySpec

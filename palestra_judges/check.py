@@ -11,7 +11,7 @@ import numpy as np
 
 from palestra.client.task_files import read_task_file
 from palestra.errors import ConfigError, JudgeFailed
-from palestra.types.verdicts import Verdict, VerdictKey
+from palestra.types.records import Verdict, VerdictKey
 from palestra.waiting import together
 from palestra_judges.agreement import interval, kappa, tau_b
 from palestra_judges.bounds import below

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.envs.judge import JudgedGroup, VerdictBook
 from palestra.errors import JudgeFailed
-from palestra.types.verdicts import Verdict
+from palestra.types.records import Verdict
 from palestra.waiting import together
 from palestra_judges.bounds import doubts
 from palestra_judges.model import JudgeModel

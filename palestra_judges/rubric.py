@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from palestra.envs.judge import JudgedGroup, VerdictBook
-from palestra.types.verdicts import Verdict
+from palestra.types.records import Verdict
 from palestra_judges.bounds import doubts
 from palestra_judges.model import JudgeModel
 from palestra_judges.questions import digest, question_of, work_of

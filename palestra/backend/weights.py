@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 
 from palestra.engine.base import Engine
 from palestra.errors import ModelError
-from palestra.models.saved_weights import SavedWeights
-from palestra.models.weight_file import FileWeights
-from palestra.models.weights import WeightSource
+from palestra.models.weights import FileWeights, SavedWeights, WeightSource
 from palestra.process.channel import Remote
 from palestra.process.codec import decodes
 from palestra.process.stub import remote_method

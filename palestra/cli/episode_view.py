@@ -30,9 +30,8 @@ from palestra.dashboard.fate import continued_calls
 from palestra.dashboard.token_text import token_text
 from palestra.errors import NotFound, PalestraError
 from palestra.pictures.blobs import FOLDER, Blobs
-from palestra.pictures.decoding import decode_picture
-from palestra.pictures.encoding import encode_picture
-from palestra.pictures.limits import OF_A_RUN
+from palestra.pictures.containers import OF_A_RUN
+from palestra.pictures.pixels import decode_picture, encode_picture
 from palestra.renderers.picture_layout import PictureLayout, apart, layout_fact, read_layout
 from palestra.store.browsing import (
     EpisodeView,
@@ -49,9 +48,8 @@ from palestra.terminal import TerminalConsole, say
 from palestra.tokens import TokenTrie, rows_of
 from palestra.types.calls import MEANINGS, Chat, Fork
 from palestra.types.messages import ChatMessage, ImagePart
-from palestra.types.records import TrainSample, Trajectory
+from palestra.types.records import TrainSample, Trajectory, Verdict
 from palestra.types.states import EpisodeState
-from palestra.types.verdicts import Verdict
 
 if TYPE_CHECKING:
     from PIL.Image import Image

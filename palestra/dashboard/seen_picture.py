@@ -11,9 +11,8 @@ from palestra.dashboard.runs import Run
 from palestra.errors import NotFound
 from palestra.http.pictures import file_answer
 from palestra.pictures.blobs import FOLDER, Blobs
-from palestra.pictures.decoding import decode_picture
-from palestra.pictures.encoding import encode_picture
-from palestra.pictures.limits import OF_A_RUN, InvalidPicture
+from palestra.pictures.containers import OF_A_RUN, InvalidPicture
+from palestra.pictures.pixels import decode_picture, encode_picture
 from palestra.renderers.picture_layout import layout_fact, read_layout
 from palestra.store.run_log import read_fact
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from palestra.engine.base import Engine
     from palestra.engine.cards import CardTurns
     from palestra.engine.pool.options import CheckCapacity, StartWorker
-    from palestra.engine.pool.wanted import KeptWeights
+    from palestra.engine.pool.state import KeptWeights
     from palestra.engine.pool.worker import StartedWorker
     from palestra.grammars.pool import Grammars
     from palestra.models.device import DeviceName
@@ -245,7 +245,7 @@ class EngineDriver(Generic[Settings]):
         machines; None: all workers are on this machine.
         """
         from palestra.models.kept_weights import KeptSource, WeightKeeper
-        from palestra.models.saved_weights import SavedWeights
+        from palestra.models.weights import SavedWeights
 
         keeper = WeightKeeper(table.precision, folder)
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from palestra.types.records import EpisodeKind, Trajectory
-from palestra.types.verdicts import Verdict, VerdictKey
+from palestra.types.records import EpisodeKind, Trajectory, Verdict, VerdictKey
 
 
 class VerdictBook(Protocol):

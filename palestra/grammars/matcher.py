@@ -1,15 +1,72 @@
-"""The position of one reply in its grammar."""
+"""Compiles grammars with `llguidance`, within limits, and walks replies through them.
+
+The limits of `llguidance` apply first: they count steps, so every machine refuses the same grammars. They do not cover
+all of compilation, though: an intersection of patterns multiplies before it is counted. So a grammar is first compiled
+in another process (`worker`), whose processor time and memory the kernel limits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from palestra.errors import GrammarRefused, InvalidRequest
-from palestra.grammars.walking import walk_grammar
+from palestra.grammars.vocabulary import GrammarVocabulary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """The most that one grammar may use before it is refused.
+
+    Attributes:
+        compile_cpu_seconds: of compiling and a few random replies.
+        compile_wall_seconds: of compiling on a busy machine.
+        lexer_states: states of the lexer's automaton, about 2 kB each.
+    """
+
+    compile_cpu_seconds: float = 2.0
+    memory_mib: int = 128
+    compile_wall_seconds: float = 20.0
+    lexer_states: int = 50_000
+
+
+BOUNDS = Bounds()
+# The trainer walks grammars that the engine has walked, so a grammar that was just inside the engine's bounds must not
+# fail in the trainer. A repeated step has to give the same result, so it must not matter how busy the machine is.
+TRAINER_BOUNDS = Bounds(compile_cpu_seconds=16.0, memory_mib=512, compile_wall_seconds=3600.0)
+
+
+def make_tokenizer(vocabulary: GrammarVocabulary | None) -> LLTokenizer:
+    """Return the tokenizer of a vocabulary; None: every byte is a token."""
+    if vocabulary is None:
+        return LLTokenizer("byte")
+    return LLTokenizer(vocabulary.tokenizer, n_vocab=vocabulary.size, eos_token=vocabulary.eos)
+
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: str, lexer_states: int) -> LLMatcher:
+    """Return a matcher for a new reply."""
+    limits = LLParserLimits(max_lexer_states=lexer_states, verbose_errors=False)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return matcher
+
+
+def walk_grammar(matcher: LLMatcher, tokens: Sequence[int], wanted: Collection[int]) -> Iterator[bytes]:
+    """Accept tokens, and yield the token mask at each position in `wanted`; position i is before token i."""
+    for place in range(len(tokens) + 1):
+        if place in wanted:
+            mask = matcher.compute_bitmask()
+            if matcher.is_error():
+                raise ValueError(f"at a token of the reply: {matcher.get_error()}")
+            yield mask
+        if place < len(tokens) and not matcher.consume_token(tokens[place]):
+            raise ValueError(f"token {tokens[place]} does not fit the grammar: {matcher.get_error()}")
+
 
 _LIMITS = ("fuel", "too many", "too large", "too complex", "unable to determine", "max is")  # in llguidance's errors
 

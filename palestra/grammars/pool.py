@@ -1,10 +1,11 @@
-"""A cache of compiled grammars by content."""
+"""A cache of compiled grammars by content, and of the known results of compiling them."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -15,12 +16,54 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, PalestraError, TooManyRequests
-from palestra.grammars.bounds import BOUNDS, Bounds
-from palestra.grammars.matcher import Matcher, refusal
-from palestra.grammars.verdicts import KnownGrammars
+from palestra.grammars.matcher import BOUNDS, Bounds, Matcher, compile_grammar, make_tokenizer, refusal, walk_grammar
 from palestra.grammars.vocabulary import GrammarVocabulary
-from palestra.grammars.walking import compile_grammar, make_tokenizer, walk_grammar
 from palestra.grammars.worker import GrammarWorker
+
+MOST_KNOWN = 1024
+# Time depends on the machine's load as well as on the grammar: a less busy machine might be inside the bound. So a
+# refusal for time is forgotten after a while; until then the same grammar is refused without being compiled again.
+FORGET_SECONDS = 60.0
+
+
+class KnownGrammars:
+    """Compilation results by grammar digest; evicts the least recently used. Not thread-safe: callers hold a lock."""
+
+    def __init__(self) -> None:
+        # None: the grammar can be used. The number says until when (monotonic seconds) the verdict counts.
+        self._known: OrderedDict[bytes, tuple[InvalidRequest | None, float]] = OrderedDict()
+
+    def is_usable(self, key: bytes) -> bool:
+        """Return whether a grammar is known to be usable; False: compile it first."""
+        refused, until = self._known.get(key, (None, 0.0))
+        if until < time.monotonic():
+            self._known.pop(key, None)
+            return False
+        self._known.move_to_end(key)
+        if refused is None:
+            return True
+        raise _renewed(refused)
+
+    def learn(self, key: bytes, error: InvalidRequest | None) -> None:
+        """Store whether a grammar is usable. Without an error it is usable."""
+        forgotten = isinstance(error, GrammarRefused) and not error.lasting
+        until = time.monotonic() + FORGET_SECONDS if forgotten else float("inf")
+        self._known[key] = (None if error is None else _renewed(error), until)
+        self._known.move_to_end(key)
+        if len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def clear(self) -> None:
+        """Remove all results."""
+        self._known.clear()
+
+
+def _renewed(error: InvalidRequest) -> InvalidRequest:
+    """Return a copy of the error without the traceback of earlier raises."""
+    if isinstance(error, GrammarRefused):
+        return GrammarRefused(str(error), lasting=error.lasting)
+    return InvalidRequest(str(error))
+
 
 MOST_KEPT = 256  # compiled grammars, of about 20 kB each; every position of a game may have one
 MOST_BYTES = 2 * 2**20  # of the texts of those that are kept, unless one alone has more

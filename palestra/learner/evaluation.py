@@ -8,7 +8,7 @@ from functools import partial
 
 from palestra.algorithms.named_rewards import reward_means
 from palestra.config import AlgorithmConfig, Roles
-from palestra.learner.environment_metrics import validation_metrics
+from palestra.learner.metrics import validation_metrics
 from palestra.learner.shares import played_by_policies, rewards_of
 from palestra.store import Groups
 from palestra.threads import in_thread

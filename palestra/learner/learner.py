@@ -19,9 +19,9 @@ from palestra.errors import ConfigError
 from palestra.faults import fault_point
 from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.engine_check import check_engine
-from palestra.learner.environment_metrics import environment_metrics
 from palestra.learner.evaluation import validate
 from palestra.learner.groups import DynamicSampling, Gathered, gather_groups
+from palestra.learner.metrics import environment_metrics
 from palestra.learner.open_run import OpenRun
 from palestra.learner.pools import Pools
 from palestra.learner.recordings import Recordings, gather_recorded

@@ -11,7 +11,7 @@ import shutil
 from palestra.config import PoolConfig, past_name, past_of
 from palestra.errors import CheckpointError
 from palestra.learner.open_run import OpenRun
-from palestra.models.saved_weights import SavedWeights
+from palestra.models.weights import SavedWeights
 from palestra.store.casting import Casting
 from palestra.trainer import checkpoint
 from palestra.trainer.base import Trainer

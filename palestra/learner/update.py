@@ -30,8 +30,7 @@ from palestra.learner.batch import (
     token_metrics,
 )
 from palestra.learner.checkpoints import Stateful
-from palestra.learner.environment_metrics import with_environments
-from palestra.learner.metrics import loss_metrics
+from palestra.learner.metrics import loss_metrics, with_environments
 from palestra.learner.open_run import OpenRun
 from palestra.learner.replay import ReplayBuffer
 from palestra.learner.reporting import TrainedRow, trained_calls

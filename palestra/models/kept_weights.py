@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from palestra.models.saved_weights import SavedWeights
-from palestra.models.weight_file import FileWeights, weight_folder
-from palestra.models.weights import LocalWeights, WeightSource
+from palestra.models.weights import FileWeights, LocalWeights, SavedWeights, WeightSource, weight_folder
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

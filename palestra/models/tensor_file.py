@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palestra.models.weight_file import FileWeights
-from palestra.models.weights import WeightSource
+from palestra.models.weights import FileWeights, WeightSource
 
 _PIECE = 2**20  # numbers that are rounded and written at a time
 _KINDS = {

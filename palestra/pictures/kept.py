@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palestra.pictures.blobs import Blobs, Charge, picture_digest
-from palestra.pictures.containers import JPEG, MEDIA_TYPES, read_container
-from palestra.pictures.decoding import decode_picture, upright_size
-from palestra.pictures.encoding import encode_picture
-from palestra.pictures.limits import OF_A_RUN, InvalidPicture, PictureLimits
+from palestra.pictures.containers import JPEG, MEDIA_TYPES, OF_A_RUN, InvalidPicture, PictureLimits, read_container
+from palestra.pictures.pixels import decode_picture, encode_picture, upright_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image

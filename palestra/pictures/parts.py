@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import Field
 
 from palestra.pictures.blobs import picture_digest
-from palestra.pictures.encoding import encode_picture
+from palestra.pictures.pixels import encode_picture
 from palestra.types.messages import ChatMessage, ImagePart, Part, TextPart
 
 

@@ -27,7 +27,7 @@ _LONGEST = 4096  # transformers' bound on a side of a picture before it is cut i
 
 
 class PictureLayout(Protocol):
-    """The placeholders of pictures in a prompt. Methods raise InvalidRequest for sizes that the model does not support."""
+    """The placeholders of pictures in a prompt. Methods raise InvalidRequest for a size that is not supported."""
 
     @property
     def image_token(self) -> str:

@@ -14,7 +14,7 @@ from palestra.client.worker import EpisodePlayer
 from palestra.config import Roles
 from palestra.config.algorithm_base import weighted_sum
 from palestra.errors import RolloutFailed
-from palestra.pictures.limits import too_many_bytes
+from palestra.pictures.containers import too_many_bytes
 from palestra.pictures.parts import Picture
 from palestra.rollout.collect import TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool

@@ -19,7 +19,7 @@ from palestra.engine.base import WorkerPool
 from palestra.errors import Conflict, Forbidden, InvalidRequest, NotFound
 from palestra.http.app import PUBLIC
 from palestra.http.protocol import until_disconnect
-from palestra.models.saved_weights import SavedWeights
+from palestra.models.weights import SavedWeights
 from palestra.runtime.starting_points import all_checkpoints
 from palestra.server import DataPlane, create_app
 from palestra.server.auth import JobKey, PlaygroundKey, caller_of, require_job

@@ -16,7 +16,7 @@ import httpx2
 
 from palestra.config import PicturesConfig
 from palestra.http_clients import trusted
-from palestra.pictures.limits import InvalidPicture
+from palestra.pictures.containers import InvalidPicture
 from palestra.proxies import through_proxy
 
 FETCHES = 8  # at the same time

@@ -6,10 +6,9 @@ from palestra.session.context import SessionContext
 from palestra.session.history import Sameness
 from palestra.session.policies import PolicyRuntime, PolicySet
 from palestra.session.request import Listener, ReplyPiece
-from palestra.session.seat_session import SeatSession
 from palestra.session.seats import SeatBook, SeatClaim, SeatKey
 from palestra.session.session import CallMaker, EpisodeSession, Session, StatelessSession
-from palestra.session.sessions import Sessions
+from palestra.session.sessions import SeatSession, Sessions
 
 __all__ = [
     "CallMaker",

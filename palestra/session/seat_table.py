@@ -9,9 +9,16 @@ from contextlib import contextmanager
 from palestra.config import SeatsConfig
 from palestra.database import Notifier
 from palestra.errors import Conflict, EpisodeLeaseExpired, InvalidRequest, PalestraError, RolloutFailed
-from palestra.session.seat import AskedObservation, EpisodeSeat, action_digest
-from palestra.session.seat_calls import ENVIRONMENT, POLICY, SeatCalls
-from palestra.session.seat_world import UNTIMED, SeatWorld
+from palestra.session.seat import (
+    ENVIRONMENT,
+    POLICY,
+    UNTIMED,
+    AskedObservation,
+    EpisodeSeat,
+    SeatCalls,
+    SeatWorld,
+    action_digest,
+)
 from palestra.store.leases import LeaseBook
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage, Observation

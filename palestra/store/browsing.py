@@ -28,9 +28,8 @@ from palestra.store.run_store import store_error
 from palestra.store.tables import SCHEMA, chats, episodes, events, groups, manifests
 from palestra.store.verdicts import verdicts_of
 from palestra.types.calls import ForkReason
-from palestra.types.records import REFUSED_CALLS, RunEvent, Trajectory
+from palestra.types.records import REFUSED_CALLS, RunEvent, Trajectory, Verdict
 from palestra.types.states import EpisodeState, GroupState
-from palestra.types.verdicts import Verdict
 
 PIECE = 500  # rows of episodes that are in memory at the same time where all are read
 STEPS_BETWEEN = 100_000  # of SQLite's machine between two looks at the time, about a millisecond

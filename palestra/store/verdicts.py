@@ -16,9 +16,8 @@ from palestra.database import Database, to_json
 from palestra.store.codec import episode_of
 from palestra.store.tables import episodes, groups, verdicts
 from palestra.types.clock import Clock
-from palestra.types.records import EpisodeKind, EpisodeRecord
+from palestra.types.records import EpisodeKind, EpisodeRecord, Verdict, VerdictKey
 from palestra.types.states import EpisodeState
-from palestra.types.verdicts import Verdict, VerdictKey
 
 UNJUDGED, COMPLETED = EpisodeState.UNJUDGED.value, EpisodeState.COMPLETED.value
 _UNPLAYED = (EpisodeState.REGISTERED.value, EpisodeState.CLAIMED.value)

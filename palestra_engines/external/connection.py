@@ -1,4 +1,4 @@
-"""HTTP to an engine's server: JSON, server-sent events, and one class of errors."""
+"""HTTP to an engine's server: JSON, server-sent events, one class of errors, and a check of its tokenizer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 
 import httpx2
 
-from palestra.engine.shown import one_line_of
+from palestra.engine.base import SAMPLE_TEXT
 from palestra.errors import ConfigError, EngineFailure, EngineKeyRefused, InvalidRequest, causes_of
 from palestra.http_clients import async_http_client
 from palestra.proxies import through_proxy
+from palestra.terminal import one_line_of
 
 # The longest answers have a logprob, or twenty, for each token of a long prompt or reply.
 MOST_BYTES = 64 * 2**20
@@ -256,3 +257,38 @@ def _said(body: Any) -> str:
     if isinstance(found, dict):
         found = found.get("message", found.get("detail", found))
     return one_line_of(found)
+
+
+OTHER_MODEL = "start it with the policy's model, or correct engine.url or the policy's model"  # what to do
+
+
+@dataclass(frozen=True, slots=True)
+class SampleText:
+    """A text, and its tokens in the policy's tokenizer.
+
+    Attributes:
+        ids: without special tokens.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+
+
+def tokenized(tokenizer: Any) -> SampleText:
+    """Return the sample text with the tokens of a transformers tokenizer."""
+    return SampleText(SAMPLE_TEXT, tuple(map(int, tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False))))
+
+
+async def check_tokenizer(http: EngineConnection, sample: SampleText, seconds: float) -> None:
+    """Compare a server's tokens of the sample text; vLLM and SGLang have the same route for that."""
+    try:
+        found = await http.post("/tokenize", {"prompt": sample.text, "add_special_tokens": False}, seconds)
+    except InvalidRequest:
+        return  # a server that was started without a tokenizer, which can't be another one
+    said = found.get("tokens") if isinstance(found, dict) else None
+    if said != list(sample.ids):
+        shown = f"{len(said)} other tokens" if isinstance(said, list) else "no tokens"
+        raise ConfigError(
+            f"the engine's server has another tokenizer than the policy's model: it makes {shown} of a text of "
+            f"{len(sample.ids)}; {OTHER_MODEL}"
+        )

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from palestra_engines.external.connection import Address
     from palestra_engines.external.served_models import ServedModel
     from palestra_engines.external.served_policy import ExternalPolicy
-    from palestra_engines.external.servers import OneServer
-    from palestra_engines.external.workers import ServerPlaces
+    from palestra_engines.external.workers import OneServer, ServerPlaces
 
 Servers = TypeVar("Servers", bound=ServerEngineConfig)
 CONNECT_SECONDS = 3.0
@@ -95,7 +94,7 @@ class ServerDriver(EngineDriver[Servers]):
     def _impossible_urls(self, job: JobConfig, key: str, table: Servers, rounds: Any) -> Iterator[tuple[str, str]]:
         """Yield why servers that run already are not there, or do not fit the job's policy."""
         from palestra_engines.external.served_models import read_served_models
-        from palestra_engines.external.servers import inspect_servers
+        from palestra_engines.external.workers import inspect_servers
 
         silent = {url: problem for url in table.urls if (problem := _unreachable(url)) is not None}
         for url, problem in silent.items():
@@ -122,7 +121,7 @@ class ServerDriver(EngineDriver[Servers]):
         weights are files in a folder shared by all machines of the job, which the server reads itself.
         """
         from palestra_engines.external.served_models import read_served_models, sampled_policies
-        from palestra_engines.external.servers import EngineServers
+        from palestra_engines.external.workers import EngineServers
 
         models = read_served_models(job, self.images)
         places = self.places(job, table, models)

@@ -19,8 +19,7 @@ from palestra.waiting import race, together
 from palestra_engines.external.api import Chunk
 from palestra_engines.external.process import ProgressClock
 from palestra_engines.external.reply import StreamedReply
-from palestra_engines.external.served_adapter import ServedAdapter
-from palestra_engines.external.served_policy import ExternalPolicy
+from palestra_engines.external.served_policy import ExternalPolicy, ServedAdapter
 
 LOOK_SECONDS = 2.0  # between two looks at a server
 DOUBT_SECONDS = 5.0  # limit for a question to a server's health after one of its calls has failed

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from palestra.engine.base import EngineRequest
-from palestra.engine.shown import one_line_of
 from palestra.errors import EngineFailure
+from palestra.terminal import one_line_of
 from palestra.types.calls import PolicyVersion, SampledTokens, VersionSpan
 from palestra_engines.external.api import Chunk
 

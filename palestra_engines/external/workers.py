@@ -3,20 +3,214 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
+import tempfile
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from palestra.engine.driver import EngineJob
 from palestra.engine.pool.worker import StartedWorker
 from palestra.errors import ConfigError, Conflict, EngineFailure, PalestraError, ServerFailed
+from palestra.models.weights import weight_folder
 from palestra.threads import in_thread
+from palestra.types.calls import FIRST_VERSION
 from palestra_engines.external.config import ServerEngineConfig
+from palestra_engines.external.connection import Address
 from palestra_engines.external.engine import ExternalEngine
+from palestra_engines.external.process import ServerProcess
 from palestra_engines.external.served_models import ServedModel
-from palestra_engines.external.servers import EngineServers
+from palestra_engines.external.served_policy import ExternalPolicy, ServedAdapter
 
 if TYPE_CHECKING:
     from palestra_engines.external.driver import ServerDriver
+
+
+INSPECT_SECONDS = 20.0  # for a server to say what it is
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OneServer:
+    """The server of a policy.
+
+    Attributes:
+        process: the server's; None: it was running already.
+        kv_bytes: its key-value memory; 0: unknown.
+    """
+
+    model: ServedModel
+    address: Address
+    folder: Path
+    process: ServerProcess | None
+    kv_bytes: int
+
+
+class EngineServers:
+    """The servers of one inference worker, one for each policy."""
+
+    def __init__(
+        self,
+        driver: ServerDriver[Any],
+        settings: ServerEngineConfig,
+        models: Sequence[ServedModel],
+        worker: int,
+        logs: Path,
+        places: Sequence[Any] | None,
+        rounds: Any = None,
+    ) -> None:
+        """Start the servers, or find them; `engine` waits until they are ready.
+
+        `worker` counts those of the job from 0. `places` are the resources of started servers; None: they are running
+        already. `rounds` broadcast whole weights to the servers of all workers; None: they read files.
+        """
+        self._driver, self._settings, self._rounds = driver, settings, rounds
+        self._servers: list[OneServer] = []
+        try:
+            for number, model in enumerate(models):
+                if places is None:
+                    self._servers.append(_found(settings, model, worker))
+                else:
+                    log = logs / f"engine-{model.name}-{worker}.log"
+                    self._servers.append(_started(driver, settings, model, places[number], log.absolute()))
+        except BaseException:
+            self.stop()
+            raise
+
+    def engine(self) -> ExternalEngine:
+        """Wait until all servers are ready, and return their engine; servers that were running already are not checked.
+
+        Raises ModelError: a server has ended, for example because it cannot serve the model. Raises EngineFailure: a
+        timeout.
+        """
+        try:
+            for each in self._servers:
+                if each.process is not None:
+                    self._driver.wait_until_ready(self._settings, each)
+        except BaseException:
+            self.stop()
+            raise
+        served = {each.model.name: self._served(each) for each in self._servers}
+        return ExternalEngine(served, self._driver.finishes(self._settings), self._settings.stuck_seconds)
+
+    def _served(self, server: OneServer) -> ExternalPolicy:
+        """Return a policy and the server that samples from it; see `ExternalPolicy`."""
+        model, settings, adapter = server.model, self._settings, server.model.adapter
+        known: dict[str, Any] = {
+            "name": model.name,
+            "api": self._driver.api(
+                settings, model, server.address, self._rounds, is_started=server.process is not None
+            ),
+            "bounds": model.bounds,
+            "shapes": model.files.shapes,
+            "folder": server.folder,
+            "dtype": getattr(torch, settings.dtype),
+            "process": server.process,
+            "kv_bytes": server.kv_bytes,
+            "most_calls": 2 * settings.max_batch,  # so that the server has the next request when one is over
+            "version": FIRST_VERSION,
+        }
+        if adapter is not None:
+            return ServedAdapter(**known, adapter=adapter, base=str(model.files.folder), first=model.first_adapter)
+        return self._driver.broadcast(known, self._rounds) if self._rounds is not None else ExternalPolicy(**known)
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Return where the servers listen, in the order of the policies."""
+        return [each.address for each in self._servers]
+
+    @property
+    def process(self) -> int | None:
+        """Return the process group leader of the first server; None: none was started here."""
+        first = self._servers[0].process
+        return None if first is None else first.pid
+
+    def kill(self) -> None:
+        """Kill all started servers without waiting."""
+        for each in self._servers:
+            if each.process is not None:
+                each.process.kill()
+
+    def stop(self) -> None:
+        """End all started servers, and wait for that."""
+        for each in self._servers:
+            if each.process is not None:
+                each.process.stop()
+
+
+def _started(
+    driver: ServerDriver[Any], settings: ServerEngineConfig, model: ServedModel, place: Any, log: Path
+) -> OneServer:
+    """Start a server of a policy; `EngineServers.engine` waits for it."""
+    private = Path(tempfile.mkdtemp(prefix="palestra-", dir="/tmp"))  # short: a socket's path is limited
+    weights = _weights_folder(None)
+    address = Address(url="http://engine", socket=private / "http", key=secrets.token_urlsafe(24))
+    command, variables, kv_bytes = driver.command(settings, model, address, private, place)
+    process = ServerProcess(settings.product, command, variables, log, (private, weights))
+    return OneServer(model=model, address=address, folder=weights, process=process, kv_bytes=kv_bytes)
+
+
+def _found(settings: ServerEngineConfig, model: ServedModel, worker: int) -> OneServer:
+    """Return the server of a policy that runs already."""
+    address = Address(url=settings.urls[worker], key=_key(settings))
+    return OneServer(
+        model=model, address=address, folder=_weights_folder(settings.weights_dir), process=None, kv_bytes=0
+    )
+
+
+def _key(settings: ServerEngineConfig) -> str:
+    """Return the key of running servers; "": they need none."""
+    variable = settings.key_variable
+    if variable is None:
+        return ""
+    key = os.environ.get(variable, "")
+    if not key:
+        raise ConfigError(f"engine.key_variable is {variable!r}, and that variable is not set here")
+    if not (key.isascii() and key.isprintable()) or key != key.strip():  # which no header of HTTP can have
+        raise ConfigError(
+            f"engine.key_variable is {variable!r}, and what that variable has can't be a key: it has a letter beyond "
+            "ASCII, or a line break or a space around it"
+        )
+    return key
+
+
+async def inspect_servers(
+    driver: ServerDriver[Any], settings: ServerEngineConfig, model: ServedModel, rounds: Any
+) -> list[PalestraError]:
+    """Return why running servers cannot serve a policy, in the order of their addresses; empty: all fit.
+
+    Servers are not changed, and jobs that use them are not disturbed. A server that cannot take part in `rounds` does
+    not fit; see `EngineServers`.
+    """
+    key = _key(settings)
+
+    async def look(url: str) -> PalestraError | None:
+        api = driver.api(settings, model, Address(url=url, key=key), rounds, is_started=False)
+        try:
+            async with asyncio.timeout(INSPECT_SECONDS):
+                await api.inspect(getattr(torch, settings.dtype))
+        except TimeoutError:
+            return EngineFailure(f"{url} takes connections, and has not answered within {INSPECT_SECONDS:g} s")
+        except PalestraError as error:
+            return error if url in str(error) else ConfigError(f"{url}: {error}")
+        finally:
+            await api.close()
+        return None
+
+    found = await asyncio.gather(*map(look, settings.urls))
+    return [error for error in found if error is not None]
+
+
+def _weights_folder(parent: Path | None) -> Path:
+    """Make an empty folder for new weights, below one that is given, or in shared memory."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="palestra-weights-", dir=parent or weight_folder()))
+    except OSError as error:
+        raise ConfigError(f"there is no folder for new weights (engine.weights_dir): {error}") from error
+
 
 AGAIN_SECONDS = 1.0  # between two attempts to reach a server that is gone
 

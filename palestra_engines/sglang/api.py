@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from palestra.engine.base import EngineRequest
-from palestra.engine.shown import one_line_of, problem
 from palestra.errors import ConfigError, EngineFailure, InvalidRequest
+from palestra.terminal import one_line_of, problem
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
 from palestra_engines.external.api import Chunk, Counters
-from palestra_engines.external.connection import EngineConnection
+from palestra_engines.external.connection import OTHER_MODEL, EngineConnection, SampleText, check_tokenizer
 from palestra_engines.external.process import dotted, version_of
 from palestra_engines.external.reply import ReplyBounds
-from palestra_engines.external.sample_text import OTHER_MODEL, SampleText, check_tokenizer
 
 
 def sglang_sampling(sampling: SamplingParams, stop_ids: Collection[int]) -> dict[str, Any]:

@@ -38,8 +38,7 @@ class SglangDriver(ServerDriver[SglangEngineConfig]):
         self, table: SglangEngineConfig, model: ServedModel, address: Address, rounds: Any, *, is_started: bool
     ) -> SglangApi:
         """Return the routes of a policy's server; see `ServerDriver`."""
-        from palestra_engines.external.connection import EngineConnection
-        from palestra_engines.external.sample_text import tokenized
+        from palestra_engines.external.connection import EngineConnection, tokenized
         from palestra_engines.sglang.api import SglangApi
 
         sample = tokenized(model.tokenizer)

@@ -15,7 +15,6 @@ import orjson
 import torch
 
 from palestra.engine.base import EngineRequest
-from palestra.engine.shown import one_line_of, problem
 from palestra.errors import (
     ConfigError,
     EngineFailure,
@@ -24,13 +23,13 @@ from palestra.errors import (
     InvalidRequest,
     PalestraError,
 )
+from palestra.terminal import one_line_of, problem
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, TokenSequence
 from palestra_engines.external.api import Chunk, Counters
-from palestra_engines.external.connection import Body, EngineConnection
+from palestra_engines.external.connection import OTHER_MODEL, Body, EngineConnection, SampleText, check_tokenizer
 from palestra_engines.external.process import dotted, version_of
 from palestra_engines.external.reply import ReplyBounds
-from palestra_engines.external.sample_text import OTHER_MODEL, SampleText, check_tokenizer
 from palestra_engines.vllm.pictures import VllmPictures
 from palestra_engines.vllm.rendezvous import Rendezvous
 from palestra_engines.vllm.sampling import chunk_of, list_of, vllm_sampling

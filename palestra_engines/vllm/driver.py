@@ -20,13 +20,12 @@ if TYPE_CHECKING:
     from palestra.types.messages import Pictures
     from palestra_engines.external.connection import Address
     from palestra_engines.external.served_models import ServedModel
-    from palestra_engines.external.servers import OneServer
+    from palestra_engines.external.workers import OneServer
     from palestra_engines.vllm.api import VllmApi
     from palestra_engines.vllm.command import OnCards, OnCores
     from palestra_engines.vllm.pictures import VllmPictures
     from palestra_engines.vllm.places import VllmPlaces
-    from palestra_engines.vllm.served_broadcast import ServedBroadcast
-    from palestra_engines.vllm.weight_rounds import WeightRounds
+    from palestra_engines.vllm.weight_rounds import ServedBroadcast, WeightRounds
 
 _AFTER_START_SECONDS = 60.0  # in addition to `startup_seconds`, to look whether a server fits
 # Of a head of attention, in vLLM's build for CPUs: `CPUAttentionBackend.get_supported_head_sizes` of 0.32.
@@ -96,8 +95,7 @@ class VllmDriver(ServerDriver[VllmEngineConfig]):
         self, table: VllmEngineConfig, model: ServedModel, address: Address, rounds: Any, *, is_started: bool
     ) -> VllmApi:
         """Return the routes of a policy's server; see `ServerDriver`."""
-        from palestra_engines.external.connection import EngineConnection
-        from palestra_engines.external.sample_text import tokenized
+        from palestra_engines.external.connection import EngineConnection, tokenized
         from palestra_engines.vllm.api import VllmApi, VllmPolicy
 
         return VllmApi(
@@ -138,7 +136,7 @@ class VllmDriver(ServerDriver[VllmEngineConfig]):
 
     def broadcast(self, known: Mapping[str, Any], rounds: Any) -> ServedBroadcast:
         """Return a policy whose weights are broadcast; see `ServerDriver`."""
-        from palestra_engines.vllm.served_broadcast import ServedBroadcast
+        from palestra_engines.vllm.weight_rounds import ServedBroadcast
 
         return ServedBroadcast(**known, rounds=rounds)
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from palestra.engine.shown import problem
 from palestra.errors import EngineFailure, InvalidRequest
+from palestra.terminal import problem
 from palestra.types.calls import PolicyVersion, SamplingParams, VersionSpan
 from palestra_engines.external.api import Chunk
 

@@ -1,4 +1,4 @@
-"""Rounds: servers that take the same weights at the same time receive them by one broadcast."""
+"""Rounds: servers that take the same weights at the same time receive them by one broadcast, whole."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palestra.engine.shown import one_line_of
 from palestra.errors import EngineFailure, EngineServerError, PalestraError
 from palestra.models.weights import WeightSource
+from palestra.terminal import one_line_of
 from palestra.threads import in_thread
+from palestra.types.calls import PolicyVersion
+from palestra_engines.external.served_policy import ExternalPolicy, NewWeights
 from palestra_engines.vllm.api import VllmApi
 from palestra_engines.vllm.rendezvous import Rendezvous
 from palestra_engines.vllm.worker.palestra_weight_group import BUCKET_BYTES, WeightGroup, WeightLayout
@@ -252,3 +254,51 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightsToSend:
+    """New weights in the trainer's memory, to be broadcast.
+
+    Attributes:
+        named: all of them, [n, d] or [d], with their names.
+    """
+
+    source: WeightSource
+    named: Sequence[tuple[str, Tensor]]
+
+    def discard(self) -> None:
+        """No effect: the update has created no file."""
+
+
+@dataclass(kw_only=True, eq=False)
+class ServedBroadcast(ExternalPolicy):
+    """A policy whose server receives weights together with other servers; see `WeightRounds`."""
+
+    api: VllmApi
+    rounds: WeightRounds
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._receiver = Receiver(self.api, self._moved)
+
+    def expecting(self, source: WeightSource) -> contextlib.AbstractContextManager[None]:
+        """Let the round of these weights wait for this server; see `ExternalPolicy`."""
+        return self.rounds.expecting(self._receiver, source)
+
+    def prepare(self, name: str, source: WeightSource, version: PolicyVersion) -> NewWeights:
+        """Validate the weights against the server's model, without copying them; see `ExternalPolicy`."""
+        return WeightsToSend(source, self.fitting(source))
+
+    async def _load(self, new: NewWeights, version: PolicyVersion) -> None:
+        assert isinstance(new, WeightsToSend)
+        await self.rounds.receive(self._receiver, new.source, new.named, self.dtype)
+        await self.api.finish_update(version)
+
+    def _moved(self, size: int) -> None:
+        self.moved_bytes += size
+
+    async def close(self) -> None:
+        """Leave this server's groups, and end it; see `ExternalPolicy`."""
+        self.rounds.forget(self._receiver)
+        await super().close()

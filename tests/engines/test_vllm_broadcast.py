@@ -21,7 +21,7 @@ from palestra.errors import EngineFailure
 from palestra.models.tensor_file import write_weights
 from palestra.types.calls import PolicyVersion
 from palestra_engines.external.served_models import read_served_models
-from palestra_engines.external.servers import EngineServers
+from palestra_engines.external.workers import EngineServers
 from palestra_engines.vllm.api import VllmApi
 from palestra_engines.vllm.command import WORKER
 from palestra_engines.vllm.driver import VllmDriver

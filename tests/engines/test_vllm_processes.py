@@ -21,7 +21,7 @@ from engines.models import served, started, unknown_architecture, write_model
 from palestra.errors import ConfigError, ModelError, ReplyLost, ServerFailed
 from palestra.models.causal_lm import load_tokenizer
 from palestra.types.calls import SamplingParams
-from palestra_engines.external.sample_text import tokenized
+from palestra_engines.external.connection import tokenized
 from palestra_engines.vllm.api import GENERATE
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(560)]

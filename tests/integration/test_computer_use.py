@@ -22,11 +22,11 @@ from unit.envs.browser.pages import site
 
 from palestra.config import parse_config
 from palestra.engine.base import EngineRequest
-from palestra.engine.fake.engine import FakeEngine
+from palestra.engine.fake.driver import FakeEngine
 from palestra.envs import Progress
 from palestra.grammars.pool import Grammars
 from palestra.pictures.blobs import FOLDER, Blobs
-from palestra.pictures.decoding import decode_picture
+from palestra.pictures.pixels import decode_picture
 from palestra.rollout import RolloutSpec
 from palestra.runtime import local
 from palestra.runtime.local import local_job

@@ -19,8 +19,8 @@ from palestra.agents import Agent
 from palestra.client import AsyncClient, Worker
 from palestra.config import parse_config
 from palestra.envs import Environment, ToolEnvironment
-from palestra.pictures.decoding import decode_picture
 from palestra.pictures.parts import Picture
+from palestra.pictures.pixels import decode_picture
 from palestra.rollout import EnvironmentPlayer, RolloutSpec
 from palestra.runtime import local
 from palestra.runtime.local import local_job

@@ -16,7 +16,7 @@ from PIL import Image
 
 import palestra
 from palestra import JobConfig, ModelEndpoint
-from palestra.pictures.encoding import encode_picture
+from palestra.pictures.pixels import encode_picture
 
 POLICY = {"model": "tiny-random-vision", "max_context": 2048, "sampling": {"max_tokens": 4}}
 EXACT = {"engine": {"dtype": "float32", "threads": 1}, "trainer": {"dtype": "float32", "threads": 1}}

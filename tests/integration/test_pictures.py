@@ -21,7 +21,7 @@ from PIL import Image
 from seeing import PER_PICTURE, SeeingRenderer
 
 from palestra import AsyncClient, Client
-from palestra.pictures.decoding import decode_picture
+from palestra.pictures.pixels import decode_picture
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.runtime.local_job import LocalJob
 from palestra.server import picture_fetch, state

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from palestra.errors import InvalidRequest
-from palestra.grammars.bounds import BOUNDS
+from palestra.grammars.matcher import BOUNDS
 from palestra.grammars.pool import Grammars
 from palestra.session.request import constraint_of
 from palestra.types.messages import GenerationRequest

@@ -8,7 +8,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.learner.quotas import exact_shares, next_environments, unfilled
+from palestra.learner.task_source import exact_shares, next_environments, unfilled
 
 WEIGHTS = st.lists(st.one_of(st.integers(1, 5), st.floats(1e-4, 10)), min_size=1, max_size=7)
 

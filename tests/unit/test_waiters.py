@@ -13,7 +13,7 @@ import pytest
 from palestra.backend.engine_worker import WorkerEngine
 from palestra.dashboard.reader import _Kept
 from palestra.database import Notifier
-from palestra.engine.embedded.command_queue import CommandQueue
+from palestra.engine.embedded.engine import CommandQueue
 from palestra.engine.pool.state import PoolState
 from palestra.engine.pool.worker import InferenceWorker
 from palestra.env_server import SessionLimits, SessionTable

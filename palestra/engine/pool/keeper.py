@@ -9,11 +9,10 @@ from typing import NoReturn
 
 from palestra.engine.base import Engine
 from palestra.engine.pool.options import StartWorker
-from palestra.engine.pool.state import PoolState
-from palestra.engine.pool.wanted import WantedPolicy
+from palestra.engine.pool.state import PoolState, WantedPolicy
 from palestra.engine.pool.worker import InferenceWorker
-from palestra.engine.shown import problem
 from palestra.errors import EngineFailure, ModelError
+from palestra.terminal import problem
 from palestra.waiting import cancelled, race
 
 log = logging.getLogger("palestra.engine")

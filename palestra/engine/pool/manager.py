@@ -13,12 +13,11 @@ from palestra.engine.base import EngineLoad, EngineRequest, TokenReplay
 from palestra.engine.pool.keeper import WorkerKeeper
 from palestra.engine.pool.options import CallCounts, CheckCapacity, NumberChange, PoolOptions, StartWorker
 from palestra.engine.pool.placement import block_hashes, place_request
-from palestra.engine.pool.state import PoolState
-from palestra.engine.pool.wanted import KeptWeights, WantedPolicy
+from palestra.engine.pool.state import KeptWeights, PoolState, WantedPolicy
 from palestra.engine.pool.worker import InferenceWorker, added_loads
-from palestra.engine.shown import problem
 from palestra.errors import Conflict, EngineFailure, InvalidRequest, ModelError, PalestraError, ReplyLost
 from palestra.models.weights import WeightSource
+from palestra.terminal import problem
 from palestra.types.calls import FIRST_VERSION, PolicyVersion, SampledTokens, TokenSequence
 from palestra.waiting import cancelled, race, together
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from palestra.engine.base import Engine, EngineLoad, WorkerLoad
 from palestra.engine.pool.placement import Candidate, PrefixIndex
-from palestra.engine.pool.wanted import WantedPolicy, leftover, missing
+from palestra.engine.pool.state import WantedPolicy, leftover, missing
 from palestra.errors import EngineFailure, ModelError, PalestraError
 from palestra.types.calls import FIRST_VERSION, PolicyVersion
 from palestra.waiting import together

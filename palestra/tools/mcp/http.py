@@ -13,7 +13,7 @@ import orjson
 from palestra.errors import EnvironmentFailed
 from palestra.http_clients import async_http_client, trusted
 from palestra.proxies import through_proxy
-from palestra.tools.mcp.transport import Message, Transport
+from palestra.tools.mcp.connection import Message, Transport
 from palestra.waiting import cancelled
 
 CONNECT_SECONDS, CLOSE_SECONDS = 10.0, 5.0

@@ -9,8 +9,7 @@ from typing import Any
 
 import orjson
 
-from palestra.pictures.containers import read_container
-from palestra.pictures.limits import OF_A_RUN, InvalidPicture
+from palestra.pictures.containers import OF_A_RUN, InvalidPicture, read_container
 
 
 class McpToolError(Exception):

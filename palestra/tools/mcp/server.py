@@ -15,11 +15,10 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited, PalestraError
-from palestra.tools.mcp.connection import McpConnection, McpError
+from palestra.tools.mcp.connection import MAX_MESSAGE_BYTES, McpConnection, McpError, Transport
 from palestra.tools.mcp.http import HttpTransport
 from palestra.tools.mcp.results import McpToolError, tool_content
 from palestra.tools.mcp.stdio import StdioTransport
-from palestra.tools.mcp.transport import MAX_MESSAGE_BYTES, Transport
 from palestra.tools.tool import BadArguments, OpenTools, Tool, ToolSource
 from palestra.types.messages import ToolSpec
 

@@ -13,7 +13,7 @@ import orjson
 
 from palestra.errors import EnvironmentFailed
 from palestra.process.child import kept_command, kept_ending
-from palestra.tools.mcp.transport import Message, Transport
+from palestra.tools.mcp.connection import Message, Transport
 from palestra.waiting import cancelled
 
 # What a server's process gets of the environment of this one, which may hold keys.

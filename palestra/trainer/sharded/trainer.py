@@ -18,8 +18,7 @@ from palestra.algorithms.losses import build_loss
 from palestra.config import TrainerConfig
 from palestra.errors import ConfigError, NotFound, WorkerCrashLoop
 from palestra.faults import fault_point
-from palestra.models.weight_file import FileWeights
-from palestra.models.weights import WeightSource
+from palestra.models.weights import FileWeights, WeightSource
 from palestra.threads import in_thread
 from palestra.tokens import TokenRun
 from palestra.trainer import checkpoint

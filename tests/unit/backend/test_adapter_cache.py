@@ -8,9 +8,9 @@ import contextlib
 import numpy as np
 import pytest
 
-from palestra.engine.fake.engine import FakeEngine, digits_script
+from palestra.engine.fake.driver import FakeEngine, digits_script
 from palestra.errors import ConfigError, ModelError
-from palestra.models.saved_weights import SavedWeights
+from palestra.models.weights import SavedWeights
 from palestra.types.calls import PolicyVersion, SamplingParams
 from palestra_bases.adapter_cache import AdapterCache
 from palestra_bases.serving import AdapterEngine

@@ -14,7 +14,7 @@ from websockets.exceptions import InvalidStatus
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.engine.fake.engine import FakeEngine, digits_script
+from palestra.engine.fake.driver import FakeEngine, digits_script
 from palestra.errors import (
     BaseServerLost,
     ConfigError,
@@ -27,7 +27,7 @@ from palestra.errors import (
     TooManyRequests,
     Unauthorized,
 )
-from palestra.models.saved_weights import SavedWeights
+from palestra.models.weights import SavedWeights
 from palestra.process.channel import Call, raw
 from palestra.process.codec import decode
 from palestra.trainer.base import OptimParams, PolicySpec

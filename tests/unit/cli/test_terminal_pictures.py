@@ -12,7 +12,7 @@ from PIL import Image
 
 from palestra.cli.episode_view import TerminalPicture, conversation, protocol_of
 from palestra.pictures.blobs import Blobs
-from palestra.pictures.encoding import encode_picture
+from palestra.pictures.pixels import encode_picture
 from palestra.renderers.model_layouts import FixedLayout, PatchLayout
 from palestra.renderers.picture_layout import TiledLayout
 from palestra.terminal import TerminalConsole

@@ -19,7 +19,7 @@ from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.kv_cache import DecodeAttention, KVCache
 from palestra.engine.embedded.model_runner import MIN_ROWS, PolicyModel
 from palestra.models.causal_lm import CausalLM, load_causal_lm
-from palestra_cpu import extension, kernel_arguments, layer_functions
+from palestra_cpu import extension, kernel_arguments, llama_layers
 from palestra_cpu import packed as packed_matrix
 from palestra_cpu.cpu_kernels import CpuKernels, cpu_kernels
 from palestra_cpu.kernel_arguments import CachedRows, MatrixAddress
@@ -281,7 +281,7 @@ def test_it_is_as_exact_as_torchs_operators(kernels, kind, changes, monkeypatch)
     exact = in_float32(kind, changes)
     wanted = decoded(exact, cache_of(exact, lengths))
     found = decoded(model, cache_of(model, lengths))
-    for user in (packed_matrix, extension, layer_functions):
+    for user in (packed_matrix, extension, llama_layers):
         monkeypatch.setattr(user, "cpu_kernels", lambda: None)
     torchs = decoded(model, cache_of(model, lengths))
     assert not torch.equal(found, torchs)

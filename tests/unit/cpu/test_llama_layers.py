@@ -10,7 +10,7 @@ import torch
 
 from palestra.models.attention_backend import TrialAttention
 from palestra.models.causal_lm import CausalLM
-from palestra_cpu import layer_functions
+from palestra_cpu import llama_layers
 from palestra_cpu.packed import pack_model
 from unit.models.test_causal_lm import rounded_like_the_engine, two_of
 
@@ -53,7 +53,7 @@ def gradients(model: CausalLM) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 @pytest.fixture
 def without_kernels(monkeypatch):
-    monkeypatch.setattr(layer_functions, "cpu_kernels", lambda: None)
+    monkeypatch.setattr(llama_layers, "cpu_kernels", lambda: None)
 
 
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
@@ -77,7 +77,7 @@ def test_a_trainer_gets_the_same_bits_and_gradients_no_worse_than_those_of_autog
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
 def test_with_compiled_kernels_a_trainer_is_as_exact(kind, changes):
     """Sums are in another order, so that a few numbers may be rounded to a neighbour."""
-    assert layer_functions.cpu_kernels() is not None
+    assert llama_layers.cpu_kernels() is not None
     short = drawn(kind, changes)
     exact = gradients(short)
     short.compute_in(torch.bfloat16)
@@ -106,7 +106,7 @@ def test_an_engine_with_packed_matrices_gets_the_same_bits(kind, changes, monkey
     pack_model(packed)
     with torch.inference_mode():
         compiled = packed.hidden(IDS, torch.arange(40), TrialAttention())
-        monkeypatch.setattr(layer_functions, "cpu_kernels", lambda: None)
+        monkeypatch.setattr(llama_layers, "cpu_kernels", lambda: None)
         found = packed.hidden(IDS, torch.arange(40), TrialAttention())
         kept = [vars(layer).pop("forward") for layer in packed.blocks]
         assert torch.equal(found, packed.hidden(IDS, torch.arange(40), TrialAttention()))

@@ -15,7 +15,7 @@ from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.files import public_paths
 from palestra.dashboard.server import create_page_app
 from palestra.pictures.blobs import Blobs
-from palestra.pictures.decoding import decode_picture
+from palestra.pictures.pixels import decode_picture
 from unit.dashboard.recorded import PICTURE, PICTURE_DIGEST, record
 
 VALUES = {

@@ -17,16 +17,13 @@ from safetensors.torch import load_file
 from palestra.engine.base import Engine
 from palestra.models.causal_lm import load_tokenizer
 from palestra.types.calls import PolicyVersion, SamplingParams
-from palestra_engines.external.connection import Address, EngineConnection
+from palestra_engines.external.connection import Address, EngineConnection, SampleText
 from palestra_engines.external.engine import ExternalEngine
 from palestra_engines.external.reply import ReplyBounds
-from palestra_engines.external.sample_text import SampleText
-from palestra_engines.external.served_adapter import ServedAdapter
-from palestra_engines.external.served_policy import ExternalPolicy
+from palestra_engines.external.served_policy import ExternalPolicy, ServedAdapter
 from palestra_engines.sglang.api import SglangApi
 from palestra_engines.vllm.api import VllmApi, VllmPolicy
-from palestra_engines.vllm.served_broadcast import ServedBroadcast
-from palestra_engines.vllm.weight_rounds import WeightRounds
+from palestra_engines.vllm.weight_rounds import ServedBroadcast, WeightRounds
 from palestra_engines.vllm.worker.palestra_weight_group import WeightGroup, WeightLayout, own_address, reach_store
 from unit.building import engine_request
 

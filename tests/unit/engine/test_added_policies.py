@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from palestra.errors import EngineFailure, ModelError
-from palestra.models.saved_weights import SavedWeights
+from palestra.models.weights import SavedWeights
 from palestra.types.calls import PolicyVersion
 from unit.engine.calling import FOREVER, prompt, serving
 from unit.engine.test_two_policies import CALLS, NEW, OLD, engine_of, replies, reply_of, scaled, weights_of

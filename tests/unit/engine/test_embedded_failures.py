@@ -15,7 +15,7 @@ from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import ModelRunner, PolicyModel
 from palestra.engine.embedded.request import RunningRequest
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, ModelError
-from palestra.grammars.bounds import BOUNDS
+from palestra.grammars.matcher import BOUNDS
 from palestra.grammars.pool import Grammars
 from palestra.grammars.vocabulary import vocabulary_of
 from palestra.models.causal_lm import load_tokenizer

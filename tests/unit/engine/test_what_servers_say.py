@@ -15,8 +15,7 @@ from palestra.errors import ConfigError, EngineFailure, InvalidRequest
 from palestra.renderers import ByteTokenizer
 from palestra.types.calls import TokenSequence
 from palestra_engines.external import connection as bounded
-from palestra_engines.external.connection import Address, EngineConnection
-from palestra_engines.external.sample_text import tokenized
+from palestra_engines.external.connection import Address, EngineConnection, tokenized
 from unit.engine.engine_servers import OWNER, PROMPT, ScriptedSglang, ScriptedVllm, listening, on_server, pieces_of
 
 

@@ -13,8 +13,8 @@ from palestra.envs import Environment, SerialEnvironment, check_environment
 from palestra.envs.acting import ActingEnvironment, Progress
 from palestra.envs.remote.observations import message_of, observation_of
 from palestra.errors import ConfigError, EnvironmentFailed, InvalidEnvironment
-from palestra.pictures.decoding import decode_picture
 from palestra.pictures.parts import Picture
+from palestra.pictures.pixels import decode_picture
 from palestra.tools import FunctionTool, ToolManager
 from palestra.types.env_wire import Observed
 from palestra.types.messages import ChatMessage, FunctionCall, ImagePart, Observation, TextPart, ToolCall, text_message

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, TooManyRequests
-from palestra.grammars import pool, verdicts, worker
-from palestra.grammars.bounds import BOUNDS
+from palestra.grammars import pool, worker
+from palestra.grammars.matcher import BOUNDS
 from palestra.grammars.pool import Grammars
 
 WORDS = 'start: "ab" | "cd"\n'
@@ -141,7 +141,7 @@ async def test_a_refusal_for_time_is_not_for_ever(make, monkeypatch):
     grammars._bounds = replace(ROOMY, compile_cpu_seconds=200.0, compile_wall_seconds=0.2)
     with pytest.raises(GrammarRefused, match="processor time"):  # remembered
         await grammars.check(SLOW, "response_format")
-    monkeypatch.setattr(verdicts, "FORGET_SECONDS", 0.0)
+    monkeypatch.setattr(pool, "FORGET_SECONDS", 0.0)
     grammars._known_grammars.clear()
     with pytest.raises(GrammarRefused, match=r"longer than 0\.2 s"):
         await grammars.check(SLOW, "response_format")
@@ -271,7 +271,7 @@ def test_nothing_is_left_when_the_server_is_killed_while_a_bomb_is_compiled():
     script = (
         "import asyncio, sys\n"
         "from dataclasses import replace\n"
-        "from palestra.grammars.bounds import BOUNDS\n"
+        "from palestra.grammars.matcher import BOUNDS\n"
         "from palestra.grammars.pool import Grammars\n"
         "async def main():\n"
         "    long = replace(BOUNDS, memory_mib=8192, compile_cpu_seconds=300.0, compile_wall_seconds=300.0)\n"

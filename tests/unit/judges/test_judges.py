@@ -19,9 +19,8 @@ from palestra.config import JudgeAccess, parse_config
 from palestra.envs.judge import JudgedGroup
 from palestra.errors import ConfigError, JudgeBudgetSpent, JudgeFailed, JudgeUnavailable
 from palestra.types.messages import text_message
-from palestra.types.records import Trajectory
+from palestra.types.records import Trajectory, Verdict, VerdictKey
 from palestra.types.states import EpisodeState
-from palestra.types.verdicts import Verdict, VerdictKey
 from palestra_judges import Criterion, Relative, Rubric
 from palestra_judges import model as judge_model
 from palestra_judges.agreement import tau_b

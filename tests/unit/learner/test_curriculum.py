@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 
 from palestra.config import CurriculumConfig
-from palestra.learner.curriculum import SuccessBand
-from palestra.learner.samplers import History, PlayedGroup, Shuffled, TaskPool, TaskSampler, check_sampler, drawn
+from palestra.learner.samplers import (
+    History,
+    PlayedGroup,
+    Shuffled,
+    SuccessBand,
+    TaskPool,
+    TaskSampler,
+    check_sampler,
+    drawn,
+)
 from palestra.types.records import Task
 
 GROUPS, SIZE = 8, 8

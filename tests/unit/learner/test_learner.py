@@ -19,11 +19,10 @@ from palestra.algorithms.registry import ALGORITHMS, create_algorithm
 from palestra.algorithms.sac import SAC
 from palestra.config import dump_config
 from palestra.dashboard.runs import Run
-from palestra.engine.fake.engine import FakeEngine, digits_script
+from palestra.engine.fake.driver import FakeEngine, digits_script
 from palestra.errors import ConfigError, StoreError
-from palestra.learner.environment_metrics import ENVIRONMENT_METRICS
 from palestra.learner.learner import Learner
-from palestra.learner.metrics import metric_tables
+from palestra.learner.metrics import ENVIRONMENT_METRICS, metric_tables
 from palestra.learner.reporting import ROLE_METRICS
 from palestra.store.run_log import readable_metrics
 from palestra.threads import SHORT_TURN_SECONDS

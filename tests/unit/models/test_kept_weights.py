@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from palestra.models.kept_weights import HeldFile, KeptSource, WeightKeeper, open_files
-from palestra.models.saved_weights import SavedWeights
-from palestra.models.weights import LocalWeights
+from palestra.models.weights import LocalWeights, SavedWeights
 
 
 def drawn(seed: int, **shapes: tuple[int, ...]) -> LocalWeights:

@@ -21,7 +21,7 @@ def test_released_threads_are_gone_and_come_back():
     found = run(
         """
         import os
-        from palestra.models.openmp import release_threads
+        from palestra.models.shared_cores import release_threads
         assert not release_threads()  # torch is not loaded
         import torch
         torch.set_num_threads(4)

@@ -9,8 +9,7 @@ import torch
 
 from palestra.errors import ModelError
 from palestra.models.tensor_file import write_weights
-from palestra.models.weight_file import FileWeights, weight_folder
-from palestra.models.weights import LocalWeights
+from palestra.models.weights import FileWeights, LocalWeights, weight_folder
 
 NAMED = [("a.weight", torch.randn(3, 5)), ("b.weight", torch.randn(7, dtype=torch.bfloat16)), ("c", torch.zeros(0, 2))]
 

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from palestra.pictures.decoding import decode_picture, upright_size
-from palestra.pictures.encoding import encode_picture
-from palestra.pictures.limits import InvalidPicture, PictureLimits
+from palestra.pictures.containers import InvalidPicture, PictureLimits
+from palestra.pictures.pixels import decode_picture, encode_picture, upright_size
 
 
 def _noise(mode: str = "RGB", size: tuple[int, int] = (37, 23)) -> Image.Image:

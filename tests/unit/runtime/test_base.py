@@ -7,7 +7,7 @@ import pytest
 
 from palestra.config import AdapterConfig
 from palestra.errors import Forbidden, InvalidRequest
-from palestra.models.saved_weights import SavedWeights
+from palestra.models.weights import SavedWeights
 from palestra.trainer.base import PolicySpec
 from palestra.types.calls import PolicyVersion, SamplingParams
 from palestra_bases.base import SamplerSpec

@@ -23,7 +23,7 @@ from palestra.runtime.local import local_job
 from palestra.runtime.model_memory import model_facts
 from palestra.runtime.tasks import named_environment
 from palestra.runtime.terms import HERE
-from palestra_engines.external import servers as checked_servers
+from palestra_engines.external import workers as checked_workers
 from palestra_service.jobs.launcher import Ending, ending_of
 from unit.engine import engine_servers
 from unit.engine.engine_servers import ScriptedVllm, listening, of_tiny_random
@@ -190,7 +190,7 @@ async def test_each_of_several_servers_is_asked_and_named(monkeypatch):
         await asyncio.Event().wait()
 
     servers[2].route = never
-    monkeypatch.setattr(checked_servers, "INSPECT_SECONDS", 1.0)
+    monkeypatch.setattr(checked_workers, "INSPECT_SECONDS", 1.0)
     monkeypatch.setenv("ENGINE_KEY", engine_servers.KEY)
     policies = {"policy": {"model": "tiny-random", "max_context": 64}}
     async with listening(servers[0]) as good, listening(servers[1]) as old, listening(servers[2]) as silent:

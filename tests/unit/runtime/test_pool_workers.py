@@ -26,7 +26,7 @@ from palestra.runtime.engine_process import ProcessHost
 from palestra.runtime.parts import pooled_parts, workers_of
 from palestra.runtime.terms import HERE, JobPlaces
 from palestra.types.calls import PolicyVersion, SamplingParams
-from palestra_engines.external import served_models, servers, workers
+from palestra_engines.external import served_models, workers
 from palestra_engines.vllm.config import VllmEngineConfig
 from unit.building import engine_request
 from unit.engine import engine_servers
@@ -325,7 +325,7 @@ def test_a_server_in_a_bundle_has_all_of_its_cards_and_none_is_left_to_a_trainer
 
         check_servers = None
 
-    monkeypatch.setattr(servers, "EngineServers", Servers)
+    monkeypatch.setattr(workers, "EngineServers", Servers)
     monkeypatch.setattr(served_models, "read_served_models", lambda job, images: [model_of("policy")])
     monkeypatch.setattr(served_models, "sampled_policies", lambda job, models: {})
     config = job_of(tmp_path, {"kind": "vllm", "python": str(python), "tensor_parallel": 2})

@@ -15,7 +15,7 @@ import pytest
 from palestra.agents import ToolAgent
 from palestra.envs import SubagentEnvironment, ToolEnvironment, check_environment
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited, InvalidEnvironment, ProtocolMismatch
-from palestra.pictures.decoding import decode_picture
+from palestra.pictures.pixels import decode_picture
 from palestra.tools import McpServer, ToolFailure, ToolManager
 from palestra.types.messages import TextPart
 from unit.tools.test_manager import call

@@ -18,7 +18,7 @@ from palestra.models.byte_model import byte_tokenizer
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import CausalLM, load_causal_lm, load_tokenizer
 from palestra.models.vision.tiny import chat_template
-from palestra.pictures.encoding import encode_picture
+from palestra.pictures.pixels import encode_picture
 from palestra.renderers import ChatMLRenderer, PictureTokens
 from palestra.types.messages import ChatMessage, ImagePart, TextPart
 
