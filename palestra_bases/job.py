@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from palestra.backend.weights import RemoteWeights
 from palestra.engine.base import EngineRequest
+from palestra.engine.remote_weights import RemoteWeights
 from palestra.errors import (
     ConfigError,
     EngineFailure,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from palestra.backend import weights as _weights  # noqa: F401 - how they are sent
+from palestra.engine import remote_weights as _weights  # noqa: F401 - how they are sent
 from palestra.engine.base import Engine
 from palestra.errors import InvalidRequest, PalestraError
 from palestra.process.channel import Event, Message, raw

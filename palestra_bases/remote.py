@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
-from palestra.backend.weights import SampledVersions
 from palestra.engine.base import Engine, EngineLoad, EngineRequest, TokenReplay
+from palestra.engine.remote_weights import SampledVersions
 from palestra.errors import BaseServerLost, EngineFailure, NotFound
 from palestra.process.channel import Event
 from palestra.process.codec import decode

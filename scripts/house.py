@@ -19,7 +19,7 @@ WRITTEN = re.compile(
 )
 MANY = 8  # parameters
 # What starts other processes of ours, ends them and talks to them.
-PROCESSES = """palestra/process/* palestra/backend/* palestra/client/fleet.py palestra/grammars/worker.py
+PROCESSES = """palestra/process/* palestra/engine/remote_weights.py palestra/client/fleet.py palestra/grammars/worker.py
 palestra/runtime/checkpoint_server.py
 palestra/runtime/engine_process.py palestra/runtime/runner_fleet.py
 palestra/tracking/process.py palestra/trainer/sharded/processes.py

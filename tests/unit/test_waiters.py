@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from palestra.backend.engine_worker import WorkerEngine
 from palestra.dashboard.reader import _Kept
 from palestra.database import Notifier
 from palestra.engine.embedded.engine import CommandQueue
@@ -20,6 +19,7 @@ from palestra.env_server import SessionLimits, SessionTable
 from palestra.errors import TooManyRequests
 from palestra.grammars import pool
 from palestra.grammars.pool import Grammars
+from palestra.runtime.engine_process import WorkerEngine
 from palestra.session.registry import CallRegistry
 from palestra.store.sync_lock import RolloutSyncLock
 from palestra.tools.mcp.connection import McpConnection

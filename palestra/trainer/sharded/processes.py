@@ -1,18 +1,10 @@
-"""The processes of a trainer's ranks, as the job sees them: started together, watched, and ended together.
-
-They share a folder in shared memory. The kernel does not free shared memory of killed processes, so the owner locks its
-folder, and the next process to make one removes folders without a lock.
-"""
+"""The processes of a trainer's ranks, as the job sees them: started together, watched, and ended together."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +17,7 @@ from palestra.config import TrainerConfig
 from palestra.errors import InvalidRequest, ServerFailed, TrainerLost
 from palestra.models.device import available_cores
 from palestra.models.numerics import numerics
-from palestra.models.weights import weight_folder
+from palestra.models.weights import OwnedFolder
 from palestra.process.channel import CallBroken, Cause, Channel, Remote, TakenBack
 from palestra.process.child import ChildProcess, ProcessStarter, how_lost, start_process
 from palestra.process.codec import decode
@@ -33,55 +25,6 @@ from palestra.process.stub import method_of
 from palestra.threads import in_thread
 from palestra.trainer.sharded.rank_process import FOLDER, PROGRAM
 from palestra.waiting import cancelled, together
-
-
-class OwnedFolder:
-    """A new folder, private to this user."""
-
-    def __init__(self, prefix: str, parent: Path | None = None) -> None:
-        """Remove folders of this prefix whose owners have ended, and create a new one. Without `parent` it is in shared
-        memory.
-        """
-        parent = parent or weight_folder()
-        for left in parent.glob(f"{prefix}*"):
-            _remove_if_left(left)
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-            # A folder has no lock for a moment, in which another process may remove it.
-            with contextlib.suppress(FileNotFoundError, BlockingIOError):
-                self._lock = _locked(self.path)
-                if self.path.exists():
-                    return
-                os.close(self._lock)
-
-    def remove(self) -> None:
-        """Remove the folder with its content; idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-
-def _locked(folder: Path) -> int:
-    """Return an open folder that this process has locked; programs that it starts do not inherit the lock."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _remove_if_left(folder: Path) -> None:
-    """Remove a folder that no process has locked; one of another user stays."""
-    with contextlib.suppress(OSError):
-        descriptor = _locked(folder)
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(descriptor)
-
 
 log = logging.getLogger("palestra.trainer")
 CHECK_SECONDS = 0.5  # between two looks at how long a rank has been silent

@@ -6,14 +6,13 @@ import orjson
 import pytest
 
 import palestra
-from palestra.backend.engine_worker import EngineOrder
 from palestra.config import JobConfig
 from palestra.doctor.examination import examine
 from palestra.errors import ConfigError
 from palestra.models import device
 from palestra.models.numerics import numerics
 from palestra.runtime import local
-from palestra.runtime.engine_process import _load
+from palestra.runtime.engine_process import EngineOrder, _load
 from palestra.runtime.numerics import note_numerics, numerics_of
 from palestra.store import open_run_store
 from palestra.store.run_log import NUMERICS
