@@ -17,7 +17,7 @@ import numpy as np
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossSpec, ValueLoss
 from palestra.algorithms.losses import build_loss
-from palestra.errors import ConfigError, NotFound
+from palestra.errors import ConfigError
 from palestra.faults import fault_point
 from palestra.models.weights import LocalWeights, WeightSource
 from palestra.threads import in_thread
@@ -35,8 +35,7 @@ from palestra.trainer.base import (
     StepReport,
     record_problems,
 )
-from palestra.trainer.serial import Serial
-from palestra.types.calls import PolicyVersion
+from palestra.trainer.serial import PolicyTrainer, VersionedPolicy
 from palestra.types.records import TrainSample
 
 WEIGHTS_FILE, CRITIC_FILE = "weights.txt", "critic.txt"
@@ -48,43 +47,30 @@ _CRITIC_OUTPUTS: Mapping[CriticKind | None, frozenset[ForwardOutput]] = {
 _UNTRAINED = hashlib.sha256(b"untrained").hexdigest()
 
 
-@dataclass(slots=True)
-class _Policy:
+@dataclass
+class _Policy(VersionedPolicy):
     """Hashes in place of a policy's weights and gradients, and its version."""
 
     spec: PolicySpec
     weights: dict[Network, str] = field(default_factory=lambda: dict.fromkeys(NETWORKS, _UNTRAINED))
     gradients: dict[Network, str] = field(default_factory=lambda: dict.fromkeys(NETWORKS, ""))
-    version: PolicyVersion = field(default_factory=lambda: PolicyVersion(0, 0))
-    changed: bool = False  # whether there was an update since `weights` was called
 
 
-class FakeTrainer:
+class FakeTrainer(PolicyTrainer[_Policy]):
     """A `Trainer` for tests and demonstrations without a model: it hashes its inputs instead of computing."""
 
     def __init__(self, keep: int) -> None:
         """Create a trainer without policies."""
-        self._policies: dict[str, _Policy] = {}
+        super().__init__()
         self._keep = keep
-        self._serial = Serial()
 
     def digest(self, policy: str) -> str:
         """Return the hash of everything that the policy was trained on."""
         return self._policy(policy).weights["policy"]
 
-    def version(self, policy: str) -> PolicyVersion:
-        """Return the version of a policy; see `Trainer.version`."""
-        return self._policy(policy).version
-
-    def begin_incarnation(self, policy: str, incarnation: int) -> None:
-        """Set the incarnation of a policy's later versions; see `Trainer.begin_incarnation`."""
-        mine = self._policy(policy)
-        mine.version = PolicyVersion(incarnation, mine.version.n)
-
     async def create(self, policy: str, spec: PolicySpec) -> None:
         """Create a policy; see `Trainer.create`. Without a model all policies begin alike."""
-        if policy in self._policies:
-            raise ConfigError(f"the trainer has a policy {policy!r} already")
+        self._check_new(policy)
         self._policies[policy] = _Policy(spec)
 
     async def remove(self, policy: str) -> None:
@@ -183,8 +169,7 @@ class FakeTrainer:
             whole = f"{mine.weights[network]}{mine.gradients[network]}{params.learning_rate!r}"
             mine.weights[network], mine.gradients[network] = hashlib.sha256(whole.encode()).hexdigest(), ""
             if network == "policy":
-                if not mine.changed:
-                    mine.version, mine.changed = mine.version.following, True
+                mine.count_update()
                 fault_point("after_step")
             return OptimReport(learning_rate=params.learning_rate, grad_norm=0.0)
 
@@ -200,8 +185,7 @@ class FakeTrainer:
                 (path / CRITIC_FILE).write_text(mine.weights["critic"], encoding="utf-8")
 
         async def work() -> Path:
-            full = {**state, "incarnation": mine.version.incarnation, "n": mine.version.n}
-            return checkpoint.write(folder, int(state["step"]), fill, full, self._keep)
+            return checkpoint.write(folder, int(state["step"]), fill, mine.stored(state), self._keep)
 
         return await self._serial.run_idempotent(policy, request_id, work)
 
@@ -210,10 +194,9 @@ class FakeTrainer:
         mine = self._policy(policy)
 
         async def work() -> None:
-            state = {"incarnation": mine.version.incarnation, "n": mine.version.n}
             weights = mine.weights["policy"]
             checkpoint.write_weights_folder(
-                folder, step, lambda path: (path / WEIGHTS_FILE).write_text(weights, encoding="utf-8"), state
+                folder, step, lambda path: (path / WEIGHTS_FILE).write_text(weights, encoding="utf-8"), mine.stored({})
             )
 
         await self._serial.run_idempotent(policy, request_id, work)
@@ -228,7 +211,7 @@ class FakeTrainer:
         mine.weights["policy"] = (path / WEIGHTS_FILE).read_text(encoding="utf-8")
         if mine.spec.critic:
             mine.weights["critic"] = (path / CRITIC_FILE).read_text(encoding="utf-8")
-        mine.version = PolicyVersion(int(state["incarnation"]), int(state["n"]))
+        mine.restore_version(state)
         return state
 
     async def weights(self, policy: str) -> WeightSource:
@@ -238,13 +221,6 @@ class FakeTrainer:
 
     async def close(self) -> None:
         """Do nothing: there are no processes and no memory to free."""
-
-    def _policy(self, policy: str) -> _Policy:
-        """Return the stored state of a policy."""
-        found = self._policies.get(policy)
-        if found is None:
-            raise NotFound(f"the trainer has no policy {policy!r}")
-        return found
 
 
 def _check(policy: _Policy, network: Network) -> None:

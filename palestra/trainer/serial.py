@@ -1,15 +1,16 @@
-"""Run the requests to a trainer one after another, and each of them once."""
+"""What all trainers have in common: policies with their versions, and requests one after another, each of them once."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from palestra.errors import Expired
+from palestra.errors import ConfigError, Expired, NotFound
 from palestra.trainer.base import StepReport
+from palestra.types.calls import FIRST_VERSION, PolicyVersion
 
 T = TypeVar("T")
 REMEMBERED = 64
@@ -113,3 +114,59 @@ class Serial:
         """Run `work` while no other work of this object runs."""
         async with self._lock:
             return await work()
+
+
+class VersionedPolicy:
+    """The version of a policy's master weights.
+
+    Attributes:
+        changed: whether the weights were updated since an engine last got them.
+    """
+
+    version = FIRST_VERSION
+    changed = False
+
+    def count_update(self) -> None:
+        """Increment the version; all updates between two publications count once."""
+        if not self.changed:
+            self.version, self.changed = self.version.following, True
+
+    def stored(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a checkpoint, with the version."""
+        return {**state, "incarnation": self.version.incarnation, "n": self.version.n}
+
+    def restore_version(self, state: Mapping[str, Any]) -> None:
+        """Take over the version from the state of a checkpoint."""
+        self.version = PolicyVersion(int(state["incarnation"]), int(state["n"]))
+
+
+P = TypeVar("P", bound=VersionedPolicy)
+
+
+class PolicyTrainer(Generic[P]):
+    """A trainer's policies by name, and its requests."""
+
+    def __init__(self) -> None:
+        self._policies: dict[str, P] = {}
+        self._serial = Serial()
+
+    def version(self, policy: str) -> PolicyVersion:
+        """Return the version of a policy's master weights; see `Trainer.version`."""
+        return self._policy(policy).version
+
+    def begin_incarnation(self, policy: str, incarnation: int) -> None:
+        """Set the incarnation of a policy's later versions; see `Trainer.begin_incarnation`."""
+        mine = self._policy(policy)
+        mine.version = PolicyVersion(incarnation, mine.version.n)
+
+    def _policy(self, policy: str) -> P:
+        """Return a policy by its name."""
+        found = self._policies.get(policy)
+        if found is None:
+            raise NotFound(f"the trainer has no policy {policy!r}")
+        return found
+
+    def _check_new(self, policy: str) -> None:
+        """Raise ConfigError if there is a policy of this name."""
+        if policy in self._policies:
+            raise ConfigError(f"the trainer has a policy {policy!r} already")

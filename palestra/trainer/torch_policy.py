@@ -28,8 +28,9 @@ from palestra.trainer.critic import Critic, CriticGradient, copy_weights
 from palestra.trainer.gradient import Gradient, numbers_by_row
 from palestra.trainer.optimizer import Named, Optimizer
 from palestra.trainer.packing import MicroBatch, Pass, pack
+from palestra.trainer.serial import VersionedPolicy
 from palestra.trainer.token_forward import TokenForward, columns_of
-from palestra.types.calls import Floats, PolicyVersion
+from palestra.types.calls import Floats
 from palestra.types.records import TrainSample
 
 # More tokens are slower even on two cores: attention in a tree takes time with its square (docs/benchmarks.md).
@@ -55,12 +56,8 @@ class PolicyNetworks:
     critic_target: CausalLM | None = None
 
 
-class TorchPolicy:
-    """The weights, the optimizer and the version of one policy; the trainer's thread runs its methods.
-
-    Attributes:
-        changed: whether the weights were updated since an engine last got them.
-    """
+class TorchPolicy(VersionedPolicy):
+    """The weights, the optimizer and the version of one policy; the trainer's thread runs its methods."""
 
     def __init__(
         self,
@@ -83,8 +80,6 @@ class TorchPolicy:
         self._forward = TokenForward(model, masks, device)
         self._frozen = {name: TokenForward(other, masks, device) for name, other in networks.frozen.items()}
         self._critic = None if networks.critic is None else Critic(networks.critic, config, networks.critic_target)
-        self.version = PolicyVersion(0, 0)
-        self.changed = False
 
     @property
     def parameters(self) -> Named:
@@ -196,21 +191,21 @@ class TorchPolicy:
         return report
 
     def count(self, report: OptimReport) -> None:
-        """Increment the version after an update; all updates between two publications count once."""
-        if report.applied and not self.changed:
-            self.version, self.changed = self.version.following, True
+        """Increment the version if an update was applied."""
+        if report.applied:
+            self.count_update()
 
     def save(self, folder: Path, state: Mapping[str, Any], keep: int) -> Path:
         """Write a checkpoint that transformers can load; see `Trainer.save`."""
-        full = {**state, "incarnation": self.version.incarnation, "n": self.version.n}
-        written = checkpoint.write(folder, int(state["step"]), self._fill, full, keep)
+        written = checkpoint.write(folder, int(state["step"]), self._fill, self.stored(state), keep)
         return_freed_memory()  # here, because a checkpoint takes long in any case and is written every few steps
         return written
 
     def save_weights(self, folder: Path, step: int) -> None:
         """Write weights and tokenizer alone; see `Trainer.save_weights`."""
-        state = {"incarnation": self.version.incarnation, "n": self.version.n}
-        checkpoint.write_weights_folder(folder, step, lambda path: self.model.save(path, self._tokenizer), state)
+        checkpoint.write_weights_folder(
+            folder, step, lambda path: self.model.save(path, self._tokenizer), self.stored({})
+        )
         return_freed_memory()
 
     def optimizers(self) -> list[tuple[str, Optimizer]]:
@@ -235,5 +230,5 @@ class TorchPolicy:
         self.optimizer.read(path, OPTIMIZER)
         if self._critic is not None:
             self._critic.read(path)
-        self.version = PolicyVersion(int(state["incarnation"]), int(state["n"]))
+        self.restore_version(state)
         return state

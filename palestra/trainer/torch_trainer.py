@@ -15,7 +15,7 @@ from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import build_loss
 from palestra.config import TrainerConfig
-from palestra.errors import ConfigError, NotFound
+from palestra.errors import ConfigError
 from palestra.models.causal_lm import CausalLM
 from palestra.models.device import device_of, precision_of
 from palestra.models.loading import LoadedModels
@@ -23,9 +23,8 @@ from palestra.models.shared_cores import SharedCores
 from palestra.models.weights import LocalWeights, WeightSource
 from palestra.threads import in_thread
 from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
-from palestra.trainer.serial import Serial
+from palestra.trainer.serial import PolicyTrainer
 from palestra.trainer.torch_policy import PolicyNetworks, TorchPolicy
-from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 
 T = TypeVar("T")
@@ -77,7 +76,7 @@ class NetworkLoading:
         return model
 
 
-class TorchTrainer:
+class TorchTrainer(PolicyTrainer[TorchPolicy]):
     """A `Trainer` that computes with torch in this process, on one device."""
 
     def __init__(
@@ -86,27 +85,16 @@ class TorchTrainer:
         """Create a trainer without policies. `models` may be shared with an engine. `deterministic`: a policy's numbers
         are the same bit for bit whatever else is computed.
         """
+        super().__init__()
         self._config, self._keep, self._models = config, keep, models or LoadedModels()
         self._deterministic = deterministic
         self._cores = SharedCores(config.threads, fixed=deterministic)
-        self._policies: dict[str, TorchPolicy] = {}
-        self._serial = Serial()
-
-    def version(self, policy: str) -> PolicyVersion:
-        """Return the version of a policy's master weights; see `Trainer.version`."""
-        return self._policy(policy).version
-
-    def begin_incarnation(self, policy: str, incarnation: int) -> None:
-        """Set the incarnation of a policy's later versions; see `Trainer.begin_incarnation`."""
-        mine = self._policy(policy)
-        mine.version = PolicyVersion(incarnation, mine.version.n)
 
     async def create(self, policy: str, spec: PolicySpec) -> None:
         """Load a policy's weights onto the configured device; see `Trainer.create`."""
 
         def work() -> None:
-            if policy in self._policies:
-                raise ConfigError(f"the trainer has a policy {policy!r} already")
+            self._check_new(policy)
             self._add(policy, self._loaded(spec))
 
         await self._serial.run(lambda: self._in_thread(work))
@@ -213,13 +201,6 @@ class TorchTrainer:
                 policy.close()
 
         await self._serial.run(work)
-
-    def _policy(self, policy: str) -> TorchPolicy:
-        """Return a policy by its name."""
-        found = self._policies.get(policy)
-        if found is None:
-            raise NotFound(f"the trainer has no policy {policy!r}")
-        return found
 
     def _at_hand(self, name: str) -> TorchPolicy:
         """Return a policy whose weights are in memory; runs in the trainer's thread."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import build_loss
 from palestra.config import TrainerConfig
-from palestra.errors import ConfigError, NotFound, WorkerCrashLoop
+from palestra.errors import ConfigError, WorkerCrashLoop
 from palestra.faults import fault_point
 from palestra.models.weights import FileWeights, WeightSource
 from palestra.threads import in_thread
@@ -25,9 +25,8 @@ from palestra.trainer import checkpoint
 from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
 from palestra.trainer.metrics import MetricSums, SentSums
 from palestra.trainer.packing import Tree
-from palestra.trainer.serial import Serial
+from palestra.trainer.serial import PolicyTrainer, Serial, VersionedPolicy
 from palestra.trainer.sharded.processes import RankPlaces, RankProcesses
-from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 
 _TRIES = 10  # of finding the smallest limit, by halves
@@ -86,15 +85,7 @@ def _add(tree: Tree, rows: Sequence[TokenRun]) -> None:
         tree.add(row, tree.shared(row))
 
 
-@dataclass(slots=True)
-class _Policy:
-    """The coordinator's record of a policy; the fields are those of `TorchPolicy`."""
-
-    version: PolicyVersion = field(default_factory=lambda: PolicyVersion(0, 0))
-    changed: bool = False
-
-
-class ShardedTrainer:
+class ShardedTrainer(PolicyTrainer[VersionedPolicy]):
     """A `Trainer` over rank processes, which are started with the first policy.
 
     When a rank is lost, all are ended, and every call raises TrainerLost until `renew` starts new ranks without
@@ -115,11 +106,10 @@ class ShardedTrainer:
         """Create a trainer without policies or ranks. Engines get matrices in `weights_dtype`. `deterministic`: equal
         requests give equal bits. Without `places` the ranks run on this machine.
         """
+        super().__init__()
         self._places = places or RankPlaces()
         self._config, self._keep, self._weights_dtype = config, keep, weights_dtype
         self._deterministic, self._pictures = deterministic, pictures
-        self._policies: dict[str, _Policy] = {}
-        self._serial = Serial()
         self._ranks: RankProcesses | None = None
         self._losses = 0  # since the newest checkpoint
         self._given_up = False
@@ -164,27 +154,17 @@ class ShardedTrainer:
         self._ranks = RankProcesses(self._config, self._deterministic, self._places, self._pictures)
         await self._ranks.start()
 
-    def version(self, policy: str) -> PolicyVersion:
-        """Return the version of a policy's master weights; see `Trainer.version`."""
-        return self._policy(policy).version
-
-    def begin_incarnation(self, policy: str, incarnation: int) -> None:
-        """Set the incarnation of a policy's later versions; see `Trainer.begin_incarnation`."""
-        mine = self._policy(policy)
-        mine.version = PolicyVersion(incarnation, mine.version.n)
-
     async def create(self, policy: str, spec: PolicySpec) -> None:
         """Load a policy on all ranks, and start them if necessary; see `Trainer.create`."""
         if spec.critic is not None:
             raise ConfigError("a policy with a critic is trained on one device; set trainer.devices = 1")
 
         async def work() -> None:
-            if policy in self._policies:
-                raise ConfigError(f"the trainer has a policy {policy!r} already")
+            self._check_new(policy)
             if self._ranks is None:
                 await self._start()
             await self._all("create", policy, spec)
-            self._policies[policy] = _Policy()
+            self._policies[policy] = VersionedPolicy()
 
         await self._serial.run(work)
 
@@ -242,8 +222,8 @@ class ShardedTrainer:
         async def work() -> OptimReport:
             fault_point("before_step")
             report: OptimReport = (await self._all("step", policy, params))[0]
-            if report.applied and not mine.changed:
-                mine.version, mine.changed = mine.version.following, True
+            if report.applied:
+                mine.count_update()
             fault_point("after_step")
             return report
 
@@ -274,8 +254,7 @@ class ShardedTrainer:
         mine = self._policy(policy)
 
         async def work() -> Path:
-            full = {**state, "incarnation": mine.version.incarnation, "n": mine.version.n}
-            step = int(state["step"])
+            step, full = int(state["step"]), mine.stored(state)
             found = await self._written(
                 policy, True, lambda fill: checkpoint.write(folder, step, fill, full, self._keep)
             )
@@ -289,7 +268,7 @@ class ShardedTrainer:
         mine = self._policy(policy)
 
         async def work() -> None:
-            state = {"incarnation": mine.version.incarnation, "n": mine.version.n}
+            state = mine.stored({})
             await self._written(policy, False, lambda fill: checkpoint.write_weights_folder(folder, step, fill, state))
 
         await self._serial.run_idempotent(policy, request_id, work)
@@ -313,7 +292,7 @@ class ShardedTrainer:
                 return None
             path, state = found
             await self._all("read", policy, path)
-            mine.version = PolicyVersion(int(state["incarnation"]), int(state["n"]))
+            mine.restore_version(state)
             return state
 
         return await self._serial.run(work)
@@ -356,13 +335,6 @@ class ShardedTrainer:
         """Call a method of the first ranks, each with its own arguments; see `RankProcesses.call`."""
         assert self._ranks is not None
         return await self._ranks.call(name, arguments)
-
-    def _policy(self, policy: str) -> _Policy:
-        """Return a policy by its name."""
-        found = self._policies.get(policy)
-        if found is None:
-            raise NotFound(f"the trainer has no policy {policy!r}")
-        return found
 
 
 def _merged(parts: Sequence[tuple[StepReport, SentSums]], logprobs: bool) -> StepReport:
