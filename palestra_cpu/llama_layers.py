@@ -27,7 +27,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers.activations import SiLUActivation
 
 from palestra.models.attention_backend import AttentionSlot
-from palestra.models.rounded_head import is_called_as_it_is
+from palestra.models.output_head import is_called_as_it_is
 from palestra_cpu.cpu_kernels import CpuKernels, cpu_kernels
 from palestra_cpu.kernel_arguments import CachedRows, DecodingLayer
 from palestra_cpu.packed import PackedLinear, packed_part

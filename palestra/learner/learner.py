@@ -17,7 +17,6 @@ from typing import Any
 from palestra.algorithms.base import Algorithm
 from palestra.errors import ConfigError
 from palestra.faults import fault_point
-from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.engine_check import check_engine
 from palestra.learner.evaluation import validate
 from palestra.learner.groups import DynamicSampling, Gathered, gather_groups
@@ -27,7 +26,7 @@ from palestra.learner.pools import Pools
 from palestra.learner.recordings import Recordings, gather_recorded
 from palestra.learner.reporting import PlayingTime, StepLog, checkpoints_of, role_metrics
 from palestra.learner.samplers import SamplerMaker
-from palestra.learner.schedule import SAMPLED, TrainingBudget
+from palestra.learner.schedule import SAMPLED, CheckpointSchedule, TrainingBudget
 from palestra.learner.task_source import open_source
 from palestra.learner.update import PolicyUpdate
 from palestra.models.weights import WeightSource

@@ -29,12 +29,11 @@ from palestra.learner.batch import (
     staleness_of,
     token_metrics,
 )
-from palestra.learner.checkpoints import Stateful
 from palestra.learner.metrics import loss_metrics, with_environments
 from palestra.learner.open_run import OpenRun
 from palestra.learner.replay import ReplayBuffer
 from palestra.learner.reporting import TrainedRow, trained_calls
-from palestra.learner.schedule import TrainingBudget
+from palestra.learner.schedule import Stateful, TrainingBudget
 from palestra.learner.shares import shares_of
 from palestra.learner.teacher import ServedTeacher
 from palestra.threads import freed

@@ -31,12 +31,10 @@ from palestra.models.adapters import Adapter, merge
 from palestra.models.attention_backend import AttentionBackend, AttentionSlot, TrialAttention, recomputed
 from palestra.models.catalog import model_folder
 from palestra.models.kernels import kernels
-from palestra.models.logits import Correction, is_adapted, sharpened
+from palestra.models.output_head import Correction, HeadWeights, RoundedHead, is_adapted, is_called_as_it_is, sharpened
 from palestra.models.quiet import NO_CODE, NO_PICKLE, as_model_error, quiet_transformers
-from palestra.models.rounded_head import HeadWeights, RoundedHead, is_called_as_it_is
-from palestra.models.vision.placed import PictureRows, PlacedPicture
 from palestra.models.vision.processor import has_vision
-from palestra.models.vision.vision import Vision, load_vision_model
+from palestra.models.vision.vision import PictureRows, PlacedPicture, Vision, load_vision_model
 from palestra.types.calls import TokenSequence
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from palestra.errors import ModelError
 from palestra.models.causal_lm import CausalLM
-from palestra.models.logits import Correction, unpack_bits
-from palestra.models.rounded_head import HeadWeights, RoundedHead
-from palestra.models.vision.placed import AXES, PictureRows, PlacedPicture
+from palestra.models.output_head import Correction, HeadWeights, RoundedHead, unpack_bits
+from palestra.models.vision.vision import AXES, PictureRows, PlacedPicture
 from palestra.trainer.constraints import GrammarMasks, allowed_tokens
 from palestra.trainer.packing import MicroBatch, Tree
 from palestra.trainer.tree_attention import TreeAttention

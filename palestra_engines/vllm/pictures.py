@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from palestra.errors import EngineFailure
-from palestra.models.vision.placed import PlacedPicture, placed_pictures
 from palestra.models.vision.processor import PictureProcessor
-from palestra.models.vision.vision import KeptPixels
+from palestra.models.vision.vision import KeptPixels, PlacedPicture, placed_pictures
 from palestra.types.calls import TokenSequence
 from palestra.types.messages import Pictures
 

@@ -19,7 +19,7 @@ import palestra
 from palestra import JobConfig
 from palestra.trainer.sharded.trainer import ShardedTrainer
 
-PROGRAM = "palestra.trainer.sharded.rank_process"
+PROGRAM = "palestra.trainer.sharded.processes"
 TASKS = [{"prompt": f"say {i}"} for i in range(6)]
 
 

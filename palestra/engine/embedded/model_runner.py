@@ -35,9 +35,9 @@ from palestra.grammars.pool import Grammars
 from palestra.models.adapter_stacks import Runs
 from palestra.models.adapters import LORA_EMBEDDING
 from palestra.models.causal_lm import CausalLM
-from palestra.models.logits import mask_bits, unpack_bits
 from palestra.models.mixed_adapters import MIN_ROWS, MixedModel
-from palestra.models.vision.placed import PlacedPicture, joined_positions
+from palestra.models.output_head import mask_bits, unpack_bits
+from palestra.models.vision.vision import PlacedPicture, joined_positions
 from palestra.types.calls import TokenSequence
 
 if TYPE_CHECKING:

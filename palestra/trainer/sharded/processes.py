@@ -1,10 +1,21 @@
-"""The processes of a trainer's ranks, as the job sees them: started together, watched, and ended together."""
+"""The processes of a trainer's ranks: started together, watched, and ended together; and the program of one.
+
+python -m palestra.trainer.sharded.processes SOCKET, the number of an open socket, is a rank. It imports torch only
+after its first sign of life.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import os
+import queue
+import shutil
+import signal
+import socket
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +26,14 @@ from msgspec import Raw
 
 from palestra.config import TrainerConfig
 from palestra.errors import InvalidRequest, ServerFailed, TrainerLost
-from palestra.models.device import available_cores
+from palestra.models.device import available_cores, tune_malloc
 from palestra.models.numerics import numerics
 from palestra.models.weights import OwnedFolder
-from palestra.process.channel import CallBroken, Cause, Channel, Remote, TakenBack
-from palestra.process.child import ChildProcess, ProcessStarter, how_lost, start_process
+from palestra.process.channel import Beat, BlockingChannel, Call, CallBroken, Cause, Channel, Remote, TakenBack
+from palestra.process.child import HOSTED, ChildProcess, ProcessStarter, die_with_parent, how_lost, start_process
 from palestra.process.codec import decode
-from palestra.process.stub import method_of
+from palestra.process.stub import answer_of, method_of
 from palestra.threads import in_thread
-from palestra.trainer.sharded.rank_process import FOLDER, PROGRAM
 from palestra.waiting import cancelled, together
 
 log = logging.getLogger("palestra.trainer")
@@ -258,3 +268,69 @@ class _RankProcess:
         """Wait for the process, which has been killed, and close the socket."""
         await self._process.how_ended()
         await self.remote.close()
+
+
+# The program of a rank
+
+BEAT_SECONDS = 1.0
+PROGRAM = "palestra.trainer.sharded.processes"
+FOLDER = "PALESTRA_RANK_FOLDER"  # of the trainer, in shared memory: removed by a rank whose job has died
+_PROCESS = "process-"  # in the folder: begins the name of an empty file of each rank, which its process id ends
+
+
+def _read(channel: BlockingChannel, calls: queue.SimpleQueue[Call], folder: Path) -> None:
+    """Put calls into the queue; end the process when the job closes the connection."""
+    for message in channel.messages():
+        if isinstance(message, Call):
+            calls.put(message)
+    others = [] if HOSTED in os.environ else _ranks_here(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    for process in others:  # one that is stopped does not see that the job is gone
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    os._exit(1)  # the other threads may be computing, or waiting for ranks that have ended
+
+
+def _beat(channel: BlockingChannel) -> None:
+    """Say that the process lives; not after it was stopped, or while the system swaps."""
+    with contextlib.suppress(OSError):
+        while True:
+            channel.send(Beat())
+            time.sleep(BEAT_SECONDS)
+
+
+def _ranks_here(folder: Path) -> list[int]:
+    """Return the pids of the trainer's other ranks, which write them into the folder; reused pids are left out."""
+    found = []
+    for file in folder.glob(f"{_PROCESS}*"):
+        process = int(file.name.removeprefix(_PROCESS))
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{process}/cmdline").read_bytes()
+            if process != os.getpid() and PROGRAM.encode() in command:
+                found.append(process)
+    return found
+
+
+def _main() -> None:
+    """Answer calls until the job closes the connection."""
+    if HOSTED in os.environ:  # else a rank outlives a job that was killed, to remove its folder
+        die_with_parent()
+    # Ctrl-C reaches all processes of a terminal, and SIGTERM those of a group; the job saves before it ends.
+    for sent in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sent, signal.SIG_IGN)
+    folder = Path(os.environ[FOLDER])
+    with contextlib.suppress(FileNotFoundError):  # the job is gone already, which the socket says, too
+        (folder / f"{_PROCESS}{os.getpid()}").touch()
+    channel, calls = BlockingChannel(socket.socket(fileno=int(sys.argv[1]))), queue.SimpleQueue[Call]()
+    threading.Thread(target=_beat, args=(channel,), name="palestra-rank-beat", daemon=True).start()
+    threading.Thread(target=_read, args=(channel, calls, folder), name="palestra-rank-read", daemon=True).start()
+    tune_malloc()
+    from palestra.trainer.sharded.rank import Rank  # torch comes after the first sign of life
+
+    rank = Rank()
+    while True:
+        channel.send(answer_of(rank, calls.get()))
+
+
+if __name__ == "__main__":
+    _main()

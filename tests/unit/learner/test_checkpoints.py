@@ -6,7 +6,7 @@ import pytest
 
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
-from palestra.learner.checkpoints import CheckpointSchedule
+from palestra.learner.schedule import CheckpointSchedule
 from palestra.trainer.checkpoint import best_weights
 from palestra.trainer.fake import FakeTrainer
 

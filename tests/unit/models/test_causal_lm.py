@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from palestra.errors import ModelError
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import CausalLM, load_causal_lm, load_tokenizer
-from palestra.models.logits import EXACT_LOGITS
+from palestra.models.output_head import EXACT_LOGITS
 
 
 class Causal:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from palestra.models.logits import EXACT_LOGITS, _largest
+from palestra.models.output_head import EXACT_LOGITS, _largest
 
 
 @pytest.mark.parametrize("vocabulary", [7, 64, 1000, 1024, 1100, 49_152, 49_153])

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from palestra.models import rounded_head
+from palestra.models import output_head
 from palestra.models.attention_backend import TrialAttention
-from palestra.models.rounded_head import HeadWeights, RoundedHead
+from palestra.models.output_head import HeadWeights, RoundedHead
 
 SIZES = (5, 1, 7)  # positions of each chunk
 
@@ -38,8 +38,8 @@ def gradients(head: nn.Linear, hidden: Tensor, factors: Tensor, product, again: 
 @pytest.mark.parametrize("most", [0, 1000, 2**27], ids=["each chunk", "some chunks", "all chunks"])
 @pytest.mark.parametrize("rows", [7, 40, 4096])
 def test_chunks_have_the_modules_scores_and_gradients(monkeypatch, again, most, rows):
-    monkeypatch.setattr(rounded_head, "_ROWS", rows)
-    monkeypatch.setattr(rounded_head, "_KEPT_BYTES", most)
+    monkeypatch.setattr(output_head, "_ROWS", rows)
+    monkeypatch.setattr(output_head, "_KEPT_BYTES", most)
     head, hidden, factors = made()
     wanted = gradients(head, hidden, factors, head, again)
     found = gradients(head, hidden, factors, RoundedHead(HeadWeights(head)), again)
@@ -160,8 +160,8 @@ def test_a_pass_of_a_trainer_makes_one_gradient_of_a_tied_matrix(tiny, monkeypat
     """It is begun before that of the layers, so that gradients of scores take no memory meanwhile."""
     tiny.compute_in(torch.bfloat16)
     assert tiny.model.get_output_embeddings().weight is tiny.model.get_input_embeddings().weight
-    order, compute = [], rounded_head._Gradient._compute
-    monkeypatch.setattr(rounded_head._Gradient, "_compute", lambda own: (order.append("scores"), compute(own)))
+    order, compute = [], output_head._Gradient._compute
+    monkeypatch.setattr(output_head._Gradient, "_compute", lambda own: (order.append("scores"), compute(own)))
     found = gradients_of_a_pass(tiny, tiny.head_weights(), True, order)
     assert order == ["scores", "layers"]
     for name, wanted in gradients_of_a_pass(tiny, tiny.head_weights(), False, order).items():

@@ -8,8 +8,7 @@ from palestra.errors import ConfigError, ModelError
 from palestra.models.attention_backend import TrialAttention
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.loading import LoadedModels
-from palestra.models.vision.placed import placed_pictures
-from palestra.models.vision.vision import KeptEmbeddings, KeptPixels
+from palestra.models.vision.vision import KeptEmbeddings, KeptPixels, placed_pictures
 from palestra.types.calls import MediaSpan
 from unit.vision.seeing import (
     NAME,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from palestra.config import TINY_QWEN_VL
 from palestra.errors import ModelError
 from palestra.models.catalog import model_folder
-from palestra.models.vision.placed import PlacedPicture, Plane, joined_positions, plane_positions
+from palestra.models.vision.vision import PlacedPicture, Plane, joined_positions, plane_positions
 from unit.vision.seeing import Shown, noise, renderer_of, seeing, transformers_model, user
 
 PICTURE, TEXT = 7, 1

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: F4
 import palestra.models.loading  # noqa: F401
 import palestra.trainer.sharded.rank  # noqa: F401
 from palestra.process.child import LocalProcess
-from palestra.trainer.sharded.rank_process import _main
+from palestra.trainer.sharded.processes import _main
 
-PROGRAM = "palestra.trainer.sharded.rank_process"
+PROGRAM = "palestra.trainer.sharded.processes"
 
 
 class _Popen:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from palestra.config import TrainerConfig
 from palestra.trainer.sharded import network, rank
-from palestra.trainer.sharded.rank_process import _main
+from palestra.trainer.sharded.processes import _main
 
 _share = network.fully_shard
 

@@ -46,7 +46,7 @@ SPECS = {
 
 async def start_offloading(module: str, variables: Mapping[str, str]) -> LocalProcess:
     """Start the program of these tests in the place of that of a rank."""
-    assert module == "palestra.trainer.sharded.rank_process"
+    assert module == "palestra.trainer.sharded.processes"
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     return await start_process("unit.trainer.sharded.offloading_rank", {**variables, "PYTHONPATH": path})
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from palestra.process.channel import Beat, BlockingChannel
-from palestra.trainer.sharded.rank_process import FOLDER
+from palestra.trainer.sharded.processes import FOLDER
 
 
 @pytest.mark.slow
@@ -22,7 +22,7 @@ def test_a_rank_says_that_it_lives_and_ends_with_the_job_whose_folder_it_removes
     folder = tmp_path / "ranks"
     folder.mkdir()
     process = subprocess.Popen(
-        [sys.executable, "-m", "palestra.trainer.sharded.rank_process", str(theirs.fileno())],
+        [sys.executable, "-m", "palestra.trainer.sharded.processes", str(theirs.fileno())],
         pass_fds=(theirs.fileno(),),
         env={**os.environ, FOLDER: str(folder)},
     )
@@ -48,7 +48,7 @@ def test_a_rank_that_is_stopped_is_ended_by_another_one_when_the_job_is_gone(tmp
     try:
         for _ in range(2):
             own, theirs = socket.socketpair()
-            words = [sys.executable, "-m", "palestra.trainer.sharded.rank_process", str(theirs.fileno())]
+            words = [sys.executable, "-m", "palestra.trainer.sharded.processes", str(theirs.fileno())]
             ranks.append(subprocess.Popen(words, pass_fds=(theirs.fileno(),), env={**os.environ, FOLDER: str(folder)}))
             theirs.close()
             own.settimeout(60)
@@ -69,7 +69,7 @@ def test_a_rank_that_is_stopped_is_ended_by_another_one_when_the_job_is_gone(tmp
 JOB = """
 import os, socket, subprocess, sys, time
 own, theirs = socket.socketpair()
-words = [sys.executable, "-m", "palestra.trainer.sharded.rank_process", str(theirs.fileno())]
+words = [sys.executable, "-m", "palestra.trainer.sharded.processes", str(theirs.fileno())]
 print(subprocess.Popen(words, pass_fds=(theirs.fileno(),), stdout=subprocess.DEVNULL).pid, flush=True)
 theirs.close()
 time.sleep(60)
