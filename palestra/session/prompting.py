@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
@@ -25,6 +25,8 @@ LONG_TEXT = 8_000  # characters (or as much other work) above which rendering is
 _VALUE = 40  # a message, tool call or value of a tool costs as much as this many characters, besides its text
 MANY_TOKENS = 4096  # decoding more tokens takes longer than handing them to a thread
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Tools = tuple[dict[str, Any], ...]
 
 
@@ -148,10 +150,7 @@ class PromptBuilder:
         same = past.history.same(call.policy, call.messages)
         new = call.messages[same:]
         pool = self._pool_of(new, call.tools, renderer)
-        if pool is None:
-            keys = past.history.keys(call.policy, new)
-        else:
-            keys = await pool.run(past.history.keys, call.policy, new)
+        keys = await _in(pool, past.history.keys, call.policy, new)
         match = past.history.match(call.policy, call.messages, keys, same)
         prompt = None
         if match.call is not None and match.call.tools == call.tools:
@@ -173,10 +172,7 @@ class PromptBuilder:
         """
         vocabulary = renderer.vocabulary
         if isinstance(prompt, str):
-            long = len(prompt) > LONG_TEXT
-            ids: Ids = (
-                await self._pool.run(vocabulary.encode, prompt, room) if long else vocabulary.encode(prompt, room)
-            )
+            ids: Ids = await _in(self._pool if len(prompt) > LONG_TEXT else None, vocabulary.encode, prompt, room)
         elif room is not None and len(prompt) > room:
             raise ContextOverflow(len(prompt), room + 1)
         else:
@@ -218,10 +214,7 @@ class PromptBuilder:
             pool = self._pool_of(new, (), renderer)
         room = None if room is None or pool is None else max(room - call.tokens, 0)
         said = (lambda: call.prompt_ids), call.completion_ids
-        if pool is None:
-            tail = renderer.extend(*said, new, asked.tools, room)
-        else:
-            tail = await pool.run(renderer.extend, *said, new, asked.tools, room)
+        tail = await _in(pool, renderer.extend, *said, new, asked.tools, room)
         if tail is None:
             return None
         ids = np.concatenate((call.ids, tail.ids)).astype(np.int32, copy=False)
@@ -256,11 +249,7 @@ class PromptBuilder:
         """Render the whole conversation, and find out why it does not start with an earlier call, if it should have."""
         messages, tools = call.messages, call.tools
         # A short prompt is tokenised whole, so that the error for one that does not fit has its exact length.
-        whole: TokenSequence
-        if pool is None:
-            whole = renderer.render(messages, tools, None)
-        else:
-            whole = await pool.run(renderer.render, messages, tools, room)
+        whole = await _in(pool, renderer.render, messages, tools, None if pool is None else room)
         exact = match.call is not None and common_tokens(whole, match.call.sequence) == match.call.tokens
         digest = b"" if whole.media else blake2b(whole.ids.tobytes(), digest_size=16).digest()
         known = (match.call, match.call.tokens) if match.call and exact else None
@@ -272,18 +261,12 @@ class PromptBuilder:
         if match.reason is not None and not same_text:
             fork = _fork(match.reason, left, match.known, whole)
         elif match.call is not None and not exact:
-            decode = renderer.vocabulary.decode
-            if len(whole.ids) > MANY_TOKENS:
-                fork = await self._pool.run(_drift, match.call, whole, tools, decode)
-            else:
-                fork = _drift(match.call, whole, tools, decode)
+            decoding = self._pool if len(whole.ids) > MANY_TOKENS else None
+            fork = await _in(decoding, _drift, match.call, whole, tools, renderer.vocabulary.decode)
         shared_messages = 0
         if parent is not None and not parent.is_raw:
             said = (*parent.messages, parent.reply)
-            if pool is None:
-                shared_messages = _common_messages(messages, said)
-            else:
-                shared_messages = await pool.run(_common_messages, messages, said)
+            shared_messages = await _in(pool, _common_messages, messages, said)
         return Prompt(
             ids=whole.ids,
             sequence=whole,
@@ -335,6 +318,11 @@ class _Past:
             trie.clear()
         self._tries.clear()
         self.history.clear()
+
+
+async def _in(pool: WorkPool | None, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return the result of a function, called in a thread of the pool; None: it is short, and called here."""
+    return function(*args, **kwargs) if pool is None else await pool.run(function, *args, **kwargs)
 
 
 def _refuse_images(call: GenerationRequest) -> None:

@@ -106,7 +106,7 @@ class Gradient:
         assert isinstance(loss, Loss)
         self.model, self.micro_batches = forward.model, micro_batches
         self._forward, self._version, self._spec, self._loss = forward, version, spec, loss
-        self.sums = MetricSums([metric.name for metric in _policy_metrics(spec, loss, _measured_with(batch))])
+        self.sums = MetricSums([metric.name for metric in _policy_metrics(spec, loss, batch)])
         self._means = SequenceMeans(micro_batches) if loss.over_sequences else None
         self._trained: list[tuple[MicroBatch, Tensor]] | None = [] if logprobs else None
 
@@ -192,13 +192,9 @@ class Gradient:
         )
 
 
-def _measured_with(batch: Sequence[TrainSample]) -> bool:
-    """Return whether the divergence from a reference can be measured: the rows have its logprobs."""
-    return not batch or batch[0].reference_logprobs is not None
-
-
-def _policy_metrics(spec: LossSpec, loss: Loss, reference: bool) -> tuple[LossMetric, ...]:
+def _policy_metrics(spec: LossSpec, loss: Loss, batch: Sequence[TrainSample]) -> tuple[LossMetric, ...]:
     """Return the metrics that a gradient of the policy reports."""
+    reference = not batch or batch[0].reference_logprobs is not None
     if spec.kl_coefficient and not reference:
         raise ConfigError("a KL penalty needs rows with `reference_logprobs`")
     return (*TRAINER_METRICS, *(REFERENCE_METRICS if reference else ()), *loss.metrics)

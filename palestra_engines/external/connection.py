@@ -52,6 +52,7 @@ async def read_lines(answer: httpx2.Response, where: str) -> AsyncGenerator[byte
 
 
 CONNECT_SECONDS = 10.0
+QUICK, LOADING = 60.0, 600.0  # seconds that a route may take; those that replace weights take longest
 _REFUSED = (400, 404, 413, 422)  # statuses that say that the request is at fault
 _JSON = {"content-type": "application/json"}
 _MARKUP = (b"<!doctype", b"<html", b"<?xml")  # pages for a browser, which say no more than the status
@@ -99,16 +100,14 @@ class EngineConnection:
         """Return where the server listens, for messages."""
         return str(self._address)
 
-    async def get(self, path: str, seconds: float) -> Any:
+    async def get(self, path: str, seconds: float = QUICK) -> Any:
         """Return the JSON answer of a GET request; None: it is empty."""
         return self._json(path, await self._sent("GET", path, None, seconds))
 
-    async def identify(self, path: str, seconds: float, program: str) -> Any:
-        """Return the JSON of a route that identifies a server. `program` is the expected kind of server, such as
-        `vLLM`.
-        """
+    async def identify(self, path: str, program: str) -> Any:
+        """Return the JSON of a route that identifies a server of the expected kind, such as `vLLM`."""
         try:
-            body = await self._sent("GET", path, None, seconds)
+            body = await self._sent("GET", path, None, QUICK)
         except InvalidRequest as error:
             said = str(error).removeprefix(_REFUSES)
         else:
@@ -121,17 +120,17 @@ class EngineConnection:
             "docs/how-to/vllm-server.md says, or correct engine.url"
         )
 
-    async def get_text(self, path: str, seconds: float) -> str:
+    async def get_text(self, path: str) -> str:
         """Return the text of a GET request's answer; see `get`."""
-        return (await self._sent("GET", path, None, seconds)).decode(errors="replace")
+        return (await self._sent("GET", path, None, QUICK)).decode(errors="replace")
 
-    async def post(self, path: str, body: Body, seconds: float, query: Mapping[str, str] | None = None) -> Any:
+    async def post(self, path: str, body: Body, seconds: float = QUICK, query: Mapping[str, str] | None = None) -> Any:
         """Return the JSON answer of a POST request; None: it is empty. Raises InvalidRequest: the server refuses the
         request.
         """
         return self._json(path, await self._sent("POST", path, body, seconds, query))
 
-    async def order(self, path: str, body: Mapping[str, Any], seconds: float) -> None:
+    async def order(self, path: str, body: Mapping[str, Any], seconds: float = QUICK) -> None:
         """Send a POST request, and wait for success, ignoring the answer's text. Raises InvalidRequest: the server
         refuses the request.
         """
@@ -279,10 +278,10 @@ def tokenized(tokenizer: Any) -> SampleText:
     return SampleText(SAMPLE_TEXT, tuple(map(int, tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False))))
 
 
-async def check_tokenizer(http: EngineConnection, sample: SampleText, seconds: float) -> None:
+async def check_tokenizer(http: EngineConnection, sample: SampleText) -> None:
     """Compare a server's tokens of the sample text; vLLM and SGLang have the same route for that."""
     try:
-        found = await http.post("/tokenize", {"prompt": sample.text, "add_special_tokens": False}, seconds)
+        found = await http.post("/tokenize", {"prompt": sample.text, "add_special_tokens": False})
     except InvalidRequest:
         return  # a server that was started without a tokenizer, which can't be another one
     said = found.get("tokens") if isinstance(found, dict) else None

@@ -17,7 +17,7 @@ from palestra.terminal import one_line_of, problem
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
 from palestra_engines.external.api import Chunk, Counters
-from palestra_engines.external.connection import OTHER_MODEL, EngineConnection, SampleText, check_tokenizer
+from palestra_engines.external.connection import LOADING, OTHER_MODEL, EngineConnection, SampleText, check_tokenizer
 from palestra_engines.external.process import dotted, version_of
 from palestra_engines.external.reply import ReplyBounds
 
@@ -57,7 +57,6 @@ def sglang_sampling(sampling: SamplingParams, stop_ids: Collection[int]) -> dict
 
 OLDEST = (0, 5)  # it names versions of weights
 _KEPT_FREE = 6  # of the context beside the longest prompt, at most
-_QUICK, _LOADING = 60.0, 600.0  # seconds that a route may take; those that replace weights take longest
 _OF_WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
@@ -85,7 +84,7 @@ class SglangApi:
 
         The precision is not compared: SGLang only reports the one it was started with, usually `auto`.
         """
-        found = await self._http.identify("/get_model_info", _QUICK, "SGLang")
+        found = await self._http.identify("/get_model_info", "SGLang")
         if not isinstance(found, dict) or not found.get("is_generation", True):
             raise ConfigError("the engine's server has a model that does not generate")
         settings = await self._settings()
@@ -96,7 +95,7 @@ class SglangApi:
             )
         self._check_context(settings)
         if self._sample is not None:
-            await check_tokenizer(self._http, self._sample, _QUICK)
+            await check_tokenizer(self._http, self._sample)
 
     async def check(self, dtype: torch.dtype) -> None:
         """Inspect the server, and compare its vocabulary with the policy's model; see `EngineApi`."""
@@ -107,9 +106,9 @@ class SglangApi:
     async def _settings(self) -> Mapping[str, Any]:
         """Return the server's settings and limits."""
         try:
-            found = await self._http.get("/get_server_info", _QUICK)
+            found = await self._http.get("/get_server_info")
         except InvalidRequest:  # newer documentation has a shorter name
-            found = await self._http.get("/server_info", _QUICK)
+            found = await self._http.get("/server_info")
         if not isinstance(found, dict):
             raise ConfigError("the engine's server describes itself in a way that can't be read")
         return found
@@ -132,13 +131,13 @@ class SglangApi:
         size = self._bounds.vocab_size
         body = {"sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
         try:
-            await self._http.post("/generate", {"input_ids": [size - 1], **body}, _QUICK)
+            await self._http.post("/generate", {"input_ids": [size - 1], **body})
         except InvalidRequest as error:
             raise ConfigError(
                 f"the engine's server has another vocabulary than the policy's model ({error}); {OTHER_MODEL}"
             ) from error
         try:
-            await self._http.post("/generate", {"input_ids": [size], **body}, _QUICK)
+            await self._http.post("/generate", {"input_ids": [size], **body})
         except InvalidRequest:
             return
         raise ConfigError(f"the engine's server has more tokens than the {size} of the policy's model; {OTHER_MODEL}")
@@ -172,7 +171,7 @@ class SglangApi:
             "return_logprob": True,
             "logprob_start_len": 0,
         } | _adapter(adapter)
-        found = await self._http.post("/generate", body, _LOADING)
+        found = await self._http.post("/generate", body, LOADING)
         _check_echo(found, ids)
         try:
             said = found["meta_info"]["input_token_logprobs"]
@@ -184,11 +183,11 @@ class SglangApi:
 
     async def pause(self) -> None:
         """Stop, and requeue running replies, to be recomputed later; see `EngineApi`."""
-        await self._http.post("/pause_generation", {"mode": "retract"}, _QUICK)
+        await self._http.post("/pause_generation", {"mode": "retract"})
 
     async def resume(self) -> None:
         """Continue after `pause`; see `EngineApi`."""
-        await self._http.post("/continue_generation", {}, _QUICK)
+        await self._http.post("/continue_generation", {})
 
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
         """Let the server read a folder with the new weights and the model's other files; see `EngineApi`."""
@@ -196,7 +195,7 @@ class SglangApi:
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
         try:
             await in_thread(lambda: self._fill(folder, path))
-            answer = await self._http.post("/update_weights_from_disk", body, _LOADING)
+            answer = await self._http.post("/update_weights_from_disk", body, LOADING)
             if not isinstance(answer, dict) or answer.get("success") is not True:
                 raise EngineFailure(f"the server did not take version {version}: {one_line_of(answer)}")
         finally:
@@ -213,7 +212,7 @@ class SglangApi:
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Let the server read the folder; see `EngineApi`."""
         body = {"lora_name": name, "lora_path": str(folder)}
-        answer = await self._http.post("/load_lora_adapter", body, _LOADING)
+        answer = await self._http.post("/load_lora_adapter", body, LOADING)
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise EngineFailure(
                 f"the server did not take the adapter: {one_line_of(answer)}; docs/how-to/sglang.md has its command"
@@ -221,14 +220,14 @@ class SglangApi:
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; see `EngineApi`."""
-        await self._http.post("/unload_lora_adapter", {"lora_name": name}, _QUICK)
+        await self._http.post("/unload_lora_adapter", {"lora_name": name})
 
     async def set_version(self, version: PolicyVersion) -> None:
         """No effect: answers name no version; see `EngineApi`."""
 
     async def counters(self) -> Counters:
         """Check the server's health; see `EngineApi`."""
-        await self._http.get_text("/health", _QUICK)
+        await self._http.get_text("/health")
         return Counters()
 
     async def close(self) -> None:

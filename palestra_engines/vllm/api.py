@@ -27,7 +27,15 @@ from palestra.terminal import one_line_of, problem
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, TokenSequence
 from palestra_engines.external.api import Chunk, Counters
-from palestra_engines.external.connection import OTHER_MODEL, Body, EngineConnection, SampleText, check_tokenizer
+from palestra_engines.external.connection import (
+    LOADING,
+    OTHER_MODEL,
+    QUICK,
+    Body,
+    EngineConnection,
+    SampleText,
+    check_tokenizer,
+)
 from palestra_engines.external.process import dotted, version_of
 from palestra_engines.external.reply import ReplyBounds
 from palestra_engines.vllm.pictures import VllmPictures
@@ -38,7 +46,6 @@ from palestra_engines.vllm.worker.palestra_weight_group import WeightLayout
 GENERATE = "/inference/v1/generate"
 BACKEND = "palestra_file"  # see worker/palestra_vllm_worker.py
 OLDEST = (0, 32)
-_QUICK, _LOADING = 60.0, 600.0  # seconds that a route may take; those that replace weights take longest
 _DAY = 86_400.0  # for broadcasts, whose caller looks at their progress, and gives up earlier
 _UPLOADS = 2  # requests with pictures that are prepared and sent at the same time, of hundreds of MB each
 _PIECE = 1 << 20  # bytes of a request with pictures that are sent at a time
@@ -106,14 +113,14 @@ class VllmApi:
 
     async def inspect(self, dtype: torch.dtype) -> None:
         """Compare the server's version, settings, context and tokenizer with the policy's needs; see `EngineApi`."""
-        found = await self._http.identify("/version", _QUICK, "vLLM")
+        found = await self._http.identify("/version", "vLLM")
         said = str(found.get("version", "")) if isinstance(found, dict) else ""
         if version_of(said) < OLDEST:
             raise ConfigError(
                 f"the engine's server is vLLM {one_line_of(said) or '(unknown)'}; {dotted(OLDEST)} or newer is needed"
             )
         try:
-            settings = await self._http.get("/server_info?config_format=json", _QUICK)
+            settings = await self._http.get("/server_info?config_format=json")
         except PalestraError as error:
             raise ConfigError(f"the engine's server needs VLLM_SERVER_DEV_MODE=1: {error}") from error
         try:
@@ -126,16 +133,16 @@ class VllmApi:
                 f"the engine's server describes itself in a way that can't be read: {problem(error)}"
             ) from error
         with contextlib.suppress(InvalidRequest):  # behind a proxy that lets only some routes through, say
-            await self._http.get("/v1/models", _QUICK)  # asks for the key, as replies do, and the routes above do not
+            await self._http.get("/v1/models")  # asks for the key, as replies do, and the routes above do not
         if self._sample is not None:
-            await check_tokenizer(self._http, self._sample, _QUICK)
+            await check_tokenizer(self._http, self._sample)
 
     async def check(self, dtype: torch.dtype) -> None:
         """Inspect the server, let its workers reach the trainer, and compare its vocabulary; see `EngineApi`."""
         await self.inspect(dtype)
         if self._rendezvous is not None:
             try:
-                await self._greet({}, _QUICK)
+                await self._greet({}, QUICK)
             except EngineKeyRefused:
                 raise
             except EngineServerError as error:
@@ -207,8 +214,8 @@ class VllmApi:
         size = self._bounds.vocab_size
         body = {"sampling_params": {"max_tokens": 1, "detokenize": False}, "return_token_ids": True}
         try:
-            _check_echo(await self._http.post(GENERATE, {"token_ids": [size - 1], **body}, _QUICK), [size - 1])
-            await self._http.post(GENERATE, {"token_ids": [size], **body}, _QUICK)
+            _check_echo(await self._http.post(GENERATE, {"token_ids": [size - 1], **body}), [size - 1])
+            await self._http.post(GENERATE, {"token_ids": [size], **body})
         except InvalidRequest as error:
             if f"Token id {size} is" in str(error):
                 return
@@ -237,7 +244,7 @@ class VllmApi:
         ids = prompt.ids.tolist()
         async with AsyncExitStack() as upload:
             body = await self._body(prompt, adapter, {"sampling_params": params}, upload)
-            found = await self._http.post(GENERATE, body, _LOADING)
+            found = await self._http.post(GENERATE, body, LOADING)
         _check_echo(found, ids)
         said = list_of(found, "prompt_logprobs")
         if len(said) != len(ids):
@@ -249,16 +256,16 @@ class VllmApi:
 
     async def pause(self) -> None:
         """Stop between two passes, and keep all requests; their keys and values are recomputed; see `EngineApi`."""
-        await self._http.post("/pause", {}, _QUICK, {"mode": "keep"})
+        await self._http.post("/pause", {}, query={"mode": "keep"})
 
     async def resume(self) -> None:
         """Continue after `pause`; see `EngineApi`."""
-        await self._http.post("/resume", {}, _QUICK)
+        await self._http.post("/resume", {})
 
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
         """Let Palestra's module in the server's workers read the file; see `EngineApi`."""
-        await self._http.post("/start_weight_update", {}, _LOADING)
-        await self._http.post("/update_weights", {"update_info": {"path": str(path)}}, _LOADING)
+        await self._http.post("/start_weight_update", {}, LOADING)
+        await self._http.post("/update_weights", {"update_info": {"path": str(path)}}, LOADING)
         await self.finish_update(version)
 
     async def join(self, name: str, first_rank: int, size: int) -> None:
@@ -288,29 +295,29 @@ class VllmApi:
 
     async def finish_update(self, version: PolicyVersion) -> None:
         """Let the server use its new weights, and drop everything computed with the old ones."""
-        await self._http.post("/finish_weight_update", {"weight_version": f"{version}-{self._owner}"}, _LOADING)
+        await self._http.post("/finish_weight_update", {"weight_version": f"{version}-{self._owner}"}, LOADING)
         self._weights = str(version)
-        await self._http.post("/reset_prefix_cache", {}, _QUICK)
+        await self._http.post("/reset_prefix_cache", {})
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Let vLLM read the folder; see `EngineApi`."""
-        await self._http.order("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, _LOADING)
+        await self._http.order("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, LOADING)
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; see `EngineApi`."""
-        await self._http.order("/v1/unload_lora_adapter", {"lora_name": name}, _QUICK)
+        await self._http.order("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def set_version(self, version: PolicyVersion) -> None:
         """Set the version of the server's weights; see `EngineApi`."""
-        await self._http.post("/init_weight_transfer_engine", {"init_info": {}}, _QUICK)
-        await self._http.post("/update_weight_version", {"new_version": f"{version}-{self._owner}"}, _QUICK)
+        await self._http.post("/init_weight_transfer_engine", {"init_info": {}})
+        await self._http.post("/update_weight_version", {"new_version": f"{version}-{self._owner}"})
         self._weights = str(version)
 
     async def counters(self) -> Counters:
         """Read the server's metrics, after its health; see `EngineApi`."""
-        await self._http.get_text("/health", _QUICK)
+        await self._http.get_text("/health")
         found: dict[str, float] = {}
-        for line in (await self._http.get_text("/metrics", _QUICK)).splitlines():
+        for line in (await self._http.get_text("/metrics")).splitlines():
             if (key := _METRICS.get(line.partition("{")[0])) is not None:
                 found[key] = min(found.get(key, 0.0) + _count(line), _MOST_COUNT)
         return Counters(

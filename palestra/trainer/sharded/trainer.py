@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossSpec
@@ -233,21 +233,17 @@ class ShardedTrainer(PolicyTrainer[VersionedPolicy]):
         """Find episodes of `batch` that cannot be trained; see `Trainer.untrainable`."""
         self._policy(policy)
 
-        async def work() -> dict[str, str]:
-            found: dict[str, str] = (await self._each("untrainable", [(policy, batch)]))[0]
-            return found
-
-        return await self._serial.run_idempotent(policy, request_id, work)
+        (found,) = await self._serial.run_idempotent(
+            policy, request_id, lambda: self._each("untrainable", [(policy, batch)])
+        )
+        return cast("dict[str, str]", found)
 
     async def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
         """Return every reply that could be sampled under a grammar; see `Trainer.choices`."""
         self._policy(policy)
 
-        async def work() -> tuple[tuple[int, ...], ...]:
-            found: tuple[tuple[int, ...], ...] = (await self._each("choices", [(policy, grammar, max_tokens, most)]))[0]
-            return found
-
-        return await self._serial.run(work)
+        (found,) = await self._serial.run(lambda: self._each("choices", [(policy, grammar, max_tokens, most)]))
+        return cast("tuple[tuple[int, ...], ...]", found)
 
     async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
         """Write a checkpoint into `folder` that any number of ranks, or one process, can load; see `Trainer.save`."""
