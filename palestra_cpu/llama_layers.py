@@ -122,28 +122,16 @@ class BehindAttention(Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: _Context,
-        x: Tensor,
-        seen: Tensor,
-        norm: Tensor,
-        eps: float,
-        out: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        down: Tensor,
-    ) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, seen: Tensor, norm: Tensor, eps: float, *matrices: Tensor) -> Tensor:
         """Return float32 [N, hidden].
 
         Args:
             x: float32 [N, hidden], the residual stream.
             seen: bfloat16 [N, H * D], the attention output.
             norm: float32 [hidden], weights of the norm.
-            out: float32 [hidden, H * D].
-            gate: float32 [inner, hidden].
-            up: float32 [inner, hidden].
-            down: float32 [hidden, inner].
+            matrices: float32, out [hidden, H * D], gate and up [inner, hidden], and down [hidden, inner].
         """
+        out, gate, up, down = matrices
         between, stream = between_products(), x.clone()
         y, factors = between.norm(stream, F.linear(seen, out.to(_ROUNDED)), norm, eps)
         both = F.linear(y, _below([gate, up]))

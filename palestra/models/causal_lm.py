@@ -53,14 +53,12 @@ def _flat_attention(
     _mask: Any,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Call the backend in the module's slot: the attention function that this module registers with transformers."""
     slot: AttentionSlot = module.palestra_slot  # type: ignore[assignment]
     assert slot.attention is not None, "the model was called without an AttentionBackend"
-    if softcap is not None or s_aux is not None:
+    if any(more.get(name) is not None for name in ("softcap", "s_aux")):
         raise ModelError("models with capped attention scores or attention sinks are not supported")
     if key.shape != value.shape or query.shape[1] % key.shape[1]:
         raise ModelError(f"models with keys of {tuple(key.shape)} and values of {tuple(value.shape)} are not supported")
