@@ -179,7 +179,6 @@ class AttentionKernels:
     """The compiled functions for bfloat16 tensors on the CPU, without gradients of their own."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Use a compiled library."""
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None

@@ -62,7 +62,6 @@ class CpuKernels:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Use a compiled library."""
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None

@@ -33,7 +33,6 @@ class Regularization:
     """Holds the coefficient of a job's KL penalty, and adds penalty and bonus as configured."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
-        """Begin with the configured coefficient."""
         self._kl, self._entropy = config.kl, config.entropy_coefficient
         self._coefficient = None if config.kl is None else KLCoefficient(config.kl.coefficient, config.kl.target)
 

@@ -133,7 +133,6 @@ class Batch:
         return replace(self, groups=self._with_rows(given))
 
     def _with_rows(self, rows: Sequence[TrainSample]) -> list[Group]:
-        """Return the groups with other rows."""
         left = iter(rows)
         return [replace(group, rows=tuple(next(left) for _ in group.rows)) for group in self.groups]
 
@@ -357,7 +356,6 @@ class CallChoices:
     """Asks the trainer for the choices of each grammar once, and caches them."""
 
     def __init__(self, trainer: Trainer, policy: str, algorithm: str) -> None:
-        """Begin with an empty cache."""
         self._trainer, self._policy, self._algorithm = trainer, policy, algorithm
         self._known: dict[tuple[str, int], tuple[tuple[int, ...], ...]] = {}
 

@@ -303,7 +303,6 @@ def _rows(algorithm: Algorithm, groups: Sequence[Group], where: str, penalty: bo
 
 
 def _loss(algorithm: Algorithm) -> Loss:
-    """Return the loss that an algorithm names."""
     found = build_loss(algorithm.loss())
     if not isinstance(found, Loss):
         raise InvalidAlgorithm(f"the loss {found.name!r} is of a critic's values, and `loss` names one of tokens")

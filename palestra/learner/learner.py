@@ -324,7 +324,6 @@ class Learner:
         return row | {"time/train_seconds": seconds}
 
     def _versions(self) -> dict[str, PolicyVersion]:
-        """Return the version of each policy that is trained."""
         return {name: self._trainer.version(name) for name in self._run.policies.trained}
 
     def _versions_of_row(self) -> dict[str, float]:

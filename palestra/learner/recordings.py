@@ -152,7 +152,6 @@ class Recordings:
     """The recorded episodes that a job trains on."""
 
     def __init__(self, source: RecordedEpisodes, runtime: PolicyRuntime, store: RunStore) -> None:
-        """Store the source; `tasks` searches the episodes."""
         self._source, self._runtime, self._store = source, runtime, store
         self._policies: tuple[str, ...] = ()  # whose calls are learned, by their names in the run of the source
         self._roles = Roles(default=runtime.name)  # who plays which agent there

@@ -168,7 +168,6 @@ class Shuffled(TaskSampler):
     reads_results = False
 
     def __init__(self, pool: TaskPool, seed: int) -> None:
-        """Begin with the first epoch; see `TaskSampler`."""
         super().__init__(pool, seed)
         self._epoch, self._order = -1, array("q")
 
@@ -271,7 +270,6 @@ class SuccessBand(TaskSampler):
     """
 
     def __init__(self, config: CurriculumConfig, pool: TaskPool, seed: int) -> None:
-        """Keep the settings; see `TaskSampler`."""
         super().__init__(pool, seed)
         self._config = config
         self._known: tuple[PlayedGroup, ...] = ()  # which the next two are made of

@@ -55,7 +55,6 @@ class TrainingBudget:
     """
 
     def __init__(self, config: JobConfig, groups: Groups, log: RunLog) -> None:
-        """Begin without counted steps."""
         self._config, self._groups, self._log = config, groups, log
         self.sampled = 0
         self._before = 0  # tokens of the steps before the newest that was counted

@@ -185,7 +185,6 @@ class TaskSource:
         )
 
     async def _read(self, step: int) -> None:
-        """Add the groups of a step that is over."""
         of_step = await self._groups.of_step("train", step)
         tokens = await self._groups.tokens_by_group(range(step, step + 1), self._policies) if self._policies else {}
         by_name: defaultdict[str, list[str]] = defaultdict(list)
@@ -205,7 +204,6 @@ class TaskSource:
         self._totals.append(totals)
 
     def _of(self, record: GroupRecord) -> str:
-        """Return the environment of a group."""
         return record.task_id.partition("/")[0] if len(self._samplers) > 1 else next(iter(self._samplers))
 
 

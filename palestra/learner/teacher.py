@@ -113,7 +113,6 @@ class ServedTeacher:
         return column
 
     async def _choice(self, ids: Sequence[int]) -> Mapping[str, Any]:
-        """Return the server's answer for a prompt of these ids."""
         body = {
             "model": self._model,
             "prompt": list(ids),

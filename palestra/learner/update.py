@@ -297,7 +297,6 @@ class PolicyUpdate:
         return await asyncio.to_thread(batch.without, problems.keys(), self._trainer.version(self._policy))
 
     async def _update_critic(self, step: int, batch: Batch, critic: CriticUpdate, request: str) -> dict[str, float]:
-        """Update the critic, and return its metrics by full name."""
         taught = await asyncio.to_thread(batch.of_critic)
         if not taught.samples:
             return {}

@@ -176,7 +176,6 @@ class RoundedHead:
     """
 
     def __init__(self, weights: HeadWeights) -> None:
-        """Round a layer's weights."""
         self._gradient = weights.gradient
         self._weight: Tensor = _Rounding.apply(weights.whole, self._gradient)  # type: ignore[no-untyped-call]
 

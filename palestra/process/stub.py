@@ -153,7 +153,6 @@ class Server:
             del self._calls[number]
 
     async def _answer(self, call: Call) -> None:
-        """Execute one call, and send its answer."""
         try:
             part, _, name = call.method.rpartition(".")
             if part not in self._parts:

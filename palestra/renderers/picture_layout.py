@@ -236,7 +236,6 @@ class PictureTokens:
     """
 
     def __init__(self, tokenizer: Any, layout: PictureLayout, pictures: Pictures) -> None:
-        """Create the writer."""
         self.layout, self._tokenizer, self._pictures = layout, tokenizer, pictures
         # Not `tokenizer.encode`, which sets truncation first, and fails if another thread encodes at that moment.
         self._backend = tokenizer.backend_tokenizer

@@ -120,7 +120,6 @@ class RolloutOrchestrator(Generic[W, R]):
             yield batch
 
     async def _next(self) -> WorkOutcome[W, R] | None:
-        """Return the next outcome, or None at the end."""
         if self._results.empty() and not self._over.is_set():
             winner = await race(self._results.get(), self._over.wait())
             if winner.index == 0:

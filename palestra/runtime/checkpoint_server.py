@@ -92,7 +92,6 @@ class CheckpointServer:
     """Serves one checkpoint at a time; loading another replaces it."""
 
     def __init__(self) -> None:
-        """Serve none yet."""
         self.served: Served | None = None
         self._life: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()

@@ -68,7 +68,6 @@ class RunnerFleet:
     """
 
     def __init__(self, count: int, order: RunnerOrder, start: RunnerStarter, plane: DataPlane) -> None:
-        """Prepare the fleet."""
         self._count, self._order, self._start = count, order, start
         self._plane = plane
         self._living: set[str] = set()  # names of the processes that run now

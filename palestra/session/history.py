@@ -431,7 +431,6 @@ def _parts(message: ChatMessage) -> Hashable:
 
 
 def _without_arguments(message: ChatMessage) -> ChatMessage:
-    """Return the message with empty arguments in its tool calls."""
     calls = [
         call.model_copy(update={"function": FunctionCall(name=call.function.name, arguments="{}")})
         for call in message.tool_calls

@@ -412,7 +412,6 @@ def _thought(reply: ChatMessage) -> str:
 
 
 def _common_messages(a: Sequence[ChatMessage], b: Sequence[ChatMessage]) -> int:
-    """Return how many leading messages are equal."""
     common = 0
     for mine, theirs in zip(a, b, strict=False):
         if mine is not theirs and mine != theirs:

@@ -49,7 +49,6 @@ class Turns:
     """
 
     def __init__(self, subject: str, times: StateTimes) -> None:
-        """Start without calls."""
         self._subject, self._times = subject, times
         self._open: set[CallInFlight] = set()
         self._acting = False  # whether no call is in flight after there was one

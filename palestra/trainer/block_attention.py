@@ -41,7 +41,6 @@ class BlockAttention:
     """Attention within each tree of a micro-batch; nodes of different trees never attend to each other."""
 
     def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
-        """Number the nodes."""
         self._trees, self._device = trees, device
         self._count = sum(map(len, trees))
         self._blocks = -(-self._count // BLOCK)

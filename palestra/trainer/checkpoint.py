@@ -261,7 +261,6 @@ def _fingerprint(index: Mapping[str, Any]) -> str:
 
 
 def _digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):

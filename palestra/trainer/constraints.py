@@ -24,7 +24,6 @@ class GrammarMasks:
     """A cache of token masks of walked replies: every epoch and every network needs the same ones."""
 
     def __init__(self, grammars: Grammars) -> None:
-        """Start with an empty cache."""
         self._grammars = grammars
         self._kept: OrderedDict[tuple[str, tuple[int, ...], tuple[int, ...]], NDArray[np.int32]] = OrderedDict()
         self._bytes = 0

@@ -60,7 +60,6 @@ class FakeTrainer(PolicyTrainer[_Policy]):
     """A `Trainer` for tests and demonstrations without a model: it hashes its inputs instead of computing."""
 
     def __init__(self, keep: int) -> None:
-        """Create a trainer without policies."""
         super().__init__()
         self._keep = keep
 

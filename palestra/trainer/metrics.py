@@ -29,7 +29,6 @@ class MetricSums:
     """Adds up the metrics of micro-batches, in their order, on the device that computes them."""
 
     def __init__(self, declared: Collection[str]) -> None:
-        """Start with empty sums."""
         self._declared = frozenset(declared)
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor] = {}  # divisors of means over some of the trained tokens

@@ -59,7 +59,6 @@ class Optimizer:
     """AdamW over the given weights, each once, by name."""
 
     def __init__(self, parameters: Named) -> None:
-        """Create the optimizer without moments."""
         self.parameters = parameters
         self.adamw = torch.optim.AdamW(
             [  # norms and biases, in the second group, do not decay, as in the Trainer of transformers

@@ -160,7 +160,6 @@ class PolicyTrainer(Generic[P]):
         mine.version = PolicyVersion(incarnation, mine.version.n)
 
     def _policy(self, policy: str) -> P:
-        """Return a policy by its name."""
         found = self._policies.get(policy)
         if found is None:
             raise NotFound(f"the trainer has no policy {policy!r}")

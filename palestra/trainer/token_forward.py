@@ -186,7 +186,6 @@ class TokenForward:
     """Computes log-probabilities and entropies of trained tokens with one model."""
 
     def __init__(self, model: CausalLM, masks: GrammarMasks, device: torch.device) -> None:
-        """Keep the model; nothing is computed yet."""
         self.model, self._masks = model, masks
         self._size = LOGIT_CHUNK[device.type]
 

@@ -133,7 +133,6 @@ class TorchTrainer(PolicyTrainer[TorchPolicy]):
         await self._serial.run(work)
 
     def _drop(self, name: str) -> None:
-        """Have a policy no longer."""
         self._policies.pop(name).close()
 
     async def forward(

@@ -231,7 +231,6 @@ def _remedy(error: Exception) -> str:
 
 
 def _sent(body: Body | None) -> dict[str, Any]:
-    """Return httpx's arguments for a body."""
     return {"content": body, "headers": _JSON} if isinstance(body, AsyncIterator) else {"json": body}
 
 

@@ -78,7 +78,6 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 
 def _keys(found: Any) -> Iterator[str]:
-    """Yield all keys of a JSON value, recursively."""
     if isinstance(found, dict):
         for key, value in found.items():
             yield key

@@ -144,7 +144,6 @@ class EngineServers:
 def _started(
     driver: ServerDriver[Any], settings: ServerEngineConfig, model: ServedModel, place: Any, log: Path
 ) -> OneServer:
-    """Start a server of a policy; `EngineServers.engine` waits for it."""
     private = Path(tempfile.mkdtemp(prefix="palestra-", dir="/tmp"))  # short: a socket's path is limited
     weights = _weights_folder(None)
     address = Address(url="http://engine", socket=private / "http", key=secrets.token_urlsafe(24))

@@ -104,7 +104,6 @@ class SglangApi:
         await self._check_vocabulary()
 
     async def _settings(self) -> Mapping[str, Any]:
-        """Return the server's settings and limits."""
         try:
             found = await self._http.get("/get_server_info")
         except InvalidRequest:  # newer documentation has a shorter name

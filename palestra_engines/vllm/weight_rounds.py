@@ -75,7 +75,6 @@ class WeightRounds:
     """
 
     def __init__(self, rendezvous: Rendezvous, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Begin without groups."""
         self.rendezvous, self._bucket_bytes = rendezvous, bucket_bytes
         self._expected: dict[int, set[Receiver]] = {}  # by the id of the source
         self._open: dict[int, _Round] = {}  # rounds that have not begun, by the id of the source
@@ -229,7 +228,6 @@ class WeightRounds:
             await _end(sending, *answers)
 
     def _leave(self, receivers: Sequence[Receiver]) -> None:
-        """Leave all groups that have one of these servers."""
         for members in [one for one in self._groups if one.intersection(receivers)]:
             group = self._groups.pop(members)
             # It waits for a broadcast that runs, which may take until its time limit.

@@ -233,7 +233,6 @@ class EngineCore:
     # Failures.
 
     def _fail(self, request: RunningRequest, error: Exception) -> None:
-        """Fail a running request, and those that wait for its prompt."""
         self._outbox += [(one, _failure(error)) for one in request.group]
         self.scheduler.remove(request)
 

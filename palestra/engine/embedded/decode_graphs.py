@@ -92,7 +92,6 @@ class CudaRecorder:
     """Captures computations on a CUDA device as graphs that share memory for temporary tensors."""
 
     def __init__(self, device: torch.device) -> None:
-        """Capture on `device`."""
         self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream):  # torch refuses a pool of which all graphs are gone: this one stays

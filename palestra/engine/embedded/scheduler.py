@@ -42,7 +42,6 @@ class ServedPolicy:
     """
 
     def __init__(self, policy: PolicyModel, version: PolicyVersion, runner: ModelRunner) -> None:
-        """Take over a policy's model."""
         self.model, self.stops, self._grammars = policy.model, policy.stop_ids, policy.grammars
         self.version, self.runner = version, runner
         self.prefixes = PrefixCache(PREFIX_TOKENS)
@@ -226,7 +225,6 @@ class Scheduler:
         return pieces
 
     def _by_runner(self, pieces: list[tuple[RunningRequest, int]]) -> list[Prefill]:
-        """Return a pass for each runner that has pieces of prompts."""
         found: dict[ModelRunner, list[tuple[RunningRequest, int]]] = {}
         for piece in pieces:
             found.setdefault(self._policies[piece[0].policy].runner, []).append(piece)

@@ -25,7 +25,6 @@ class WorkerKeeper:
     """Keeps the workers of a pool running."""
 
     def __init__(self, state: PoolState, start: StartWorker, start_seconds: float) -> None:
-        """Create a keeper."""
         self._state, self._start, self._start_seconds = state, start, start_seconds
 
     async def run(self, worker: InferenceWorker) -> NoReturn:

@@ -329,7 +329,6 @@ class InferenceManager:
             raise error
 
     def _check_number(self, replicas: int) -> None:
-        """Refuse a number of workers that the pool cannot have."""
         if replicas < 1:
             raise InvalidRequest("a pool has at least one worker", "replicas")
         if self._options.most is not None and replicas > self._options.most:
@@ -345,7 +344,6 @@ class InferenceManager:
             await self._check_capacity(replicas - sum(worker.is_ready for worker in stay))
 
     def _staying(self) -> list[InferenceWorker]:
-        """Return the workers that are not being taken away."""
         return [worker for worker in self._workers if not worker.is_draining]
 
     def _changed_to(self, replicas: int) -> NumberChange:
@@ -424,5 +422,4 @@ class InferenceManager:
 
 
 def _whole(prompt: TokenSequence, reply: Sequence[int]) -> TokenSequence:
-    """Return a prompt and its reply as one sequence."""
     return TokenSequence(np.concatenate([prompt.ids, np.array(reply, np.int32)]), prompt.media)

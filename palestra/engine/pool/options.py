@@ -47,7 +47,6 @@ class CallCounts:
     """Open requests of a pool, and the tokens it has delivered."""
 
     def __init__(self) -> None:
-        """Begin without requests."""
         self._open: set[TokenReplay] = set()
         self._ended_tokens = 0
 

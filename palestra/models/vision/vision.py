@@ -198,7 +198,6 @@ class Vision:
     pictures: Pictures | None = None
 
     def __init__(self, tower: Tower, processor: PictureProcessor) -> None:
-        """Take over the tower of a model."""
         self.tower, self.processor = tower, processor
         self.image_token, self.layout = processor.image_token, processor.layout
         self.kept: KeptEmbeddings | None = KeptEmbeddings()

@@ -168,7 +168,6 @@ class McpConnection:
             await self._transport.close()
 
     def _receive(self, message: Message) -> None:
-        """Take a message of the server."""
         number = message.get("id")
         waiting = self._waiting.get(number) if "method" not in message and isinstance(number, int) else None
         if waiting is not None and not waiting.done():

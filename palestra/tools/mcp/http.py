@@ -144,7 +144,6 @@ class HttpTransport(Transport):
         return message
 
     async def _check(self, answer: httpx2.Response) -> None:
-        """Raise an error for an invalid answer."""
         status = answer.status_code
         if status < 300:
             return

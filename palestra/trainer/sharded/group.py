@@ -93,7 +93,6 @@ class ExchangedGather(_Allocation, AllGather):
     """An all-gather through an `Exchange`."""
 
     def __init__(self, exchange: Exchange) -> None:
-        """Gather through `exchange`."""
         self._exchange = exchange
 
     def __call__(
@@ -118,7 +117,6 @@ class ExchangedReduction(_Allocation, ReduceScatter):
     """A reduce-scatter through an `Exchange`; sums are always in the order of the ranks."""
 
     def __init__(self, exchange: Exchange) -> None:
-        """Reduce through `exchange`."""
         self._exchange = exchange
 
     def __call__(
@@ -154,7 +152,6 @@ class RankGroup:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Use the initialised process group."""
         self.device, self.is_first = device, dist.get_rank() == 0
 
     def largest(self, *numbers: int) -> list[int]:
