@@ -16,8 +16,8 @@ from palestra.config import DEFAULT_CONTEXT, JobConfig, PolicyConfig
 from palestra.config.checks import PLACED
 from palestra.engine.base import Engine
 from palestra.errors import ConfigError
+from palestra.grammars.matcher import vocabulary_of
 from palestra.grammars.pool import Grammars
-from palestra.grammars.vocabulary import vocabulary_of
 from palestra.models.numerics import check_numerics
 from palestra.process.stub import remote_method
 from palestra.renderers import select_renderer

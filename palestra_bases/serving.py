@@ -209,8 +209,8 @@ class LoadedBase:
         `options.runs`.
         """
         from palestra.engine.embedded.engine import token_budget
+        from palestra.grammars.matcher import vocabulary_of
         from palestra.grammars.pool import Grammars
-        from palestra.grammars.vocabulary import vocabulary_of
         from palestra.renderers import select_renderer
 
         self._options, self._shared = options, shared

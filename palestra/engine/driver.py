@@ -220,8 +220,8 @@ class EngineDriver(Generic[Settings]):
         """Return what sessions need to know about policies whose models workers have loaded, by name."""
         if not self.section.has_model:
             return byte_policies(job.config)
+        from palestra.grammars.matcher import vocabulary_of
         from palestra.grammars.pool import Grammars
-        from palestra.grammars.vocabulary import vocabulary_of
         from palestra.models.causal_lm import load_tokenizer
         from palestra.models.loading import picture_tokens
         from palestra.renderers import select_renderer

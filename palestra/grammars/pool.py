@@ -16,8 +16,16 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, PalestraError, TooManyRequests
-from palestra.grammars.matcher import BOUNDS, Bounds, Matcher, compile_grammar, make_tokenizer, refusal, walk_grammar
-from palestra.grammars.vocabulary import GrammarVocabulary
+from palestra.grammars.matcher import (
+    BOUNDS,
+    Bounds,
+    GrammarVocabulary,
+    Matcher,
+    compile_grammar,
+    make_tokenizer,
+    refusal,
+    walk_grammar,
+)
 from palestra.grammars.worker import GrammarWorker
 
 MOST_KNOWN = 1024

@@ -24,8 +24,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from palestra.errors import EngineFailure, GrammarRefused, PalestraError
-from palestra.grammars.matcher import Bounds, compile_grammar, make_tokenizer, refusal, walk_grammar
-from palestra.grammars.vocabulary import GrammarVocabulary
+from palestra.grammars.matcher import Bounds, GrammarVocabulary, compile_grammar, make_tokenizer, refusal, walk_grammar
 from palestra.process.channel import BlockingChannel, Call, Failed, Message, Result, raw
 from palestra.process.child import die_with_parent, popen, process_memory
 from palestra.process.stub import answer_of

@@ -16,9 +16,8 @@ from palestra.algorithms.losses import build_loss
 from palestra.config import TrainerConfig
 from palestra.errors import ConfigError
 from palestra.faults import fault_point
-from palestra.grammars.matcher import TRAINER_BOUNDS
+from palestra.grammars.matcher import TRAINER_BOUNDS, vocabulary_of
 from palestra.grammars.pool import Grammars
-from palestra.grammars.vocabulary import vocabulary_of
 from palestra.models.causal_lm import CausalLM
 from palestra.models.device import precision_of, return_freed_memory
 from palestra.trainer import checkpoint

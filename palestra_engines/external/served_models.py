@@ -121,8 +121,8 @@ def read_served_models(job: EngineJob, images: Images) -> list[ServedModel]:
 
 def sampled_policies(job: EngineJob, models: Sequence[ServedModel]) -> dict[str, SampledPolicy]:
     """Return what sessions need to know about the policies, by name."""
+    from palestra.grammars.matcher import vocabulary_of
     from palestra.grammars.pool import Grammars
-    from palestra.grammars.vocabulary import vocabulary_of
 
     return {
         each.name: SampledPolicy(

@@ -57,8 +57,8 @@ def _loaded(job: EngineJob, name: str, table: EmbeddedEngineConfig) -> tuple[Pol
     """Load the model of one policy."""
     from palestra.engine.embedded.engine import token_budget
     from palestra.engine.embedded.model_runner import PolicyModel
+    from palestra.grammars.matcher import vocabulary_of
     from palestra.grammars.pool import Grammars
-    from palestra.grammars.vocabulary import vocabulary_of
     from palestra.models.device import device_of, precision_of
     from palestra.renderers import PictureTokens, select_renderer
 

@@ -306,8 +306,8 @@ async def test_a_reply_with_a_grammar_matches_it_whatever_the_seed(tiny):
 
     from llguidance import LLMatcher
 
+    from palestra.grammars.matcher import vocabulary_of
     from palestra.grammars.pool import Grammars
-    from palestra.grammars.vocabulary import vocabulary_of
     from palestra.models.causal_lm import load_tokenizer
 
     tokenizer = load_tokenizer("tiny-random")

@@ -15,9 +15,8 @@ from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import ModelRunner, PolicyModel
 from palestra.engine.embedded.request import RunningRequest
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, ModelError
-from palestra.grammars.matcher import BOUNDS
+from palestra.grammars.matcher import BOUNDS, vocabulary_of
 from palestra.grammars.pool import Grammars
-from palestra.grammars.vocabulary import vocabulary_of
 from palestra.models.causal_lm import load_tokenizer
 from palestra.models.weights import LocalWeights
 from palestra.types.calls import PolicyVersion, SamplingParams

@@ -15,8 +15,8 @@ from palestra.algorithms.losses import PPOClipLoss
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
+from palestra.grammars.matcher import vocabulary_of
 from palestra.grammars.pool import Grammars
-from palestra.grammars.vocabulary import vocabulary_of
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.trainer.constraints import GrammarMasks, allowed_tokens
 from palestra.types.calls import GrammarSpan, SamplingParams
