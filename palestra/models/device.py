@@ -141,7 +141,7 @@ def memory_bytes() -> int:
 
 def available_bytes(*, swap: bool = False) -> int:
     """Return the memory, in bytes, that this process can still allocate: the kernel's estimate, or less if the job is
-    limited. `swap` counts it too: with it a job runs slowly instead of being killed.
+    limited. With `swap` that counts too: a job then runs slowly instead of being killed.
     """
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if Path("/proc/meminfo").exists() else []
     sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}

@@ -162,13 +162,17 @@ class Renderer(ABC):
         it. Without tools, text that looks like a call stays text; call number k gets the id `{call_ids}_{k}`.
         """
 
-    @abstractmethod
     def stream(
         self, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call", single_call: bool = False
     ) -> ReplyStream:
         """Return a parser for a reply while it is sampled; its result equals that of `parse`. `single_call`: the first
         tool call ends the reply. Raises NotInThisFormat: `single_call` is set, but the renderer is not `incremental`.
+
+        This one, of a renderer that is not, parses when the reply is over.
         """
+        if single_call:
+            raise NotInThisFormat("the end of a call is not noticed in this model's format")
+        return WholeReplyStream(self, prompt_ids, tools, call_ids)
 
     def grammar(self, form: ReplyForm) -> str:
         """Return a grammar of replies in a form, in the syntax of `llguidance`. Raises NotInThisFormat: tool calls

@@ -13,9 +13,7 @@ from palestra.renderers.base import (
     NotInThisFormat,
     Renderer,
     Reply,
-    ReplyStream,
     Tools,
-    WholeReplyStream,
     reply_of,
 )
 from palestra.renderers.control_text import plain_encoder
@@ -100,14 +98,6 @@ class DialogRenderer(Renderer):
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
         return reply_of(None, self.vocabulary.decode(ids).removeprefix(" "), (), call_ids)
-
-    def stream(
-        self, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call", single_call: bool = False
-    ) -> ReplyStream:
-        """Return a parser that works when the reply is over. See `Renderer.stream`."""
-        if single_call:
-            raise NotInThisFormat("this model's format has no tools")
-        return WholeReplyStream(self, prompt_ids, tools, call_ids)
 
     def _call_format(self) -> CallFormat:
         raise NotInThisFormat("this model's format has no tools")

@@ -16,9 +16,7 @@ from palestra.renderers.base import (
     NotInThisFormat,
     Renderer,
     Reply,
-    ReplyStream,
     Tools,
-    WholeReplyStream,
     reply_of,
 )
 from palestra.renderers.control_text import ControlText, control_tokens
@@ -106,14 +104,6 @@ class PackageRenderer(Renderer):
     ) -> Reply:
         """Return the message of a completion, int32 [C], as the package parses it. See `Renderer.parse`."""
         return reply_of(*self._read(completion_ids, prompt_ids, tools), call_ids)
-
-    def stream(
-        self, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call", single_call: bool = False
-    ) -> ReplyStream:
-        """Return a parser that works when the reply is over. See `Renderer.stream`."""
-        if single_call:
-            raise NotInThisFormat("the end of a call is not noticed")
-        return WholeReplyStream(self, prompt_ids, tools, call_ids)
 
     def _call_format(self) -> CallFormat:
         if self._found_format is None:
