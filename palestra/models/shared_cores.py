@@ -93,11 +93,11 @@ _SOFT = 1  # omp_pause_soft: settings such as the number of threads are kept
 
 
 def release_threads() -> bool:
-    """End the threads of the calling thread's pool; False: torch's OpenMP cannot, or torch is not loaded.
+    """End the threads of the calling thread's pool; False: torch's OpenMP cannot.
 
     The next parallel operation starts them again, in about 0.2 ms.
     """
-    if not sys.platform.startswith("linux") or "torch" not in sys.modules:
+    if not sys.platform.startswith("linux"):
         return False
     # Torch makes the symbols of its libraries global. Version 5.0 of OpenMP has this function.
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
