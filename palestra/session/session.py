@@ -130,9 +130,9 @@ class Session:
             known |= zip((call.number for call in calls), sampled, strict=True)
         return tuple(known[number] for number in range(request.choices))
 
-    async def generate_one(self, request: GenerationRequest) -> Chat:
+    async def generate_one(self, request: GenerationRequest, listener: Listener | None = None) -> Chat:
         """Sample a request of one choice, and return its call; see `generate`."""
-        (chat,) = await self.generate(request)
+        (chat,) = await self.generate(request, listener)
         return chat
 
     async def count_tokens(self, request: GenerationRequest) -> int:
