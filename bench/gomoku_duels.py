@@ -59,6 +59,7 @@ def main() -> None:
 def measure(seed: int, steps: int) -> None:
     """Train two policies, let their versions play each other, and write the result of one seed."""
     import palestra
+    import palestra_lab
     from recipes.gomoku_self_play import Duel, Player, free
 
     config = job(seed, steps)
@@ -67,9 +68,9 @@ def measure(seed: int, steps: int) -> None:
     play = palestra.RolloutSpec(environment=Duel, agents={"": Player()})
     result = palestra.train(play, tasks, config, concurrency=128)
     seconds = time.perf_counter() - began
-    versions = {name: palestra.versions_of(result.run_dir, name) for name in COLOURS}
+    versions = {name: palestra_lab.versions_of(result.run_dir, name) for name in COLOURS}
     players = {"untrained": "tiny-random"} | versions["white"] | versions["black"]
-    matrix = palestra.play_matrix(
+    matrix = palestra_lab.play_matrix(
         players,
         Duel,
         config,
@@ -80,7 +81,9 @@ def measure(seed: int, steps: int) -> None:
         concurrency=128,
     )
     matrix.write_json(Path(f"matrix-{seed}.json"))
-    palestra.draw_matrix(matrix, f"Gomoku 3 x 3: versions of white and black, seed {seed}", Path(f"matrix-{seed}.png"))
+    palestra_lab.draw_matrix(
+        matrix, f"Gomoku 3 x 3: versions of white and black, seed {seed}", Path(f"matrix-{seed}.png")
+    )
     cells = {
         name: [
             (

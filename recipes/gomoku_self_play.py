@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import palestra
+import palestra_lab
 from palestra import Agent, Chat, ChatMessage, ConcurrentEnvironment, JobConfig, Observation, PolicyHandle, RolloutSpec
 
 PLACES = "ABCDEFGHI"
@@ -92,13 +93,13 @@ def job(seed: int, steps: int, model: str = "tiny-random") -> JobConfig:
     )
 
 
-def demonstrate(steps: int = 20, seed: int = 0, model: str = "tiny-random", games: int = 30) -> palestra.Matrix:
+def demonstrate(steps: int = 20, seed: int = 0, model: str = "tiny-random", games: int = 30) -> palestra_lab.Matrix:
     """Train, and let the versions play each other."""
     play = RolloutSpec(environment=Duel, agents={"": Player()})
     tasks = [{"id": f"game{n}", "first": Duel.roles[n % 2]} for n in range(12 * steps)]  # so that it learns both sides
     result = palestra.train(play, tasks, job(seed, steps, model), concurrency=128)
-    players = {"untrained": model} | palestra.versions_of(result.run_dir)
-    matrix = palestra.play_matrix(
+    players = {"untrained": model} | palestra_lab.versions_of(result.run_dir)
+    matrix = palestra_lab.play_matrix(
         players,
         Duel,
         job(seed, steps, model),
@@ -109,7 +110,7 @@ def demonstrate(steps: int = 20, seed: int = 0, model: str = "tiny-random", game
         concurrency=128,
     )
     print(f"\n{matrix.text()}")
-    palestra.draw_matrix(matrix, "Gomoku 3 x 3: versions of one policy", result.run_dir / "matrix.png")
+    palestra_lab.draw_matrix(matrix, "Gomoku 3 x 3: versions of one policy", result.run_dir / "matrix.png")
     print(f"\nthe picture is {result.run_dir / 'matrix.png'}")
     return matrix
 

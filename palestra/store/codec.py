@@ -139,8 +139,8 @@ def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
         fence=row.fence,
         index=row.idx,
         time_step=row.time_step,
-        agent=row.agent,
-        policy=row.policy,
+        agent=_text(row.agent),
+        policy=_text(row.policy),
         parent=parent,
         shared=row.shared,
         shared_messages=row.shared_messages,
@@ -163,6 +163,13 @@ def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
         started_at=row.started_at,
         finished_at=row.finished_at,
     )
+
+
+def _text(value: Any) -> str:
+    """Return a text of a row; SQLite may have anything in a column of texts."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.40} is no text")
+    return value
 
 
 def _packed_top(top: TopTokens) -> bytes:

@@ -412,7 +412,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_right(copied
     else:
         path = newest / ("weights.txt" if damage == "truncated" else damage)
         path.write_text(path.read_text()[:10] if damage == "truncated" else "x" * 64)
-    exported = palestra("export", copied.run_dir, tmp_path / "model")
+    refused(palestra("export", copied.run_dir, tmp_path / "newest", "--step", "3"), "no weights of step 3")
+    exported = palestra("export", copied.run_dir, tmp_path / "model", "--step", "2")
     assert "step 2" in exported.stdout
     resumed = copied.start("--resume")
     copied.finish()

@@ -10,6 +10,7 @@ import safetensors.torch
 from test_two_policies import TASKS, Talk, config, other_model, score  # noqa: F401 - a fixture
 
 import palestra
+import palestra_lab
 from palestra import JobConfig, RolloutSpec
 from palestra.errors import ConfigError, NotFound
 from palestra.types.messages import text_message
@@ -58,7 +59,7 @@ def test_a_run_that_has_trained_two_policies_plays_with_the_versions_of_both(tmp
     policies = {"black": {"max_context": 400}}
     settings = config(tmp_path / "run", policies, {"opponent": "black"}, steps=1, checkpoint={"every_steps": 1})
     palestra.train(RolloutSpec(environment=Duel), TASKS, settings, quiet=True)
-    found = palestra.play_matrix(tmp_path / "run", Duel, tasks=TASKS, games=1)
+    found = palestra_lab.play_matrix(tmp_path / "run", Duel, tasks=TASKS, games=1)
     assert (found.players, found.failed) == (("white@1", "black@1"), 0)
 
 
@@ -75,7 +76,7 @@ def test_every_pair_plays_in_both_seatings_and_the_same_again(run_dir, other_mod
     seen: list[tuple[int, int]] = []
     for seed in (1, 1, 2):
         played.append(
-            palestra.play_matrix(
+            palestra_lab.play_matrix(
                 players,
                 Duel,
                 palestra.load_config(run_dir / "config.toml"),
@@ -102,7 +103,7 @@ def test_every_pair_plays_in_both_seatings_and_the_same_again(run_dir, other_mod
 
 @pytest.mark.slow
 def test_greedy_games_of_one_task_are_all_the_same(run_dir):
-    found = palestra.play_matrix(run_dir, Duel, tasks=TASKS[:1], games=4, greedy=True)
+    found = palestra_lab.play_matrix(run_dir, Duel, tasks=TASKS[:1], games=4, greedy=True)
     assert set(found.players) == {"white@2", "white@3"}
     assert len({(game.first, game.second, game.rewards) for game in found.games}) == 2
 
@@ -111,7 +112,7 @@ def test_greedy_games_of_one_task_are_all_the_same(run_dir):
 def test_what_can_not_be_played_is_a_clear_sentence(run_dir):
     def refused(said: str, *arguments, **kw):
         with pytest.raises(ConfigError, match=said):
-            palestra.play_matrix(*arguments, **kw)
+            palestra_lab.play_matrix(*arguments, **kw)
 
     refused("at least two players, and there is one", {"one": "tiny-random"}, Duel, tasks=TASKS)
     refused("name the environment that is played", run_dir)

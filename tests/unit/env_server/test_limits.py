@@ -73,8 +73,8 @@ async def test_a_server_that_shows_without_an_end_fails_the_episode():
         await environment.reset({})
         while environment._failure is None:
             await asyncio.sleep(0.01)
-        assert environment._unseen.qsize() <= MOST_WAITING
-        for _ in range(environment._unseen.qsize()):
+        assert len(environment._unseen) <= MOST_WAITING
+        for _ in range(len(environment._unseen)):
             await environment.observe()
         with pytest.raises(EnvironmentFailed, match="more than 4,096 observations at a time"):
             await environment.observe()

@@ -163,7 +163,7 @@ async def test_all_that_sees_the_screen_runs_in_the_sandbox(desktop):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 async def test_nothing_of_a_desktop_is_left_however_its_process_ends(tmp_path, number):
     code = (
-        "import asyncio, json, sys\nfrom palestra.envs import DesktopEnvironment\n"
+        "import asyncio, json, sys\nfrom palestra_screens.desktop import DesktopEnvironment\n"
         "async def main():\n    await DesktopEnvironment().reset(json.loads(sys.argv[1]))\n"
         "    print('ready', flush=True)\n    await asyncio.sleep(60)\nasyncio.run(main())\n"
     )
