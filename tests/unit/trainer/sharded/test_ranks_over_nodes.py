@@ -35,7 +35,7 @@ class Elsewhere:
             theirs = socket.create_connection(listener.getsockname())
             ours, _ = listener.accept()
         with theirs:
-            process = LocalProcess(popen(module, theirs, os.environ | variables), ours)
+            process = LocalProcess(popen(("-m", module), theirs, os.environ | variables), ours)
         process.address = self.address
         return process
 
