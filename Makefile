@@ -13,6 +13,7 @@ FRAMEWORKS := .venv-peers/frameworks
 MORE_FRAMEWORKS := .venv-peers/more-frameworks
 LIBRARIES := .venv-peers/libraries
 PARTNERS := .venv-peers/partners
+HARNESSES := .venv-peers/harnesses
 VLLM := .venv-peers/vllm
 SITE := .venv-docs
 RELEASE := .venv-peers/release
@@ -30,7 +31,7 @@ OTHERS := faults or frameworks or libraries or partners or engines
 THIRD_TIER := (long or more_examples) and not (service or browser or $(OTHERS))
 THIRD_TIER_ALONE := long and (service or browser) and not ($(OTHERS))
 
-.PHONY: machine help demo test core test-rest test-all test-long test-python test-faults lint format types contracts unit docs docs-site wheel release container conformance frameworks libraries partners vllm engines way figures bench card clean
+.PHONY: machine help demo test core test-rest test-all test-long test-python test-faults lint format types contracts unit docs docs-site wheel release container conformance frameworks libraries partners harnesses vllm engines way figures bench card clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -122,6 +123,10 @@ libraries: $(DEV) $(LIBRARIES)/installed.txt  ## frames, trackers and games with
 
 partners: $(DEV) $(PARTNERS)/mcp/installed.txt $(PARTNERS)/openenv/installed.txt $(PARTNERS)/verifiers/installed.txt $(PARTNERS)/nemo-gym/installed.txt  ## environments and tools of other projects, each against the real one: MCP, OpenEnv, verifiers, NeMo Gym
 	$(BIN)/pytest tests/partners -m partners
+
+harnesses: $(DEV)  ## install the coding agents that were tried (2 GB), play a scripted task with each; writes docs/reference/harnesses.md
+	$(BIN)/python scripts/harnesses.py $(HARNESSES) docs/reference/harnesses.md
+	PATH=$(abspath $(HARNESSES))/bin:$$PATH $(BIN)/pytest tests/integration/test_installed_harnesses.py
 
 vllm: $(VLLM)/installed.txt  ## install vLLM's build for CPUs into .venv-peers/vllm, for engine.kind = "vllm" (3.4 GB)
 	@echo 'engine.python = "$(abspath $(VLLM))/bin/python"'

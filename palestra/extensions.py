@@ -23,12 +23,18 @@ An entry point's name is what users write, and it leads to one object:
 from __future__ import annotations
 
 import difflib
+import importlib
+import importlib.util
+import sys
 from collections.abc import Collection
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from palestra.errors import ConfigError
 from palestra.extras import missing_extra
+
+FUNCTION = "module:function, or path/to/file.py:function"
 
 
 def extensions(group: str) -> dict[str, EntryPoint]:
@@ -48,6 +54,35 @@ def load_extension(point: EntryPoint) -> Any:
         if isinstance(error, ModuleNotFoundError) and missing_extra(error) is not None:
             raise
         raise ConfigError(f"{point.name!r} of {point.group} can't be loaded from {point.value}: {error}") from error
+
+
+def load_function(reference: str, group: str | None = None) -> Any:
+    """Import and return the object named by `module:function` or `path/to/file.py:function`. `group`: of entry points
+    whose names are accepted too; None: none.
+    """
+    place, colon, name = reference.rpartition(":")
+    if group is not None and not colon and (point := extensions(group).get(reference)) is not None:
+        return load_extension(point)
+    if not colon or not place or not name:
+        raise ConfigError(f"{reference!r}: expected {FUNCTION}")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            if spec is None or spec.loader is None or not Path(place).is_file():
+                raise ConfigError(f"{place}: no such file")
+            module = importlib.util.module_from_spec(spec)
+            # Dataclasses and pickling look their module up by its name.
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+        else:
+            # An installed command does not look in the working folder, where a user's module lies.
+            sys.path.insert(0, "")
+            module = importlib.import_module(place)
+    except ImportError as error:
+        raise ConfigError(f"{reference}: {error}") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{place} has no {name!r}")
+    return getattr(module, name)
 
 
 def nearest(name: str, known: Collection[str], form: str = "{}", cutoff: float = 0.6) -> str:

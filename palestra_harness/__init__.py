@@ -1,7 +1,6 @@
 """Harnesses: agents that are programs, such as coding agents, played against an episode's own key.
 
-    rollout = palestra_harness.HarnessRollout(palestra_harness.find_harness("pi"), score=score)
-    palestra.train(rollout=rollout, tasks=[{"prompt": "Fix the test.", "files": {"add.py": "…"}}], …)
+    palestra.train(harness="pi", reward=score, tasks=[{"prompt": "Fix the test.", "files": {"add.py": "…"}}], …)
 
 The program gets a workspace and a home of its own, and the server's address, the episode's key and the model's name. It
 is not isolated: it may read what its user may. A package of another author brings harnesses by the entry points of the

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from palestra.client import harness as installed
+from palestra.config import HarnessConfig
 from palestra.errors import ConfigError
-from palestra.extensions import extensions, load_extension, nearest
+from palestra.extensions import extensions
 
-GROUP = "palestra.harnesses"
+if TYPE_CHECKING:
+    from palestra_harness.rollout import HarnessRollout
+
 _FIELD = re.compile(r"\{(base_url|anthropic_url|api_key|model|task|workspace|home|max_tokens|max_context)\}")
 # Variables of this process that a program gets; all others, such as keys of providers, are not passed on.
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE")
 TEMPORARY = "tmp"  # folder in a program's home for its temporary files, which are removed with it
+Scored = float | Mapping[str, float] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +31,8 @@ class Harness:
     """An agent that is a program.
 
     In the command, the variables and the files, these names in braces stand for values: `{base_url}` (it ends with
-    `/v1`), `{anthropic_url}` (without it), `{api_key}`, `{model}`, `{task}`, `{workspace}`, `{home}`, `{max_tokens}`
-    and `{max_context}`.
+    `/v1`), `{anthropic_url}` (without it), `{api_key}`, `{model}`, `{task}`, `{workspace}`, `{home}`, and the job's
+    limits `{max_tokens}` of a reply and `{max_context}` of a prompt and its reply.
 
     Attributes:
         command: program and arguments. It runs in the workspace, without input.
@@ -33,8 +40,8 @@ class Harness:
         files: texts to write before the program starts, by their path below its home.
         tried: the version that was tried.
         install: how to install it.
-        max_tokens: most tokens of a reply that the program should ask for.
-        max_context: tokens that the program should take the model's context to have.
+        script: replies of the model in `palestra harness check`, in the format of its chat template, where the program
+            has no tool that runs a command, or ends in a way of its own. They write `palestra` into `palestra.txt`.
     """
 
     name: str
@@ -43,8 +50,27 @@ class Harness:
     files: Mapping[str, str] = field(default_factory=dict)
     tried: str = ""
     install: str = ""
-    max_tokens: int = 4096
-    max_context: int = 32_768
+    script: tuple[str, ...] = ()
+
+    def rollout(self, score: Score, settings: HarnessConfig) -> HarnessRollout:
+        """Return a rollout function with the settings of a job.
+
+        Args:
+            score: see `HarnessRollout`.
+            settings: its limits and its folder.
+
+        Raises:
+            ConfigError: the program is not installed, or there is no such folder.
+        """
+        made: type[HarnessRollout] = import_module("palestra_harness.rollout").HarnessRollout  # which needs this module
+        return made(
+            self,
+            score,
+            folder=settings.folder,
+            timeout_seconds=settings.timeout_seconds,
+            max_calls=settings.max_calls,
+            max_tokens=settings.max_tokens,
+        )
 
     def filled(self, text: str, values: Mapping[str, Any]) -> str:
         """Return a text of the harness with values in the place of their names.
@@ -73,6 +99,20 @@ class Harness:
         }
         return passed | own | {name: self.filled(text, values) for name, text in self.variables.items()}
 
+    def find_program(self) -> str:
+        """Return the path of the program, or its name if it is looked for in the workspace.
+
+        Raises:
+            ConfigError: it is not installed; the message says how to install it.
+        """
+        program = self.command[0]
+        if "/" in program and not os.path.isabs(program):
+            return program
+        if (found := shutil.which(program, path=self.variables.get("PATH"))) is None:
+            hint = f"; install it: {self.install}" if self.install else ""
+            raise ConfigError(f"the program {program!r} of {self.name} is not installed{hint}")
+        return found
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HarnessResult:
@@ -85,6 +125,9 @@ class HarnessResult:
         workspace: its folder, which is removed after the episode was scored.
         diff: what it changed in the workspace, in the format of `git diff`; empty: nothing.
         seconds: that it ran.
+        answer: text of the model's newest reply; empty: there is none.
+        refused: model calls that the server has refused, by error and field.
+        truncated: whether it was ended at the limit of calls or tokens.
     """
 
     exit_code: int
@@ -92,6 +135,12 @@ class HarnessResult:
     workspace: Path
     diff: str
     seconds: float
+    answer: str = ""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    truncated: bool = False
+
+
+Score = Callable[[dict[str, Any], HarnessResult], Scored | Awaitable[Scored]]
 
 
 def known_harnesses() -> dict[str, Harness]:
@@ -100,7 +149,7 @@ def known_harnesses() -> dict[str, Harness]:
     Raises:
         ConfigError: an entry point leads to something else.
     """
-    return {name: _loaded(name) for name in extensions(GROUP)}
+    return {name: find_harness(name) for name in extensions(installed.GROUP)}
 
 
 def find_harness(name: str) -> Harness:
@@ -109,14 +158,7 @@ def find_harness(name: str) -> Harness:
     Raises:
         ConfigError: there is none of this name.
     """
-    known = extensions(GROUP)
-    if name not in known:
-        raise ConfigError(f"there is no harness {name!r}{nearest(name, known)}; installed: {', '.join(known)}")
-    return _loaded(name)
-
-
-def _loaded(name: str) -> Harness:
-    found = load_extension(extensions(GROUP)[name])
+    found = installed.find_harness(name)
     if not isinstance(found, Harness):
-        raise ConfigError(f"{name!r} of {GROUP} is a {type(found).__name__}, and has to be a Harness")
+        raise ConfigError(f"{name!r} of {installed.GROUP} is a {type(found).__name__}, and has to be a Harness")
     return found

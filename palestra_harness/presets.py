@@ -1,4 +1,4 @@
-"""The coding agents that were tried, each with the version. Their lean forms have few tools, for small contexts."""
+"""The coding agents that were tried, each with its version; `NAME-lean` has few tools, for small contexts."""
 
 from __future__ import annotations
 
@@ -67,6 +67,29 @@ stream_max_retries = 0
     },
 )
 
+_SYSTEM = "You are a coding agent. Solve the task with the tools, and say what you did."
+_LEAN_CODEX = """model_instructions_file = "{home}/codex/instructions.md"
+model_reasoning_summary = "none"
+web_search = "disabled"
+include_apps_instructions = false
+include_environment_context = false
+include_permissions_instructions = false
+include_skill_instructions = false
+"""
+CODEX_LEAN = replace(
+    CODEX,
+    name="codex-lean",
+    command=(
+        *CODEX.command[:-1],
+        *(word for feature in ("apps", "goals", "multi_agent", "plugins") for word in ("--disable", feature)),
+        CODEX.command[-1],
+    ),
+    files={
+        "codex/config.toml": _LEAN_CODEX + CODEX.files["codex/config.toml"],
+        "codex/instructions.md": _SYSTEM,
+    },
+)
+
 _OPENCODE = """{"$schema": "https://opencode.ai/config.json", "autoupdate": false, "share": "disabled",
  "model": "palestra/{model}", "small_model": "palestra/{model}",
  "provider": {"palestra": {"npm": "@ai-sdk/openai-compatible", "name": "palestra",
@@ -85,6 +108,18 @@ OPENCODE = Harness(
         "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
         "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
         "OPENCODE_DISABLE_MODELS_FETCH": "1",
+    },
+)
+OPENCODE_LEAN = replace(
+    OPENCODE,
+    name="opencode-lean",
+    command=("opencode", "run", "--pure", "--title", "task", "--agent", "build", "{task}"),
+    variables={
+        **OPENCODE.variables,
+        "OPENCODE_CONFIG_CONTENT": _OPENCODE[:-1]
+        + f""",
+ "agent": {{"build": {{"prompt": "{_SYSTEM}", "tools": {{"task": false, "todowrite": false, "webfetch": false,
+  "skill": false, "glob": false, "grep": false}}}}}}}}""",
     },
 )
 
@@ -122,7 +157,15 @@ QWEN_CODE = Harness(
  "privacy": {"usageStatisticsEnabled": false}, "telemetry": {"enabled": false}}"""
     },
 )
+QWEN_CODE_LEAN = replace(
+    QWEN_CODE,
+    name="qwen-code-lean",
+    command=("qwen", "--auth-type", "openai", "--yolo", "--bare", "--system-prompt", _SYSTEM, "-p", "{task}"),
+)
 
+_CALL = """<tool_call>
+{"name": "bash", "arguments": {"command": "%s"}}
+</tool_call>"""
 MINI_SWE_AGENT = Harness(
     name="mini-swe-agent",
     tried="2.4.6",
@@ -147,6 +190,10 @@ MINI_SWE_AGENT = Harness(
         "MSWEA_SILENT_STARTUP": "1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     },
+    script=(
+        "I write the file.\n" + _CALL % "echo palestra > palestra.txt",
+        "Done.\n" + _CALL % "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
+    ),
 )
 
 AIDER = Harness(
@@ -164,4 +211,5 @@ AIDER = Harness(
         "AIDER_ANALYTICS": "false",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     },
+    script=("palestra.txt\n```\n<<<<<<< SEARCH\n=======\npalestra\n>>>>>>> REPLACE\n```\n",),
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import stat
 import tarfile
+import time
 import zipfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,16 +24,16 @@ from palestra.http_clients import async_http_client
 from palestra.process.child import ending
 from palestra.threads import call, in_thread
 from palestra.types.wire import EpisodeCalls
-from palestra_harness.harness import Harness, HarnessResult
-from palestra_harness.running import run_harness, temporary_folder, write_files
+from palestra_harness.folders import temporary_folder
+from palestra_harness.harness import Harness, Score
+from palestra_harness.running import run_harness, write_files
 
-CALLS_SECONDS = 30.0  # for the server to count an episode's calls
-Scored = float | Mapping[str, float] | None
-Score = Callable[[dict[str, Any], HarnessResult], Scored | Awaitable[Scored]]
+CALLS_SECONDS = 30.0  # for the server to count an episode's calls, at the end; it may be starting again
+RETRY_SECONDS = 1.0
 
 
 class HarnessRollout:
-    """Plays episodes with a harness: `palestra.train(rollout=HarnessRollout(…))`, or by name with `palestra worker`.
+    """Plays episodes with a harness, as `palestra.train(harness=…)` and `palestra worker --harness` do.
 
     A task has `prompt`, a text, and may have `files`: texts by their path in the workspace.
     """
@@ -42,6 +45,8 @@ class HarnessRollout:
         *,
         folder: Path | str | None = None,
         timeout_seconds: float = 600.0,
+        max_calls: int | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         """Prepare to play.
 
@@ -52,12 +57,17 @@ class HarnessRollout:
             folder: copied into each workspace, such as a repository; an archive is unpacked. The task's files come on
                 top. None: empty.
             timeout_seconds: an episode whose program runs longer fails.
+            max_calls: answered model calls at which the program is ended, and what it left is scored, as truncated.
+                It is looked at every second. None: any number.
+            max_tokens: the same for sampled tokens of the episode.
 
         Raises:
-            ConfigError: there is no such folder or archive.
+            ConfigError: the program is not installed, or there is no such folder or archive.
         """
+        harness.find_program()
         self.harness = harness
         self._score, self._timeout = score, timeout_seconds
+        self._max_calls, self._max_tokens = max_calls, max_tokens
         self._folder = None if folder is None else Path(folder)
         if self._folder is not None and not self._folder.exists():
             raise ConfigError(f"{self._folder}: there is no such folder or archive")
@@ -67,22 +77,47 @@ class HarnessRollout:
 
         Raises:
             InvalidRequest: the task has no prompt, or a file outside of the workspace.
-            RolloutFailed: the program ran too long, wrote too much, or failed before its first model call.
+            RolloutFailed: the program ran too long, wrote too much, or has not called the model.
         """
         prompt, files = task.get("prompt"), task.get("files", {})
         if not isinstance(prompt, str) or not prompt:
             raise InvalidRequest("a task of a harness has a `prompt`, which is a text", "prompt")
         if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
             raise InvalidRequest("`files` of a task are texts by their path", "files")
-        async with temporary_folder("palestra-workspace-") as made:
+        async with temporary_folder("episode-") as made, async_http_client(timeout=CALLS_SECONDS) as http:
             workspace = made / "workspace"  # the same last part in each episode: paths stand in prompts
             await in_thread(lambda: self._fill(workspace, files))
-            result = await run_harness(self.harness, endpoint, prompt, workspace, timeout_seconds=self._timeout)
-            if result.exit_code:
-                await _check_called(endpoint, self.harness.name, result)
+            limited = self._max_calls is not None or self._max_tokens is not None
+            result = await run_harness(
+                self.harness,
+                endpoint,
+                prompt,
+                workspace,
+                timeout_seconds=self._timeout,
+                reached=partial(self._reached, http, endpoint) if limited else None,
+            )
+            how = f"{self.harness.name} {ending(result.exit_code)}: {_last_words(result.output)}"
+            try:
+                calls = await episode_calls(http, endpoint)
+            except RolloutFailed as error:
+                raise RolloutFailed(error.termination, f"{how}; {error}") from error
+            if not calls.answered and not calls.refused:
+                raise RolloutFailed("agent_failed", f"{how}; it has not called the model")
+            result = replace(result, answer=calls.answer or "", refused=calls.refused)
             reward = await call(partial(self._score, task, result), "palestra-score")
             about = {"harness": self.harness.name, "exit_code": result.exit_code, "output": result.output[-2000:]}
-            return RolloutResult(reward=reward, metadata=about)
+            return RolloutResult(reward=reward, metadata=about, truncated=result.truncated)
+
+    async def _reached(self, http: httpx2.AsyncClient, endpoint: ModelEndpoint) -> bool:
+        """Return whether an episode has used up its calls or tokens; not while its server can't be asked."""
+        try:
+            calls = await _ask(http, endpoint)
+        except httpx2.HTTPError as error:
+            if _may_come_back(error):
+                return False
+            raise RolloutFailed("agent_failed", f"the calls of the episode are unknown: {error}") from error
+        too_many = self._max_calls is not None and calls.answered >= self._max_calls
+        return too_many or (self._max_tokens is not None and calls.sampled_tokens >= self._max_tokens)
 
     def _fill(self, workspace: Path, files: Mapping[str, str]) -> None:
         if self._folder is None:
@@ -98,18 +133,32 @@ class HarnessRollout:
         write_files(workspace, files)
 
 
-async def _check_called(endpoint: ModelEndpoint, name: str, result: HarnessResult) -> None:
-    """Raise RolloutFailed if a failed program has not called the model: the policy has not played."""
-    how = f"{name} {ending(result.exit_code)}: {_last_words(result.output)}"
+async def episode_calls(http: httpx2.AsyncClient, endpoint: ModelEndpoint) -> EpisodeCalls:
+    """Return an episode's calls at its end.
+
+    Raises:
+        RolloutFailed: the server does not answer, so that nothing is known of them.
+    """
+    until = time.monotonic() + CALLS_SECONDS
+    while True:
+        try:
+            return await _ask(http, endpoint)
+        except (httpx2.HTTPError, ValidationError) as error:
+            if not _may_come_back(error) or time.monotonic() + RETRY_SECONDS > until:
+                raise RolloutFailed("agent_failed", f"the calls of the episode are unknown: {error}") from error
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+def _may_come_back(error: Exception) -> bool:
+    """Return whether a server that has not answered may answer later: it is starting again, perhaps."""
+    answered = isinstance(error, httpx2.HTTPStatusError) and error.response.status_code < 500
+    return isinstance(error, httpx2.HTTPError) and not answered
+
+
+async def _ask(http: httpx2.AsyncClient, endpoint: ModelEndpoint) -> EpisodeCalls:
     headers = {"authorization": f"Bearer {endpoint.api_key}"}
-    try:
-        async with async_http_client(timeout=CALLS_SECONDS) as http:
-            answer = await http.get(f"{endpoint.anthropic_url}/episode_calls", headers=headers)
-        calls = EpisodeCalls.model_validate_json(answer.raise_for_status().content)
-    except (httpx2.HTTPError, ValidationError) as error:
-        raise RolloutFailed("agent_failed", f"{how}; whether it has called the model is unknown: {error}") from error
-    if not calls.answered and not calls.refused:
-        raise RolloutFailed("agent_failed", f"{how}; it has not called the model")
+    answer = await http.get(f"{endpoint.anthropic_url}/episode_calls", headers=headers)
+    return EpisodeCalls.model_validate_json(answer.raise_for_status().content)
 
 
 def _last_words(output: str) -> str:

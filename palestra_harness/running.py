@@ -10,22 +10,26 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from palestra.client import ModelEndpoint
 from palestra.errors import ConfigError, InvalidRequest, RolloutFailed
 from palestra.process.child import kept_command
 from palestra.process.keeper import LAST_SECONDS, members_of
 from palestra.threads import in_thread
+from palestra_harness.folders import temporary_folder
 from palestra_harness.harness import TEMPORARY, Harness, HarnessResult
 
 KEPT_BYTES = 65_536  # of the output, its end
 MAX_DIFF = 1_000_000  # characters
 MAX_FILE = 64 * 2**20  # bytes of a file that a diff looks at
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
+LOOK_SECONDS = 1.0  # between two looks at the limits of calls and tokens
+MAX_TOKENS, MAX_CONTEXT = 4096, 32_768  # that a program is told where the server does not say
 GIT_SECONDS = 120.0  # for each look at a workspace
 _GIT = (
     *("git", "-c", "user.name=palestra", "-c", "user.email=palestra@localhost", "-c", "commit.gpgsign=false"),
@@ -35,14 +39,12 @@ _GIT = (
 _ATTRIBUTES = "* -text !eol !ident !filter !diff !working-tree-encoding\n"
 
 
-@asynccontextmanager
-async def temporary_folder(prefix: str) -> AsyncIterator[Path]:
-    """Make a folder that is removed after the block, in a thread: programs leave many files."""
-    made = tempfile.TemporaryDirectory(prefix=prefix)
-    try:
-        yield Path(made.name)
-    finally:
-        await asyncio.shield(in_thread(made.cleanup))
+class _Limits(NamedTuple):
+    """What ends a program; see `run_harness`."""
+
+    seconds: float
+    output_bytes: int
+    reached: Callable[[], Awaitable[bool]] | None
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
@@ -72,6 +74,7 @@ async def run_harness(
     *,
     timeout_seconds: float = 600.0,
     max_output_bytes: int = 64 * 2**20,
+    reached: Callable[[], Awaitable[bool]] | None = None,
 ) -> HarnessResult:
     """Run a harness once, until its program ends.
 
@@ -82,6 +85,7 @@ async def run_harness(
         task: text that the program gets as `{task}`.
         workspace: the folder that it works in.
         max_output_bytes: of standard output and error together.
+        reached: asked every second whether another limit ends the program, which is no failure; None: there is none.
 
     Raises:
         ConfigError: the program, or git, is not installed.
@@ -90,16 +94,17 @@ async def run_harness(
     """
     if shutil.which("git") is None:
         raise ConfigError("git is not installed, and shows what a harness has changed")
-    async with temporary_folder("palestra-harness-") as folder:
+    harness.find_program()
+    async with temporary_folder("home-") as folder:
         home, snapshot = folder / "home", folder / "snapshot"
         (home / TEMPORARY).mkdir(parents=True)
         values = {"task": task, "workspace": workspace, "home": home} | {
             **{name: getattr(endpoint, name) for name in ("base_url", "anthropic_url", "api_key", "model")},
-            **{name: getattr(harness, name) for name in ("max_tokens", "max_context")},
+            "max_tokens": endpoint.max_tokens or MAX_TOKENS,
+            "max_context": endpoint.max_context or MAX_CONTEXT,
         }
         command = [harness.filled(part, values) for part in harness.command]
         variables = harness.environment(home, values)
-        _check_installed(harness, command[0], workspace, variables)
         write_files(home, {name: harness.filled(text, values) for name, text in harness.files.items()})
         await _git(snapshot, workspace, "init", "--quiet")
         (snapshot / "info" / "attributes").write_text(_ATTRIBUTES, encoding="utf-8")
@@ -107,7 +112,8 @@ async def run_harness(
         await _git(snapshot, workspace, "commit", "--quiet", "--allow-empty", "--message", "before")
         begun, real = time.monotonic(), _real_folder(workspace)
         process, lifeline = _started(command, workspace, variables, home)
-        code, output = await _watched(harness.name, process, lifeline, timeout_seconds, max_output_bytes)
+        limits = _Limits(timeout_seconds, max_output_bytes, reached)
+        code, output, truncated = await _watched(harness.name, process, lifeline, limits)
         seconds = time.monotonic() - begun
         if _real_folder(workspace) != real:
             raise RolloutFailed("workspace", f"{harness.name} has put something else in the place of its workspace")
@@ -119,14 +125,8 @@ async def run_harness(
             workspace=workspace,
             diff=_without_key(diff.decode(errors="replace"), endpoint.api_key)[:MAX_DIFF],
             seconds=seconds,
+            truncated=truncated,
         )
-
-
-def _check_installed(harness: Harness, program: str, workspace: Path, variables: Mapping[str, str]) -> None:
-    wanted = str(workspace / program) if "/" in program else program
-    if shutil.which(wanted, path=variables.get("PATH", os.defpath)) is None:
-        hint = f"; install it: {harness.install}" if harness.install else ""
-        raise ConfigError(f"the program {program!r} of {harness.name} is not installed{hint}")
 
 
 def _real_folder(path: Path) -> Path | None:
@@ -162,15 +162,21 @@ def _started(
 
 
 async def _watched(
-    name: str, process: subprocess.Popen[bytes], lifeline: int, timeout_seconds: float, max_output_bytes: int
-) -> tuple[int, str]:
-    """Wait until all processes of a program have ended; return its exit code and the end of its output."""
-    reading = asyncio.ensure_future(in_thread(partial(_read, process, max_output_bytes), "palestra-harness"))
+    name: str,
+    process: subprocess.Popen[bytes],
+    lifeline: int,
+    limits: _Limits,
+) -> tuple[int, str, bool]:
+    """Wait until all processes of a program have ended; return exit code, end of the output, and if it was cut off."""
+    reading = asyncio.ensure_future(in_thread(partial(_read, process, limits.output_bytes), "palestra-harness"))
+    reached = False
     try:
-        async with asyncio.timeout(timeout_seconds):
-            code, output, written = await asyncio.shield(reading)
+        async with asyncio.timeout(limits.seconds):
+            while not (reached or reading.done()):
+                await asyncio.wait((reading,), timeout=None if limits.reached is None else LOOK_SECONDS)
+                reached = not reading.done() and limits.reached is not None and await limits.reached()
     except TimeoutError:
-        raise RolloutFailed("timeout", f"{name} ran longer than {timeout_seconds:g} s") from None
+        raise RolloutFailed("timeout", f"{name} ran longer than {limits.seconds:g} s") from None
     finally:
         os.close(lifeline)
         # No longer: a process that has killed the keeper keeps its output open.
@@ -178,9 +184,10 @@ async def _watched(
         for left in members_of(process.pid) if open_still else ():
             with suppress(ProcessLookupError):
                 os.kill(left, signal.SIGKILL)
-    if written > max_output_bytes:
-        raise RolloutFailed("output", f"{name} wrote more than {max_output_bytes:,} bytes")
-    return code, output
+    code, output, written = await reading
+    if written > limits.output_bytes:
+        raise RolloutFailed("output", f"{name} wrote more than {limits.output_bytes:,} bytes")
+    return code, output, reached
 
 
 def _read(process: subprocess.Popen[bytes], most: int) -> tuple[int, str, int]:

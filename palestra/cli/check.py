@@ -13,8 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import FUNCTION, add_command, add_set, load_function, overrides
+from palestra.cli.options import add_command, add_set, overrides
 from palestra.errors import ConfigError, PalestraError
+from palestra.extensions import FUNCTION, load_function
 from palestra.terminal import TerminalConsole, one_line, say
 
 if TYPE_CHECKING:
@@ -70,9 +71,10 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             say(json.dumps(_as_json(wrong, None), indent=2))
         return MISTAKEN
-    if rollout is not None and (config.environment.name is not None or config.environment.url is not None):
+    chosen = config.environment
+    if rollout is not None and (chosen.name is not None or chosen.url is not None or config.harness is not None):
         raise ConfigError(
-            "--rollout: the job's own environment plays its episodes; take [environment] out, or --rollout"
+            "--rollout: the job's own environment or harness plays its episodes; take that out, or --rollout"
         )
     config = with_checkpoints(config)
     with _stoppable(), _progress(arguments.json) as report:

@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import add_command, load_function
+from palestra.cli.options import add_command
 from palestra.errors import NotFound
+from palestra.extensions import load_function
 
 
 def add_demo(commands: Any) -> None:

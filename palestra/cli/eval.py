@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.cli.options import (
     ENVIRONMENT,
-    FUNCTION,
     REWARDS,
     add_command,
     add_set,
     load_environment,
-    load_function,
     overrides,
 )
 from palestra.errors import ConfigError
+from palestra.extensions import FUNCTION, load_function
 from palestra.terminal import say
 
 if TYPE_CHECKING:
@@ -149,7 +148,11 @@ def _config(arguments: argparse.Namespace) -> JobConfig:
             say(f"as in the run: {name_settings(config) or 'its settings are the defaults'}", file=sys.stderr)
     else:
         config = parse_config({}, settings)
-    config = config.model_copy(update={"environment": config.environment.model_copy(update={"name": environment})})
+    played: dict[str, Any] = {"environment": config.environment.model_copy(update={"name": environment})}
+    if config.harness is not None:  # of a run; --reward scores what it leaves
+        scored = config.harness.model_copy(update={"score": None})
+        played["harness"] = None if arguments.reward is None else scored
+    config = config.model_copy(update=played)
     config = with_checkpoints(with_models(with_models(config, arguments.checkpoint), _models(arguments.model)))
     if arguments.policy is not None and arguments.policy not in config.trained_policies:
         known = " and ".join(map(repr, config.trained_policies))

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from palestra.errors import ConfigError, NotFound
-from palestra.extensions import extensions, load_extension, nearest
+from palestra.extensions import load_function, nearest
 from palestra.terminal import printable
 
 if TYPE_CHECKING:
     from palestra.config import JobConfig
 
 TIME_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}  # in seconds
-FUNCTION = "module:function, or path/to/file.py:function"
 ENVIRONMENT = "one that ships (palestra environments), or your own: module:Class, or path/to/file.py:Class"
 
 REWARDS = "palestra.rewards"  # entry points
@@ -173,35 +169,6 @@ def read_tasks(source: str, validation: Path | None = None) -> tuple[Tasks, Task
         train, held_out = load_function(source)()
         return train, held_out
     return source, () if validation is None else validation
-
-
-def load_function(reference: str, group: str | None = None) -> Any:
-    """Import and return the object named by `module:function` or `path/to/file.py:function`. `group`: of entry points
-    whose names are accepted too; None: none.
-    """
-    place, colon, name = reference.rpartition(":")
-    if group is not None and not colon and (point := extensions(group).get(reference)) is not None:
-        return load_extension(point)
-    if not colon or not place or not name:
-        raise ConfigError(f"{reference!r}: expected {FUNCTION}")
-    try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            if spec is None or spec.loader is None or not Path(place).is_file():
-                raise ConfigError(f"{place}: no such file")
-            module = importlib.util.module_from_spec(spec)
-            # Dataclasses and pickling look their module up by its name.
-            sys.modules[spec.name] = module
-            spec.loader.exec_module(module)
-        else:
-            # An installed command does not look in the working folder, where a user's module lies.
-            sys.path.insert(0, "")
-            module = importlib.import_module(place)
-    except ImportError as error:
-        raise ConfigError(f"{reference}: {error}") from error
-    if not hasattr(module, name):
-        raise ConfigError(f"{place} has no {name!r}")
-    return getattr(module, name)
 
 
 def environment_settings(text: str) -> dict[str, Any]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import environment_settings, load_environment, load_function
+from palestra.cli.options import environment_settings, load_environment
 from palestra.errors import ConfigError
+from palestra.extensions import load_function
 
 if TYPE_CHECKING:
     from palestra.client.worker import Rollout
@@ -53,6 +55,23 @@ def load_played(reference: str | None, environment: str | None, settings: str) -
     if not isinstance(found, type) and callable(found) and _takes(found, 2):
         return lambda facts: found
     return _own(reference, found, given)
+
+
+def load_harness(name: str, score: str | None, settings: str) -> Played:
+    """Return the rollout function of a harness.
+
+    Args:
+        score: file of the score function.
+        settings: other keys of `HarnessConfig`, as a JSON object.
+    """
+    from palestra.client.harness import harness_rollout
+    from palestra.config.harness import HarnessConfig
+
+    if score is None:
+        raise ConfigError("--harness needs --score FILE.py, whose function `score(task, result)` returns the reward")
+    given = {**environment_settings(settings), "name": name, "score": Path(score)}
+    rollout = harness_rollout(HarnessConfig(**given))
+    return lambda facts: rollout
 
 
 def _own(reference: str, found: Any, settings: Mapping[str, Any]) -> Callable[[RolloutFacts], RolloutSpec]:

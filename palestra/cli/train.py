@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import FUNCTION, REWARDS, add_command, add_set, load_function, overrides
+from palestra.cli.options import REWARDS, add_command, add_set, overrides
+from palestra.extensions import FUNCTION, load_function
 
 
 def add_train(commands: Any) -> None:

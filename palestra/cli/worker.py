@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.cli.options import ENVIRONMENT, add_command, add_control, read_tasks
 from palestra.cli.own_process import end_soon
-from palestra.cli.played import PLAYED, Played, load_played
+from palestra.cli.played import PLAYED, Played, load_harness, load_played
 from palestra.errors import ConfigError, JobOver
 from palestra.terminal import say
 
@@ -39,14 +39,30 @@ def add_worker(commands: Any) -> None:
         _run,
         "play a job's episodes on this machine, with a function, an environment or an agent of yours",
         "  palestra worker recipes/addition.py:rollout --url http://server:7411 --key-file api_key --concurrency 32\n"
-        "  palestra worker nim.py:Nim --url http://server:7411 --key-file api_key --processes 8",
+        "  palestra worker nim.py:Nim --url http://server:7411 --key-file api_key --processes 8\n"
+        "  palestra worker --harness pi --score score.py --tasks tasks.jsonl --key-file api_key --concurrency 4",
     )
     parser.add_argument("played", nargs="?", help=PLAYED)
     parser.add_argument(
         "--environment",
         help=f"the environment that an agent acts in: {ENVIRONMENT}; without it, the one that the job names",
     )
-    parser.add_argument("--settings", metavar="JSON", default="{}", help="settings of the environment, by name")
+    parser.add_argument(
+        "--harness",
+        metavar="NAME",
+        help="play with a program, such as a coding agent: a name of `palestra harness list`; without it, `played`",
+    )
+    parser.add_argument(
+        "--score",
+        metavar="FILE.PY",
+        help="with --harness: a file whose function `score(task, result)` returns the reward, or FILE.PY:NAME",
+    )
+    parser.add_argument(
+        "--settings",
+        metavar="JSON",
+        default="{}",
+        help="settings of the environment, by name; or of the harness: folder, timeout_seconds, max_calls, max_tokens",
+    )
     parser.add_argument("--url", default="http://127.0.0.1:7411", help="URL of the job's data plane")
     parser.add_argument("--job", help="id of a job of a control plane; without it, --url and a key")
     add_control(parser)
@@ -99,13 +115,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.child:
         asyncio.run(_play(arguments))
         return 0
-    played = load_played(arguments.played, arguments.environment, arguments.settings)
+    played = _played(arguments)
     if arguments.job is not None:
         arguments.url, os.environ[KEY_VARIABLE] = _finder(arguments)()
     asyncio.run(_check(arguments.url, played))  # what is wrong is said once, and not by every process
     words = [sys.executable, "-m", "palestra.cli.main", "worker", "--child"]
     words += [] if arguments.played is None else [arguments.played]
-    for option in ("url", "job", "control", "concurrency", "name", "environment", "settings"):
+    for option in ("url", "job", "control", "concurrency", "name", "environment", "harness", "score", "settings"):
         if getattr(arguments, option) is not None:
             words += [f"--{option}", str(getattr(arguments, option))]
     if arguments.tasks is not None:
@@ -116,6 +132,17 @@ def _run(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: fleet.drain())
     return fleet.run()
+
+
+def _played(arguments: argparse.Namespace) -> Played:
+    """Return what this worker plays."""
+    if arguments.harness is None:
+        if arguments.score is not None:
+            raise ConfigError("--score is for --harness; name one, or leave it out")
+        return load_played(arguments.played, arguments.environment, arguments.settings)
+    if arguments.played is not None or arguments.environment is not None:
+        raise ConfigError("--harness says what is played; leave the function, environment or agent out")
+    return load_harness(arguments.harness, arguments.score, arguments.settings)
 
 
 def _finder(arguments: argparse.Namespace) -> Find:
@@ -161,7 +188,7 @@ async def _play(arguments: argparse.Namespace) -> None:
     from palestra.client import AsyncClient, Worker
     from palestra.threads import in_thread
 
-    played = load_played(arguments.played, arguments.environment, arguments.settings)
+    played = _played(arguments)
     name = f"{arguments.name}-{os.getpid()}"
     find = _finder(arguments) if arguments.job is not None else None
     if find is not None:  # a child that was started again may find its server somewhere else

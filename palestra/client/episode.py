@@ -34,6 +34,8 @@ class ModelEndpoint:
     policies: Mapping[str, str] = field(
         default_factory=dict, hash=False
     )  # the same of all policies of the job, by name
+    max_context: int | None = None  # most tokens of a prompt and its reply, of `model`; None: the server does not say
+    max_tokens: int | None = None  # most tokens of a reply, of `model`; None: the server does not say
 
     def of(self, policy: str) -> ModelEndpoint:
         """Return the endpoint of another policy of the job, for the same episode.

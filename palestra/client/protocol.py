@@ -94,6 +94,8 @@ def read_claim(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
         model=claimed.model,
         version=claimed.version,
         policies=dict(claimed.policies),
+        max_context=claimed.max_context,
+        max_tokens=claimed.max_tokens,
     )
     episode = Episode(
         episode_id=claimed.episode_id,

@@ -4,6 +4,7 @@ from palestra.config.actor_critic import A2CConfig, ActorCriticConfig, PPOConfig
 from palestra.config.algorithm import ALGORITHM_NAMES, OwnAlgorithmConfig
 from palestra.config.algorithm_base import REWARD_NAME, AlgorithmConfig, LossAggMode
 from palestra.config.engine import Alike, EngineConfig, MixedEngineConfig, PooledEngineConfig
+from palestra.config.harness import HarnessConfig
 from palestra.config.imitation import DistillConfig, DPOConfig, SFTConfig
 from palestra.config.job import BUILT_IN, SMOLLM2, TINY, TINY_QWEN_VL, TINY_VISION, JobConfig, JobKind
 from palestra.config.judge import JudgeAccess, JudgeConfig
@@ -95,6 +96,7 @@ __all__ = [
     "GRPOConfig",
     "GSPOConfig",
     "GroupConfig",
+    "HarnessConfig",
     "JobConfig",
     "JobKind",
     "JudgeAccess",

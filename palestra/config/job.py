@@ -14,6 +14,7 @@ from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.algorithm_base import AlgorithmConfig
 from palestra.config.checks import check_bases, check_devices, check_trained
 from palestra.config.engine import EngineConfig, default_engine
+from palestra.config.harness import HarnessConfig
 from palestra.config.judge import JudgeConfig
 from palestra.config.networks import TeacherServerConfig, reference_of
 from palestra.config.parts import (
@@ -36,6 +37,7 @@ from palestra.config.rollout import (
     PlayedEnvironment,
     RolloutConfig,
     TasksConfig,
+    check_alone,
     check_environments,
 )
 from palestra.config.section import Identifier, Positive, Section
@@ -113,6 +115,11 @@ class JobConfig(Section):
     curriculum: CurriculumConfig | None = Field(
         None, description="Draws tasks by how often they are solved. None: all in a new random order every epoch."
     )
+    harness: HarnessConfig | None = Field(
+        None,
+        description="A program plays the episodes, such as a coding agent (docs/how-to/harnesses.md). None: the "
+        "environment is played, or workers play.",
+    )
     seats: SeatsConfig = SeatsConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AnyAlgorithmConfig = GRPOConfig()
@@ -170,6 +177,8 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _can_choose_tasks(self) -> JobConfig:
         check_environments(self.environments, self.environment, self.tasks)
+        if self.harness is not None:
+            check_alone(self.environments, self.environment, self.seats)
         algorithms = [self.algorithm_of(name) for name in self.trained_policies]
         if any(each.brings_tasks or each.learns_conversations for each in algorithms):
             for key, chosen in (("environments", self.environments), ("curriculum", self.curriculum)):
@@ -346,6 +355,7 @@ class JobConfig(Section):
         left_out["tasks"] = {"train", "validation"} if self.environments else True
         if self.curriculum is None:
             left_out["curriculum"] = True
+        left_out["harness"] = True if self.harness is None else {"score", "folder", "timeout_seconds"}  # as above
         left_out["engine"] = self.engine.not_trained()  # a server may move, and every worker gives the same reply
         left_out["trainer"] = {"rank_timeout_seconds"}  # it changes no number
         # These change the order of sums alone, so that a run may go on with other values, unless it counts every bit.

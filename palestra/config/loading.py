@@ -17,6 +17,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from palestra.config.engine import EngineConfig
+from palestra.config.harness import HarnessConfig
 from palestra.config.job import JobConfig
 from palestra.config.judge import JudgeConfig
 from palestra.config.policy import PolicyConfig
@@ -167,7 +168,7 @@ def resolve_paths(table: dict[str, Any], folder: Path, names: bool = True) -> No
 @cache
 def path_keys() -> frozenset[str]:
     """Return the keys whose values are paths, in any table."""
-    kinds = sections_of(EngineConfig) + sections_of(JudgeConfig)
+    kinds = [*sections_of(EngineConfig), *sections_of(JudgeConfig), HarnessConfig]
     return frozenset(
         {"run_dir", "train", "validation"}
         | {key for kind in kinds for key, field in kind.model_fields.items() if _is_path(field.annotation)}

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from palestra.config.parts import SeatsConfig
 from palestra.config.roles import AgentName
 from palestra.config.section import Identifier, Positive, Seconds, Section
 from palestra.extensions import extensions
@@ -173,6 +174,16 @@ def check_environments(environments: Sequence[MixedEnvironment], alone: Environm
             raise ValueError(
                 f"environment {each.id!r} has `{keys[0]}`, and neither `name` nor `url`; give one, or leave it out"
             )
+
+
+def check_alone(environments: Sequence[MixedEnvironment], alone: EnvironmentConfig, seats: SeatsConfig) -> None:
+    """Raise ValueError for keys of environments in a job whose episodes a harness plays."""
+    named = ["environments"] if environments else []
+    named += [f"environment.{key}" for key in _keys_set(alone)]
+    named += [f"environment.{key}" for key in ("timeout_seconds", "runners") if getattr(alone, key) is not None]
+    named += ["seats.roles"] if seats.roles else []
+    if named:
+        raise ValueError(f"{named[0]} is set, and [harness] says what is played; leave one of the two out")
 
 
 def _keys_set(environment: PlayedEnvironment) -> list[str]:

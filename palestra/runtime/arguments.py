@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from palestra.agents import named_agents
+from palestra.agents import Agent, named_agents
+from palestra.client.harness import HarnessProgram, harness_rollout
 from palestra.client.plain_values import rows_of_frame
 from palestra.client.task_files import TaskCheck, TaskFile
 from palestra.client.worker import Rollout
-from palestra.config import JobConfig, JudgeConfig
+from palestra.config import HarnessConfig, JobConfig, JudgeConfig
 from palestra.envs import ConcurrentEnvironment, Environment, TaskEnvironment
 from palestra.envs.catalog import adapted
 from palestra.envs.environment import task_prompt
@@ -60,20 +61,39 @@ def resolve_config(
     return config
 
 
+def with_harness(config: JobConfig, harness: object) -> JobConfig:
+    """Return the job with the harness that is given by name, or as a program."""
+    if harness is None:
+        return config
+    if not isinstance(harness, str | HarnessProgram):
+        raise ConfigError(
+            f"`harness` has the type {type(harness).__name__}; give a name (palestra harness list), or a "
+            "palestra_harness.Harness"
+        )
+    name = harness if isinstance(harness, str) else harness.name
+    settings = config.harness or HarnessConfig(name=name)
+    if settings.name != name:
+        raise ConfigError(f"`harness` is {name!r}, and harness.name is {settings.name!r}; leave one out")
+    return config.model_copy(update={"harness": settings})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Play:
-    """How a user says what to play: one of the three, or the configuration does.
+    """How a user says what to play: one of the first four, or the configuration does.
 
     Attributes:
         rollout: a function `(task, endpoint)`, or a `RolloutSpec`.
         environment: an environment's class, a factory, or a name.
-        reward: scores the answer to a task's `prompt`; several functions by name give several rewards. Or a judge.
-        sampler: makes what chooses the training tasks, whichever of the three is given; None: as configured.
+        reward: scores the answer to a task's `prompt`; several functions by name give several rewards. Or a judge. In a
+            job with a harness: scores what the program left.
+        harness: plays in place of the installed program of `config.harness`.
+        sampler: makes what chooses the training tasks, whichever of these is given; None: as configured.
     """
 
     rollout: Rollout | RolloutSpec | None = None
     environment: EnvironmentMaker | str | None = None
     reward: RewardFunction | None = None
+    harness: HarnessProgram | None = None
     sampler: SamplerMaker | None = None
 
 
@@ -94,7 +114,8 @@ def resolve_rollout(config: JobConfig, play: Play) -> Rollout | RolloutSpec | No
     given = {
         "rollout": rollout is not None,
         "environment": environment is not None and not isinstance(environment, str),
-        "reward": reward is not None,
+        "reward": reward is not None and config.harness is None,
+        "harness": config.harness is not None,
         f"environment.name = {named!r}": named is not None,
         f"environment.url = {served!r}": served is not None,
         "[[environments]]": mixed,
@@ -105,10 +126,16 @@ def resolve_rollout(config: JobConfig, play: Play) -> Rollout | RolloutSpec | No
     if not found:
         raise ConfigError(
             "nothing says what is played: give `rollout`, a function (task, endpoint) -> reward; or `environment`; or "
-            "`reward`, a function (task, answer) -> reward that scores one answer to each task's `prompt`"
+            "`harness`; or `reward`, a function (task, answer) -> reward that scores one answer to each task's `prompt`"
         )
     if len(found) > 1:
         raise ConfigError(f"what is played is said more than once, by {' and '.join(found)}; leave one of them out")
+    if config.harness is not None:
+        if isinstance(reward, JudgeConfig | Mapping):
+            raise ConfigError(
+                "a harness needs one function (task, result) as `reward`; a judge may be added as [judge]"
+            )
+        return harness_rollout(config.harness, reward, play.harness)
     chosen = config.environment
     if rollout is not None:
         if chosen.agent is not None:
@@ -117,22 +144,8 @@ def resolve_rollout(config: JobConfig, play: Play) -> Rollout | RolloutSpec | No
             )
         return rollout
     agents = named_agents(chosen.agent, chosen.agent_settings)
-    if isinstance(reward, JudgeConfig):
-        return RolloutSpec(
-            environment=lambda: TaskEnvironment(_not_scored), agents=agents, system=chosen.system, only_judged=True
-        )
     if reward is not None:
-        functions = reward.values() if isinstance(reward, Mapping) else (reward,)
-        if not all(map(callable, functions)):
-            raise ConfigError(
-                f"`reward` has the type {type(reward).__name__}; give a function (task, answer) -> number, or a "
-                "dict of such functions by name"
-            )
-        try:
-            reward_function(reward)
-        except InvalidEnvironment as error:
-            raise ConfigError(f"`reward`: {error}") from None
-        return RolloutSpec(environment=lambda: TaskEnvironment(reward), agents=agents, system=chosen.system)
+        return _answers(reward, agents, chosen.system)
     if environment is None or isinstance(environment, str):
         return None
     maker: object = adapted(environment)
@@ -143,6 +156,25 @@ def resolve_rollout(config: JobConfig, play: Play) -> Rollout | RolloutSpec | No
             f"`lambda: {name}(…)`"
         )
     return RolloutSpec(environment=maker, agents=agents, system=chosen.system)
+
+
+def _answers(reward: RewardFunction, agents: Mapping[str, Agent] | None, system: str | None) -> RolloutSpec:
+    """Return one answer to each task's `prompt`, which is scored."""
+    if isinstance(reward, JudgeConfig):
+        return RolloutSpec(
+            environment=lambda: TaskEnvironment(_not_scored), agents=agents, system=system, only_judged=True
+        )
+    functions = reward.values() if isinstance(reward, Mapping) else (reward,)
+    if not all(map(callable, functions)):
+        raise ConfigError(
+            f"`reward` has the type {type(reward).__name__}; give a function (task, answer) -> number, or a "
+            "dict of such functions by name"
+        )
+    try:
+        reward_function(reward)
+    except InvalidEnvironment as error:
+        raise ConfigError(f"`reward`: {error}") from None
+    return RolloutSpec(environment=lambda: TaskEnvironment(reward), agents=agents, system=system)
 
 
 def _not_scored(task: TaskData, answer: str) -> float:
@@ -207,6 +239,19 @@ def _check_two(rollout: Callable[..., Any]) -> None:
             f"`rollout`: {name}{signature} can't be called as {name}(task, endpoint): {error}; a function "
             "(task, answer) that scores one answer is the argument `reward`"
         ) from None
+
+
+def task_check(config: JobConfig, reward: RewardFunction | None) -> TaskCheck | None:
+    """Return a function that raises ConfigError for a task that can't be asked or scored; None: any task can."""
+    if config.harness is not None:
+        return _check_text
+    return None if reward is None else prompt_check(reward)
+
+
+def _check_text(task: TaskData, place: str) -> None:
+    """Raise ConfigError for a task that no harness can be given."""
+    if not isinstance(prompt := task.get("prompt"), str) or not prompt:
+        raise ConfigError(f"{place}, has no `prompt`, which is the text that a harness gets")
 
 
 def prompt_check(reward: RewardFunction) -> TaskCheck:

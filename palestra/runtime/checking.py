@@ -16,6 +16,7 @@ from typing import Any
 from palestra.agents import named_agents
 from palestra.algorithms.base import RecordedEpisodes
 from palestra.algorithms.registry import create_algorithm
+from palestra.client.harness import check_harness
 from palestra.config import DEFAULT_CONTEXT, JobConfig
 from palestra.engine.driver import driver_of
 from palestra.envs.catalog import catalog_entry
@@ -64,7 +65,7 @@ def check_job(config: JobConfig) -> list[CheckFinding]:
     """Return the problems of a job with this configuration, this machine and the job's files."""
     checks: list[Callable[[JobConfig], Iterator[CheckFinding]]] = [_port, _folder, _devices, _engine]
     if config.kind == "training":
-        checks += [_tasks, _environments, _algorithms, _groups, _updates]
+        checks += [_tasks, _environments, _harness, _algorithms, _groups, _updates]
     if config.loads_models:
         checks.append(_models)
     return [finding for check in checks for finding in check(config)]
@@ -176,6 +177,15 @@ def _environment(config: JobConfig) -> Iterator[CheckFinding]:
         yield CheckFinding(key=key, text=str(error))
     except InvalidEnvironment as error:
         yield CheckFinding(key="environment", text=f"environment {name!r} fails its check: {error}")
+
+
+def _harness(config: JobConfig) -> Iterator[CheckFinding]:
+    """Check that the harness is installed, and that its score function can be found."""
+    try:
+        if config.harness is not None:
+            check_harness(config.harness)
+    except ConfigError as error:
+        yield CheckFinding(key="harness", text=str(error))
 
 
 def _environment_server(config: JobConfig) -> Iterator[CheckFinding]:

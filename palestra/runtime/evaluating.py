@@ -25,10 +25,10 @@ from palestra.runtime.arguments import (
     Play,
     RewardFunction,
     Tasks,
-    prompt_check,
     resolve_config,
     resolve_rollout,
     resolve_tasks,
+    task_check,
     with_judge,
 )
 from palestra.runtime.console import Console, models_of
@@ -176,7 +176,7 @@ def evaluate_until_stopped(
     played = resolve_rollout(config, play) or _shipped(config)
     if random:
         played = _with_random(played, random)
-    check = None if play.reward is None else prompt_check(play.reward)
+    check = task_check(config, play.reward)
     scored = [task_of(task) for task in _tasks(tasks, config, check)]
     if not scored:
         raise ConfigError(
@@ -194,6 +194,7 @@ def evaluate_until_stopped(
                 "server": server,
                 "run_dir": run_dir,
                 "environment": limits,
+                "harness": None,
                 "tasks": TasksConfig(),
             }
         )

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from palestra.algorithms.base import Algorithm
+from palestra.client.harness import check_harness
 from palestra.config import JobConfig, JudgeAccess, past_name
 from palestra.engine.cards import gpus_of_job
 from palestra.faults import fault_point
@@ -31,7 +32,7 @@ from palestra.runtime.model_memory import check_memory
 from palestra.runtime.numerics import note_numerics, numerics_of, threads_of
 from palestra.runtime.page import create_job_app
 from palestra.runtime.parts import BaseConnection, Parts, base_connector, build_parts, pooled_parts
-from palestra.runtime.playing import algorithms_of, check_played_roles, fleet_of, plays_of, runners_of
+from palestra.runtime.playing import algorithms_of, check_played_roles, fleet_of, plays_apart, plays_of, runners_of
 from palestra.runtime.renewal import Renewal
 from palestra.runtime.run_dir import starting_in
 from palestra.runtime.serving import Scoring, Serving
@@ -89,7 +90,7 @@ async def local_job(
             await load_tasks(run.store.tasks, run.config, tasks)
         fault_point("during_start")
         plane = await _data_plane(run, context, scores)
-        apart = run.config.environment.runners is not None and play is None and not scores
+        apart = terms.plays and play is None and not scores and plays_apart(run.config)
         pool = None if apart else runners_of(run.config, plane.sessions, run.progress, play)
         judging = _judging(run, plane, url_of(listener), play) if trains or scores else None
         work = await _work(run, parts.trainer, algorithms, terms, context.counts)
@@ -123,6 +124,8 @@ def _algorithms(config: JobConfig, play: RolloutSpec | None, terms: JobTerms, kn
     found = algorithms_of(config, play, terms.own_code)
     if play is None:
         plays_of(config, None)
+        if config.harness is not None and terms.plays:
+            check_harness(config.harness)
     if not known:
         check_played_roles(config, play)
     return found
@@ -276,6 +279,8 @@ def _numerics(config: JobConfig) -> dict[str, str]:
 
 async def _parts(config: JobConfig, terms: JobTerms, folder: RunFolder) -> tuple[Parts, BaseConnection | None]:
     """Return the parts of a job, and the connection to its base server; None: it has its own model."""
+    if terms.parts is not None:
+        return terms.parts, None
     if terms.scored is not None:
         config = config.model_copy(update={"kind": "inference"})  # scoring needs no trainer
     weights, places = terms.weights, terms.places

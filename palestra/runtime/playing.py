@@ -95,10 +95,20 @@ def _concurrency(config: JobConfig) -> int:
     return config.environment.max_concurrency or min(due, MOST_AT_ONCE)
 
 
+def plays_apart(config: JobConfig) -> bool:
+    """Return whether processes of their own play what the job names."""
+    return config.environment.runners is not None or config.harness is not None
+
+
 def fleet_of(config: JobConfig, plane: DataPlane, url: str, starter: RunnerStarter) -> RunnerFleet | None:
-    """Return the processes that play the job's environment; None: a served model plays nothing."""
-    count = config.environment.runners
+    """Return the processes that play the job's environment or harness; None: a served model plays nothing."""
+    count = 1 if config.harness is not None else config.environment.runners
     if count is None or config.kind == "inference":
         return None
-    order = RunnerOrder(url=url, key=lambda: plane.keys.job_key, concurrency=-(-_concurrency(config) // count))
+    order = RunnerOrder(
+        url=url,
+        key=lambda: plane.keys.job_key,
+        concurrency=-(-_concurrency(config) // count),
+        harness=config.harness,
+    )
     return RunnerFleet(count, order, starter, plane)

@@ -1,6 +1,8 @@
-"""A job's runners, which play its environment in their own processes: how they are kept alive, and their program.
+"""A job's runners, which play its environment or harness in their own processes: how they are kept alive, and their
+program.
 
-`python -m palestra.runtime.runner_fleet SOCKET URL NAME CONCURRENCY`, with the key in PALESTRA_API_KEY.
+`python -m palestra.runtime.runner_fleet SOCKET URL NAME CONCURRENCY HARNESS`, with the key in PALESTRA_API_KEY; HARNESS
+is the section of the configuration as JSON, or empty.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from typing import TYPE_CHECKING, Self
 from palestra.agents import named_agents
 from palestra.client import AsyncClient, Worker
 from palestra.client.fleet import Crashes
+from palestra.client.harness import harness_rollout
+from palestra.config import HarnessConfig
 from palestra.envs.catalog import catalog_maker
 from palestra.errors import ConfigError, PalestraError
 from palestra.process.child import start_process, with_owner
@@ -44,11 +48,13 @@ class RunnerOrder:
         url: of the job's data plane.
         key: returns the job's present key.
         concurrency: concurrent episodes of one runner.
+        harness: what it plays; None: the environment that the job names.
     """
 
     url: str
     key: Callable[[], str]
     concurrency: int
+    harness: HarnessConfig | None = None
 
 
 class RunnerDied(Exception):
@@ -154,8 +160,14 @@ class RunnerFleet:
 # Runners on this machine
 
 
+async def play_harness(url: str, key: str, worker_id: str, concurrency: int, harness: HarnessConfig) -> None:
+    """Play episodes with a program until the job is over."""
+    async with AsyncClient(url, key, worker_id=worker_id) as client:
+        await Worker(client, harness_rollout(harness), concurrency).run()
+
+
 async def play_environment(url: str, key: str, worker_id: str, concurrency: int) -> None:
-    """Play episodes until the job is over."""
+    """Play episodes in an environment until the job is over."""
     async with AsyncClient(url, key, worker_id=worker_id) as client:
         facts = await client.facts()
         if facts.environment is None:
@@ -172,7 +184,8 @@ KEY_VARIABLE = "PALESTRA_API_KEY"
 
 async def start_runner(order: RunnerOrder, worker_id: str) -> None:
     """Run a runner as a process, until the job is over. See `RunnerStarter`."""
-    words = (order.url, worker_id, str(order.concurrency))
+    harness = "" if order.harness is None else order.harness.model_dump_json()
+    words = (order.url, worker_id, str(order.concurrency), harness)
     variables = {KEY_VARIABLE: order.key()}
     process = await start_process("palestra.runtime.runner_fleet", variables, *words, prints=True, computes=False)
     try:
@@ -187,12 +200,16 @@ def _main() -> int:
     """Play until the job is over; return the exit code."""
     from palestra.terminal import say
 
-    url, worker_id, concurrency = sys.argv[2:]
+    url, worker_id, concurrency, harness = sys.argv[2:]
     # Ctrl-C reaches all processes of a terminal; the job decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with_owner(lambda _: os._exit(1))
     try:
-        asyncio.run(play_environment(url, os.environ.pop(KEY_VARIABLE), worker_id, int(concurrency)))
+        played = (url, os.environ.pop(KEY_VARIABLE), worker_id, int(concurrency))
+        if harness:
+            asyncio.run(play_harness(*played, HarnessConfig.model_validate_json(harness)))
+        else:
+            asyncio.run(play_environment(*played))
     except PalestraError as error:
         say(f"{worker_id}: {error}", file=sys.stderr)
         return 2

@@ -119,6 +119,8 @@ def config_of_run(
     (name, *_) = Path(model).relative_to(run).parts[1:] or ("",)
     if name in saved.policies and len(saved.trained_policies) > 1:
         left_out += ["roles", *(f'policies."{other}"' for other in saved.policies if other != name)]
+    if environment is not None:
+        left_out.append("harness")
     changes: dict[str, Any] = dict.fromkeys(left_out, UNSET) | {"environment.name": environment}
     if environment != saved.environment.name:
         changes |= {"environment.settings": {}, "tasks": UNSET}

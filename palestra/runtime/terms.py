@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from palestra.client.task_files import TaskFile
 from palestra.learner.samplers import SamplerMaker
@@ -12,13 +13,16 @@ from palestra.process.child import ProcessStarter
 from palestra.runtime.runner_fleet import RunnerStarter, start_runner
 from palestra.types.records import Task
 
+if TYPE_CHECKING:
+    from palestra.runtime.parts import Parts
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobPlaces:
     """Starts the processes of a job.
 
     Attributes:
-        runner: starts a runner of `environment.runners`.
+        runner: starts a runner of `environment.runners`, or of a harness.
         engine: starts an inference worker in its own bundle; None: workers share this machine with the job.
         trainer: starts a rank in its own bundle; None: ranks share this machine with the job.
         rank_memory_gib: memory of a rank's bundle; None: unknown or no bundle.
@@ -44,7 +48,9 @@ class JobTerms:
         weights: folders that replace the policies' `model`, by policy.
         scored: tasks to score the models on, once each, without training. None: the job follows its configuration.
         own_code: whether `algorithm.name` may be a user's class; never true in a server.
+        plays: whether the job plays what its configuration names; False: the caller plays.
         tasks: of a script, by split; see `load_tasks`.
+        parts: the engine, trainer and policies; None: as configured.
         places: where its other processes run.
         sampler: a user's own choice of the training tasks; None: as configured.
         most_replicas: limit of inference workers that holders of the job's key may request; None: any number.
@@ -53,7 +59,9 @@ class JobTerms:
     weights: Mapping[str, str] = field(default_factory=dict)
     scored: Sequence[Task] | None = None
     own_code: bool = False
+    plays: bool = True
     tasks: Mapping[str, TaskFile] = field(default_factory=dict)
+    parts: Parts | None = None
     places: JobPlaces = HERE
     sampler: SamplerMaker | None = None
     most_replicas: int | None = None

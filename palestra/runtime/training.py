@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 
 from palestra.client import AsyncClient, Worker
+from palestra.client.harness import HarnessProgram
 from palestra.client.plain_values import checked_count
 from palestra.client.task_files import SpooledTasks, TaskCheck, TaskFile
 from palestra.client.worker import Rollout
@@ -25,10 +26,11 @@ from palestra.runtime.arguments import (
     Tasks,
     check_sampler_argument,
     is_function,
-    prompt_check,
     resolve_config,
     resolve_rollout,
     resolve_tasks,
+    task_check,
+    with_harness,
     with_judge,
 )
 from palestra.runtime.console import Console
@@ -53,6 +55,7 @@ def train(
     model: str | Mapping[str, str] | None = None,
     environment: EnvironmentMaker | str | None = None,
     reward: RewardFunction | None = None,
+    harness: HarnessProgram | str | None = None,
     sampler: SamplerMaker | None = None,
     validation_tasks: Tasks = (),
     concurrency: int | None = None,
@@ -61,7 +64,7 @@ def train(
 ) -> TrainResult:
     """Train a model on episodes that are played in this process, and show progress.
 
-    Exactly one of `rollout`, `environment`, `reward` and `config.environment` says how an episode is played. A rollout
+    Exactly one of `rollout`, `environment`, `reward`, `harness` and `config` says how an episode is played. A rollout
     function calls the model server, which listens on a loopback port, like a remote one. Environments call it in the
     same process, without HTTP: their code on the event loop must not block.
 
@@ -90,6 +93,9 @@ def train(
             and `completion_ids`. A result of None is not scored, and left out. Several named rewards, which the job
             weights and adds up (`algorithm.reward_weights`), are a dict of functions, or a function that returns a dict
             of numbers; None leaves out one of them. Or a judge, such as `palestra_judges.Rubric`.
+        harness: a program that plays each task in a workspace, such as a coding agent: a name of `palestra harness
+            list`, or a `palestra_harness.Harness`; `config.harness` has its settings. `reward` is then a function
+            `(task, result)` that scores a `palestra_harness.HarnessResult`.
         sampler: chooses the training tasks of each step: a class derived from `TaskSampler`, or a function
             `(pool, seed)` that makes one; see `check_sampler`. None: `[curriculum]`, or all tasks in a new random order
             every epoch.
@@ -114,9 +120,15 @@ def train(
     """
     environment = adapted(environment)
     result, interrupts = train_until_stopped(
-        Play(rollout=rollout, environment=environment, reward=reward, sampler=sampler),
+        Play(
+            rollout=rollout,
+            environment=environment,
+            reward=reward,
+            harness=None if isinstance(harness, str) else harness,
+            sampler=sampler,
+        ),
         tasks,
-        resolve_config(config, model, environment),
+        with_harness(resolve_config(config, model, environment), harness),
         validation_tasks=validation_tasks,
         concurrency=concurrency,
         resume=resume,
@@ -150,7 +162,7 @@ def train_until_stopped(
     notes: list[str] = []
     config = resolve_run_dir(config, resume, notes.append)
     with contextlib.ExitStack() as stack:
-        source = _TaskSource(config, None if play.reward is None else prompt_check(play.reward), notes.append, stack)
+        source = _TaskSource(config, task_check(config, play.reward), notes.append, stack)
         found = source.tasks({"validation": validation_tasks, "train": tasks})
         if not (found or source.stored or _has_tasks(config)):
             # The algorithm brings the training tasks, and there are none to validate on, for which the job would wait.
@@ -163,7 +175,8 @@ def train_until_stopped(
         spec = played if isinstance(played, RolloutSpec) else None
         function = None if isinstance(played, RolloutSpec) else played
         # This is the user's own process.
-        server = JobThread(config, console, spec, JobTerms(own_code=True, tasks=found, sampler=play.sampler))
+        terms = JobTerms(own_code=True, plays=function is None, tasks=found, sampler=play.sampler)
+        server = JobThread(config, console, spec, terms)
         with console, Interrupts(server.stop) as interrupts:
             run(play_until_over(server, function, playing))
             result = server.result()

@@ -285,7 +285,7 @@ async def _until_over(job: LocalJob, rollout: Rollout | None, concurrency: int) 
 
 def _plays_outside(config: JobConfig) -> bool:
     jobs = config.each_environment.values()
-    return all(job.environment.name is None and job.environment.url is None for job in jobs)
+    return config.harness is None and all(job.environment.name is None and job.environment.url is None for job in jobs)
 
 
 def _stand_in_task(config: JobConfig) -> dict[str, Any]:

@@ -149,8 +149,11 @@ def _add_reading_routes(routes: EpisodeRoutes, plane: DataPlane) -> None:
         key = caller_of(request)
         if not isinstance(key, EpisodeKey):
             raise Forbidden("this is not the key of an episode")
+        found = await plane.store.calls.summary(key.episode_id, key.fence)
         refused = plane.store.leases.refused(key.episode_id, key.fence)
-        return EpisodeCalls(answered=await plane.store.calls.answered(key.episode_id, key.fence), refused=refused)
+        return EpisodeCalls(
+            answered=found.calls, sampled_tokens=found.sampled_tokens, answer=found.answer, refused=refused
+        )
 
 
 async def _renew(plane: DataPlane, key: EpisodeKey | SeatKey) -> None:
@@ -219,6 +222,7 @@ def _claimed(plane: DataPlane, episode: EpisodeRecord, request: Request) -> Clai
     """Return everything a worker needs to play an episode, with the versions that the engine samples from now."""
     policies = plane.sessions.context.policies
     default, versions = policies.roles.default, {name: str(version) for name, version in policies.versions.items()}
+    played = policies.runtime(default).config
     return ClaimedEpisode(
         episode_id=episode.episode_id,
         kind=episode.kind,
@@ -229,6 +233,8 @@ def _claimed(plane: DataPlane, episode: EpisodeRecord, request: Request) -> Clai
         model=default,
         version=versions[default],
         policies=versions,
+        max_context=played.max_context,
+        max_tokens=played.sampling.max_tokens,
         players=episode.players,
         lease_seconds=episode.lease_seconds,
     )

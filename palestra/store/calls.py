@@ -5,9 +5,10 @@ from __future__ import annotations
 from asyncio import Future
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import BindParameter, Connection, bindparam, func, null, select
+import orjson
+from sqlalchemy import BindParameter, Connection, bindparam, null, select
 
 from palestra.database import Database
 from palestra.database.sqlite import pieces
@@ -15,6 +16,7 @@ from palestra.store.codec import chat_of, chat_row
 from palestra.store.lifecycle import episode_by_id, held
 from palestra.store.tables import Prepared, chats, episodes
 from palestra.types.calls import Chat, StepTimes
+from palestra.types.messages import ChatMessage
 from palestra.types.records import EpisodeRecord, TimeStep, Trajectory
 from palestra.types.states import EpisodeState
 
@@ -36,7 +38,18 @@ _IN_LEASE = [chats.c[name] == value for name, value in _LEASE.items()]
 _OF_LEASE = Prepared(select(chats).where(*_IN_LEASE).order_by(chats.c.idx))
 _SHORT = [column for column in chats.c if column is not chats.c.top_logprobs]
 _WITHOUT_TOP = Prepared(select(*_SHORT, null().label("top_logprobs")).where(*_IN_LEASE).order_by(chats.c.idx))
-_COUNT = Prepared(select(func.count()).where(*_IN_LEASE))
+_SPANS = Prepared(select(chats.c.versions).where(*_IN_LEASE))
+_LAST = Prepared(
+    select(chats.c.reply).where(*_IN_LEASE, ~chats.c.agent.contains("/")).order_by(chats.c.idx.desc()).limit(1)
+)
+
+
+class CallSummary(NamedTuple):
+    """The calls of a lease: their number, the tokens of their replies, and the text of the main agent's last reply."""
+
+    calls: int
+    sampled_tokens: int
+    answer: str | None
 
 
 class Calls:
@@ -61,10 +74,17 @@ class Calls:
 
         return self._db.submit(insert, "chat_commit")
 
-    async def answered(self, episode_id: str, fence: int) -> int:
-        """Return the number of calls under one of an episode's leases."""
+    async def summary(self, episode_id: str, fence: int) -> CallSummary:
+        """Return what an episode's calls under one of its leases come to, so far."""
         key = {"episode_id": episode_id, "fence": fence}
-        return await self._db.read(lambda connection: int(_COUNT.row(connection, key)[0]))
+
+        def read(connection: Connection) -> CallSummary:
+            spans = [orjson.loads(row.versions) for row in _SPANS.rows(connection, key)]
+            last = next(iter(_LAST.rows(connection, key)), None)
+            answer = None if last is None else ChatMessage.model_validate_json(last.reply).text
+            return CallSummary(len(spans), sum(tokens for one in spans for *_, tokens in one), answer)
+
+        return await self._db.read(read)
 
     async def of_lease(self, episode_id: str, fence: int) -> tuple[EpisodeRecord, tuple[Chat, ...]]:
         """Return an episode and the calls under one of its leases, in one consistent read."""

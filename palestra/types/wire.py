@@ -138,6 +138,8 @@ class ClaimedEpisode(Body):
     policies: dict[str, str] = Field(
         default_factory=dict, description="The version of each policy of the job now, by the policy's name."
     )
+    max_context: int | None = Field(None, description="Most tokens of a prompt and its reply, of the model.")
+    max_tokens: int | None = Field(None, description="Most tokens of a reply, of the model.")
     players: dict[str, str] = Field(
         default_factory=dict,
         exclude_if=lambda players: not players,
@@ -285,6 +287,10 @@ class EpisodeCalls(Body):
     """Answer of `GET /episode_calls`: the model calls under the lease of the key, so far."""
 
     answered: int = Field(description="Recorded calls.")
+    sampled_tokens: int = Field(0, description="Tokens of their replies.")
+    answer: str | None = Field(
+        None, description="Text of the newest reply to an agent that is no subagent; null: no call was answered."
+    )
     refused: dict[str, int] = Field(description="Calls that were refused for what they ask, by error and field.")
 
 

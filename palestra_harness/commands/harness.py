@@ -1,32 +1,59 @@
-"""`palestra harness list`: the harnesses, the versions that were tried, and which are installed here."""
+"""`palestra harness`: lists the harnesses, and checks how one speaks to a server of this installation."""
 
 from __future__ import annotations
 
 import argparse
-import shutil
 from typing import Any
 
 from palestra.cli.options import add_command
+from palestra.errors import ConfigError
 from palestra.terminal import say
 
 
 def add_harness(commands: Any) -> None:
-    """Add the command `harness list`."""
+    """Add the command `harness`, with `list` and `check NAME`."""
     parser = add_command(
         commands,
         "harness",
         _run,
-        "list the harnesses: coding agents and other programs that can play episodes",
-        "  palestra harness list",
+        "list the harnesses, which are programs that can play episodes, or check one",
+        "  palestra harness list\n"
+        "  palestra harness check pi   # a scripted task of two turns, without a model\n\n"
+        "exit code of check: 0 it plays, 1 it does not, 2 it is not installed",
     )
-    parser.add_argument("what", choices=["list"], help="what to do")
+    parser.add_argument("what", choices=["list", "check"], help="what to do")
+    parser.add_argument("name", nargs="?", help="with check: the harness")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Print each harness with where its program is, or how to install it."""
+    """Do what is asked for, and return the exit code documented in the help."""
+    if arguments.what == "check":
+        if arguments.name is None:
+            raise ConfigError("name the harness to check; `palestra harness list` has all")
+        return _check(arguments.name)
+    if arguments.name is not None:
+        raise ConfigError(f"`list` shows all; to check one: palestra harness check {arguments.name}")
     from palestra_harness.harness import known_harnesses
 
     for name, harness in known_harnesses().items():
-        place = shutil.which(harness.command[0]) or f"not installed: {harness.install}"
+        try:
+            place = harness.find_program()
+        except ConfigError:
+            place = f"not installed: {harness.install}"
         say(f"{name:18} tried: {harness.tried:10} {place}")
     return 0
+
+
+def _check(name: str) -> int:
+    """Check a harness, print what was found, and return 0 if it plays."""
+    import asyncio
+
+    from palestra_harness.checking import check_harness, lines_of
+    from palestra_harness.harness import find_harness
+
+    harness = find_harness(name)
+    harness.find_program()  # before torch is loaded
+    found = asyncio.run(check_harness(harness))
+    for line in lines_of(found):
+        say(line)
+    return 0 if found.speaks else 1

@@ -9,8 +9,9 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import add_command, load_function
+from palestra.cli.options import add_command
 from palestra.errors import ConfigError, StoreError
+from palestra.extensions import load_function
 from palestra.terminal import say
 
 if TYPE_CHECKING:

@@ -99,6 +99,9 @@ EXEMPT: Mapping[str, str] = {
     "environments.train_tasks": "of several environments, which no service plays",
     "environments.validation_tasks": "of several environments, which no service plays",
     "rollout.lease_seconds": "JobConfig bounds it",
+    "harness.timeout_seconds": "of a harness, which no service plays",
+    "harness.max_calls": "of a harness, which no service plays",
+    "harness.max_tokens": "of a harness, which no service plays",
     "rollout.min_group_size": "at most group_size",
     "rollout.max_staleness": "JobConfig bounds it, and the open episodes are capped",
     "judge.wait_seconds": "less is less work, and leases end all waiting",
@@ -179,6 +182,11 @@ class Rules:
         self._check_trackers(config)
         if config.environments:
             raise ConfigError("environments has several, and a service plays one; submit a job for each")
+        if config.harness is not None:
+            raise ConfigError(
+                "harness runs a program and your score function, and a service runs neither; leave it out, and play "
+                "with `palestra worker --harness NAME --score FILE.py --job ID`"
+            )
         name = config.environment.name
         if name is not None and catalog_entry(name).starts_programs and not self.programs:
             raise ConfigError(

@@ -10,9 +10,11 @@ import httpx2
 import pytest
 from in_process import parts_of, serving, trajectory_of
 
+import palestra
 from palestra.client import AsyncClient
 from palestra.client.worker import Worker
-from palestra.errors import RolloutFailed
+from palestra.config import JobConfig, load_saved_config
+from palestra.errors import ConfigError, RolloutFailed
 from palestra.renderers import ByteTokenizer, ChatMLConfig, ChatMLRenderer
 from palestra.types.records import Task
 from palestra_harness import Harness, HarnessRollout
@@ -97,3 +99,49 @@ async def test_only_the_key_of_an_episode_counts_its_calls(tmp_path: Path):
         for key, status in ((job.api_key, 403), ("pe-wrong", 401)):
             answer = await http.get("/episode_calls", headers={"authorization": f"Bearer {key}"})
             assert answer.status_code == status
+
+
+def test_a_program_is_trained_with_by_name_of_the_argument_and_scored_by_the_reward(tmp_path: Path):
+    harness = Harness(
+        name="coder",
+        command=(sys.executable, str(CODER), "{base_url}", "{task}"),
+        variables={"KEY": "{api_key}", "MODEL": "{model}"},
+        files={"settings.json": '{"model": "{model}"}'},
+    )
+    config = JobConfig(run_dir=tmp_path / "run", engine={"kind": "fake"}, **SETTINGS)
+    seen = []
+
+    def reward(task, result):
+        seen.append((task["prompt"], (result.workspace / "hello.txt").read_text() == result.answer))
+        return float(len(seen))
+
+    found = palestra.train(harness=harness, reward=reward, tasks=[{"prompt": "Say hello."}], config=config, quiet=True)
+    assert found.state == "completed"
+    assert seen == [("Say hello.", True)] * 2
+    assert found.metrics[-1]["train/reward_mean"] == 1.5
+    assert load_saved_config(tmp_path / "run").harness.name == "coder"
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "said"),
+    [
+        ({}, {"harness": "codx", "reward": len}, "codex"),
+        ({}, {"harness": 7, "reward": len}, "int"),
+        ({"harness": {"name": "pi"}}, {"harness": "codex", "reward": len}, "leave one out"),
+        ({"harness": {"name": "pi", "score": "s.py"}}, {"reward": len}, "leave one out"),
+        ({"harness": {"name": "pi"}}, {}, "harness.score"),
+        ({"harness": {"name": "pi"}}, {"reward": {"a": len}}, "one function"),
+        ({"harness": {"name": "pi"}}, {"rollout": lambda task, endpoint: 1.0}, "rollout and harness"),
+    ],
+)
+def test_what_is_wrong_with_a_harness_is_said_before_anything_is_loaded(tmp_path, settings, arguments, said):
+    config = JobConfig(run_dir=tmp_path / "run", engine={"kind": "fake"}, **settings)
+    with pytest.raises(ConfigError, match=said):
+        palestra.train(tasks=[{"prompt": "x"}], config=config, quiet=True, **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_task_without_a_prompt_is_refused_before_it_is_played(tmp_path):
+    harness = Harness(name="own", command=(sys.executable,))
+    with pytest.raises(ConfigError, match="prompt"):
+        palestra.train(harness=harness, reward=len, tasks=[{"text": "x"}], quiet=True)

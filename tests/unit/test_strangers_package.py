@@ -1,4 +1,5 @@
-"""A stranger's package adds an agent, an algorithm, a command, an engine, an environment, a reward and a tracker.
+"""A stranger's package adds an agent, an algorithm, a command, an engine, an environment, a harness, a reward and a
+tracker.
 
 No file of Palestra changes: they are found by real metadata of a package on the path.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 
 CODE = '''
+import sys
 from typing import ClassVar, Literal
 from pydantic import Field
 import numpy as np
@@ -26,6 +29,7 @@ from palestra.config import PooledEngineConfig
 from palestra.engine.driver import EngineDriver, LoadedEngine, byte_policies
 from palestra.envs import CatalogEntry
 from palestra.terminal import say
+from palestra_harness import Harness
 
 
 class ParrotConfig(PooledEngineConfig):
@@ -101,6 +105,21 @@ def short(task, answer):
     return float(len(answer) < 5)
 
 
+CALL = """
+import json, os, sys, urllib.request
+body = {"model": os.environ["MODEL"], "messages": [{"role": "user", "content": sys.argv[2]}]}
+headers = {"authorization": "Bearer " + os.environ["KEY"], "content-type": "application/json"}
+request = urllib.request.Request(sys.argv[1] + "/chat/completions", json.dumps(body).encode(), headers)
+said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+open("said.txt", "w").write(said)
+"""
+CODER = Harness(
+    name="coder",
+    command=(sys.executable, "-c", CALL, "{base_url}", "{task}"),
+    variables={"KEY": "{api_key}", "MODEL": "{model}"},
+)
+
+
 def add_greet(commands):
     parser = commands.add_parser("greet", help="say hello")
     parser.set_defaults(run=lambda arguments: say("hello"))
@@ -111,6 +130,7 @@ ENTRIES = {
     "commands": "greet = stranger:add_greet",
     "engines": "parrot = stranger:ParrotDriver",
     "environments": "echo = stranger:ECHO",
+    "harnesses": "coder = stranger:CODER",
     "rewards": "short = stranger:short",
     "trackers": "lines = stranger:Lines",
 }
@@ -206,3 +226,70 @@ def test_its_reward_scores_answers(site):
     palestra(site, "train", "--reward", "short", "--tasks", "tasks.jsonl", "--config", "job.toml")
     (row,) = map(json.loads, (site.parent / "run" / "metrics.jsonl").read_text().splitlines())
     assert row["train/reward_mean"] == 1.0  # "lora" has fewer than 5 characters
+
+
+SCORE = """
+def score(task, result):
+    said = (result.workspace / "said.txt").read_text()
+    assert (said, result.answer, result.exit_code, dict(result.refused)) == ("lora", "lora", 0, {})
+    assert "+lora" in result.diff
+    assert (result.workspace / "given.txt").read_text() == task["prompt"]
+    return 0.5
+"""
+HARNESS = (
+    JOB.split("[environment]")[0]
+    + """
+[tasks]
+train = "tasks.jsonl"
+[harness]
+name = "coder"
+score = "score.py"
+folder = "given"
+[rollout]
+group_size = 2
+groups_per_step = 1
+[evaluation]
+every_steps = 0
+"""
+)
+
+
+@pytest.fixture
+def given(site) -> Path:
+    """A folder with the files of a job that the harness plays."""
+    (site.parent / "score.py").write_text(SCORE)
+    (site.parent / "given").mkdir()
+    (site.parent / "given" / "given.txt").write_text("say it")
+    (site.parent / "tasks.jsonl").write_text('{"prompt": "say it"}\n' * 2)
+    return site.parent
+
+
+def mean_reward(folder: Path) -> float:
+    (row,) = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return row["train/reward_mean"]
+
+
+def test_its_harness_plays_a_job(site, given):
+    (given / "job.toml").write_text(HARNESS)
+    assert "coder" in palestra(site, "harness", "list").stdout
+    palestra(site, "run", "job.toml")
+    assert mean_reward(given) == 0.5
+
+
+@pytest.mark.slow
+def test_its_harness_plays_for_a_worker(site, given, monkeypatch):
+    monkeypatch.setenv("PALESTRA_API_KEY", "key-of-the-test")
+    before, after = HARNESS.split("[tasks]")
+    job = before.replace("port = 0", "port = 0\n[watchdog]\nseconds = 60") + "[rollout]" + after.split("[rollout]")[1]
+    (given / "job.toml").write_text(job)
+    paths = os.pathsep.join([str(site), *filter(None, sys.path)])
+    variables = os.environ | {"PYTHONPATH": paths}
+    command = [sys.executable, "-m", "palestra.cli.main", "run", "job.toml"]
+    with subprocess.Popen(command, cwd=given, env=variables, stdout=subprocess.PIPE, text=True) as server:
+        url = next(found[0] for line in server.stdout if (found := re.search(r"http://[\d.]+:\d+", line)))
+        settings = json.dumps({"folder": "given"})
+        words = ("--harness", "coder", "--score", "score.py", "--tasks", "tasks.jsonl", "--settings", settings)
+        palestra(site, "worker", *words, "--url", url, "--concurrency", "2")
+        server.stdout.read()
+        assert server.wait() == 0
+    assert mean_reward(given) == 0.5

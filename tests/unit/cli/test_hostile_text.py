@@ -163,7 +163,7 @@ CASES: dict[str, list[list[str]]] = {
         ["check", HOSTILE, "--config", "job.toml"],
         [HOSTILE],
     ],
-    "harness": [[HOSTILE]],
+    "harness": [[HOSTILE], ["list", HOSTILE], ["check", HOSTILE]],
     "environments": [[HOSTILE]],
     "algorithms": [[HOSTILE]],
     "episodes": [

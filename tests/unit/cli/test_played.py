@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from palestra.agents import ModelAgent
+from palestra.cli.main import main
 from palestra.cli.played import load_played
 from palestra.envs.arithmetic import CalculatorEnvironment
 from palestra.errors import ConfigError
@@ -102,3 +103,23 @@ def test_anything_else_is_refused_in_a_line(own, name, environment, settings, sa
     with pytest.raises(ConfigError, match=said) as refused:
         load_played(reference, environment, settings)(FACTS)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--score", "score.py"], "--score is for --harness"),
+        (["--harness", "pi"], "--harness needs --score"),
+        (["--harness", "pie", "--score", "score.py"], "did you mean pi"),
+        (["--harness", "pi", "--score", "none.py"], "none.py"),
+        (["--harness", "pi", "--score", "score.py", "--settings", '{"max_cals": 3}'], "max_calls"),
+        (["--harness", "pi", "--score", "score.py", "gomoku"], "--harness says what is played"),
+    ],
+)
+def test_what_is_wrong_with_a_harness_is_one_line(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "score.py").write_text("def score(task, result): ...")
+    assert main(["worker", *words]) == 2
+    line = capsys.readouterr().err
+    assert said in line
+    assert line.count("\n") == 1

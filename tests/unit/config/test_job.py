@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from palestra.config import JobConfig, PolicyConfig, RolloutConfig, parse_config
-from palestra.config.loading import dump_config
+from palestra.config.loading import dump_config, load_config
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.fake.driver import FakeEngineConfig
 from palestra.errors import ConfigError
@@ -208,7 +208,7 @@ def config(**leaf_values: Any) -> JobConfig:
 
 def test_the_table_of_this_test_has_every_field():
     # See test_shared_base.py, test_policies.py, judges/test_judges.py, and the end of this file.
-    elsewhere = {"policies.policy.base", "policies.policy.vision", "judge"}
+    elsewhere = {"policies.policy.base", "policies.policy.vision", "judge", "harness"}
     elsewhere |= {"environments", "curriculum", "tasks.weigh"}
     assert leaves(config()) == OTHER.keys() | ONLY_ONE_VALUE | SHORT | elsewhere
 
@@ -477,3 +477,32 @@ def test_weights_are_part_of_what_is_trained_and_places_of_files_are_not():
     by_tokens = parse_config({"environments": [SUMS], "tasks": {"weigh": "tokens"}})
     assert by_tokens.digest() != digest()
     assert parse_config({"curriculum": {}}).digest() != JobConfig().digest()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"environment": {"name": "arithmetic"}}, "environment.name"),
+        ({"environment": {"timeout_seconds": 5}}, "environment.timeout_seconds"),
+        ({"environments": [SUMS]}, "environments"),
+        ({"seats": {"roles": ["white"]}}, "seats.roles"),
+    ],
+)
+def test_a_harness_plays_alone(settings, said):
+    with pytest.raises(ConfigError, match=f"{said} is set"):
+        parse_config({"harness": {"name": "pi"}, **settings})
+    assert parse_config({"harness": {"name": "pi"}, "environment": {"max_concurrency": 4}}).harness is not None
+
+
+def test_the_program_and_its_limits_are_part_of_what_is_trained_and_places_of_files_are_not():
+    def digest(**changes) -> str:
+        return parse_config({"harness": {"name": "pi", **changes}}).digest()
+
+    assert digest() == digest(score="b.py", folder="other/", timeout_seconds=5)
+    assert len({digest(), digest(name="codex"), digest(max_calls=3), digest(max_tokens=3), JobConfig().digest()}) == 5
+
+
+def test_files_of_a_harness_lie_beside_the_configuration(tmp_path):
+    (tmp_path / "job.toml").write_text('[harness]\nname = "pi"\nscore = "score.py:mine"\nfolder = "project"\n')
+    found = load_config(tmp_path / "job.toml").harness
+    assert (found.score, found.folder) == (tmp_path / "score.py:mine", tmp_path / "project")

@@ -272,6 +272,12 @@ async def test_no_job_starts_programs_unless_the_operator_allows_it(http, plane,
     assert answer.status_code == 201, answer.text
 
 
+async def test_no_job_runs_a_harness(http):
+    answer = await http.post("/jobs", json={"config": {"harness": {"name": "pi", "score": "score.py"}}})
+    assert answer.status_code in (400, 422), answer.text
+    assert "palestra worker --harness" in answer.text
+
+
 @pytest.mark.parametrize("name", ["Terminal", "os:system", "none", "gomoku/9", "../arithmetic", "x" * 5000])
 async def test_an_environment_that_does_not_exist_is_refused_when_the_job_is_submitted(http, name):
     answer = await http.post("/jobs", json={"config": {"environment": {"name": name}}})

@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from palestra.client import ModelEndpoint
+from palestra.config import HarnessConfig
 from palestra.errors import ConfigError, InvalidRequest, RolloutFailed
-from palestra_harness import Harness, HarnessRollout, find_harness, known_harnesses
+from palestra.types.wire import EpisodeCalls
+from palestra_harness import Harness, HarnessRollout, find_harness, known_harnesses, rollout
+from palestra_harness.folders import PREFIX, process_folder, remove_leftovers
 from palestra_harness.running import GRACE_SECONDS, run_harness
 
 ENDPOINT = ModelEndpoint(base_url="http://127.0.0.1:9/v1", api_key="pe-key", model="policy", version="0.0")
@@ -23,6 +26,17 @@ ENDPOINT = ModelEndpoint(base_url="http://127.0.0.1:9/v1", api_key="pe-key", mod
 
 def python(code: str, *arguments: str, **settings) -> Harness:
     return Harness(name="own", command=(sys.executable, "-c", code, *arguments), **settings)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """A server that says of every episode that its model was called."""
+    calls = EpisodeCalls(answered=3, sampled_tokens=70, answer="done", refused={"unsupported_field top_p": 1})
+
+    async def ask(http, endpoint):
+        return calls
+
+    monkeypatch.setattr(rollout, "_ask", ask)
 
 
 def test_values_stand_for_their_names_and_are_not_searched_for_others():
@@ -155,19 +169,42 @@ async def test_a_program_that_is_not_installed_says_how_to_install_it(tmp_path):
     harness = Harness(name="x", command=("no-such-program",), install="pip install x")
     with pytest.raises(ConfigError, match="pip install x"):
         await run_harness(harness, ENDPOINT, "x", tmp_path)
+    with pytest.raises(ConfigError, match="pip install x"):
+        HarnessRollout(harness, lambda *_: 1.0)
 
 
-async def test_a_rollout_scores_the_workspace_and_removes_it(tmp_path):
+@pytest.mark.parametrize(
+    ("limits", "ends"),
+    [({"max_calls": 3}, True), ({"max_tokens": 70}, True), ({"max_calls": 4, "max_tokens": 71}, False), ({}, False)],
+)
+async def test_a_program_that_has_used_up_its_calls_or_tokens_is_ended_and_scored(monkeypatch, counted, limits, ends):
+    monkeypatch.setattr("palestra_harness.running.LOOK_SECONDS", 0.05)
+    code = f"import time; open('a.txt', 'w').write('half'); time.sleep({60 if ends else 0.3})"
+    seen = []
+
+    def score(task, result):
+        seen.append((result.workspace / "a.txt").read_text())
+        return 0.5
+
+    found = await HarnessRollout(python(code), score, **limits)({"prompt": "x"}, ENDPOINT)
+    assert (found.reward, found.truncated) == (0.5, ends)
+    assert seen == ["half"]
+
+
+async def test_a_rollout_scores_the_workspace_and_removes_it(tmp_path, counted):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "given.txt").write_text("given")
     seen = []
 
     def score(task, result):
         seen.append(result.workspace)
+        assert (result.answer, result.truncated) == ("done", False)
+        assert result.refused == {"unsupported_field top_p": 1}
         return {"agent": float((result.workspace / "out.txt").read_text() == task["wanted"])}
 
     code = "open('out.txt', 'w').write(open('given.txt').read() + open('sub/own.txt').read())"
-    rollout = HarnessRollout(python(code), score, folder=tmp_path / "folder")
+    settings = HarnessConfig(name="own", folder=tmp_path / "folder")
+    rollout = python(code).rollout(score, settings)
     task = {"prompt": "x", "files": {"sub/own.txt": " own"}, "wanted": "given own"}
     found = await rollout(task, ENDPOINT)
     assert (found.reward, found.metadata["exit_code"]) == ({"agent": 1.0}, 0)
@@ -204,7 +241,7 @@ async def contents(folder: Path) -> float:
     return (await rollout({"prompt": "x"}, ENDPOINT)).reward
 
 
-async def test_an_archive_is_unpacked_and_one_that_leads_out_of_the_workspace_is_refused(tmp_path):
+async def test_an_archive_is_unpacked_and_one_that_leads_out_of_the_workspace_is_refused(tmp_path, counted):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("a.txt", "a")
     assert await contents(tmp_path / "a.zip") == 1
@@ -217,7 +254,7 @@ async def test_an_archive_is_unpacked_and_one_that_leads_out_of_the_workspace_is
         await contents(tmp_path / "no.zip")
 
 
-async def test_pipes_of_a_folder_are_not_copied(tmp_path):
+async def test_pipes_of_a_folder_are_not_copied(tmp_path, counted):
     (tmp_path / "a.txt").write_text("a")
     os.mkfifo(tmp_path / "pipe")
     assert await contents(tmp_path) == 1
@@ -235,9 +272,11 @@ async def test_a_task_that_no_harness_can_play_is_refused(task):
         await HarnessRollout(python(""), lambda *_: 1.0)(task, ENDPOINT)
 
 
-async def test_a_program_that_fails_is_not_scored_where_its_calls_are_unknown():
+@pytest.mark.parametrize("code", [0, 2])
+async def test_a_program_is_not_scored_where_its_calls_are_unknown(monkeypatch, code):
+    monkeypatch.setattr(rollout, "CALLS_SECONDS", 0.0)
     with pytest.raises(RolloutFailed) as caught:
-        await HarnessRollout(python("exit('no such flag')"), lambda *_: 1.0)({"prompt": "x"}, ENDPOINT)
+        await HarnessRollout(python(f"print('no such flag'); exit({code})"), lambda *_: 1.0)({"prompt": "x"}, ENDPOINT)
     assert caught.value.termination == "agent_failed"
     assert "no such flag" in str(caught.value)
 
@@ -274,8 +313,11 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-async def test_a_program_and_its_home_end_with_a_worker_that_is_killed(tmp_path):
-    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path), WAITS])
+async def test_a_program_and_its_folders_end_with_a_worker_that_is_killed_and_the_next_one(tmp_path):
+    top = tmp_path / "tmp"
+    top.mkdir()
+    variables = os.environ | {"TMPDIR": str(top)}
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path), WAITS], env=variables)
     until = time.monotonic() + 60
     while not (tmp_path / "started").exists():
         assert time.monotonic() < until
@@ -288,3 +330,20 @@ async def test_a_program_and_its_home_end_with_a_worker_that_is_killed(tmp_path)
     while Path(home).exists():
         assert time.monotonic() < until
         await asyncio.sleep(0.02)
+    assert len(list(top.iterdir())) == 1
+    remove_leftovers(top)
+    assert list(top.iterdir()) == []
+
+
+def test_folders_of_processes_that_live_and_of_others_stay(tmp_path):
+    own = process_folder(tmp_path)
+    (tmp_path / f"{PREFIX}dead").mkdir()
+    (tmp_path / f"{PREFIX}dead" / "lock").touch()
+    closed = tmp_path / f"{PREFIX}dead" / "episode" / "closed"
+    closed.mkdir(parents=True)
+    (closed / "a.txt").write_text("a")
+    closed.chmod(0)
+    (tmp_path / f"{PREFIX}strange").mkdir()
+    (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / f"{PREFIX}strange")
+    remove_leftovers(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {own.name, f"{PREFIX}strange", f"{PREFIX}link"}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import load_function
+from palestra.extensions import load_function
 from palestra_lab.comparison.one_run import FINISHED, write_record
 from palestra_lab.comparison.plan import PlannedRun, plan_runs
 from palestra_lab.config import ComparisonConfig, load_comparison

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from palestra.cli.options import load_function
 from palestra.errors import ConfigError
+from palestra.extensions import load_function
 from palestra_lab.comparison.execution import check_records
 from palestra_lab.comparison.plan import plan_runs
 from palestra_lab.config import ComparisonConfig, load_comparison

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from palestra.cli.options import load_function
 from palestra.disk import writing
 from palestra.errors import ConfigError
+from palestra.extensions import load_function
 from palestra_lab.comparison import one_run
 from palestra_lab.comparison.execution import check_records
 from palestra_lab.comparison.one_run import FAILED, STARTED, read_record, run_recorded, write_record

@@ -1,0 +1,79 @@
+"""Temporary folders of a process: removed with it, or by the next process if it was killed.
+
+A process has one folder, and holds a lock in it while it lives. The kernel frees the lock however a process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+from palestra.threads import in_thread
+
+PREFIX = "palestra-harness-"
+_LOCK = "lock"
+
+
+@asynccontextmanager
+async def temporary_folder(prefix: str) -> AsyncIterator[Path]:
+    """Make a folder that is removed after the block, in a thread: programs leave many files."""
+    top = await in_thread(lambda: process_folder(Path(tempfile.gettempdir())))
+    made = tempfile.TemporaryDirectory(prefix=prefix, dir=top)
+    try:
+        yield Path(made.name)
+    finally:
+        await asyncio.shield(in_thread(made.cleanup))
+
+
+@cache
+def process_folder(top: Path) -> Path:
+    """Make the folder of this process below `top`, and remove those of processes that have been killed."""
+    remove_leftovers(top)
+    made = Path(tempfile.mkdtemp(prefix="palestra-new-", dir=top))  # named in the end, when its lock is held
+    lock = os.open(made / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)  # until this process ends
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    folder = made.rename(top / made.name.replace("palestra-new-", PREFIX))
+    atexit.register(_remove, folder)
+    return folder
+
+
+def remove_leftovers(top: Path) -> None:
+    """Remove the folders of processes of this user that have ended."""
+    for folder in top.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # its process lives (BlockingIOError), or another one has just removed it
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(folder)
+            finally:
+                os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, its lock last: what can't be removed now is found again by the next process."""
+    with suppress(FileNotFoundError):  # somebody else has removed it
+        for path in folder.iterdir():
+            if path.name != _LOCK:
+                _remove_tree(path)
+        if {path.name for path in folder.iterdir()} <= {_LOCK}:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a folder, with folders below it that a program has closed to everybody."""
+    for folder, names, _ in os.walk(path):
+        for name in names:
+            below = os.path.join(folder, name)
+            if not os.path.islink(below):
+                os.chmod(below, 0o700)
+    shutil.rmtree(path, ignore_errors=True)
