@@ -33,7 +33,7 @@ class Backend:
             acknowledgement. A StoreError that this function returns replaces the acknowledgement.
         fence: called in the transaction that opens the database; returns a function that every later transaction calls
             first, or None. If it raises Superseded, nothing is written any more.
-        bounded: whether callers wait at most `LONGEST_REPLY_SECONDS`.
+        bounded: whether it may fail to answer: callers try again, and wait at most `LONGEST_REPLY_SECONDS`.
         transaction: commits what a block changes on a connection, or rolls it back if the block raises an error.
         release: releases the lock on the database after all connections are closed.
     """

@@ -91,6 +91,8 @@ class Database:
         (StoreUnreachable), the operation runs again, so it must detect its own earlier success. If it finally raises
         StoreUnreachable, it was not committed, unless the last commit got no answer.
         """
+        if not self._backend.bounded:  # the only kind of database that may not answer
+            return await self.submit(operation, tag)
         given_up = False
 
         def unless_given_up(connection: sa.Connection) -> T:
@@ -106,6 +108,8 @@ class Database:
 
     async def read(self, operation: Callable[[sa.Connection], T]) -> T:
         """Run a query on its own connection; it sees every change that was awaited before."""
+        if not self._backend.bounded:
+            return await self._on_reader(lambda: self.query(operation))
         return await self._persist(lambda: self._on_reader(lambda: self.query(operation)))
 
     def read_here(self, operation: Callable[[sa.Connection], T]) -> T:
@@ -154,7 +158,7 @@ class Database:
         until, pause = loop.time() + LONGEST_REPLY_SECONDS, 0.05
         while True:
             try:
-                return await (_within(until, attempt()) if self._backend.bounded else attempt())
+                return await _within(until, attempt())
             except StoreUnreachable:
                 if loop.time() + pause > until:
                     raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from codecs import BOM_UTF8
 from collections.abc import Callable
-from functools import partial
 from itertools import takewhile
 from typing import TypeVar
 
@@ -97,7 +96,10 @@ async def read_request(kind: type[B], request: Request, pool: WorkPool) -> B:
         InvalidRequest, UnsupportedField: see `parse_body`.
         ClientDisconnect: the client closed the connection.
     """
-    return await read_with(partial(parse_body, kind), request, pool)
+    body = await request.body()
+    if len(body) < LONG_BODY:
+        return parse_body(kind, body)
+    return await until_disconnect(request.scope, pool.run(parse_body, kind, body))
 
 
 async def read_with(parse: Callable[[bytes], T], request: Request, pool: WorkPool) -> T:

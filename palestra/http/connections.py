@@ -144,7 +144,8 @@ class Connections:
 
     def wait(self, connection: Connection, seconds: float) -> None:
         """Record that a connection is waiting, and closed after so many seconds."""
-        self.forget(connection)
+        self._strangers.pop(connection, None)  # it is at the end from now on
+        self._known.pop(connection, None)
         connection.until = time.monotonic() + seconds
         (self._known if connection.known else self._strangers)[connection] = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
@@ -19,11 +19,22 @@ from palestra.http.protocol import CONNECTION
 BODY_SECONDS = 60.0  # longest pause within a body
 WHOLE_BODY_SECONDS = 600.0  # longest time until a body is complete
 BODIES_HELD = 64  # how many bodies of the largest size are held at the same time
+_JSON = (b"content-type", b"application/json")
 _LOCAL_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
 # Checks the key of a request, and returns how many bytes its body may have. Must not read the body.
 Authenticate = Callable[[Request], Awaitable[int]]
-Endpoint: TypeAlias = Callable[[Request], Awaitable[Response | BaseModel]]
 OnRefused = Callable[[Scope, PalestraError], None]
+
+
+class JsonAnswer(NamedTuple):
+    """An answer of bytes that are JSON, with more headers; `sent` is called after its last byte was sent."""
+
+    body: bytes
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    sent: Callable[[], object] | None = None
+
+
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response | BaseModel | JsonAnswer]]
 
 
 class RequestGuard:
@@ -72,13 +83,20 @@ class RequestGuard:
 
     async def answer(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request by an endpoint that gets it with its body, without an application in between."""
-        request, body = Direct(scope, receive), None
+        request = Direct(scope, receive)
         try:
-            most = await self._most_bytes(request)
-            body = _Body(self, most, scope, receive)
-            await request.take(body.receive)
+            await request.take(self, await self._most_bytes(request))
             found = await endpoint(request)
-            await (found if isinstance(found, Response) else JsonAnswer(json_bytes(found)))(scope, receive, send)
+            if isinstance(found, Response):
+                await found(scope, receive, send)
+                return
+            if isinstance(found, BaseModel):
+                found = JsonAnswer(found.model_dump_json(by_alias=True).encode())
+            headers = [*found.headers, (b"content-length", b"%d" % len(found.body)), _JSON]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": found.body})
+            if found.sent is not None:
+                found.sent()
         except ClientDisconnect:
             await Response(status_code=CLIENT_GONE)(scope, receive, send)
         except PalestraError as error:
@@ -88,7 +106,7 @@ class RequestGuard:
         except Exception as error:  # noqa: BLE001 - answered as an internal error, and logged
             await self._answers.unexpected(scope["method"], scope["path"], error)(scope, receive, send)
         finally:
-            self.held -= 0 if body is None else body.seen
+            self.held -= request.seen
 
     async def _most_bytes(self, request: Request) -> int:
         """Return how many bytes the body may have, after checking the key and the declared length."""
@@ -124,10 +142,8 @@ class _Body:
         size = len(message.get("body", b""))
         self.seen, self._guard.held = self.seen + size, self._guard.held + size
         self.complete = not message.get("more_body", False)
-        if self.seen > self._most:
-            raise _too_large(self._most)
-        if self._guard.held > BODIES_HELD * self._guard.max:
-            raise TooManyRequests("the requests that are being answered fill the memory for bodies; try again soon")
+        if self.seen > self._most or self._guard.held > BODIES_HELD * self._guard.max:
+            raise _too_much(self.seen, self._most)
         return message
 
     async def _in_time(self) -> Message:
@@ -148,51 +164,45 @@ class _Body:
 
 
 class Direct(Request):
-    """A request whose headers are a dict, by names in lower case, and whose body is read before its endpoint runs."""
+    """A request whose headers are a dict, by names in lower case, and whose body is read before its endpoint runs.
+
+    Attributes:
+        seen: bytes of the body that were received.
+    """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive)
-        pairs = reversed(scope["headers"])  # the first of two headers with one name counts
-        self._headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}  # type: ignore[assignment]
+        self.seen = 0
+        headers: dict[str, str] = {}
+        for name, value in reversed(scope["headers"]):  # the first of two headers with one name counts
+            headers[name.decode("latin-1")] = value.decode("latin-1")
+        self._headers = headers  # type: ignore[assignment]
 
-    async def take(self, receive: Receive) -> None:
+    async def take(self, guard: RequestGuard, most: int) -> None:
         """Read the body.
 
         Raises:
             ClientDisconnect: the client closed the connection.
         """
-        message = await receive()
-        found = [message.get("body", b"")]
-        while message.get("more_body"):
-            message = await receive()
-            found.append(message.get("body", b""))
+        connection = self.scope.get(CONNECTION)
+        if connection is not None and connection.has_whole_body:
+            message = await self._receive()
+            self._body = message.get("body", b"")
+            self.seen = len(self._body)
+            guard.held += self.seen
+            if self.seen > most or guard.held > BODIES_HELD * guard.max:
+                raise _too_much(self.seen, most)
+        else:
+            body, found = _Body(guard, most, self.scope, self._receive), bytearray()
+            try:
+                while not body.complete:
+                    message = await body.receive()
+                    found += message.get("body", b"")
+            finally:
+                self.seen = body.seen
+            self._body = bytes(found)
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        self._body = b"".join(found)
-
-
-class JsonAnswer(Response):
-    """An answer of bytes that are JSON."""
-
-    def __init__(  # Starlette's does more
-        self, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = (), sent: Callable[[], object] | None = None
-    ) -> None:
-        """Create the answer; `sent` is called after its last byte was given to the connection."""
-        self.body, self.status_code, self.background, self._sent = body, 200, None, sent
-        size = b"%d" % len(body)
-        self.raw_headers = [*headers, (b"content-length", size), (b"content-type", b"application/json")]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body})
-        if self._sent is not None:
-            self._sent()
-
-
-def json_bytes(model: BaseModel) -> bytes:
-    """Return a model as JSON."""
-    return model.model_dump_json(by_alias=True).encode()
 
 
 def bearer(request: Request) -> str | None:
@@ -229,3 +239,10 @@ def check_local(request: Request) -> None:
 
 def _too_large(most: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"the body is over the limit of {most} bytes")
+
+
+def _too_much(seen: int, most: int) -> PalestraError:
+    """Return the error for a body that is over its limit, or that would exceed that of all bodies together."""
+    if seen > most:
+        return _too_large(most)
+    return TooManyRequests("the requests that are being answered fill the memory for bodies; try again soon")

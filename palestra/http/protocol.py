@@ -183,16 +183,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             if not self.flushed:
                 self._all.wait(self, self._limits.stalled_seconds)
-        elif self._answering:
+        elif self.cycle is not None and not self.cycle.response_complete:  # type: ignore[redundant-expr]
             self._all.forget(self)
         elif self._in_head or self.cycle is None or self.cycle.more_body:  # type: ignore[redundant-expr]
             self._all.wait(self, self._limits.header_seconds)
         else:
             self._all.wait(self, self._limits.idle_seconds)
-
-    @property
-    def _answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]
 
     def _refuse_head(self) -> None:
         self._all.counts["headers_too_large"] += 1
@@ -202,7 +198,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, message: str) -> None:
         """Close the connection, with an answer unless the application is in the middle of one."""
         reads = self.flushed
-        if not self._answering:
+        if self.cycle is None or self.cycle.response_complete:  # type: ignore[redundant-expr]
             again = b"retry-after: 1\r\n" if status == 503 else b""
             head = b"content-type: text/plain; charset=utf-8\r\nconnection: close\r\n" + again
             body = message.encode()

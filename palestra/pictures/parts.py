@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Self
-
-from pydantic import Field
+from typing import Any, ClassVar, Self
 
 from palestra.pictures.blobs import picture_digest
 from palestra.pictures.pixels import encode_picture
 from palestra.types.messages import ChatMessage, ImagePart, Part, TextPart
 
 
-class Picture(ImagePart):
+class Picture(ImagePart, frozen=True, kw_only=True, eq=False):
     """An image part with its file, before the run's folder stores it and an `ImagePart` replaces it.
 
     Create one with `Picture.of(value)`.
     """
 
-    data: bytes = Field(exclude=True, repr=False)
+    not_dumped: ClassVar[frozenset[str]] = frozenset({"data"})
+
+    data: bytes
+
+    def __repr__(self) -> str:
+        return f"Picture(digest={self.digest!r})"
 
     def __eq__(self, other: object) -> bool:
         """Return whether another part shows the same picture, with or without its file."""

@@ -5,12 +5,12 @@ Messages, tools, calls and results are encoded as plain text: a text that contai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from palestra.renderers.base import Renderer, Reply, Tools, reply_of
-from palestra.renderers.chatml_reply import ChatMLStream, read_reply, write_thought
+from palestra.renderers.chatml_reply import THINK, ChatMLStream, read_reply, write_thought
 from palestra.renderers.control_text import plain_encoder
 from palestra.renderers.long_text import LongText
 from palestra.renderers.picture_layout import PictureTokens
@@ -20,7 +20,7 @@ from palestra.renderers.reply_grammar import CallFormat
 from palestra.renderers.tool_calls import RESULT, call_format, offer, write_call
 from palestra.renderers.vocabulary import Vocabulary
 from palestra.types.calls import Ids, TokenSequence
-from palestra.types.messages import ChatMessage, ImagePart, TextPart
+from palestra.types.messages import ChatMessage, ImagePart, TextPart, text_message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,10 @@ class ChatMLRenderer(Renderer):
         ids = completion_ids.tolist()
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
-        return reply_of(*read_reply(self.vocabulary.decode(ids), bool(tools)), call_ids)
+        text = self.vocabulary.decode(ids)
+        if not tools and THINK not in text:  # most replies of a model that does not reason
+            return Reply(message=text_message("assistant", text), malformed=())
+        return reply_of(*read_reply(text, bool(tools)), call_ids)
 
     def stream(
         self, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call", single_call: bool = False
@@ -106,15 +109,17 @@ class ChatMLRenderer(Renderer):
     def _call_format(self) -> CallFormat:
         return call_format(self.vocabulary.added)
 
-    def _turns(self, messages: Sequence[ChatMessage], tools: Tools) -> Iterator[Pieces]:
-        """Yield the turns of a whole conversation. A system turn comes first if there is a system message or a tool."""
+    def _turns(self, messages: Sequence[ChatMessage], tools: Tools) -> list[Pieces]:
+        """Return the turns of a whole conversation; first a system turn if there is a system message or a tool."""
         given = messages[0].role == "system" or (messages[0].role, self.config.developer) == ("developer", "system")
         said = messages[0].text if given else self.config.default_system
-        if said is not None or tools:
-            if given:
-                refuse_pictures(messages[0])
-            yield ["system\n" + "\n\n".join(([] if said is None else [said]) + ([offer(tools)] if tools else []))]
-        yield from _turns(messages[1:] if given else messages, self.config.developer)
+        turns = _turns(messages[1:] if given else messages, self.config.developer)
+        if said is None and not tools:
+            return turns
+        if given:
+            refuse_pictures(messages[0])
+        system = "\n\n".join(([] if said is None else [said]) + ([offer(tools)] if tools else []))
+        return [[f"system\n{system}"], *turns]
 
     def _sequence(self, turns: Iterable[Pieces], before: Sequence[int], room: int | None) -> TokenSequence:
         """Return `before` followed by the ids of the turns, and the beginning of the assistant's reply."""
@@ -128,29 +133,31 @@ class ChatMLRenderer(Renderer):
         return self._turn_end[1:] if stopped else self._turn_end
 
 
-def _turns(messages: Sequence[ChatMessage], developer: str) -> Iterator[Pieces]:
-    """Yield the pieces between the start and end token of each turn.
+def _turns(messages: Sequence[ChatMessage], developer: str) -> list[Pieces]:
+    """Return the pieces between the start and end token of each turn.
 
     Consecutive tool results share one user turn, as in Qwen's templates.
     """
+    turns: list[Pieces] = []
     results: list[str | ImagePart] = []
     for message in messages:
         if message.role == "tool":
             results += ["\n" if results else "", RESULT[0], *pieces_of(message), RESULT[1]]
             continue
         if results:
-            yield joined(["user\n", *results])
+            turns.append(joined(["user\n", *results]))
             results = []
         role, content = developer if message.role == "developer" else message.role, message.content
         if role == "assistant":
             refuse_pictures(message)
-            yield [f"{role}\n{_reply(message)}"]
+            turns.append([f"{role}\n{_reply(message)}"])
         elif len(content) == 1 and isinstance(only := content[0], TextPart):
-            yield [f"{role}\n{only.text}"]
+            turns.append([f"{role}\n{only.text}"])
         else:
-            yield joined([f"{role}\n", *pieces_of(message)])
+            turns.append(joined([f"{role}\n", *pieces_of(message)]))
     if results:
-        yield joined(["user\n", *results])
+        turns.append(joined(["user\n", *results]))
+    return turns
 
 
 def _reply(message: ChatMessage) -> str:

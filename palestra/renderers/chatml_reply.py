@@ -13,14 +13,14 @@ from palestra.renderers.tool_calls import CLOSE, OPEN, read_calls, read_object
 from palestra.types.calls import Ids
 from palestra.types.messages import text_message
 
-_THINK, _THOUGHT = "<think>", "</think>"
-_LEADING_THOUGHT = re.compile(rf"\s*{_THINK}(.*?)(?:{_THOUGHT}|\Z)", re.DOTALL)
+THINK, _THOUGHT = "<think>", "</think>"
+_LEADING_THOUGHT = re.compile(rf"\s*{THINK}(.*?)(?:{_THOUGHT}|\Z)", re.DOTALL)
 _SPACE = " \t\r\n"
 
 
 def write_thought(reasoning: str) -> str:
     """Return the text of reasoning before an answer."""
-    return f"{_THINK}\n{reasoning}\n{_THOUGHT}\n\n"
+    return f"{THINK}\n{reasoning}\n{_THOUGHT}\n\n"
 
 
 def read_thought(text: str) -> tuple[str | None, str]:
@@ -125,13 +125,13 @@ class _ThoughtSplitter:
         self._held = ""
         if self._state == "start":
             rest = text.lstrip()
-            if len(rest) < len(_THINK) and _THINK.startswith(rest):
+            if len(rest) < len(THINK) and THINK.startswith(rest):
                 self._held = text
                 return "", ""
-            if not rest.startswith(_THINK):
+            if not rest.startswith(THINK):
                 self._state = "content"
                 return "", text
-            self._state, text = "thinking", rest[len(_THINK) :]
+            self._state, text = "thinking", rest[len(THINK) :]
         reasoning = ""
         if self._state == "thinking":
             reasoning, found, text = self._think(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -15,17 +15,16 @@ from starlette.responses import JSONResponse, Response
 from palestra.errors import Forbidden
 from palestra.http.app import GuardedApp
 from palestra.http.bodies import LONG_BODY
-from palestra.http.guard import JsonAnswer
+from palestra.http.guard import Endpoint, JsonAnswer
 from palestra.http.protocol import until_disconnect
 from palestra.server.auth import CALLER, Caller, EpisodeKey, PlaygroundKey, require_model, session_of
 from palestra.server.dialects.agents import caller_name
 from palestra.server.dialects.base import Dialect, DialectRequest, GenerationResult, TokenCounter
-from palestra.server.dialects.fields import AGENT_HEADER, agent_of, may_show_pictures
+from palestra.server.dialects.fields import AGENT_HEADER, agent_of
 from palestra.server.dialects.others import NO_OTHERS
-from palestra.server.dialects.sent_pictures import pictures_in
 from palestra.server.respond import OVERRULED, StreamedAnswer, sample_calls
 from palestra.server.state import DataPlane
-from palestra.session import PolicyRuntime, SeatKey
+from palestra.session import CallMaker, PolicyRuntime, SeatKey
 from palestra.session.policies import NO_PLAYERS
 from palestra.session.sampling import overruled
 from palestra.types.calls import TokenSequence
@@ -48,8 +47,9 @@ class GenerateHandler:
 
     def __init__(self, plane: DataPlane, dialect: Dialect[Any]) -> None:
         self._plane, self._sessions, self._dialect = plane, plane.sessions, dialect
+        self._check = None if type(dialect).check is Dialect.check else dialect.check
 
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, request: Request) -> JsonAnswer | Response:
         """Sample the requested replies.
 
         The answer is sent when they are on disk, or streamed from the first text on.
@@ -58,31 +58,38 @@ class GenerateHandler:
             ClientDisconnect: the client has disconnected; only replies that were complete before are recorded.
         """
         caller: Caller = request.scope[CALLER]
-        asked, runtime = await _read(self._plane, caller, request, self._dialect.parse, self._dialect.check)
+        asked, runtime = await _read(self._plane, caller, request, self._dialect.parse, self._check)
         if asked.stream:
             writer = self._dialect.sse(asked, runtime, self._plane.store.clock.now())
             return StreamedAnswer(self._sessions, caller, asked.calls, writer, self._dialect.error_body)
-        async with session_of(caller, self._sessions) as session:
-            calls = asked.calls
-            work = session.generate(calls[0]) if len(calls) == 1 else sample_calls(session, calls)
-            result = GenerationResult(chats=await until_disconnect(request.scope, work))
-            if asked.scored:
-                result = await until_disconnect(request.scope, _scored(result, runtime))
-            body, note = await self._rendered(asked, result, runtime), overruled(calls[0], result.chats[0].sampling)
-            headers = () if note is None else ((OVERRULED.encode(), note.encode()),)
-            return JsonAnswer(body, headers, partial(session.delivered, *result.chats))
+        if caller.__class__ is not EpisodeKey:
+            async with session_of(caller, self._sessions) as session:
+                return await self._answer(session, asked, runtime, request)
+        self._sessions.admit()
+        try:
+            session = await self._sessions.open(caller.episode_id, caller.fence)
+            return await self._answer(session, asked, runtime, request)
+        finally:
+            self._sessions.in_flight -= 1
 
-    async def _rendered(self, asked: DialectRequest[Any], result: GenerationResult, runtime: PolicyRuntime) -> bytes:
-        """Return the whole answer as JSON, encoded in a thread if it is long."""
-        tokens = sum(map(len, result.prompt_logprobs))
+    async def _answer(
+        self, session: CallMaker, asked: DialectRequest[Any], runtime: PolicyRuntime, request: Request
+    ) -> JsonAnswer:
+        """Sample all choices, and return the whole answer, which a thread writes if it is long."""
+        calls = asked.calls
+        work = session.generate(calls[0]) if len(calls) == 1 else sample_calls(session, calls)
+        result = GenerationResult(chats=await until_disconnect(request.scope, work))
+        if asked.scored:
+            result = await until_disconnect(request.scope, _scored(result, runtime))
+        tokens, note = sum(map(len, result.prompt_logprobs)), overruled(calls[0], result.chats[0].sampling)
         for chat in result.chats:
             tokens += len(chat.completion_ids)
-        if tokens * (1 + max(map(_TOP_LOGPROBS, asked.calls))) > MANY_TOKENS:
-            return await self._plane.pool.run(self._json, asked, result, runtime)
-        return orjson.dumps(self._dialect.render(asked, result, runtime))
-
-    def _json(self, asked: DialectRequest[Any], result: GenerationResult, runtime: PolicyRuntime) -> bytes:
-        return orjson.dumps(self._dialect.render(asked, result, runtime))
+        if tokens * (1 + max(map(_TOP_LOGPROBS, calls))) > MANY_TOKENS:
+            body = await self._plane.pool.run(lambda: orjson.dumps(self._dialect.render(asked, result, runtime)))
+        else:
+            body = orjson.dumps(self._dialect.render(asked, result, runtime))
+        headers = () if note is None else ((OVERRULED.encode(), note.encode()),)
+        return JsonAnswer(body, headers, partial(session.delivered, *result.chats))
 
 
 async def _scored(result: GenerationResult, runtime: PolicyRuntime) -> GenerationResult:
@@ -119,17 +126,18 @@ async def _read(
     plane: DataPlane,
     caller: Caller,
     request: Request,
-    parse: Callable[..., DialectRequest[Any]],
-    check: Callable[[DialectRequest[Any], PolicyRuntime], None],
+    parse: Callable[[bytes, Mapping[str, str]], DialectRequest[Any]],
+    check: Callable[[DialectRequest[Any], PolicyRuntime], None] | None,
 ) -> tuple[DialectRequest[Any], PolicyRuntime]:
     """Return the parsed request and the runtime of the policy that answers it."""
-    require_model(caller, plane.config.kind)
+    if caller.__class__ is not EpisodeKey or plane.config.kind == "inference":
+        require_model(caller, plane.config.kind)
     body = await request.body()
     if len(body) < LONG_BODY:
-        asked = _parsed(parse, request.headers, body)
+        asked = parse(body, request.headers)
     else:
         pool = plane.sessions.context.pool
-        asked = await until_disconnect(request.scope, pool.run(_parsed, parse, request.headers, body))
+        asked = await until_disconnect(request.scope, pool.run(parse, body, request.headers))
     policies, players = plane.sessions.context.policies, NO_PLAYERS
     if isinstance(caller, PlaygroundKey):  # it names the policy and has no role
         runtime = policies.runtime(asked.policy)
@@ -150,18 +158,12 @@ async def _read(
             asked = asked.of_policy(runtime.name)
     if asked.others is not NO_OTHERS:
         plane.take_others(asked.others)
-    check(asked, runtime)
+    if check is not None:
+        check(asked, runtime)
     if asked.pictures:
         settling = plane.pictures.settle(asked, runtime, plane.picture_charge(caller))
         asked = await until_disconnect(request.scope, settling)
     return asked, runtime
-
-
-def _parsed(parse: Callable[..., DialectRequest[Any]], headers: Mapping[str, str], body: bytes) -> DialectRequest[Any]:
-    """Return a dialect's parsed request, with the pictures of its messages."""
-    asked = parse(body, headers=headers)
-    pictures = pictures_in(asked.calls[0].messages) if may_show_pictures(body) else ()
-    return replace(asked, pictures=pictures) if pictures else asked
 
 
 def _agent_of(seat: str, request: Request) -> str:
@@ -174,7 +176,5 @@ def _agent_of(seat: str, request: Request) -> str:
     return agent
 
 
-def _add_route(
-    app: GuardedApp, form: Dialect[Any] | TokenCounter[Any], endpoint: Callable[[Request], Awaitable[Response]]
-) -> None:
+def _add_route(app: GuardedApp, form: Dialect[Any] | TokenCounter[Any], endpoint: Endpoint) -> None:
     app.add_direct(form.path, endpoint, form.body, tags=["model"], description=form.description, response_model=None)

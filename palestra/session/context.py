@@ -110,10 +110,11 @@ class SessionContext:
 
     def count(self, chat: Chat) -> None:
         """Add a recorded call to the counters."""
-        self.counts["calls"] += 1
-        self.counts["prompt_tokens"] += chat.prompt_tokens
-        self.counts["completion_tokens"] += len(chat.completion_ids)
-        self.rate.add(chat.tokens)
-        self.counts["reused_prompt_tokens"] += chat.shared
+        counts, prompt, reply = self.counts, chat.prompt_tokens, len(chat.completion_ids)
+        counts["calls"] += 1
+        counts["prompt_tokens"] += prompt
+        counts["completion_tokens"] += reply
+        self.rate.add(prompt + reply)
+        counts["reused_prompt_tokens"] += chat.shared
         if chat.fork is not None:
             self.counts[f"forks_{chat.fork.reason.value}"] += 1

@@ -262,13 +262,13 @@ class CallHistory:
         self,
         policy: str,
         messages: Sequence[ChatMessage],
-        keys: Mapping[int, Hashable] | None = None,
+        keys: dict[int, Hashable] | None = None,
         same: int | None = None,
     ) -> Match:
         """Find the longest call of the policy that these messages continue, and where they deviate from earlier ones.
 
-        `keys` are of those messages that `same` does not cover, and `same` is what the method of this name returned for
-        them; what is None is computed here.
+        `keys` are of messages, and those that `same` does not cover are added; `same` is what the method of this name
+        returned for them, and None: it is called here.
         """
         # A message without reasoning may stand for several replies, so there may be several places in the tree.
         nodes, replied, ends, known = [self._starts[policy]], list[Chat](), 0, 0
@@ -277,9 +277,13 @@ class CallHistory:
         if same:
             nodes = [self._ends[self._newest[policy][0].index]]
             replied, ends, known = nodes[0].calls, same, same
-        found = self.keys(policy, messages[known:]) if keys is None else keys
+        found = {} if keys is None else keys
+        unseen = self._unseen(policy)
         for message in messages[known:]:
-            key = found[id(message)] if id(message) in found else self._key(policy, message)
+            if id(message) not in found:
+                found[id(message)] = message_key(message, self._compared, unseen)
+        for message in messages[known:]:
+            key = found[id(message)]
             if len(nodes) == 1 and not nodes[0].without_reasoning:
                 only = nodes[0].children.get(key)
                 if only is None:

@@ -124,8 +124,6 @@ class PromptBuilder:
             HistoryDrift: histories are strict, and exact ids would be lost.
             UnsupportedField: a message has an image, and the model accepts none.
         """
-        if not renderer.takes_images:
-            _refuse_images(call)
         room = None if max_context is None else max_context - 1
         try:
             if call.prompt is not None:
@@ -148,16 +146,18 @@ class PromptBuilder:
         """Build a prompt from messages; see `build`."""
         past = self._past(call.agent)
         same = past.history.same(call.policy, call.messages)
-        new = call.messages[same:]
-        pool = self._pool_of(new, call.tools, renderer)
-        keys = await _in(pool, past.history.keys, call.policy, new)
+        pool = self._pool_of(call, same, call.tools, renderer)
+        keys: dict[int, Hashable] = {}
+        if pool is not None:
+            keys = await pool.run(past.history.keys, call.policy, call.messages[same:])
+            same = past.history.same(call.policy, call.messages)  # another call may be the newest by now
         match = past.history.match(call.policy, call.messages, keys, same)
         prompt = None
         if match.call is not None and match.call.tools == call.tools:
             prompt = await self._extended(call, renderer, match, match.call, keys, room, pool)
         if prompt is None:
             if same:
-                pool = self._pool_of(call.messages, call.tools, renderer)
+                pool = self._pool_of(call, 0, call.tools, renderer)
             prompt = await self._rendered(call, renderer, match, keys, room, pool, past)
         if self._strict and prompt.fork is not None and prompt.fork.reason.is_drift:
             fork = prompt.fork
@@ -192,11 +192,34 @@ class PromptBuilder:
             fork=None,
         )
 
-    def _pool_of(self, messages: Sequence[ChatMessage], tools: Tools, renderer: Renderer) -> WorkPool | None:
-        """Return the threads that messages and tools have to be rendered in; None: the event loop, they are short."""
-        if renderer.takes_images and _has_pictures(messages):
+    def _pool_of(self, call: GenerationRequest, first: int, tools: Tools, renderer: Renderer) -> WorkPool | None:
+        """Return the threads that messages and tools have to be rendered in; None: the event loop, they are short.
+
+        Args:
+            first: number of the first of the messages.
+
+        Raises:
+            UnsupportedField: one has a picture, and the model takes none: to drop it would change the prompt.
+        """
+        left, has_pictures = LONG_TEXT, False
+        for number, message in enumerate(call.messages[first:], first):
+            left -= _VALUE + len(message.reasoning_content or "")
+            for k, part in enumerate(message.content):
+                if isinstance(part, TextPart):
+                    left -= len(part.text)
+                elif renderer.takes_images:
+                    has_pictures = True
+                else:
+                    place = f"messages.{number}.content.{k}"
+                    raise UnsupportedField(
+                        f"{place}: the model of the policy {call.policy!r} takes no images; leave the picture out",
+                        place,
+                    )
+            for tool_call in message.tool_calls:
+                left -= _VALUE + len(tool_call.function.name) + len(tool_call.function.arguments)
+        if has_pictures:
             return self._picture_pool
-        return self._pool if _is_long(messages, tools) else None
+        return self._pool if left < 0 or (tools and _left_of(left, tools) < 0) else None
 
     async def _extended(
         self,
@@ -211,7 +234,7 @@ class PromptBuilder:
         """Build a prompt that keeps the exact ids of the call that the messages continue."""
         new = asked.messages[match.messages :]
         if pool is not None:  # only the new messages are rendered, so the others and the tools do not count as work
-            pool = self._pool_of(new, (), renderer)
+            pool = self._pool_of(asked, match.messages, (), renderer)
         room = None if room is None or pool is None else max(room - call.tokens, 0)
         said = (lambda: call.prompt_ids), call.completion_ids
         tail = await _in(pool, renderer.extend, *said, new, asked.tools, room)
@@ -325,33 +348,8 @@ async def _in(pool: WorkPool | None, function: Callable[P, T], /, *args: P.args,
     return function(*args, **kwargs) if pool is None else await pool.run(function, *args, **kwargs)
 
 
-def _refuse_images(call: GenerationRequest) -> None:
-    """Raise UnsupportedField for images if the model accepts none, because dropping them would change the prompt."""
-    for number, message in enumerate(call.messages):
-        for k, part in enumerate(message.content):
-            if type(part) is not TextPart:
-                place = f"messages.{number}.content.{k}"
-                raise UnsupportedField(
-                    f"{place}: the model of the policy {call.policy!r} takes no images; leave the picture out", place
-                )
-
-
-def _has_pictures(messages: Sequence[ChatMessage]) -> bool:
-    """Return whether a message has a picture, which may have to be decoded before its size is known."""
-    return any(not isinstance(part, TextPart) for message in messages for part in message.content)
-
-
-def _is_long(messages: Sequence[ChatMessage], tools: Tools) -> bool:
-    """Return whether messages and tools have more than `LONG_TEXT` characters together; stops counting there."""
-    left = LONG_TEXT
-    for message in messages:
-        left -= _VALUE + len(message.text) + len(message.reasoning_content or "")
-        for call in message.tool_calls:
-            left -= _VALUE + len(call.function.name) + len(call.function.arguments)
-            if left < 0:
-                return True
-        if left < 0:
-            return True
+def _left_of(left: int, tools: Tools) -> int:
+    """Return how much is left of some work, in characters, after that of tools; stops below 0."""
     values: list[Any] = list(tools[: LONG_TEXT // _VALUE + 1])
     while values and left >= 0:
         value = values.pop()
@@ -360,7 +358,7 @@ def _is_long(messages: Sequence[ChatMessage], tools: Tools) -> bool:
             values += value.values()
         elif isinstance(value, list | tuple):
             values += value
-    return left < 0
+    return left
 
 
 def _from(media: Sequence[MediaSpan], start: int) -> tuple[MediaSpan, ...]:

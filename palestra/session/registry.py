@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple, Protocol
 
@@ -12,7 +13,7 @@ from palestra.session.context import StateTimes
 from palestra.session.prompting import Prompt
 from palestra.types.calls import Chat, Ids
 from palestra.types.messages import GenerationRequest
-from palestra.types.states import TurnState, check_transition
+from palestra.types.states import TRANSITIONS, TurnState, check_transition
 
 # `hashlib` lets another thread run while it digests more bytes than these, and a busy server waits longer for its turn
 # than for the digest of a prompt.
@@ -21,6 +22,7 @@ _MEASURED = {state: state for state in (TurnState.PENDING, TurnState.GENERATING)
 KEYED = "key-"  # beginning of the digest of a request that has a key of its own, by which its retries are known
 
 
+@dataclass(slots=True, eq=False)
 class CallInFlight:
     """One choice of a request, from its arrival until it is on disk.
 
@@ -32,14 +34,12 @@ class CallInFlight:
         recorded: whether it is on disk.
     """
 
-    __slots__ = ("chat", "number", "prompt", "recorded", "seed", "state")
-    chat: Chat
-    prompt: Prompt
-
-    def __init__(self, number: int = 0) -> None:
-        self.number, self.state = number, TurnState.PENDING
-        self.seed: int | None = None
-        self.recorded = False
+    number: int = 0
+    state: TurnState = TurnState.PENDING
+    seed: int | None = None
+    chat: Chat = field(init=False)
+    prompt: Prompt = field(init=False)
+    recorded: bool = False
 
 
 class Turns:
@@ -64,7 +64,8 @@ class Turns:
 
     def move(self, call: CallInFlight, following: TurnState) -> None:
         """Change a call to its next state."""
-        check_transition(self._subject, call.state, following)
+        if following not in TRANSITIONS[call.state]:
+            check_transition(self._subject, call.state, following)  # raises
         self._times.move(_MEASURED.get(call.state), _MEASURED.get(following))
         call.state = following
 
@@ -168,12 +169,12 @@ class CallRegistry:
             await asyncio.wait(writing)
         return {n: self._undelivered[digest] for n, digest in enumerate(digests) if digest in self._undelivered}
 
-    def delivered(self, chat: Chat) -> None:
-        """Mark a reply as sent, so that a retry without a key does not match this call."""
-        if chat.request_digest.startswith(KEYED):
-            return
-        if self._undelivered.get(chat.request_digest) is chat:
-            del self._undelivered[chat.request_digest]
+    def delivered(self, *chats: Chat) -> None:
+        """Mark replies as sent, so that a retry without a key does not match these calls."""
+        for chat in chats:
+            digest = chat.request_digest
+            if self._undelivered.get(digest) is chat and not digest.startswith(KEYED):
+                del self._undelivered[digest]
 
     def recording(self, chat: Chat, written: asyncio.Future[None]) -> None:
         """Mark a call as being written; `written` resolves when it is on disk."""

@@ -90,6 +90,7 @@ class Session:
             context.policies.unseen,
         )
         self._registry = CallRegistry(context.seed, episode_id, recorded)
+        self.delivered = self._registry.delivered
         self._store = store
         self._turns = Turns(f"a call of episode {episode_id}", context.times)
         # All sessions share one queue of grammars to compile, which a single episode must not fill with hundreds.
@@ -143,11 +144,6 @@ class Session:
             raise self._over
         runtime = self._context.policies.runtime(request.policy)
         return len((await self._prompts.build(request, runtime.renderer, max_context=None)).ids)
-
-    def delivered(self, *chats: Chat) -> None:
-        """Mark replies as sent, so that a retry does not match these calls."""
-        for chat in chats:
-            self._registry.delivered(chat)
 
     def free_seed(self, chat: Chat) -> None:
         """Free the seed of a call that led to no action, so that its repetition is the same sample."""

@@ -10,9 +10,11 @@ from dataclasses import MISSING, fields
 from operator import attrgetter
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from palestra.database import to_json
 from palestra.errors import InvalidRequest
@@ -37,6 +39,8 @@ SHORT = 4096  # bytes: 1,024 tokens
 _OTHERS = {field.name: field.default for field in fields(SamplingParams) if field.default is not MISSING}
 _others, _DEFAULTS = attrgetter(*_OTHERS), tuple(_OTHERS.values())
 _BLOCK = struct.Struct("<3sHH")
+_MESSAGES = TypeAdapter(tuple[ChatMessage, ...])
+_encode = msgspec.json.Encoder().encode  # of messages, without fields that have their defaults
 
 
 def pack_array(array: NDArray[Any], kind: str) -> bytes:
@@ -95,6 +99,9 @@ def episode_of(row: Any) -> EpisodeRecord:
 def chat_row(chat: Chat) -> dict[str, Any]:
     """Return the row of `chats` for a call, without the parts shared with its parent."""
     tools = () if chat.parent is None else chat.parent.tools
+    versions: list[tuple[int, ...]] = []
+    for version, tokens in chat.versions:
+        versions.append((*version, tokens))
     return {
         "episode_id": chat.episode_id,
         "fence": chat.fence,
@@ -105,15 +112,15 @@ def chat_row(chat: Chat) -> dict[str, Any]:
         "parent": None if chat.parent is None else chat.parent.index,
         "shared": chat.shared,
         "shared_messages": chat.shared_messages,
-        "messages": "[" + ",".join(map(_message_text, chat.new_messages)) + "]",
+        "messages": _encode(chat.new_messages).decode(),
         "tools": None if chat.tools == tools else to_json(chat.tools),
         "media": to_json([list(span) for span in chat.media]) if chat.media else None,
-        "reply": _message_text(chat.reply),
+        "reply": _encode(chat.reply).decode(),
         "prompt_tail": pack_array(chat.prompt_tail, "i4"),
         "completion": pack_array(chat.completion_ids, "i4"),
         "logprobs": pack_array(chat.logprobs, "f4"),
         "top_logprobs": None if chat.top is None else _packed_top(chat.top),
-        "versions": to_json([[*span.version, span.tokens] for span in chat.versions]),
+        "versions": to_json(versions),
         "finish_reason": chat.finish_reason,
         "fork": None if chat.fork is None else _fork_text(chat.fork),
         "stop": chat.stop,
@@ -144,7 +151,7 @@ def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
         parent=parent,
         shared=row.shared,
         shared_messages=row.shared_messages,
-        new_messages=tuple(ChatMessage.model_validate(m) for m in orjson.loads(row.messages)),
+        new_messages=_MESSAGES.validate_json(row.messages),
         prompt_tail=unpack(row.prompt_tail, "i4"),
         media=tuple(MediaSpan(*span) for span in orjson.loads(row.media)) if row.media else (),
         tools=inherited if row.tools is None else tuple(orjson.loads(row.tools)),
@@ -179,11 +186,6 @@ def _packed_top(top: TopTokens) -> bytes:
 def _top_of(blob: bytes, tokens: int) -> TopTokens:
     ids, logprobs = unpack(blob, "i4").reshape(2, tokens, -1)
     return TopTokens(ids, logprobs.view(np.float32))
-
-
-def _message_text(message: ChatMessage) -> str:
-    """Return a message as JSON without empty fields, to keep rows small."""
-    return message.model_dump_json(exclude_none=True, exclude=None if message.tool_calls else {"tool_calls"})
 
 
 def _more_text(sampling: SamplingParams) -> str | None:

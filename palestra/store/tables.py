@@ -188,7 +188,8 @@ class Prepared:
     def change(self, connection: sa.Connection, values: Mapping[str, Any]) -> int:
         """Execute an insert or update, and return the number of changed rows."""
         try:
-            return sqlite_connection(connection).execute(self._sql, self._given(values)).rowcount
+            given = list(map({**self._fixed, **values}.__getitem__, self._names))
+            return sqlite_connection(connection).execute(self._sql, given).rowcount
         except sqlite3.Error as error:
             raise as_sqlalchemys(error, self._sql) from error
 

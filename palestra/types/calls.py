@@ -352,7 +352,10 @@ class Chat:
             pieces.append((*chat.new_messages, chat.reply)[: max(end - chat.shared_messages, 0)])
             end = min(end, chat.shared_messages)
             chat = chat.parent
-        return tuple(message for piece in reversed(pieces) for message in piece)
+        found: list[ChatMessage] = []
+        for piece in reversed(pieces):
+            found += piece
+        return tuple(found)
 
     @property
     def all_media(self) -> tuple[MediaSpan, ...]:

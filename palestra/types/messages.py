@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, get_args
 
+import msgspec
 import orjson
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, WrapValidator
+
+from palestra.types.values import Value, without_surrogates
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -70,13 +73,9 @@ class ToolSpec(BaseModel):
     function: FunctionSpec
 
 
-def _without_surrogates(text: str) -> str:
-    """Replace lone surrogates by `?`, because neither tokenizers nor files can hold them."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
-
-
-Text = Annotated[str, AfterValidator(_without_surrogates)]
+Text = Annotated[str, AfterValidator(without_surrogates)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+_ROLES = frozenset(get_args(Role))
 # required: the reply has to be tool calls; none: the reply is not searched for tool calls.
 ToolChoice = Literal["auto", "none", "required"]
 StepReward = float | Mapping[str, float | None]
@@ -84,48 +83,74 @@ StepReward = float | Mapping[str, float | None]
 MAX_NAMED = 32  # rewards of an episode by name
 
 
-class TextPart(BaseModel):
+class TextPart(Value, frozen=True, kw_only=True):
     """A piece of text in the content of a message, as the model reads it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    others: ClassVar[Literal["ignore", "forbid"]] = "forbid"
 
     type: Literal["text"] = "text"
-    text: Text
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.text.__class__ is not str or not self.text.isascii():
+            self.clean("text")
 
 
-class ImagePart(BaseModel):
+class ImagePart(Value, frozen=True, kw_only=True):
     """An image in the content of a message, named by the digest of its bytes (content addressing)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    others: ClassVar[Literal["ignore", "forbid"]] = "forbid"
 
     type: Literal["image"] = "image"
     # Only the digest is kept here: bytes in every record of a conversation would be stored again with each call.
-    digest: str = Field(description="sha256 of the encoded image, in hex.")
+    digest: Annotated[str, Field(description="sha256 of the encoded image, in hex.")]
 
 
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(Value, frozen=True, kw_only=True):
     """The name and the arguments with which the assistant calls a tool."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    name: str
+    arguments: Annotated[str, Field(description="JSON text of an object, as the model wrote it.")]
 
-    name: Text
-    arguments: Text = Field(description="JSON text of an object, as the model wrote it.")
+    def __post_init__(self) -> None:
+        self.clean("name", "arguments")
 
 
-class ToolCall(BaseModel):
+class ToolCall(Value, frozen=True, kw_only=True):
     """One tool call of the assistant. A message with role `tool` and the same `id` answers it."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    id: Text = ""
+    id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
 
+    def __post_init__(self) -> None:
+        self.clean("id")
 
-class ChatMessage(BaseModel):
+
+def _parts(value: Any, validate: Callable[[Any], tuple[Part, ...]]) -> tuple[Part, ...]:
+    """Turn a string into one text part, and None into no parts."""
+    if isinstance(value, str):
+        return (TextPart(text=value),)
+    return () if value is None else validate(value)
+
+
+def _calls(value: Any) -> Any:
+    """Turn None, which some clients send, into no calls."""
+    return () if value is None else value
+
+
+def _no_parts() -> tuple[Part, ...]:
+    return ()
+
+
+Parts = Annotated[tuple[Part, ...], WrapValidator(_parts)]
+ToolCalls = Annotated[tuple[ToolCall, ...], BeforeValidator(_calls)]
+
+
+class ChatMessage(Value, frozen=True, kw_only=True, omit_defaults=True):
     """One message of a conversation.
 
     Keys without content for the model (`refusal: null`, `annotations: []`) are dropped.
@@ -139,28 +164,18 @@ class ChatMessage(BaseModel):
         tool_call_id: of a tool's message: the id of the answered call.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
     role: Role
-    content: tuple[Part, ...] = ()
-    name: Text | None = None
-    reasoning_content: Text | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: Text | None = None
+    content: Parts = msgspec.field(default_factory=_no_parts)  # a function, so that files have empty content too
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: ToolCalls = ()
+    tool_call_id: str | None = None
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _parts(cls, value: Any) -> Any:
-        """Turn a string into one text part, and None into no parts."""
-        if value is None:
-            return ()
-        return ({"type": "text", "text": value},) if isinstance(value, str) else value
-
-    @field_validator("tool_calls", mode="before")
-    @classmethod
-    def _calls(cls, value: Any) -> Any:
-        """Turn None, which some clients send, into no calls."""
-        return () if value is None else value
+    def __post_init__(self) -> None:
+        if self.content.__class__ is not tuple or self.tool_calls.__class__ is not tuple or self.role not in _ROLES:
+            self.check()
+        if self.name is not None or self.reasoning_content is not None or self.tool_call_id is not None:
+            self.clean("name", "reasoning_content", "tool_call_id")
 
     @property
     def text(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from palestra.config import MAX_AGENT
 from palestra.errors import InvalidRequest
 from palestra.server.dialects.fields import AGENT_HEADER
-from palestra.types.messages import ChatMessage, GenerationRequest
+from palestra.types.messages import GenerationRequest
 
 AUXILIARY = "auxiliary"  # last part of the name of an agent whose calls are not part of the task
 # The header of a subagent's id, and the header that only a subagent sends; "": the id itself is such a header.
@@ -44,18 +44,13 @@ def caller_name(
         if found and headers.get(required or header):
             agent = f"{agent}/{_OTHERS.sub('-', found)[:_LONGEST_ID]}"
             break
-    if not call.tools and _is_auxiliary(call.messages, tuple(prompts)):
-        agent = f"{agent}/{AUXILIARY}"
+    if call.messages and not call.tools:
+        first, last = call.messages[0], call.messages[-1]
+        system = first.role in ("system", "developer")
+        if (system and first.text.lstrip().startswith((*AUXILIARY_PROMPTS, *prompts))) or (
+            prompts and last.role != "assistant" and last.text.lstrip().startswith(tuple(prompts))
+        ):
+            agent = f"{agent}/{AUXILIARY}"
     if len(agent) > MAX_AGENT:
         raise InvalidRequest(f"the name of an agent below others has more than {MAX_AGENT} characters", AGENT_HEADER)
     return agent
-
-
-def _is_auxiliary(messages: Sequence[ChatMessage], prompts: tuple[str, ...]) -> bool:
-    """Return whether the system message begins as one of all prompts, or the last message as one of the given."""
-    if not messages:  # a prompt as it is
-        return False
-    first, last = messages[0], messages[-1]
-    if first.role in ("system", "developer") and first.text.lstrip().startswith((*AUXILIARY_PROMPTS, *prompts)):
-        return True
-    return bool(prompts) and last.role != "assistant" and last.text.lstrip().startswith(prompts)

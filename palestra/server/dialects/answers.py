@@ -44,24 +44,30 @@ def reasoning_tokens(chat: Chat, bytes_of: TokenBytes) -> int:
     return min(bisect_left(list(accumulate(map(len, texts))), end) + 1, len(texts))
 
 
-def usage_of(chats: Sequence[Chat], choices: int) -> dict[str, Any]:
+def usage_of(chats: Sequence[Chat], choices: int, bytes_of: TokenBytes | None = None) -> dict[str, Any]:
     """Return OpenAI's `usage` of an answer.
 
     Args:
         choices: of each prompt, whose tokens count once.
+        bytes_of: the bytes of a token, if the usage names the tokens of reasoning.
     """
-    prompt = cached = sampled = 0
+    prompt = cached = sampled = thought = 0
     for number, chat in enumerate(chats):
         sampled += len(chat.completion_ids)
         if number % choices == 0:
             prompt += chat.prompt_tokens
             cached += chat.shared
-    return {
+        if bytes_of is not None and chat.reply.reasoning_content:
+            thought += reasoning_tokens(chat, bytes_of)
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": sampled,
         "total_tokens": prompt + sampled,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if bytes_of is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": thought}
+    return usage
 
 
 def chat_logprobs(

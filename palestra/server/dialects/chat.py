@@ -15,7 +15,6 @@ from palestra.server.dialects.answers import (
     answer_id,
     chat_logprobs,
     fingerprint,
-    reasoning_tokens,
     usage_of,
 )
 from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult
@@ -28,10 +27,10 @@ from palestra.server.dialects.fields import (
     may_show_pictures,
 )
 from palestra.server.dialects.others import NO_OTHERS, other_fields
-from palestra.server.dialects.sent_pictures import with_places
+from palestra.server.dialects.sent_pictures import SentPicture, pictures_in, with_places
 from palestra.session import PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
-from palestra.types.messages import MAX_TOOLS, ChatMessage, FunctionName, GenerationRequest, Schema, ToolSpec
+from palestra.types.messages import MAX_TOOLS, FunctionName, GenerationRequest, Schema, ToolSpec
 
 # Fields that this server does not act on, with the values that ask for its own behaviour and are accepted.
 _HARMLESS: dict[str, tuple[Any, ...]] = {"functions": ([],), "modalities": (["text"],)}
@@ -152,11 +151,16 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
         others = other_fields(wanted, _UNUSED, _HARMLESS, _WISHES) if wanted.model_extra else NO_OTHERS
         if wanted.top_logprobs and not wanted.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs = true", "top_logprobs")
+        messages = wanted.messages
+        pictures: tuple[SentPicture, ...] = ()
+        if may_show_pictures(body):
+            messages = with_places(messages)
+            pictures = pictures_in(messages)
         choice = wanted.tool_choice
         named = choice.function.name if isinstance(choice, NamedTool) else None
         call = GenerationRequest(
             policy=wanted.model,
-            messages=with_places(wanted.messages) if may_show_pictures(body) else wanted.messages,
+            messages=messages,
             max_tokens=wanted.max_completion_tokens or wanted.max_tokens,
             top_logprobs=wanted.top_logprobs or 0,
             tools=() if wanted.tools is None else tuple(tool.model_dump(exclude_unset=True) for tool in wanted.tools),
@@ -168,23 +172,30 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
             **wanted.sampling(),
             **call_fields(body, headers, self.path),
         )
-        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream), others=others)
+        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream), others=others, pictures=pictures)
 
     def render(
         self, request: DialectRequest[ChatRequest], result: GenerationResult, runtime: PolicyRuntime
     ) -> dict[str, Any]:
         """Return the `chat.completion` object of the recorded choices."""
         return_ids = bool(request.body.return_token_ids)
-        bytes_of = runtime.token_bytes if request.body.logprobs else None
+        bytes_of, with_logprobs = runtime.token_bytes, bool(request.body.logprobs)
         first, choices = result.chats[0], []
         for number, chat in enumerate(result.chats):
+            reply = chat.reply
+            message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+            if reply.reasoning_content is not None:
+                message["reasoning_content"] = reply.reasoning_content
+            if reply.tool_calls:
+                message["content"] = reply.text or None
+                message["tool_calls"] = [call.model_dump() for call in reply.tool_calls]
             choice: dict[str, Any] = {
                 "index": number,
-                "message": _message(chat.reply),
-                "finish_reason": _finish_reason(chat),
+                "message": message,
+                "finish_reason": _finish_reason(chat) if reply.tool_calls else chat.finish_reason,
                 "logprobs": None,
             }
-            if bytes_of is not None:
+            if with_logprobs:
                 ids, logprobs = chat.completion_ids.tolist(), chat.logprobs.tolist()
                 top = () if chat.top is None else chat.top.rows()
                 choice["logprobs"] = chat_logprobs(ids, logprobs, top, bytes_of)
@@ -197,7 +208,7 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
             "created": int(first.finished_at),
             "model": first.policy,
             "choices": choices,
-            "usage": _usage(result.chats, runtime.token_bytes),
+            "usage": usage_of(result.chats, len(choices), bytes_of),
             "system_fingerprint": fingerprint(result.chats),
             **({"prompt_token_ids": first.prompt_ids.tolist()} if return_ids else {}),
         }
@@ -209,24 +220,6 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
             created: of the request, in Unix seconds.
         """
         return _ChatChunks(request.body, runtime, created)
-
-
-def _message(reply: ChatMessage) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
-    if reply.reasoning_content is not None:
-        message["reasoning_content"] = reply.reasoning_content
-    if reply.tool_calls:
-        message["content"] = reply.text or None
-        message["tool_calls"] = [call.model_dump() for call in reply.tool_calls]
-    return message
-
-
-def _usage(chats: Sequence[Chat], bytes_of: TokenBytes) -> dict[str, Any]:
-    thought = 0
-    for chat in chats:
-        if chat.reply.reasoning_content:
-            thought += reasoning_tokens(chat, bytes_of)
-    return usage_of(chats, len(chats)) | {"completion_tokens_details": {"reasoning_tokens": thought}}
 
 
 def _finish_reason(chat: Chat) -> str:
@@ -284,7 +277,7 @@ class _ChatChunks(EventWriter):
     def ended(self, chats: Sequence[Chat]) -> None:
         """Write the chunk with the usage, if it was asked for, and `[DONE]`."""
         if self._usage:
-            self.write(self._head | {"choices": [], "usage": _usage(chats, self._token_bytes)})
+            self.write(self._head | {"choices": [], "usage": usage_of(chats, len(chats), self._token_bytes)})
         self.write(b"[DONE]")
 
     def _deltas(self, choice: int, added: MessageDelta) -> list[dict[str, Any]]:

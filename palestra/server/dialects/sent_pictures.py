@@ -19,7 +19,7 @@ _SHA256 = "sha256:"  # before a digest in the place of a URL
 _ROLES = ("user", "tool")  # whose messages may have pictures
 
 
-class SentPicture(ImagePart):
+class SentPicture(ImagePart, frozen=True, kw_only=True):
     """A picture in a request. Exactly one of `base64`, `url` and `named` is set.
 
     Attributes:
@@ -31,11 +31,14 @@ class SentPicture(ImagePart):
 
     digest: str = ""  # not known before the picture is decoded
     place: str = ""
-    base64: str | None = Field(None, repr=False)
+    base64: str | None = None
     media_type: str | None = None
     url: str | None = None
     named: str | None = None
     low: bool = False
+
+    def __repr__(self) -> str:
+        return f"SentPicture(place={self.place!r})"
 
 
 class ImageUrl(BaseModel):

@@ -87,5 +87,4 @@ def recorded_content(parts: Sequence[Part]) -> str | Sequence[Part]:
 def _message(role: Role, content: str | Sequence[Part]) -> ChatMessage:
     if isinstance(content, str):
         return text_message(role, content)
-    # Made without validation, which would take a picture that has no digest yet for a damaged one.
-    return ChatMessage.model_construct(role=role, content=tuple(content))
+    return ChatMessage(role=role, content=tuple(content))

@@ -97,7 +97,8 @@ async def test_a_caller_that_is_cancelled_does_not_take_its_write_back(db):
     assert await db.read(numbers) == [1, 2]
 
 
-async def test_a_database_that_does_not_answer_is_tried_again(db, monkeypatch):
+async def test_a_database_that_does_not_answer_is_tried_again(tmp_path, monkeypatch):
+    db = Database(backend(tmp_path / "x.db", bounded=True), SCHEMA)
     really, failures = db.submit, 3
 
     def submit(operation, tag=None):
@@ -114,6 +115,7 @@ async def test_a_database_that_does_not_answer_is_tried_again(db, monkeypatch):
     with pytest.raises(StoreUnreachable):
         await db.write(add(2))
     assert await db.read(numbers) == [1]
+    db.close()
 
 
 async def test_a_closed_database_says_so(db):

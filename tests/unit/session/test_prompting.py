@@ -9,6 +9,7 @@ import pytest
 from palestra.errors import EngineFailure, HistoryDrift
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import EpisodeSession, Sameness
+from palestra.session.prompting import LONG_TEXT
 from palestra.types.calls import MEANINGS, ForkReason
 from palestra.types.messages import ChatMessage, FunctionCall, GenerationRequest, TextPart, ToolCall, text_message
 from unit.building import one_policy
@@ -78,6 +79,25 @@ def first_difference(one, other) -> int:
 
 
 # What a call goes on from
+
+
+async def test_a_call_that_is_recorded_meanwhile_is_not_what_another_goes_on_from(bench, monkeypatch):
+    bench.policy = bench.policy.model_copy(update={"max_context": 10 * LONG_TEXT})
+    bench.context = bench.new_context()
+    session, others = await bench.session(), []
+    first = await session.generate_one(asks(user("a")))
+    run = bench.context.pool.run
+
+    async def slowly(work, *arguments):
+        if not others:
+            others.append(await session.generate_one(asks(user("b"))))
+        return await run(work, *arguments)
+
+    monkeypatch.setattr(bench.context.pool, "run", slowly)
+    later = await session.generate_one(asks(*first.messages, first.reply, user("y" * LONG_TEXT)))
+    assert len(others) == 1
+    assert later.extends is first
+    assert later.messages[0] == user("a")
 
 
 async def test_the_longest_of_several_calls_that_a_conversation_begins_with_is_gone_on_from(bench):

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
-import pytest
-from pydantic import ValidationError
+import json
 
-from palestra.types.messages import ChatMessage, ImagePart, TextPart, text_message
+import msgspec
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from palestra.types.messages import ChatMessage, FunctionCall, ImagePart, TextPart, ToolCall, text_message
+
+CALL = ToolCall(id="c", function=FunctionCall(name="f", arguments="{}"))
 
 
 def parse(**data) -> ChatMessage:
@@ -60,3 +65,57 @@ def test_keys_that_say_nothing_to_the_model_are_dropped():
 def test_lone_surrogates_which_no_tokenizer_takes_become_question_marks(text):
     message = text_message("user", text)
     assert message.text == "".join("?" if "\ud800" <= c <= "\udfff" else c for c in text)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ChatMessage(role="critic"),
+        lambda: ChatMessage(role="user", content=3),
+        lambda: ChatMessage(role="user", content=[3]),
+        lambda: ChatMessage(role="user", name=3),
+        lambda: TextPart(text=3),
+        lambda: FunctionCall(name="f", arguments={}),
+    ],
+)
+def test_what_no_template_can_show_is_refused_where_code_makes_it(make):
+    with pytest.raises(ValidationError):
+        make()
+
+
+@pytest.mark.parametrize("content", ["hi", [{"type": "text", "text": "hi"}], [TextPart(text="hi")]])
+def test_code_gives_content_in_the_forms_that_requests_have(content):
+    assert ChatMessage(role="user", content=content) == text_message("user", "hi")
+    assert ChatMessage(role="user", content=None, tool_calls=None) == ChatMessage(role="user")
+
+
+def test_a_message_is_written_without_fields_that_say_nothing():
+    assert msgspec.json.encode(ChatMessage(role="assistant", tool_calls=(CALL,))) == (
+        b'{"role":"assistant","content":[],"tool_calls":'
+        b'[{"id":"c","type":"function","function":{"name":"f","arguments":"{}"}}]}'
+    )
+    assert msgspec.json.encode(text_message("user", "h\u00e9\n")) == (
+        '{"role":"user","content":[{"type":"text","text":"h\u00e9\\n"}]}'.encode()
+    )
+
+
+def test_messages_are_fields_of_pydantics_models():
+    class Both(BaseModel):
+        messages: tuple[ChatMessage, ...]
+        call: ToolCall | None = None
+
+    both = Both(messages=({"role": "user", "content": "hi"}, text_message("assistant", "ho")), call=CALL)
+    assert both.messages == (text_message("user", "hi"), text_message("assistant", "ho"))
+    assert Both.model_validate_json(both.model_dump_json()) == both == Both.model_validate(both.model_dump())
+    shown = json.loads(both.model_dump_json(exclude_none=True))
+    assert shown["messages"][0] == {"role": "user", "content": [{"type": "text", "text": "hi"}], "tool_calls": []}
+
+
+def test_dumps_leave_out_what_they_are_told_to():
+    message = ChatMessage(role="assistant", content="hi", tool_calls=(CALL,))
+    assert message.model_dump(exclude={"content", "role"}, exclude_defaults=True) == {
+        "tool_calls": ({"id": "c", "function": {"name": "f", "arguments": "{}"}},)
+    }
+    assert message.model_dump(mode="json", exclude_none=True)["content"] == [{"type": "text", "text": "hi"}]
+    assert json.loads(message.model_dump_json()) == message.model_dump(mode="json")
+    assert message.model_copy(update={"name": "n"}) == ChatMessage.model_validate(message.model_dump() | {"name": "n"})
