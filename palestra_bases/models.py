@@ -150,7 +150,7 @@ def policy_of_base(name: str) -> str:
 @contextlib.asynccontextmanager
 async def shared_models(options: SharedModelOptions) -> AsyncIterator[SharedModels]:
     """Hold base models loaded while the block is open."""
-    shared = await in_thread(lambda: SharedModels(options), daemon=False)
+    shared = await in_thread(lambda: SharedModels(options))
     try:
         yield shared
     finally:

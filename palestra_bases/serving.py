@@ -192,7 +192,7 @@ async def base_server(options: BaseOptions) -> AsyncIterator[tuple[BaseServer, L
             else:
                 shared = await stack.enter_async_context(models)
             own = len(tenants.files) > 1
-            base = await in_thread(lambda: LoadedBase(options, shared, own_folders=own), daemon=False)
+            base = await in_thread(lambda: LoadedBase(options, shared, own_folders=own))
             stack.callback(base.close)
             start.succeeded = True
             server = BackendServer(base, tenants.of, options.lease_seconds, options.most_policies)

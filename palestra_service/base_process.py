@@ -107,7 +107,7 @@ class BaseProcess:
             admissions = Admissions(order.folder / FILE)
             options = await in_thread(lambda: _options(order))
             async with shared_models(options.shared_models) as shared:
-                base = self._base = await in_thread(lambda: LoadedBase(options, shared, own_folders=True), daemon=False)
+                base = self._base = await in_thread(lambda: LoadedBase(options, shared, own_folders=True))
                 start.succeeded = True
                 try:
                     server = self._server = BackendServer(base, admissions.of, LEASE_SECONDS, options.most_policies)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,4 +112,4 @@ def _run(arguments: argparse.Namespace) -> int:
         say(f"base {options.model} at {server.address}")
         say_keys(server.tenants)
 
-    return serve_until_stopped(lambda stop: serve_base(options, ready, stop))
+    return serve_until_stopped(partial(serve_base, options), ready)

@@ -6,7 +6,7 @@ import argparse
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from palestra.errors import ConfigError
 from palestra.terminal import say
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from palestra_bases.models import SharedModelOptions
     from palestra_bases.tinker.serving import TinkerOptions, TinkerServer
 
+S = TypeVar("S")
 _TINKER_DEFAULTS = {"max_models": 16, "checkpoint_steps": 16, "loaded_models": 8}
 
 
@@ -146,8 +147,10 @@ def say_tinker(server: TinkerServer) -> None:
     say_keys(server.tenants)
 
 
-def serve_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]]) -> int:
-    """Serve until Ctrl-C or SIGTERM, and return the exit code."""
+def serve_until_stopped(
+    serve: Callable[[Callable[[S], None], asyncio.Event], Awaitable[None]], say_ready: Callable[[S], None]
+) -> int:
+    """Serve until Ctrl-C or SIGTERM, and return the exit code. While models are loading, a signal ends the process."""
     import asyncio
 
     from palestra.models.device import tune_malloc
@@ -155,9 +158,13 @@ def serve_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]]) -> in
 
     async def main() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
-        await serve(stop)
+
+        def ready(server: S) -> None:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, stop.set)
+            say_ready(server)
+
+        await serve(ready, stop)
 
     tune_malloc()
     run_on_uvloop(main())

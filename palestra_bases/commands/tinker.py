@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from palestra.cli.options import add_command
@@ -46,4 +47,4 @@ def _run(arguments: argparse.Namespace) -> int:
 
     models = model_options(arguments, arguments.models)
     options = tinker_options(arguments, arguments.dir, arguments.port)
-    return serve_until_stopped(lambda stop: serve_tinker(models, options, say_tinker, stop))
+    return serve_until_stopped(partial(serve_tinker, models, options), say_tinker)

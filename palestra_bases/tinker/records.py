@@ -139,6 +139,7 @@ class TinkerLimits:
         forgotten_seconds: how long these are remembered.
         kept_seconds: how long an ended session is listed, and its models without checkpoints after their last use.
         session_seconds: how long a session lives after its last heartbeat.
+        silent_seconds: how long after its last heartbeat a session is sampled for.
         poll_seconds: how long an answer waits for a result.
         checkpoint_steps: optimizer steps between two checkpoints of a model for restoring it.
     """
@@ -164,5 +165,6 @@ class TinkerLimits:
     forgotten_seconds: float = 8 * 24 * 3600.0
     kept_seconds: float = 90 * 24 * 3600.0
     session_seconds: float = 600.0
+    silent_seconds: float = 120.0  # from then on the SDK warns that its heartbeats do not arrive
     poll_seconds: float = 30.0
     checkpoint_steps: int = 16

@@ -199,13 +199,16 @@ class Samples:
         await self._adapters.remove(policy_name(folder))
         await in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
 
+    async def drop(self, session_id: str, why: str) -> None:
+        """Cancel a session's sampling."""
+        samplers = {sampler.sampler_id for sampler in await self._saved.samplers(session_id)}
+        for request, task in [found for found in self._tasks.values() if found[0].target in samplers]:
+            await self._stop(request, task, why)
+
     async def end_session(self, session_id: str) -> None:
         """Remove a session's samplers with their private weights, and cancel their sampling."""
-        samplers = await self._saved.samplers(session_id)
-        ended = {sampler.sampler_id for sampler in samplers}
-        for request, task in [found for found in self._tasks.values() if found[0].target in ended]:
-            await self._stop(request, task, "the session has ended")
-        for sampler in samplers:
+        await self.drop(session_id, "the session has ended")
+        for sampler in await self._saved.samplers(session_id):
             await self._saved.remove_sampler(sampler.sampler_id)
             if sampler.is_private and sampler.folder is not None:
                 await self.remove(sampler.folder)

@@ -16,6 +16,7 @@ from palestra.errors import InvalidRequest
 from palestra.types.calls import SAMPLING_RANGES, SampledTokens, SamplingParams, TokenSequence
 from palestra.waiting import together
 from palestra_bases.tinker.bases import Base
+from palestra_bases.tinker.datums import LOSS_INPUTS
 from palestra_bases.tinker.protobuf import LENGTH, STOP, new
 from palestra_bases.tinker.records import TinkerLimits
 from palestra_bases.tinker.wire import Sample
@@ -103,7 +104,13 @@ def _check_supported(asked: Sample, limits: TinkerLimits) -> None:
         raise InvalidRequest(f"num_samples is {asked.num_samples}, and at most {limits.samples}", "num_samples")
     if asked.topk_sample_logprobs > MOST_TOP:
         raise InvalidRequest(f"topk_sample_logprobs is at most {MOST_TOP}", "topk_sample_logprobs")
-    for name in ("topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
+    if asked.record_stability_info:
+        raise InvalidRequest(
+            "record_stability_info is for the loss 'stable_reinforce', which is not supported here; there are "
+            f"{', '.join(LOSS_INPUTS)}",
+            "record_stability_info",
+        )
+    for name in ("topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
         if getattr(asked, name):
             raise InvalidRequest(f"{name} is not supported here; leave it out", name)
 

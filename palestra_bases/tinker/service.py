@@ -240,6 +240,9 @@ class TinkerService:
         """Remove expired and unreachable data."""
         for checkpoint in await self.saved.expired():
             await self._remove(checkpoint)
+        silent = self.limits.silent_seconds
+        for _, session_id in await self.sessions.dead(silent):
+            await self.samples.drop(session_id, f"the session had no heartbeat for {silent:g} s")
         for tenant, session_id in await self.sessions.dead(self.limits.session_seconds):
             await self._end_session(tenant, session_id)
         await self.journal.forget_results(self.limits)

@@ -137,10 +137,10 @@ class TinkerSessions:
         query = select(table.c.session_id).where(table.c.tenant == tenant).order_by(table.c.created_at.desc())
         return await self.db.read(lambda c: list(c.execute(query).scalars()))
 
-    async def dead(self, session_seconds: float) -> list[tuple[str, str]]:
-        """Return the tenants and ids of ended sessions with samplers."""
+    async def dead(self, seconds: float) -> list[tuple[str, str]]:
+        """Return the tenants and ids of sessions with samplers that have ended, or had no heartbeat for so long."""
         sessions, samplers = tables.sessions, tables.samplers
-        over = sa.or_(sessions.c.finished_at.is_not(None), sessions.c.seen_at < self.clock.now() - session_seconds)
+        over = sa.or_(sessions.c.finished_at.is_not(None), sessions.c.seen_at < self.clock.now() - seconds)
         query = (
             select(sessions.c.tenant, sessions.c.session_id)
             .join(samplers, samplers.c.session_id == sessions.c.session_id)

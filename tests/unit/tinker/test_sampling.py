@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -173,16 +175,20 @@ def test_more_adapters_than_the_engine_keeps_come_back(server, ada):
     assert first == again
 
 
-def test_a_request_can_be_cancelled(ada):
-    sampler = ada.sampler(base_model=TINY)
+def long_request(client: Client) -> str:
+    """Ask for samples that take longer than the test."""
     body = {
-        "sampling_session_id": sampler,
+        "sampling_session_id": client.sampler(base_model=TINY),
         "seq_id": 0,
         "num_samples": 50,
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
         "sampling_params": {"max_tokens": 2000, "stop": []},
     }
-    request_id = ada.good("asample", body)["request_id"]
+    return client.good("asample", body)["request_id"]
+
+
+def test_a_request_can_be_cancelled(ada):
+    request_id = long_request(ada)
     ada.good("cancel_future", {"request_id": request_id})
     with pytest.raises(Failed, match="was cancelled"):
         ada.result(request_id)
@@ -190,18 +196,24 @@ def test_a_request_can_be_cancelled(ada):
 
 def test_what_a_session_still_samples_is_dropped_when_it_ends(ada):
     ada.session()
-    body = {
-        "sampling_session_id": ada.sampler(base_model=TINY),
-        "seq_id": 0,
-        "num_samples": 50,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
-        "sampling_params": {"max_tokens": 2000, "stop": []},
-    }
-    request_id = ada.good("asample", body)["request_id"]
+    request_id = long_request(ada)
     ada.good(f"sessions/{ada.session_id}/finish", {"reason": {}})
     with pytest.raises(Failed, match="the session has ended"):
         ada.result(request_id)
     ada.session()
+
+
+def test_samples_of_a_client_that_is_gone_are_dropped_and_those_of_others_stay(tmp_path):
+    with running(tmp_path, TinkerLimits(poll_seconds=0.1, silent_seconds=1.0)) as server:
+        gone, alive = (Client(server.url, server.key(tenant)) for tenant in ("ada", "ben"))
+        requests = [long_request(client) for client in (gone, alive)]
+        time.sleep(1.1)
+        alive.good("session_heartbeat", {"session_id": alive.session_id})
+        server.do(server.server.service.sweep)
+        with pytest.raises(Failed, match="no heartbeat for 1 s"):
+            gone.result(requests[0])
+        assert alive.good("retrieve_future", {"request_id": requests[1]})["type"] == "try_again"
+        assert gone.good("session_heartbeat", {"session_id": gone.session_id})  # it may come back
 
 
 @pytest.mark.parametrize(
@@ -220,6 +232,7 @@ def test_what_a_session_still_samples_is_dropped_when_it_ends(ada):
         ({"sampling_params": {"stop": [""]}}, 422, "1 to 256 characters"),
         ({"sampling_params": {"max_tokens": 0}}, 422, "max_tokens"),
         ({"topk_prompt_logprobs": 3}, 422, "topk_prompt_logprobs is not supported"),
+        ({"record_stability_info": True}, 422, "there are cross_entropy, importance_sampling"),
         ({"prompt_logprobs_last_n": 2}, 422, "prompt_logprobs_last_n needs"),
         ({"seq_id": -1}, 422, "seq_id"),
     ],
