@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from palestra.envs.arithmetic import last_number as last_number
     from palestra.envs.arithmetic import right_number as right_number
     from palestra.envs.remote import RemoteEnvironment as RemoteEnvironment
+    from palestra.envs.remote import SeatEnvironment as SeatEnvironment
     from palestra.learner.check import check_algorithm as check_algorithm
     from palestra.learner.samplers import History as History
     from palestra.learner.samplers import PlayedGroup as PlayedGroup
@@ -178,7 +179,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "last_number",
         "right_number",
     ),
-    "palestra.envs.remote": ("RemoteEnvironment",),
+    "palestra.envs.remote": ("RemoteEnvironment", "SeatEnvironment"),
     "palestra.learner.check": ("check_algorithm",),
     "palestra.learner.samplers": ("History", "PlayedGroup", "TaskPool", "TaskSampler", "check_sampler"),
     "palestra.store.loaded_run": ("LoadedRun", "load_run"),

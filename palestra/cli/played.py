@@ -80,7 +80,7 @@ def _own(reference: str, found: Any, settings: Mapping[str, Any]) -> Callable[[R
     from palestra.rollout import RolloutSpec
 
     known = Environment | ConcurrentEnvironment
-    if isinstance(found, known):
+    if isinstance(found, known) and not callable(found):
         name = type(found).__name__
         raise ConfigError(f"{reference} is one {name}, and each episode needs its own; name the class {name}")
     if not (issubclass(found, known) if isinstance(found, type) else callable(found) and _takes(found, 0)):

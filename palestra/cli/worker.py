@@ -147,14 +147,9 @@ def _played(arguments: argparse.Namespace) -> Played:
 
 def _finder(arguments: argparse.Namespace) -> Find:
     """Return a function that asks the control plane for URL and key of the job's data plane, once the job has one."""
-    from palestra.client.control import ControlClient
+    from palestra.client.control import data_plane_of
 
-    def find() -> tuple[str, str]:
-        with ControlClient(arguments.control) as control:
-            found = control.job(arguments.job).wait_for_server()
-        return found.url, found.api_key
-
-    return find
+    return data_plane_of(arguments.job, arguments.control)
 
 
 async def _check(url: str, played: Played) -> None:

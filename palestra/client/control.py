@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import httpx2
@@ -207,3 +207,18 @@ class ControlClient:
         trouble = trouble_of(self.url, answer)
         if trouble is not None:
             raise ConnectionLost(str(trouble.error)) if trouble.passing else trouble.error
+
+
+def data_plane_of(job_id: str, control: str | None = None) -> Callable[[], tuple[str, str]]:
+    """Return a function that asks the control plane for URL and key of a job's data plane, once the job has one.
+
+    Args:
+        control: URL of the control plane; None: the environment variable PALESTRA_URL.
+    """
+
+    def find() -> tuple[str, str]:
+        with ControlClient(control) as client:
+            found = client.job(job_id).wait_for_server()
+        return found.url, found.api_key
+
+    return find

@@ -15,7 +15,7 @@ from palestra.client.async_client import AsyncClient
 from palestra.client.episode import Episode, ModelEndpoint, RolloutResult, renewed
 from palestra.client.plain_values import checked_count
 from palestra.client.protocol import is_scored
-from palestra.errors import Conflict, InvalidRequest, NotScored, RolloutFailed, place_of
+from palestra.errors import Conflict, InvalidRequest, JobOver, NotScored, RolloutFailed, place_of
 from palestra.threads import is_async
 from palestra.waiting import cancelled
 
@@ -105,6 +105,7 @@ class Worker:
         """Play episodes until the job is over, or `drain` is called.
 
         Raises:
+            JobOver: another job that plays along has ended (`SeatEnvironment`).
             PalestraError: the server refuses the worker, or cannot be reached for long.
             Exception: the last error of the rollout function, after FAILURES_IN_A_ROW failures in a row.
         """
@@ -141,6 +142,9 @@ class Worker:
         except NotScored as error:
             self.counts["not_scored"] += 1
             await self._give_back(episode, error)
+        except JobOver as error:
+            if await self._give_back(episode, error):  # so it is another job that is over, which plays along
+                raise
         except Conflict as error:  # the lease was lost; another worker plays the episode now
             self.counts["lost"] += 1
             log.warning("%s", error)
@@ -160,7 +164,8 @@ class Worker:
             self.counts["played"] += 1
             self._in_a_row = 0
 
-    async def _give_back(self, episode: Episode, error: Exception) -> None:
+    async def _give_back(self, episode: Episode, error: Exception) -> bool:
+        """Release an episode, and return whether it was this worker's."""
         if isinstance(error, RolloutFailed):
             reason = f"{error.termination}: {error}"
         elif isinstance(error, NotScored):
@@ -171,6 +176,8 @@ class Worker:
             await self._client.abort_episode(episode, reason, discard=isinstance(error, NotScored))
         except Conflict:  # the lease was lost; the episode needs no giving back
             self.counts["lost"] += 1
+            return False
+        return True
 
 
 def _first(error: BaseException) -> BaseException:

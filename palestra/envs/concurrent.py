@@ -82,6 +82,11 @@ class ConcurrentEnvironment(ABC):
         return is_default(self.close, ConcurrentEnvironment.close)
 
     @property
+    def has_other_players(self) -> bool:
+        """Return whether others play too, so that an agent's failure fails the attempt and is not the agent's loss."""
+        return len(self.roles) > 1
+
+    @property
     def cut_off(self) -> bool:
         """Return whether the episode has reached its `max_steps` actions."""
         return self.max_steps is not None and len(self._acted) >= self.max_steps

@@ -22,7 +22,8 @@ def share_of(trajectory: Trajectory, policy: str, roles: Roles) -> Trajectory:
     """
     # One of the rewards of a zero-sum game takes back what the other gives: their sum says nothing of who played well.
     episode = trajectory.episode
-    rewards = None if episode.rewards is None else roles.of_episode(episode.players).rewards_of(policy, episode.rewards)
+    paid = episode.rewards_by_policies  # others' rewards are of no call
+    rewards = None if paid is None else roles.of_episode(episode.players).rewards_of(policy, paid)
     sole = rewards == episode.rewards and all(c.policy == policy for step in trajectory.steps for c in step.chats)
     if sole and not (roles.rivals and episode.named_rewards):
         return trajectory

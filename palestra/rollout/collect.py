@@ -188,7 +188,7 @@ class TrajectoryCollectEngine:
             ((number, step.observation.agent) for number, step in enumerate(result.steps) if step.acted_at is not None),
             key=lambda one: (result.steps[one[0]].acted_at or 0.0, one[0]),
         )
-        if len(self._environment.roles) > 1 or self.roles.plays_frozen(name):
+        if self._environment.has_other_players or self.roles.plays_frozen(name):
             raise RolloutFailed(Termination.ENVIRONMENT_FAILED, str(error)) from (error.__cause__ or error)
         self._environment.broken = True
         result.termination, result.forfeited = Termination.FORFEIT, error
@@ -296,7 +296,7 @@ class TrajectoryCollectEngine:
             self._environment.cancel(observation.id)
             return
         # A reward of 0 would reward a player who is about to lose for filling its context, and take the other's win.
-        if len(self._environment.roles) > 1:
+        if self._environment.has_other_players:
             policy = self.roles.policy_of(name)
             text = (
                 f"the context of {name!r} is full, so that the game of {', '.join(self._environment.roles)} has no "

@@ -20,6 +20,7 @@ from palestra.errors import (
     EpisodeLeaseExpired,
     EpisodeOver,
     InvalidRequest,
+    JobOver,
     NotScored,
     PalestraError,
     RewardFailed,
@@ -172,7 +173,8 @@ Lost = (EpisodeLeaseExpired, EpisodeEnded)  # the episode does not belong to thi
 class classify_errors:
     """Context manager that turns an exception into `RolloutFailed`, which names the failed component.
 
-    Exceptions that end an episode regularly (`EpisodeOver`, `ContextOverflow`, `NotScored`) pass unchanged. After an
+    Exceptions that end an episode regularly (`EpisodeOver`, `ContextOverflow`, `NotScored`) pass unchanged, and so does
+    `JobOver`: another job that plays along has ended, so that no further episode can be played. After an
     agent's action, any exception that Palestra does not raise on purpose is a forfeit, because the action may have
     caused it. `EnvironmentFailed` means that the environment itself failed.
     """
@@ -188,7 +190,7 @@ class classify_errors:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or not isinstance(error, Exception):
             return
-        if isinstance(error, (EpisodeOver, ContextOverflow, NotScored, RolloutFailed, *Lost)):
+        if isinstance(error, (EpisodeOver, ContextOverflow, NotScored, RolloutFailed, JobOver, *Lost)):
             return
         if self._acted and isinstance(error, EpisodeForfeited):
             return

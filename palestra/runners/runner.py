@@ -12,7 +12,7 @@ from palestra.agents import Agent, ModelAgent, PolicyHandle
 from palestra.client.plain_values import plain_object
 from palestra.config import AlgorithmConfig, GRPOConfig
 from palestra.envs import ConcurrentEnvironment, MultiAgentEnvironment
-from palestra.errors import NotScored, RolloutFailed
+from palestra.errors import JobOver, NotScored, RolloutFailed
 from palestra.pictures.parts import Picture
 from palestra.rollout.collect import TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool
@@ -29,9 +29,14 @@ from palestra.types.records import EpisodeRecord, Task, Trajectory
 class SeatAgent(Agent):
     """Passes each observation to the external player's worker, and waits for its action."""
 
-    def __init__(self, table: SeatTable, player: Agent) -> None:
+    def __init__(self, table: SeatTable, role: str, player: Agent) -> None:
         """Create the agent of one episode. `player`: replaces a worker with the policy of the role, if configured."""
-        self._table, self._player = table, player
+        self._table, self._role, self._player = table, role, player
+
+    @property
+    def asks_policy(self) -> bool:  # type: ignore[override]  # known when it has acted
+        """Return False for a player whose worker has acted without this job's models."""
+        return not self._table.is_played_elsewhere(self._role)
 
     async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
         """Return the action of the worker, whose model calls the session has recorded, or that of the policy."""
@@ -46,7 +51,7 @@ def with_seats(agents: Mapping[str, Agent], table: SeatTable, roles: tuple[str, 
     others.
     """
     players = {role: agents.get(role) or agents.get("") or ModelAgent() for role in roles}
-    return {**agents, **{role: SeatAgent(table, player) for role, player in players.items()}}
+    return {**agents, **{role: SeatAgent(table, role, player) for role, player in players.items()}}
 
 
 AlgorithmOf = Callable[[str], AlgorithmConfig]  # by the name of a policy
@@ -187,6 +192,9 @@ class Runner:
             raise late from None
         except RolloutFailed as error:
             await self.give_back(episode, Termination(error.termination), str(error))
+            raise
+        except JobOver as error:
+            await self.give_back(episode, Termination.CANCELLED, str(error))
             raise
         except NotScored as error:
             await self.give_back(episode, Termination.NOT_SCORED, str(error), discard=True)

@@ -141,6 +141,11 @@ class SeatCalls:
             if self._acted_by.get(call.number, present[call.role]) not in call.fences
         ]
 
+    def led_to_action(self, role: str) -> bool:
+        """Return whether a worker of a player has acted after a call of its own."""
+        calls = (call for call in self._calls.values() if call.role == role)
+        return any(self._acted_by.get(call.number) in call.fences for call in calls)
+
     def close(self) -> None:
         """Drop all seeds and their callbacks, which refer to the episode's session."""
         for call in self._calls.values():

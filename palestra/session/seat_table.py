@@ -253,6 +253,13 @@ class SeatTable:
         seat = self._seats[role]
         return seat.fence == fence and observation_id in seat.missed
 
+    def is_played_elsewhere(self, role: str) -> bool:
+        """Return whether a player's actions come from workers that do not ask this job's models, so that its reward is
+        not theirs.
+        """
+        seat = self._seats[role]
+        return bool(seat.acted) and seat.state is not SeatState.PLAYED and not self.calls.led_to_action(role)
+
     @property
     def was_held(self) -> bool:
         """Return whether a worker has ever held a slot."""

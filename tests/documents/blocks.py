@@ -29,6 +29,7 @@ BY_MARK = {
     "in small": "executed: as a script, with tiny-random and one step",
     "needs a server": "executed: against a server",
     "needs a seat": "executed: against a server of a job with seats",
+    "needs a game": "executed: against a server of a job with a free seat, with tiny-random and one step",
     "needs an environment server": "executed: against an environment server, with tiny-random and one step",
     "needs an episode": "executed: in a claimed episode",
     "needs a service": "executed: against `palestra serve`",

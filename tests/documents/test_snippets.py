@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from env_servers import KEY, EnvServer
+from servers import KEY as JOB_KEY
 from servers import SCRIPTED, Job
 from service import Service
 
@@ -96,6 +97,24 @@ def test_a_script_that_plays_a_seat(block, tmp_path):
         assert server.wait() == 0
         rows = job.query("SELECT rewards FROM episodes WHERE state = 'completed'")
         assert [float(line.split()[0]) for line in said.splitlines()] == [json.loads(row[0])["agent"] for row in rows]
+
+
+GAME = SCRIPTED | {"environment": {"name": "gomoku-duel", "validation_tasks": 0}, "steps": 20}
+
+
+@pytest.mark.slow
+@named(BY_MARK["needs a game"])
+def test_a_script_that_trains_a_role_of_another_job(block, tmp_path):
+    seats = {"roles": ["opponent"], "takeover": "replay"}
+    with Job(tmp_path, GAME | {"seats": seats, "evaluation": {"every_steps": 0}}) as job:
+        job.start()
+        assert URL in block.text
+        text = block.text.replace(URL, job.url)
+        said = executed(text, tmp_path, "-m", "documents.small", PALESTRA_SEAT_KEY=JOB_KEY)
+        rows = job.query("SELECT rewards FROM episodes WHERE state = 'completed'")
+        earned = [json.loads(row[0])["opponent"] for row in rows]
+        assert len(earned) >= 2
+        assert float(said.splitlines()[-1]) == sum(earned[:2]) / 2
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -19,7 +20,8 @@ import pytest
 from servers import HERE, PALESTRA, Process
 from service import GAMES, LONG, Service, metrics_of, until
 
-from palestra.errors import ConfigError, Forbidden, InvalidRequest, NotFound, Unauthorized
+from palestra import SeatEnvironment, read_episodes
+from palestra.errors import ConfigError, Forbidden, InvalidRequest, JobOver, NotFound, Unauthorized
 
 pytestmark = pytest.mark.service
 
@@ -104,6 +106,41 @@ def test_a_job_with_workers_outside_is_played_by_them(service, tmp_path):
     worker = service.command("worker", rollout, "--job", job.job_id, "--tasks", tasks, "--concurrency", 4)
     assert worker.returncode == 0, worker.stderr
     assert job.wait().state == "completed"
+
+
+def test_a_role_of_a_job_is_played_by_another_job_and_trained_there(service, tmp_path, monkeypatch):
+    control = service.client()
+    config = {
+        "steps": 2,
+        "engine": {"kind": "fake", "reply_tokens": 8},
+        "rollout": {"group_size": 2, "groups_per_step": 2},
+        "evaluation": {"every_steps": 0},
+    }
+    duel = {"environment": {"name": "gomoku-duel"}, "seats": {"roles": ["opponent"], "takeover": "replay"}}
+    game, rival = control.submit(config | duel | {"steps": 4}), control.submit(config)
+    seat = tmp_path / "seat.py"
+    seat.write_text(f"import palestra\nopponent = palestra.SeatEnvironment('opponent', job={game.job_id!r})\n")
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"text": "a"}\n')
+    worker = service.command("worker", f"{seat}:opponent", "--job", rival.job_id, "--tasks", tasks, "--concurrency", 4)
+    assert worker.returncode == 0, worker.stderr
+    assert rival.wait().state == "completed"
+    game.cancel()
+    ours, theirs = (read_episodes(service.state / "jobs" / job.job_id / "run", "train") for job in (game, rival))
+    assert len(theirs) == 8
+    paid = {one.episode_id: one.rewards["opponent"] for one in ours}
+    for one in theirs:
+        assert one.rewards == {"opponent": paid.pop(json.loads(one.metadata["info"]["reset"])["episode"])}
+    other = control.request("POST", "/tenants", json={"name": "rivals"})["secret"]
+    monkeypatch.setenv("PALESTRA_URL", service.url)
+    for key, job_id, refused in (
+        (other, game.job_id, NotFound),
+        (service.key, "job-0000000000000000", NotFound),
+        (service.key, rival.job_id, JobOver),
+    ):
+        monkeypatch.setenv("PALESTRA_KEY", key)
+        with pytest.raises(refused):
+            asyncio.run(SeatEnvironment("opponent", job=job_id).setup())
 
 
 def runners_of(service) -> list[psutil.Process]:

@@ -4,5 +4,6 @@
 """
 
 from palestra.envs.remote.environment import RemoteEnvironment
+from palestra.envs.remote.seat import SeatEnvironment
 
-__all__ = ["RemoteEnvironment"]
+__all__ = ["RemoteEnvironment", "SeatEnvironment"]

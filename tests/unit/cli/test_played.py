@@ -18,6 +18,7 @@ NAMED = RolloutFacts(seed=0, default="policy", environment="gomoku", settings={"
 OWN = """
 from palestra.agents import Agent, ModelAgent
 from palestra_worlds import Gomoku
+from palestra.envs.remote import SeatEnvironment
 from palestra.rollout import RolloutSpec
 
 class Own(Gomoku):
@@ -36,6 +37,7 @@ def make(): return Own(size=6)
 def scores(task): ...
 
 one = Own(size=5)
+seat = SeatEnvironment("black", "http://127.0.0.1:1", "key")
 short = ModelAgent(max_tokens=3)
 spec = RolloutSpec(environment=Own)
 number = 7
@@ -54,6 +56,13 @@ def test_an_environment_is_played_by_the_model_with_the_settings_that_are_given(
     assert isinstance(spec.environment(), Gomoku)
     assert spec.environment()._defaults["size"] == 5
     assert spec.agents is None
+
+
+def test_an_environment_that_makes_others_is_played_by_one_for_each_episode(own):
+    make = load_played(own("seat"), None, "{}")(FACTS).environment
+    one, other = make(), make()
+    assert one is not other
+    assert (one.roles, other.roles) == (("black",), ("black",))
 
 
 def test_a_function_that_makes_an_environment_is_told_from_a_rollout_function(own):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 import pytest
 
 from palestra.client import Worker
 from palestra.client.episode import Episode
-from palestra.errors import EpisodeLeaseExpired, TooManyRequests
+from palestra.errors import EpisodeLeaseExpired, JobOver, TooManyRequests
 from unit.client.building import EPISODE
 
 LEASED = replace(EPISODE, lease_seconds=0.03)  # a heartbeat every tenth of a second, which is the most
@@ -56,3 +57,23 @@ async def test_a_lease_is_renewed_also_after_an_answer_that_the_server_could_not
 async def test_a_lease_that_is_lost_is_not_renewed(before):
     client = Client(*[None] * before, EpisodeLeaseExpired("it is another worker's"))
     assert await beats_of(client, enough=before + 1) == before + 1
+
+
+@pytest.mark.parametrize("own", [False, True])
+async def test_the_end_of_a_job_that_plays_along_ends_the_worker_and_gives_the_episode_back(own):
+    client, released = Client(), []
+    client.episodes *= 3
+
+    async def abort_episode(episode: Episode, reason: str, *, discard: bool) -> None:
+        released.append((episode.episode_id, discard))
+        if own:
+            client.episodes.clear()
+            raise JobOver("this job is over, too")
+
+    async def rollout(task, policy) -> float:
+        raise JobOver("the game is over")
+
+    client.abort_episode = abort_episode
+    with contextlib.nullcontext() if own else pytest.raises(JobOver):
+        await Worker(client, rollout, 1).run()
+    assert released == [(LEASED.episode_id, False)]

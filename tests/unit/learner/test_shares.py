@@ -184,3 +184,27 @@ def test_calls_of_agents_that_are_not_trained_are_left_out_and_counted():
         assert (batch.metrics["train/calls_abandoned"], batch.metrics["train/tokens_abandoned"]) == (2, 6)
     everything = batch_of(played)
     assert sum(int(row.loss_mask.sum()) for row in everything.samples) == 10
+
+
+@pytest.mark.parametrize("credit", ["episode", "step", "team-step", "agent"])
+def test_what_an_agent_without_a_policy_is_paid_is_not_learned_from(credit):
+    """A seat that another job's policy plays, or a random opponent: in a zero-sum game the sum would be 0."""
+
+    def played(sample: int, earned: float, rewards: dict[str, float], **changes) -> Trajectory:
+        call = make_chat(episode_id=f"train-000000-{sample:02d}", prompt=(1, 2), completion=(10 + sample, 11))
+        one = make_trajectory(0, sample, earned, [call])
+        return replace(one, episode=replace(one.episode, rewards=rewards, **changes))
+
+    earned = (1.0, -1.0)
+    facts = {"facts": {"without_policy": ["opponent"]}}
+    games = [
+        played(
+            n, sum((e, -e)), {"agent": e, "opponent": -e},
+            step_rewards=(0.0,), agent_step_rewards=((0, "agent", e), (0, "opponent", -e)), **facts,
+        )
+        for n, e in enumerate(earned)
+    ]  # fmt: skip
+    alone = [played(n, e, {"agent": e}, step_rewards=(e,)) for n, e in enumerate(earned)]
+    found = batch_of(games, SOLE, credit=credit)
+    same_rows(found, batch_of(alone, SOLE, credit=credit))
+    assert found.metrics["train/groups_zero_variance"] == 0

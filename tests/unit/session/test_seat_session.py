@@ -91,3 +91,17 @@ async def test_a_repeated_call_with_a_key_is_answered_from_the_record_after_its_
     assert other.index == 1
     assert len(await bench.recorded(session)) == 2
     turn.cancel()
+
+
+@pytest.mark.parametrize("asks_here", [True, False])
+async def test_a_player_is_played_elsewhere_if_its_actions_come_from_no_call_here(bench, asks_here):
+    session, table, turn = await seated(bench)
+    assert not table.is_played_elsewhere("white"), "it has not acted"
+    fence = table.take("white", "one", 60.0)
+    said = text_message("assistant", "x")
+    if asks_here:
+        (chat,) = await SeatSession(session, table, "white", fence).generate(call("go", agent="white"))
+        said = chat.reply
+    table.act("white", fence, "o0", said)
+    assert await turn == said
+    assert table.is_played_elsewhere("white") == (not asks_here)
