@@ -10,10 +10,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from palestra.cli.options import add_command, add_set, overrides
+from palestra.cli.own_process import end_soon
 from palestra.errors import ConfigError, PalestraError
 from palestra.extensions import FUNCTION, load_function
 from palestra.terminal import TerminalConsole, one_line, say
@@ -77,54 +79,78 @@ def _run(arguments: argparse.Namespace) -> int:
             "--rollout: the job's own environment or harness plays its episodes; take that out, or --rollout"
         )
     config = with_checkpoints(config)
-    with _stoppable(), _progress(arguments.json) as report:
+    end = _TrialEnd()
+    with end.of_signals(), _progress(arguments.json) as report:
         report("looking at configuration and machine")
         findings, trial = check_job(config), None
         if not arguments.no_trial and not any(finding.fatal for finding in (*wrong, *findings)):
-            tried, trial = _tried(config, limit_seconds, rollout, report)
+            tried, trial = _tried(config, limit_seconds, rollout, report, end)
             findings += tried
     if arguments.json:
         say(json.dumps(_as_json([*wrong, *findings], trial), indent=2))
     else:
         _show(config, findings, trial, works=not wrong)
-    if wrong:
-        return MISTAKEN
-    return 1 if any(finding.fatal for finding in findings) else 0
+    code = end.code or (MISTAKEN if wrong else int(any(finding.fatal for finding in findings)))
+    end_soon(code)  # a trial that was left behind may still compute
+    return code
 
 
-@contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise SystemExit, so that the folder of the trial is removed as after an error."""
+class _TrialEnd:
+    """Signals, which end the trial as its time does, so that what it has measured is printed.
 
-    def leave(number: int, _frame: FrameType | None) -> None:
-        sys.exit(128 + number)
+    Attributes:
+        asked: gets an item from each signal; an event's lock could be held where the handler of a signal runs.
+        trying: whether the trial runs; before that, a signal ends the command at once.
+        code: exit code; 0: no signal came.
+    """
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def __init__(self) -> None:
+        self.asked, self.trying, self.code = SimpleQueue[None](), False, 0
+
+    @contextlib.contextmanager
+    def of_signals(self) -> Iterator[None]:
+        """Handle SIGINT, SIGTERM and SIGHUP in the block; the second one ends the command at once."""
+
+        def leave(number: int, _frame: FrameType | None) -> None:
+            again, self.code = self.code, 128 + number
+            if again or not self.trying:
+                sys.exit(self.code)
+            self.asked.put(None)
+
+        before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _tried(
-    config: JobConfig, limit_seconds: float, rollout: Any, report: Callable[[str], None]
+    config: JobConfig, limit_seconds: float, rollout: Any, report: Callable[[str], None], end: _TrialEnd
 ) -> tuple[list[CheckFinding], Trial | None]:
     """Return the findings of two steps, and their measurements; None for a job that only serves its model."""
     from palestra.runtime.checking import CheckFinding
     from palestra.runtime.trial import try_model, try_steps
 
+    trial, end.trying = None, True
     try:
         if config.kind == "inference":
-            try_model(config, report)
-            return [], None
-        trial = try_steps(config, report, limit_seconds, rollout)
+            ended = try_model(config, report, limit_seconds, end.asked)
+        else:
+            trial = try_steps(config, report, limit_seconds, rollout, end.asked)
+            ended = not trial.stopped
     except PalestraError as error:
         return [CheckFinding(key=_key_in(str(error), config), text=one_line(str(error)))], None
     findings = []
-    if trial.stopped:
-        text = f"two steps take longer than {limit_seconds:g} s (--trial-seconds); below is what was measured"
-        findings.append(CheckFinding(key="rollout.groups_per_step", text=text, fatal=False))
+    if not ended:
+        what, key = ("loading it takes", "model") if trial is None else ("two steps take", "rollout.groups_per_step")
+        text = f"{what} longer than {limit_seconds:g} s (--trial-seconds)"
+        if end.code:
+            text = f"the trial was ended by {signal.Signals(end.code - 128).name}"
+        below = "" if trial is None else "; below is what was measured"
+        findings.append(CheckFinding(key=key, text=text + below, fatal=False))
+    if trial is None:
+        return findings, None
     if not trial.rows:
         return findings, trial
     row = trial.rows[-1]

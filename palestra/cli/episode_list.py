@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from pydantic import BaseModel
 from rich.text import Text
 
-from palestra.store.browsing import EpisodeSummary
-from palestra.store.search import DamagedEpisode
+from palestra.dashboard.answers import EpisodeLine
 from palestra.terminal import one_line
 from palestra.types.progress import duration, short_number
 
+LISTED = 40  # episodes, unless the command says how many
 NOTE = 24  # columns of a terminal below which a note gets a line of its own
 INDENT = "    "
 TRAINED = "trained in"  # column of the step whose batch has the episode
@@ -23,7 +25,7 @@ AGENTS = 4  # whose rewards are listed
 
 
 def episode_lines(
-    rows: Sequence[EpisodeSummary | DamagedEpisode],
+    rows: Sequence[EpisodeLine],
     now: float,
     width: int | None,
     trained: Mapping[str, int] = MappingProxyType({}),
@@ -35,12 +37,11 @@ def episode_lines(
         yield Text("no such episodes")
         return
     columns = ["episode", "task", "state", "reward", "calls", "tokens", "attempts"]
-    readable = [row for row in rows if isinstance(row, EpisodeSummary)]
-    columns[5:5] = ["cut"] if any(row.cut for row in readable) else []
+    columns[5:5] = ["cut"] if any(row.cut for row in rows) else []
     columns += [TRAINED] if trained else []
-    columns += ["forks"] if any(row.forks for row in readable) else []
-    columns += ["players"] if any(row.players for row in readable) else []
-    columns += ["held by"] if any(row.worker_id is not None for row in readable) else []
+    columns += ["forks"] if any(row.forks for row in rows) else []
+    columns += ["players"] if any(row.players for row in rows) else []
+    columns += ["held by"] if any(row.worker is not None for row in rows) else []
     cells = [
         _cells(row, now, None if width is None else TASK) | {TRAINED: str(trained.get(row.episode_id, ""))}
         for row in rows
@@ -63,7 +64,17 @@ def episode_lines(
                 yield Text(line, style="dim")
 
 
-def reward_text(row: EpisodeSummary) -> str:
+def newest_note(limit: int) -> Text:
+    """Return the line below a list that may have left out older episodes."""
+    return Text(f"these are the newest {limit}; --limit lists more", style="dim")
+
+
+def as_json(answer: BaseModel) -> str:
+    """Return an answer as JSON with terminal control characters escaped."""
+    return json.dumps(json.loads(answer.model_dump_json()))
+
+
+def reward_text(row: EpisodeLine) -> str:
     """Return an episode's reward as text; for several agents each one's, because those of a game sum to 0."""
     if row.rewards is None or len(row.rewards) < 2:
         return short_number(row.reward)
@@ -77,16 +88,16 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def _cells(row: EpisodeSummary | DamagedEpisode, now: float, task: int | None) -> dict[str, str]:
-    if isinstance(row, DamagedEpisode):
+def _cells(row: EpisodeLine, now: float, task: int | None) -> dict[str, str]:
+    if row.damaged is not None:
         nothing = dict.fromkeys(
             ("task", "reward", "calls", "cut", "tokens", "attempts", "forks", "players", "held by"), ""
         )
-        return nothing | {"episode": row.episode_id, "state": "damaged", "note": row.why}
-    held = "" if row.worker_id is None else row.worker_id
-    if row.claimed_at is not None:
+        return nothing | {"episode": row.episode_id, "state": "damaged", "note": row.damaged}
+    held = "" if row.worker is None else row.worker
+    if row.worker is not None and row.claimed_at is not None:
         held += f" since {duration(now - row.claimed_at)}"
-    notes = [row.reason or ", ".join(f"{k}={v!r}" for k, v in row.metadata.items())]
+    notes = [row.reason or row.metadata]
     if row.earlier_reason is not None:
         notes.append(f"an earlier attempt failed: {row.earlier_reason}")
     return {
@@ -96,9 +107,9 @@ def _cells(row: EpisodeSummary | DamagedEpisode, now: float, task: int | None) -
         "reward": reward_text(row),
         "calls": str(row.calls),
         "cut": str(row.cut or ""),
-        "tokens": str(row.completion_tokens),
+        "tokens": str(row.tokens),
         "attempts": str(row.attempts),
-        "forks": ", ".join(f"{n} {reason.value.replace('_', ' ')}" for reason, n in row.forks.items()),
+        "forks": ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in row.forks.items()),
         "players": ", ".join(f"{role}={name}" for role, name in row.players.items()),
         "held by": held,
         "note": " ".join("; ".join(filter(None, notes)).split()),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import json
 import os
 import sys
 import time
@@ -14,7 +13,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.control import Control
 from rich.segment import ControlType, Segment
@@ -24,8 +22,9 @@ from rich.text import Text
 from rich.tree import Tree
 from sqlalchemy import Connection
 
-from palestra.cli.episode_list import episode_lines, shortened
+from palestra.cli.episode_list import LISTED, as_json, episode_lines, newest_note, shortened
 from palestra.config import JobConfig
+from palestra.dashboard.episode_line import episode_line
 from palestra.dashboard.fate import continued_calls
 from palestra.dashboard.token_text import token_text
 from palestra.errors import NotFound, PalestraError
@@ -240,7 +239,6 @@ def _fork(fork: Fork) -> str:
     return f"⑂ {fork.reason.value.replace('_', ' ')}{where}: {MEANINGS[fork.reason]}"
 
 
-LISTED = 40  # episodes, unless the command says how many
 FOLDED = 26  # characters that stand for the tokens of a prompt
 
 
@@ -254,13 +252,13 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
         if arguments.episode is None:
             limit = LISTED if arguments.limit is None else arguments.limit
             rows = newest_rows(connection, arguments.kind, arguments.state, limit)
-            found = readable_summaries(connection, rows)
+            found = [episode_line(one) for one in readable_summaries(connection, rows)]
             trained = trained_steps(connection, rows)
             width = console.width if console.is_terminal else None
             for line in episode_lines(found, time.time(), width, trained):
                 console.print(line)
             if len(rows) == limit:
-                console.print(Text(f"these are the newest {limit}; --limit lists more", style="dim"))
+                console.print(newest_note(limit))
             return
         view = read_episode(connection, arguments.episode)
         if arguments.text:
@@ -282,11 +280,10 @@ def _write_json(folder: Path, arguments: argparse.Namespace) -> None:
     """Write the JSON of the page's routes: a line per episode, or one for the requested episode."""
     from palestra.dashboard.episode import episode_answer, read_reading  # loads the learner, which takes a second
     from palestra.dashboard.runs import Run
-    from palestra.dashboard.steps import episode_line
 
     if arguments.episode is not None:
         run = Run(name=folder.name, folder=folder)
-        say(_ascii(episode_answer(run, read_reading(run, arguments.episode))))
+        say(as_json(episode_answer(run, read_reading(run, arguments.episode))))
         return
     limit = LISTED if arguments.limit is None and sys.stdout.isatty() else arguments.limit
     with browse(folder / "run.db") as connection:
@@ -296,12 +293,7 @@ def _write_json(folder: Path, arguments: argparse.Namespace) -> None:
             pieces = iter([newest_rows(connection, arguments.kind, arguments.state, limit)])
         for rows in pieces:
             for one in readable_summaries(connection, rows):
-                say(_ascii(episode_line(one)))
-
-
-def _ascii(answer: BaseModel) -> str:
-    """Return an answer as JSON with terminal control characters escaped."""
-    return json.dumps(json.loads(answer.model_dump_json()))
+                say(as_json(episode_line(one)))
 
 
 def _show(console: TerminalConsole, view: EpisodeView, connection: Connection, config: JobConfig, unfold: bool) -> None:

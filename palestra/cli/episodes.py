@@ -1,4 +1,4 @@
-"""`palestra episodes`: the episodes of a run, and which of their tokens were trained."""
+"""`palestra episodes`: the episodes of a run in a folder or at a server, and which of their tokens were trained."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import add_command, run_folder
+from palestra.cli.options import WATCHED, add_command, add_control, is_served, run_folder
 
 
 def add_episodes(commands: Any) -> None:
@@ -20,9 +20,10 @@ def add_episodes(commands: Any) -> None:
         "  palestra episodes runs/addition --claimed            # who holds what, and since when\n"
         "  palestra episodes runs/addition train-000012-03\n"
         "  palestra episodes runs/addition train-000012-03 --text   # the conversation, as it was\n"
-        "  palestra episodes runs/addition --kind train --json > episodes.jsonl",
+        "  palestra episodes runs/addition --kind train --json > episodes.jsonl\n"
+        "  palestra episodes http://server:7411                 # of a run at a server, with its key",
     )
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("source", metavar="RUN", help=WATCHED)
     parser.add_argument(
         "episode", metavar="ID", nargs="?", help="an episode's id, as the list shows it; without it, the list"
     )
@@ -49,11 +50,19 @@ def add_episodes(commands: Any) -> None:
     parser.add_argument(
         "--unfold", action="store_true", help="of one episode: every token of the prompts, in a line of its own"
     )
+    add_control(parser)
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    """Read the run store and print the requested part, without disturbing a running job."""
+    """Read the run and print the requested part, without disturbing a running job."""
+    if is_served(arguments.source):
+        from palestra.cli.served_episodes import show_served
+        from palestra.cli.served_run import served_run
+
+        with served_run(arguments.source, arguments.control) as run:
+            show_served(run, arguments)
+        return
     from palestra.cli.episode_view import show  # reads a run store, which the client alone can't
 
-    folder, config = run_folder(arguments.run_dir)
+    folder, config = run_folder(Path(arguments.source))
     show(folder, config, arguments)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from palestra.cli.options import add_command, add_control, run_folder
+from palestra.cli.options import JOB_ID, RUN, add_command, add_control, run_folder
 from palestra.errors import Conflict
 from palestra.terminal import say
 
-JOB_ID = re.compile(r"job-[0-9a-f]{16}")
 DTYPES = ("float32", "bfloat16", "float16")
 OPTION = "--policy"  # names the policy whose checkpoint is copied
 
@@ -33,7 +31,7 @@ def add_export(commands: Any) -> None:
         "  palestra export runs/addition my-model --merged     # an adapter as whole weights\n"
         "  palestra export runs/addition my-model --step 30 --dtype bfloat16",
     )
-    parser.add_argument("source", metavar="RUN", help="the run's folder, or a job of a control plane by its id")
+    parser.add_argument("source", metavar="RUN", help=RUN)
     parser.add_argument("target", metavar="DIR", type=Path, help="a folder that does not exist yet")
     parser.add_argument(
         OPTION,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 TIME_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}  # in seconds
 ENVIRONMENT = "one that ships (palestra environments), or your own: module:Class, or path/to/file.py:Class"
+RUN = "the run's folder, or a job of a control plane by its id"
+WATCHED = f"{RUN}, or the URL of a job's own server, whose key is in PALESTRA_API_KEY"
+JOB_ID = re.compile(r"job-[0-9a-f]{16}")
 
 REWARDS = "palestra.rewards"  # entry points
 Tasks = Iterable[Mapping[str, Any]] | str | Path
@@ -150,6 +154,11 @@ def overrides(settings: Sequence[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             found[key] = value
     return found
+
+
+def is_served(source: str) -> bool:
+    """Return whether a RUN is at a server, so that it is read over HTTP: a service's job, or the URL of a job."""
+    return source.startswith(("http://", "https://")) or JOB_ID.fullmatch(source) is not None
 
 
 def run_folder(path: Path) -> tuple[Path, JobConfig]:

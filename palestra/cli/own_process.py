@@ -21,20 +21,23 @@ def own_process() -> None:
     _own.set()
 
 
-def end_soon() -> None:
-    """End the process with code 1 if it still runs after `EXIT_SECONDS`; no effect in other processes.
+def end_soon(code: int = 1) -> None:
+    """End the process if it still runs after `EXIT_SECONDS`; no effect in other processes.
 
     Commands call this when their work is done. Otherwise a task that cannot be cancelled, or a thread that does not
     return, would keep the process alive.
+
+    Args:
+        code: exit code.
     """
     if _own.is_set():
-        threading.Thread(target=_end, name="palestra-exit", daemon=True).start()
+        threading.Thread(target=_end, args=(code,), name="palestra-exit", daemon=True).start()
 
 
-def _end() -> None:
+def _end(code: int) -> None:
     time.sleep(EXIT_SECONDS)
     log.error("a part of the process has not ended within %g s; it is left behind", EXIT_SECONDS)
-    os._exit(1)
+    os._exit(code)
 
 
 def start_without_caches() -> None:

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.export import JOB_ID
-from palestra.cli.options import add_command, add_control, run_folder
+from palestra.cli.options import JOB_ID, RUN, add_command, add_control, run_folder
 from palestra.terminal import say
 
 
@@ -20,7 +19,7 @@ def add_rotate_key(commands: Any) -> None:
         "give a job another key; its former key, and the keys of its episodes, open nothing any more",
         "  palestra rotate-key runs/addition\n  palestra rotate-key job-1f3a5c7e9b2d4f60",
     )
-    parser.add_argument("source", metavar="RUN", help="the run's folder, or a job of a control plane by its id")
+    parser.add_argument("source", metavar="RUN", help=RUN)
     add_control(parser)
 
 

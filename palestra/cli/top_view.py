@@ -1,38 +1,25 @@
-"""`palestra top` for runs: a line for each, and curves, episodes and calls of the one that changed last."""
+"""Drawings of `palestra top`: a line for each run, then curves, episodes and calls of one; or a service."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from heapq import nlargest
+from collections.abc import Mapping, Sequence
 from itertools import islice, pairwise
-from typing import Any
-from urllib.parse import quote
+from typing import Protocol
 
-import httpx2
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from sqlalchemy import Connection, select
 
 from palestra.cli.episode_list import reward_text
 from palestra.cli.fitted_table import fitted_table
+from palestra.cli.served_run import ServedRun
 from palestra.client.control import ControlClient
-from palestra.dashboard.answers import EpisodesAnswer, MetricsAnswer, RunAnswer, RunsAnswer, SlowCall, SlowCallsAnswer
-from palestra.dashboard.progress import describe_run
-from palestra.dashboard.runs import DAMAGED, Run
-from palestra.dashboard.slow_calls import slow_calls
+from palestra.dashboard.answers import RunAnswer, SlowCall
 from palestra.errors import PalestraError
-from palestra.http_clients import http_client
-from palestra.store.browsing import EpisodeSummary, last_of_states
-from palestra.store.counting import KINDS, SETTLED_STATES
-from palestra.store.run_log import readable_metrics
-from palestra.store.search import readable_summaries
-from palestra.store.tables import episodes
 from palestra.terminal import one_line
-from palestra.types.control_wire import BaseView, ClusterView, JobView, NodeView, ServerView
+from palestra.types.control_wire import BaseView, ClusterView, JobView, NodeView
 from palestra.types.metrics import names_of_policies
 from palestra.types.progress import duration, short_number
-from palestra.types.states import EpisodeState
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVES = (
@@ -43,17 +30,39 @@ CURVES = (
     ("rollout/tokens_per_second", "tokens/s"),
     ("time/step_seconds", "step, s"),
 )
-ENDED = (EpisodeState.UNJUDGED, *SETTLED_STATES)
-NEWEST, LOOKED_AT = 8, 500  # episodes, and those of each kind and state among which they are looked for
+NEWEST = 8  # episodes
 LABEL = 12
 BROADEST = 200  # columns of a curve
+JOBS = 30  # the newest
+GIB = 2**30
 
 
-def view_of(runs: Sequence[Run], width: int, now: float) -> RenderableType:
-    """Return the drawing; a run that cannot be read says why. `now`: Unix seconds."""
-    found = [describe_run(run) for run in runs]
+class WatchedRun(Protocol):
+    """A run that is drawn again and again: one in a folder, or one at a server."""
+
+    def described(self) -> RunAnswer:
+        """Return how far it is; one that cannot be read says why."""
+        ...
+
+    def drawn(self, width: int, now: float) -> list[RenderableType]:
+        """Return its curves, its newest episodes and its slowest calls.
+
+        Args:
+            now: Unix seconds.
+        """
+        ...
+
+
+def view_of(runs: Sequence[WatchedRun], width: int, now: float) -> RenderableType:
+    """Return the drawing of runs: a line for each, and the one that changed last in full; a running one comes first.
+
+    Args:
+        now: Unix seconds.
+    """
+    found = [run.described() for run in runs]
     newest = max(range(len(runs)), key=lambda place: (found[place].state == "running", found[place].changed_at or 0.0))
-    return Group(_table(found, width, now), Text(), *_one(runs[newest], width, now))
+    title = Text(one_line(found[newest].run), style="bold")
+    return Group(_table(found, width, now), Text(), title, *runs[newest].drawn(width, now))
 
 
 def _table(found: Sequence[RunAnswer], width: int, now: float) -> Table:
@@ -72,35 +81,6 @@ def _table(found: Sequence[RunAnswer], width: int, now: float) -> Table:
         for one in found
     ]
     return fitted_table(names, rows, width, names[2:], ("run", "state", "validation", "reward"), ("changed", "left"))
-
-
-def _one(run: Run, width: int, now: float) -> list[RenderableType]:
-    parts: tuple[Callable[[Connection], list[RenderableType]], ...] = (
-        lambda connection: curve_lines(_rows(run, connection), width),
-        lambda connection: [Text(), _ended(connection, width, now)],
-        lambda connection: [Text(), calls_table(slow_calls(connection), width, now)],
-    )
-    return [Text(one_line(run.name), style="bold"), *(line for part in parts for line in _part(run, part))]
-
-
-def _part(run: Run, draw: Callable[[Connection], list[RenderableType]]) -> list[RenderableType]:
-    """Return what is drawn of a run; if it cannot be read, why."""
-    try:
-        with run.open() as connection:
-            return draw(connection)
-    except PalestraError as error:
-        return [Text(one_line(str(error)))]
-    except DAMAGED as error:
-        return [Text(one_line(f"a record can't be read: {type(error).__name__}: {error}"))]
-
-
-def _rows(run: Run, connection: Connection) -> list[dict[str, float]]:
-    """Return the metrics that have a curve, of all steps; those of steps that were read before are kept."""
-    known = run.memory.rows
-    new = readable_metrics(connection, after=int(known[-1]["step"]) if known else -1).rows
-    names = ["step", *(name for curve, _ in CURVES for name in names_of_policies(new, curve))]
-    known += [{name: row[name] for name in names if name in row} for row in new]
-    return known
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -134,21 +114,6 @@ def curve_lines(rows: Sequence[Mapping[str, float]], width: int) -> list[Rendera
     return lines
 
 
-def _ended(connection: Connection, width: int, now: float) -> Table:
-    newest = last_of_states(connection, KINDS, ENDED, LOOKED_AT, episodes.c.episode_id, episodes.c.ended_at)
-    names = [row.episode_id for row in nlargest(NEWEST, newest, key=lambda row: row.ended_at or 0.0)]
-    wanted = select(episodes).where(episodes.c.episode_id.in_(names)).order_by(episodes.c.ended_at.desc())
-    rows, found = connection.execute(wanted).all(), []
-    for row, one in zip(rows, readable_summaries(connection, rows), strict=True):
-        ended = f"{duration(now - row.ended_at)} ago" if isinstance(row.ended_at, float) else ""
-        if isinstance(one, EpisodeSummary):
-            counts = (str(one.calls), str(one.completion_tokens))
-            found.append((one.episode_id, one.task_id, one.state, reward_text(one), *counts, ended))
-        else:
-            found.append((one.episode_id, "", "damaged", "", "", "", ended))
-    return episodes_table("episodes that ended", found, width, "ended")
-
-
 def episodes_table(title: str, rows: Sequence[Sequence[str]], width: int, *more: str) -> Table:
     """Return a table of episodes. `rows`: id, task, state, reward, calls and tokens of each, then the columns of
     `more`.
@@ -176,9 +141,43 @@ def _rewards(sole: float | None, by_policy: Mapping[str, float]) -> str:
     return one_line(" ".join(f"{policy} {short_number(value)}" for policy, value in by_policy.items()))
 
 
-JOBS = 30  # the newest
-GIB = 2**30
-READ_SECONDS = 5.0  # what a job's own server may take for an answer
+class WatchedServedRun:
+    """A run at a server; see `WatchedRun`."""
+
+    def __init__(self, run: ServedRun) -> None:
+        """Create without asking the server."""
+        self._run, self._rows = run, list[dict[str, float]]()
+
+    def described(self) -> RunAnswer:
+        """Return how far the run is; see `WatchedRun`."""
+        try:
+            return self._run.described()
+        except PalestraError as error:
+            name = self._run.name
+            return RunAnswer(run=name, title=name, folder="", state="unreadable", reason=str(error))
+
+    def drawn(self, width: int, now: float) -> list[RenderableType]:
+        """Return curves, episodes and slow calls; see `WatchedRun`."""
+        try:
+            self._read_rows()
+            newest = next(self._run.pages("train", "completed", NEWEST)).episodes
+            calls = self._run.slow_calls().calls
+        except PalestraError as error:
+            return [Text(one_line(str(error)))]
+        episodes = [
+            (one.episode_id, one.task_id, one.state, reward_text(one), str(one.calls), str(one.tokens))
+            for one in newest
+        ]
+        table = episodes_table("newest episodes", episodes, width)
+        return [*curve_lines(self._rows, width), Text(), table, Text(), calls_table(calls, width, now)]
+
+    def _read_rows(self) -> None:
+        """Read the metrics of the steps that have ended since."""
+        new = self._run.metrics(int(self._rows[-1]["step"]) if self._rows else -1)
+        self._rows += [
+            {name: value for name, column in new.columns.items() if (value := column[place]) is not None}
+            for place in range(new.rows)
+        ]
 
 
 def service_view(control: ControlClient, width: int, now: float) -> RenderableType:
@@ -188,11 +187,9 @@ def service_view(control: ControlClient, width: int, now: float) -> RenderableTy
     parts: list[RenderableType] = [_machines(cluster, width), Text(), _jobs(jobs, width, now)]
     running = next((job for job in jobs if job.state == "running"), None)
     if running is not None:
+        run = WatchedServedRun(ServedRun(control, running.job_id))
         parts += [Text(), Text(one_line(f"{running.job_id} {running.name}"), style="bold")]
-        try:
-            parts += _job(control.job(running.job_id).server(), width, now)
-        except PalestraError as error:
-            parts.append(Text(one_line(str(error))))
+        parts += [_progress(run.described()), *run.drawn(width, now)]
     return Group(*parts)
 
 
@@ -242,41 +239,6 @@ def _jobs(jobs: Sequence[JobView], width: int, now: float) -> RenderableType:
     return fitted_table(names, rows, width, (), ("name", "user", "why"), ("since", "user"))
 
 
-def _job(server: ServerView, width: int, now: float) -> list[RenderableType]:
-    """Return curves, episodes and slow calls of a running job, as its own page has them."""
-    headers = {"authorization": f"Bearer {server.api_key}"}
-    try:
-        with http_client(base_url=server.url, headers=headers, timeout=READ_SECONDS) as http:
-            run = RunsAnswer.model_validate_json(_read(http, "")).runs[0]
-            base = f"/{quote(run.run, safe='')}"
-            metrics = MetricsAnswer.model_validate_json(_read(http, f"{base}/metrics"))
-            query = {"state": "completed", "limit": NEWEST}
-            episodes = EpisodesAnswer.model_validate_json(_read(http, f"{base}/episodes", query))
-            calls = SlowCallsAnswer.model_validate_json(_read(http, f"{base}/calls"))
-    except httpx2.HTTPError as error:
-        return [Text(one_line(f"its server at {server.url} can't be read from here: {error}"))]
-    columns = metrics.columns
-    rows = [
-        {name: value for name, column in columns.items() if (value := column[place]) is not None}
-        for place in range(metrics.rows)
-    ]
+def _progress(run: RunAnswer) -> Text:
     left = "" if run.seconds_left is None else f", about {duration(run.seconds_left)} left"
-    return [
-        Text(f"step {run.step} of {run.steps}{left}, {len(run.warnings)} warnings"),
-        *curve_lines(rows, width),
-        Text(),
-        episodes_table(
-            "newest episodes",
-            [
-                (one.episode_id, one.task_id, one.state, short_number(one.reward), str(one.calls), str(one.tokens))
-                for one in episodes.episodes
-            ],
-            width,
-        ),
-        Text(),
-        calls_table(calls.calls, width, now),
-    ]
-
-
-def _read(http: httpx2.Client, path: str, query: dict[str, Any] | None = None) -> bytes:
-    return http.get(f"/dashboard/api/runs{path}", params=query).raise_for_status().content
+    return Text(f"step {run.step} of {run.steps}{left}, {len(run.warnings)} warnings")

@@ -180,7 +180,10 @@ class EpisodeLine(Answer):
     refused: dict[str, int] = Field({}, description="Refused model calls, by error and field.")
     termination: str | None = None
     reason: str | None = Field(None, description="Why it was given back or discarded last.")
+    earlier_reason: str | None = Field(None, description="Of a completed one: why the attempt before it failed.")
+    metadata: str = Field("", description="The beginning of its metadata: NAME=VALUE, …")
     worker: str | None = Field(None, description="The worker that holds it now.")
+    claimed_at: float | None = Field(None, description="Unix seconds of its last claim; None: it was never claimed.")
     players: dict[str, str] = Field({}, description="Who plays a role that has a pool, by the role.")
     damaged: str | None = Field(None, description="Why its record can't be read.")
 
@@ -190,6 +193,7 @@ class EpisodesAnswer(Answer):
 
     run: str
     episodes: list[EpisodeLine]
+    trained_in: dict[str, int] = Field({}, description="The step whose batch has an episode, by its id.")
     following: str | None = Field(description="`before` of the next page; None: there is nothing more.")
     looked_at: int = Field(description="How many episodes were looked at for this page.")
 

@@ -23,6 +23,7 @@ from palestra.dashboard.answers import (
 )
 from palestra.dashboard.conversation import MOST_TOOL_CALLS
 from palestra.dashboard.credit import Credit, batch_group, credits_of_group, readable_manifest
+from palestra.dashboard.episode_line import episode_line
 from palestra.dashboard.fate import (
     OTHER_ROW,
     PROMPT,
@@ -34,7 +35,7 @@ from palestra.dashboard.fate import (
     whole_fate,
 )
 from palestra.dashboard.runs import Run
-from palestra.dashboard.steps import episode_line, fitting, mean_logprob
+from palestra.dashboard.steps import fitting, mean_logprob
 from palestra.errors import ModelError, NotFound
 from palestra.store.browsing import EpisodeView, calls_of, episode_events, read_episode, read_row, summary
 from palestra.store.run_log import is_finished

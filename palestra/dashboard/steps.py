@@ -22,12 +22,13 @@ from palestra.dashboard.answers import (
     StreamedEvent,
 )
 from palestra.dashboard.credit import Credit, batch_group, credits_of_group, readable_manifest
+from palestra.dashboard.episode_line import episode_line
 from palestra.dashboard.fate import Fate, episode_fates, whole_fate
 from palestra.dashboard.runs import DAMAGED, Run
 from palestra.errors import InvalidRequest, NotFound
-from palestra.store.browsing import EpisodeSummary, EpisodeView, episode_events, read_episode
+from palestra.store.browsing import EpisodeSummary, EpisodeView, episode_events, read_episode, trained_steps
 from palestra.store.run_log import readable_row
-from palestra.store.search import DamagedEpisode, EpisodeFilter, Place, readable_summaries, search_episodes
+from palestra.store.search import EpisodeFilter, Place, readable_summaries, search_episodes
 from palestra.store.tables import episodes, events, groups
 from palestra.types.calls import Chat
 from palestra.types.records import Trajectory
@@ -46,49 +47,6 @@ LEFT_OUT = (
 )  # kinds of events of a step
 
 
-def episode_line(found: EpisodeSummary | DamagedEpisode) -> EpisodeLine:
-    """Return an episode as lists show it."""
-    if isinstance(found, DamagedEpisode):
-        return EpisodeLine(
-            episode_id=found.episode_id,
-            group_index=found.place.group_index,
-            sample_index=found.place.sample_index,
-            damaged=found.why,
-        )
-    try:
-        return _line(found)
-    except DAMAGED as error:
-        return EpisodeLine(
-            episode_id=found.episode_id,
-            group_index=found.group_index,
-            sample_index=found.sample_index,
-            damaged=f"{type(error).__name__}: {error}"[:200],
-        )
-
-
-def _line(found: EpisodeSummary) -> EpisodeLine:
-    return EpisodeLine(
-        episode_id=found.episode_id,
-        kind=found.kind,
-        group_index=found.group_index,
-        sample_index=found.sample_index,
-        task_id=found.task_id,
-        state=found.state,
-        reward=found.reward,
-        rewards=found.rewards,
-        calls=found.calls,
-        tokens=found.completion_tokens,
-        cut=found.cut,
-        attempts=found.attempts,
-        forks={reason.value: count for reason, count in found.forks.items()},
-        refused=found.refused,
-        termination=found.termination,
-        reason=found.reason,
-        worker=found.worker_id,
-        players=found.players,
-    )
-
-
 def find_episodes(run: Run, wanted: EpisodeFilter, before: str | None, limit: int) -> EpisodesAnswer:
     """Return a page of matching episodes, newest first."""
     place = None
@@ -99,9 +57,11 @@ def find_episodes(run: Run, wanted: EpisodeFilter, before: str | None, limit: in
         place = Place(int(parts[0]), int(parts[1]))
     with run.open() as connection:
         page = search_episodes(connection, wanted, place, limit)
+        steps = trained_steps(connection, [one for one in page.episodes if isinstance(one, EpisodeSummary)])
     return EpisodesAnswer(
         run=run.name,
         episodes=[episode_line(one) for one in page.episodes],
+        trained_in=steps,
         following=None if page.following is None else f"{page.following[0]}-{page.following[1]}",
         looked_at=page.looked_at,
     )

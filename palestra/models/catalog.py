@@ -23,6 +23,7 @@ from palestra.models.vision.tiny import make_tiny_qwen, make_tiny_vision
 SECONDS = 10.0
 
 
+RUNS = Path("runs")  # where runs are that name no folder: no organisation of the hub
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # the files of a hub model that are fetched
 _NAMED = 8  # folders that a message names
 _GGUF = f"{SMOLLM2}.Q4_1.gguf"
@@ -89,12 +90,12 @@ def model_folder(name: str, ask: bool = True) -> Path | str:
             "anything else is a folder or a Hugging Face name such as 'org/model'"
         )
     beside = Path(name).parent
-    if not beside.is_dir():
+    if not beside.is_dir() and beside != RUNS:
         return hub_model(name, ask)
     try:
         return hub_model(name, ask=False)  # one that was fetched, of an organisation of the folder's name
     except ModelError:
-        there = sorted(path.name for path in beside.iterdir() if path.is_dir())
+        there = sorted(path.name for path in beside.glob("*") if path.is_dir())
         names = ", ".join(there[:_NAMED]) + (", …" if len(there) > _NAMED else "")
         raise ModelError(f"model {name!r}: there is no such folder; {beside} has {names or 'no folders'}") from None
 

@@ -1,7 +1,7 @@
 """Two real steps of a job, in a temporary folder, which `palestra check` measures.
 
 The trial is the job itself: its model, its environment or the user's own function, its groups and its longest replies.
-Only the learning rate is changed, to nearly zero, so that both steps sample from the same model.
+Only the learning rate is changed, to one that changes no weight, so that both steps sample from the same model.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Self, TypeVar
 
 import orjson
@@ -29,7 +31,7 @@ from palestra.client.worker import Rollout, Worker
 from palestra.config import JobConfig, SeatsConfig, UpdatesConfig
 from palestra.disk import in_new_folder
 from palestra.envs import Environment
-from palestra.errors import EngineFailure, ModelError, WorkerCrashLoop
+from palestra.errors import EngineFailure, ModelError, StoreError, WorkerCrashLoop
 from palestra.rollout import RolloutSpec
 from palestra.runtime.checking import existing_parent
 from palestra.runtime.event_loop import run_on_uvloop
@@ -108,7 +110,10 @@ def _share(process: int) -> int:
 
 T = TypeVar("T")
 STEPS = 2  # the first step makes the optimizer's moments and warms up
-NO_LEARNING = 1e-30  # a learning rate with which no weight changes
+NO_LEARNING = (
+    5e-324  # the least number above 0, as the configuration wants it; in float32, in which weights change, it is 0
+)
+CLOSE_SECONDS = 5.0  # what an unfinished trial may take to end; then it is left behind
 WORDS = 200  # of a prompt where nothing says what prompts are like
 
 
@@ -122,7 +127,7 @@ class Trial:
         memory_bytes: peak memory of this process and its children.
         gpu_bytes: peak GPU memory; 0 without a GPU.
         checkpoint_bytes: of one checkpoint; 0: none was written.
-        stopped: whether time ran out before both steps ended.
+        stopped: whether it was ended before both steps were finished.
         stand_in: whether one question replaced the episodes of an external agent.
     """
 
@@ -144,35 +149,115 @@ def plays_episodes(config: JobConfig) -> bool:
 
 
 def try_steps(
-    config: JobConfig, report: Callable[[str], None], limit_seconds: float, rollout: Rollout | None = None
+    config: JobConfig,
+    report: Callable[[str], None],
+    limit_seconds: float,
+    rollout: Rollout | None = None,
+    end: SimpleQueue[None] | None = None,
 ) -> Trial:
     """Run two steps of a training job and return measurements.
 
     Args:
-        limit_seconds: timeout; returns what was measured until then.
+        report: called with a line on progress, in another thread.
+        limit_seconds: timeout; returns what was measured until then, a few seconds later at most.
         rollout: the user's function that plays the episodes; None: the job's environment, or a question that replaces
             an external agent.
+        end: an item in it has the effect of the timeout.
     """
 
     def work(folder: Path) -> Trial:
-        return run_on_uvloop(_run(_trial_config(config, folder / "run"), report, limit_seconds, rollout))
+        trial_config = _trial_config(config, folder / "run")
+        trial = Trial(stand_in=rollout is None and plays_episodes(config) and _plays_outside(config))
+        began = time.monotonic()
+        report("loading the model")
+        with MemoryPeak() as memory:
+            run = _OwnThread(lambda: _run(trial_config, trial, report, rollout), end)
+            if not run.wait(limit_seconds):
+                trial.stopped = True
+                # Before the job gives back the episodes that are being played, whose calls are dropped then.
+                with contextlib.suppress(StoreError):  # its store is not made yet
+                    _count(trial, trial_config)
+                run.cancel()
+        trial.seconds = time.monotonic() - began
+        trial.memory_bytes, trial.gpu_bytes = memory.peak + memory.others, _gpu_peak()
+        newest = newest_checkpoints(trial_config).values()
+        files = (file for one in newest for file in one.rglob("*") if file.is_file())
+        trial.checkpoint_bytes = sum(file.stat().st_size for file in files)
+        return trial
 
     return _in_trial_folder(config, work)
 
 
-def try_model(config: JobConfig, report: Callable[[str], None]) -> None:
-    """Open a job that only serves its model, and close it."""
+def try_model(
+    config: JobConfig, report: Callable[[str], None], limit_seconds: float, end: SimpleQueue[None] | None = None
+) -> bool:
+    """Open a job that only serves its model, and close it; return whether that was done in time.
+
+    Args:
+        report: called with a line before the model is loaded.
+        limit_seconds: timeout.
+        end: an item in it has the effect of the timeout.
+    """
 
     async def opened(trial: JobConfig) -> None:
         async with local_job(trial, lambda kind, data: None):
             pass
 
-    def work(folder: Path) -> None:
+    def work(folder: Path) -> bool:
         server = config.server.model_copy(update={"host": "127.0.0.1", "port": 0})
-        run_on_uvloop(opened(config.model_copy(update={"run_dir": folder / "run", "server": server})))
+        trial = config.model_copy(update={"run_dir": folder / "run", "server": server})
+        run = _OwnThread(lambda: opened(trial), end)
+        if not (in_time := run.wait(limit_seconds)):
+            run.cancel()
+        return in_time
 
     report("loading the model")
-    _in_trial_folder(config, work)
+    return _in_trial_folder(config, work)
+
+
+class _OwnThread:
+    """Work on the event loop of a thread of its own: whatever blocks there, time is kept here."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, None]], end: SimpleQueue[None] | None) -> None:
+        """Begin the work.
+
+        Args:
+            end: an item in it ends the waiting for the work.
+        """
+        self._work, self._end, self._ended = work, SimpleQueue[None]() if end is None else end, False
+        self._failure: BaseException | None = None
+        self._cancel: Callable[[], object] | None = None
+        self._thread = threading.Thread(target=self._main, name="palestra-trial", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether the work has ended within a time; raise its error."""
+        with contextlib.suppress(Empty):
+            self._end.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+        if self._ended and self._failure is not None:
+            raise self._failure
+        return self._ended
+
+    def cancel(self) -> None:
+        """Cancel the work; it is left behind if it has not ended after `CLOSE_SECONDS`."""
+        if self._cancel is not None:
+            with contextlib.suppress(RuntimeError):  # its loop has ended meanwhile
+                self._cancel()
+        self._thread.join(CLOSE_SECONDS)
+
+    def _main(self) -> None:
+        try:
+            run_on_uvloop(self._run())
+        except BaseException as error:  # noqa: BLE001 - raised by `wait`
+            self._failure = error
+        self._ended = True
+        self._end.put(None)
+
+    async def _run(self) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._cancel = partial(loop.call_soon_threadsafe, task.cancel)
+        await self._work()
 
 
 def _in_trial_folder(config: JobConfig, work: Callable[[Path], T]) -> T:
@@ -216,39 +301,22 @@ def _trial_config(config: JobConfig, folder: Path) -> JobConfig:
     )
 
 
-async def _run(
-    config: JobConfig, report: Callable[[str], None], limit_seconds: float, rollout: Rollout | None
-) -> Trial:
-    """Run the trial in this process, and measure it."""
-    trial = Trial(stand_in=rollout is None and plays_episodes(config) and _plays_outside(config))
+async def _run(config: JobConfig, trial: Trial, report: Callable[[str], None], rollout: Rollout | None) -> None:
+    """Run the trial, and note its steps."""
 
     def heard(kind: str, data: dict[str, Any]) -> None:
         if kind == "step" and data["step"]:
             trial.rows.append(_of_all_policies(data, config.players.rivals))
             report(f"step {len(trial.rows)} of {STEPS} took {data['time/step_seconds']:.1f} s")
 
-    report("loading the model")
-    began = time.monotonic()
     play = RolloutSpec(environment=_StandIn) if trial.stand_in else None
-    with MemoryPeak() as memory:
-        try:
-            async with asyncio.timeout(limit_seconds), local_job(config, heard, play) as job:
-                if not (config.environments or config.tasks.train or config.environment.name or config.brings_tasks):
-                    await job.plane.store.tasks.push("train", [task_of(_stand_in_task(config))], "check")
-                    await job.plane.store.tasks.seal()
-                report("playing and training" if plays_episodes(config) else "training")
-                concurrency = min(64, config.rollout.group_size * config.rollout.groups_per_step)
-                try:
-                    await _until_over(job, rollout, concurrency)
-                finally:  # before the job gives back the episodes that are being played, whose calls are dropped then
-                    _count(trial, config)
-        except TimeoutError:
-            trial.stopped = True
-    trial.seconds = time.monotonic() - began
-    trial.memory_bytes, trial.gpu_bytes = memory.peak + memory.others, _gpu_peak()
-    newest = newest_checkpoints(config).values()
-    trial.checkpoint_bytes = sum(file.stat().st_size for one in newest for file in one.rglob("*") if file.is_file())
-    return trial
+    async with local_job(config, heard, play) as job:
+        if not (config.environments or config.tasks.train or config.environment.name or config.brings_tasks):
+            await job.plane.store.tasks.push("train", [task_of(_stand_in_task(config))], "check")
+            await job.plane.store.tasks.seal()
+        report("playing and training" if plays_episodes(config) else "training")
+        await _until_over(job, rollout, min(64, config.rollout.group_size * config.rollout.groups_per_step))
+        _count(trial, config)
 
 
 def _count(trial: Trial, config: JobConfig) -> None:

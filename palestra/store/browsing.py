@@ -49,7 +49,7 @@ class EpisodeSummary:
         metadata: the worker's metadata, and `facts`.
         reason: why it was last given back or discarded; None of a completed one.
         earlier_reason: of a completed one, why the previous attempt failed, if any.
-        claimed_at: Unix seconds; None: not claimed.
+        claimed_at: Unix seconds of its last claim; None: it was never claimed.
         players: policies of roles that have a pool; see `EpisodeRecord`.
     """
 
@@ -339,7 +339,7 @@ def summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
         reason=row.reason if row.state != "completed" else None,
         earlier_reason=row.reason if row.state == "completed" else None,
         worker_id=row.worker_id if row.state == "claimed" else None,
-        claimed_at=row.claimed_at if row.state == "claimed" else None,
+        claimed_at=row.claimed_at,
         players={} if row.players is None else _object(row.players, str),
     )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
+import sqlite3
 import subprocess
+import time
 
 import pytest
 from servers import PALESTRA, until
@@ -79,6 +82,60 @@ def test_a_check_that_is_ended_leaves_nothing(job_file):
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert [path.name for path in job_file.parent.iterdir()] == ["job.toml"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_check_that_is_ended_says_what_it_has_measured(job_file, number):
+    words = ["check", "job.toml", "--json", "--set", "engine.delay_seconds=1.5"]
+    process = subprocess.Popen([str(PALESTRA), *words], cwd=job_file.parent, stdout=subprocess.PIPE, text=True)
+    until(lambda: process.poll() is not None or stored_calls(job_file.parent) > 8, "a call of the second step")
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    found = json.loads(out)
+    assert process.returncode == 128 + number
+    assert found["trial"]["stopped"]
+    assert len(found["trial"]["rows"]) == 1
+    assert found["trial"]["calls"] > 8
+    assert number.name in found["findings"][-1]["text"]
+    assert [path.name for path in job_file.parent.iterdir()] == ["job.toml"]
+
+
+def stored_calls(folder) -> int:
+    """Return how many calls are in the store of the trial."""
+    for path in folder.glob(".palestra-check-*/run/run.db"):
+        with (
+            contextlib.suppress(sqlite3.OperationalError),  # it is being made
+            contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection,
+        ):
+            return connection.execute("SELECT count(*) FROM chats").fetchone()[0]
+    return 0
+
+
+BLOCKS = """
+import time
+from palestra import Environment
+
+class Blocks(Environment):
+    blocking = False
+
+    def reset(self, task):
+        time.sleep(60.0)
+        return "?", {}
+
+    def step(self, action):
+        return "", 1.0, True, False, {}
+"""
+
+
+@pytest.mark.slow
+def test_a_check_whose_environment_blocks_everything_ends_in_time(job_file):
+    (job_file.parent / "blocks.py").write_text(BLOCKS)
+    words = ["check", "job.toml", "--json", "--set", "environment.name=blocks.py:Blocks", "--trial-seconds", "1"]
+    began = time.monotonic()
+    done = subprocess.run([str(PALESTRA), *words], cwd=job_file.parent, capture_output=True, text=True, timeout=50)
+    assert time.monotonic() - began < 30
+    assert (done.returncode, json.loads(done.stdout)["trial"]["stopped"]) == (0, True), done.stderr
 
 
 def test_a_job_that_works_is_shown_with_what_its_steps_took(job_file, capsys):

@@ -24,8 +24,10 @@ from palestra import __version__
 from palestra.cli.episode_list import episode_lines
 from palestra.cli.main import COMMANDS, main
 from palestra.client.control import ControlClient
+from palestra.dashboard.answers import EpisodeLine
+from palestra.dashboard.episode_line import episode_line
 from palestra.runtime import local
-from palestra.store.browsing import EpisodeSummary, browse, list_episodes
+from palestra.store.browsing import browse, list_episodes
 
 JOB = """
 name = "mine"
@@ -293,9 +295,9 @@ def test_a_list_of_episodes_is_whole_in_a_pipe_and_fits_into_80_columns(copied, 
         assert width == 160 or "and this is its end" in " ".join(" ".join(lines).split())
 
 
-def list_of(job: Job) -> list[EpisodeSummary]:
+def list_of(job: Job) -> list[EpisodeLine]:
     with browse(job.run_dir / "run.db") as connection:
-        return list_episodes(connection, None, None, 40)
+        return [episode_line(one) for one in list_episodes(connection, None, None, 40)]
 
 
 @pytest.mark.slow

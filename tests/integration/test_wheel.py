@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import venv
@@ -75,6 +76,20 @@ def test_it_plays_the_episodes_of_a_server_that_runs_elsewhere(installed, tmp_pa
         assert done.returncode == 0, done.stderr
         assert server.wait() == 0
         assert int(done.stdout.split()[1]) == len(job.query("SELECT state FROM episodes WHERE state = 'completed'"))
+
+
+def test_it_lists_and_shows_the_run_of_a_server(installed, tmp_path):
+    with Job(tmp_path, SCRIPTED, tasks=(), validation=()) as job:
+        server = job.start()
+        key = (job.run_dir / "api_key").read_text()
+        played = run(installed / "env/bin/python", "-c", PLAY.replace("while True", "for _ in range(2)"), job.url, key)
+        assert played.returncode == 0, played.stderr
+        for words in (["top", "--once"], ["episodes"], ["episodes", "train-000000-00"]):
+            command = [installed / "env/bin/palestra", words[0], job.url, *words[1:]]
+            done = run(*command, cwd=tmp_path, env=os.environ | {"PALESTRA_API_KEY": key})
+            assert (done.returncode, done.stderr) == (0, "")
+            assert "train-000000-00" in done.stdout
+        server.kill()
 
 
 MINE = """

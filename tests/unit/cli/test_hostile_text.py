@@ -63,6 +63,36 @@ ANSWERS: dict[str, object] = {
     "/keys": [KEY],
     "/tenants": [{"name": HOSTILE, "quota": {HOSTILE: 1.0}}],
 }
+RUN = f"/dashboard/api/runs/{JOB}"
+LINE = {"episode_id": HOSTILE, "task_id": HOSTILE, "state": HOSTILE, "reason": HOSTILE, "worker": HOSTILE}
+LINE |= {"metadata": HOSTILE, "players": {HOSTILE: HOSTILE}, "forks": {HOSTILE: 1}, "rewards": {HOSTILE: 1.0, "b": 0.0}}
+MESSAGE = {"role": HOSTILE, "name": HOSTILE, "content": [{"text": HOSTILE}, {"image": HOSTILE}], "reasoning": HOSTILE}
+MESSAGE |= {"tool_calls": [{"id": "1", "name": HOSTILE, "arguments": HOSTILE}]}
+FORK = {"reason": HOSTILE, "text": HOSTILE, "drift": True, "call": 0, "message": 0, "position": 0}
+CALL = {"index": 0, "after": None, "agent": HOSTILE, "policy": HOSTILE, "time_step": 0, "prompt_tokens": 1, "reused": 0}
+CALL |= {"sampled": 1, "finish_reason": HOSTILE, "stop": HOSTILE, "fork": FORK, "trained": True, "why": HOSTILE}
+CALL |= {"versions": [], "mean_logprob": None, "temperature": 1.0, "max_tokens": 1, "seed": "0", "sampling": {}}
+CALL |= {"grammar": "", "tools": [], "started_at": 0.0, "seconds": 1.0, "messages": [MESSAGE], "messages_before": 0}
+DETAIL = {"run": "r", "line": LINE, "task": {HOSTILE: HOSTILE}, "metadata": {HOSTILE: HOSTILE}, "step_rewards": None}
+DETAIL |= {"named_rewards": {HOSTILE: None}, "verdicts": [{"name": HOSTILE, "score": 1.0, "reason": HOSTILE}]}
+DETAIL |= {"step": None, "trained": True, "why": HOSTILE, "distinct_tokens": 1, "rows": [], "notes": []}
+COLUMNS = {"step": [1.0], f"train/{HOSTILE}/reward_mean": [0.5], "train/reward_mean": [0.5]}
+SLOW = {"episode_id": HOSTILE, "call": 0, "agent": HOSTILE, "seconds": 1.0, "ended": 0.0}
+ANSWERS |= {
+    RUN: {"run": HOSTILE, "title": HOSTILE, "folder": "", "state": HOSTILE, "reason": HOSTILE},
+    f"{RUN}/metrics": {
+        "run": "r",
+        "rows": 1,
+        "columns": COLUMNS,
+        "units": {},
+        "formulas": {},
+        "damaged": [],
+        "last_event": 0,
+    },
+    f"{RUN}/episodes": {"run": "r", "episodes": [LINE], "following": None, "looked_at": 1},
+    f"{RUN}/episodes/train-000000-00": DETAIL | {"calls": [CALL | {"reply": MESSAGE}]},
+    f"{RUN}/calls": {"run": "r", "calls": [SLOW]},
+}
 
 
 class Hostile(BaseHTTPRequestHandler):
@@ -175,10 +205,14 @@ CASES: dict[str, list[list[str]]] = {
         ["run", "train-000000-00", "--json"],
         [HOSTILE],
         ["run", HOSTILE],
+        [JOB],
+        [JOB, "--json"],
+        [JOB, "train-000000-00"],
+        [JOB, "train-000000-00", "--json"],
     ],
     "dashboard": [[HOSTILE], ["run", HOSTILE]],
     "track": [["run", HOSTILE], [HOSTILE, "tensorboard"], ["run", "tensorboard"]],
-    "top": [["run", "--once"], [HOSTILE]],
+    "top": [["run", "--once"], [HOSTILE], [JOB, "--once"]],
     "doctor": [["run"], ["run", "--json"], [HOSTILE]],
     "export": [[JOB, "out"], [HOSTILE, "out"]],
     "rotate-key": [[JOB], [HOSTILE]],

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 
 import pytest
 
 from palestra.cli import top_view as top_service
 from palestra.cli.main import main
+from palestra.client.control import ControlClient
 from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.server import create_page_app
 from palestra.errors import NotFound
 from palestra.http.server import listen, served, url_of
 from palestra.terminal import TerminalConsole
-from palestra.types.control_wire import ClusterView, InUse, JobView, NodeView, QuotaBody, ResourcesBody, ServerView
+from palestra.types.control_wire import ClusterView, InUse, JobView, NodeView, QuotaBody, ResourcesBody
 from palestra.types.gpus import GpuUse
 from unit.dashboard.recorded import record
 
@@ -52,24 +54,19 @@ def job(number: int, state: str, reason: str, name: str = "addition") -> JobView
 
 
 class Service:
-    """A control plane that answers with what the test has put there."""
+    """A control plane that answers with what the test has put there; `page` has the runs of its jobs."""
 
-    def __init__(self, jobs: list[JobView], server: ServerView | Exception) -> None:
-        self._jobs, self._server = jobs, server
+    def __init__(self, jobs: list[JobView], page: ControlClient | Exception) -> None:
+        self._jobs, self._page = jobs, page
 
     def jobs(self):
         return iter(self._jobs)
 
-    def job(self, job_id: str):
-        return self
-
-    def server(self) -> ServerView:
-        if isinstance(self._server, Exception):
-            raise self._server
-        return self._server
-
-    def request(self, method: str, path: str, answer: object) -> ClusterView:
-        assert (method, path) == ("GET", "/cluster")
+    def request(self, method: str, path: str, answer: object, **more: object) -> object:
+        if path != "/cluster":
+            if isinstance(self._page, Exception):
+                raise self._page
+            return self._page.request(method, path, answer, **more)
         nodes = [NodeView(node_id="n1", cpus=8.0, gpus=2, free_cpus=2.5, jobs=3, gpu_use=CARDS, **NODE)]
         held = InUse(jobs=2, cpus=4.0, gpus=1.0, memory_gib=3.0)
         return ClusterView(nodes=nodes, draining=False, queued=4, live=3, quota=QuotaBody(jobs=5), in_use=held)
@@ -99,27 +96,21 @@ def test_each_job_has_its_state_and_why_it_waits(capsys):
     assert "\x07" not in text
 
 
-async def test_the_newest_running_job_is_shown_as_its_own_page_has_it(tmp_path, capsys):
+async def test_the_newest_running_job_is_shown_as_the_page_has_it(tmp_path, capsys):
     access, stopping, listener = OneTimeLink(), asyncio.Event(), listen("127.0.0.1", 0)
-    app = create_page_app([await record(tmp_path)], access, stopping)
-    async with served(app, listener, stopping.set):
-        server = ServerView(url=url_of(listener), api_key=access._key)
-        service = Service([job(2, "queued", "waits"), job(1, "running", "it runs")], server)
-        text = await asyncio.to_thread(drawn, service, capsys)
-    assert "job-1 addition" in text
-    assert "step 5 of 8" in text
-    assert "reward" in text
-    assert "0.625" in text
-    assert "train-000002-02" in text
-    assert "slowest calls" in text
+    run = dataclasses.replace(await record(tmp_path), name="job-1")
+    async with served(create_page_app([run], access, stopping), listener, stopping.set):
+        with ControlClient(url_of(listener), access._key) as page:
+            service = Service([job(2, "queued", "waits"), job(1, "running", "it runs")], page)
+            text = await asyncio.to_thread(drawn, service, capsys)
+    for part in ("job-1 addition", "step 5 of 8", "reward", "0.625", "train-000002-02", "slowest calls"):
+        assert part in text
 
 
-def test_a_job_whose_server_is_not_there_says_so_and_the_rest_is_shown(capsys):
-    service = Service([job(1, "running", "it runs")], ServerView(url="http://127.0.0.1:9", api_key="k"))
-    text = drawn(service, capsys)
-    assert "can't be read from here" in text
+def test_a_job_whose_run_can_not_be_read_says_so_and_the_rest_is_shown(capsys):
+    text = drawn(Service([job(1, "running", "it runs")], NotFound("has not begun to write its run")), capsys)
+    assert "has not begun" in text
     assert "n1" in text
-    assert "no data plane" in drawn(Service([job(1, "running", "")], NotFound("it has no data plane yet")), capsys)
 
 
 def test_without_runs_and_without_a_service_it_is_one_line(capsys, monkeypatch):

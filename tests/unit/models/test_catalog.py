@@ -29,6 +29,10 @@ def test_a_path_below_a_folder_that_is_there_is_not_asked_of_the_hub(tmp_path, m
         model_folder("runs/addition/checkpoints/step-000003")
     with pytest.raises(ModelError, match=r"runs has addition$"):
         model_folder("runs/adition")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(ModelError, match=r"runs has no folders$"):
+        model_folder("runs/addition")
 
 
 def test_missing_weights_say_how_to_install_them(monkeypatch):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from queue import SimpleQueue
+
 import openai
 import pytest
 
+from palestra import Environment
 from palestra.config import parse_config
 from palestra.errors import ModelError
+from palestra.models.catalog import model_folder
+from palestra.runtime import trial
 from palestra.runtime.trial import try_model, try_steps
 
 
@@ -42,6 +48,63 @@ def test_what_was_measured_is_returned_when_the_time_is_over(tmp_path):
     assert (found.stopped, found.rows, found.episodes) == (True, [], 0)
     assert found.completion_tokens > found.calls > 0
     assert found.seconds < 20
+
+
+def test_what_was_measured_is_returned_when_others_end_the_trial(tmp_path):
+    end, lines = SimpleQueue[None](), list[str]()
+
+    def report(line):
+        lines.append(line)
+        if "step 1 of 2" in line:
+            end.put(None)
+
+    found = try_steps(job(tmp_path, environment={"name": "arithmetic"}), report, 60.0, end=end)
+    assert found.stopped
+    assert found.rows
+    assert found.completion_tokens >= found.rows[0]["rollout/completion_tokens"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_trial_whose_event_loop_is_blocked_ends_in_time(tmp_path, monkeypatch):
+    class Blocking(Environment):
+        blocking = False
+
+        def reset(self, task):
+            time.sleep(15.0)
+            return "?", {}
+
+        def step(self, action):
+            return "", 1.0, True, False, {}
+
+    monkeypatch.setattr(trial, "_StandIn", Blocking)
+    found = try_steps(job(tmp_path), lambda line: None, 1.0)
+    assert found.stopped
+    assert found.seconds < 1.0 + trial.CLOSE_SECONDS + 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [False, True])
+def test_two_steps_of_a_trial_change_no_weight(tmp_path, monkeypatch, adapter):
+    import safetensors.torch
+    import torch
+
+    settings = {"model": "tiny-random", "max_context": 512, "sampling": {"max_tokens": 4}}
+    policy = settings | ({"lora": {"rank": 2}} if adapter else {})
+    (tmp_path / "trial").mkdir()
+    monkeypatch.setattr(trial, "in_new_folder", lambda parent, prefix, work: work(tmp_path / "trial"))
+    found = try_steps(job(tmp_path, engine={}, policies={"policy": policy}), lambda line: None, 100.0)
+    assert [row["train/grad_norm"] > 0 for row in found.rows] == [True, True]
+    (file,) = (tmp_path / "trial").glob(f"run/checkpoints/step-000002/{'adapter_' if adapter else ''}model.safetensors")
+    after = safetensors.torch.load_file(file)
+    if adapter:
+        grown = [tensor for name, tensor in after.items() if "lora_B" in name]
+        assert grown
+        assert not any(tensor.any() for tensor in grown)
+        return
+    before = safetensors.torch.load_file(model_folder("tiny-random") / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_function_of_the_users_plays_the_episodes(tmp_path):
@@ -83,4 +146,4 @@ def test_a_model_that_can_not_be_loaded_is_an_error(tmp_path):
         try_steps(parse_config({"model": "./nowhere", "run_dir": str(tmp_path / "run")}), lambda line: None, 60.0)
     serves = {"model": "./nowhere", "kind": "inference", "run_dir": str(tmp_path / "run")}
     with pytest.raises(ModelError):
-        try_model(parse_config(serves), lambda line: None)
+        try_model(parse_config(serves), lambda line: None, 60.0)
