@@ -357,10 +357,12 @@ def _plays_outside(config: JobConfig) -> bool:
 
 
 def _stand_in_task(config: JobConfig) -> dict[str, Any]:
-    """Return a task that replaces later ones: a question, or a conversation that fits the context."""
+    """Return a task that replaces later ones: a question, or a conversation, that fits the context."""
+    # A word has one token to five.
+    words = min(WORDS, config.policies[config.players.default].max_context // 10)
     if plays_episodes(config):
-        return {"prompt": "word " * WORDS}
-    half = "word " * (min(WORDS, config.policies[config.players.default].max_context // 10) // 2)
+        return {"prompt": "word " * words}
+    half = "word " * (words // 2)
     return {"messages": [{"role": "user", "content": half}, {"role": "assistant", "content": half}]}
 
 

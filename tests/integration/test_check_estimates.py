@@ -45,6 +45,9 @@ def rollout(task, endpoint):
 JOBS = {
     "one answer": f'{JOB}[environment]\nname = "arithmetic"\n{SLOW}',
     "own rollout": f'{JOB}[tasks]\ntrain = "tasks.jsonl"\n{SLOW}',
+    # A model that computes, whose tokens are bytes: the offer of the tool has a thousand.
+    "tool": JOB.replace("max_context = 512", 'model = "tiny-random"\nmax_context = 2048')
+    + '[environment]\nname = "calculator"\n',
 }
 
 
@@ -84,5 +87,7 @@ def test_two_steps_say_what_three_take(tmp_path, kind):
         "seconds": (seconds[0], seconds[1]),
         "memory": (trial["memory_bytes"], memory),
     }
+    # Replies are as long as the job's own: the first step samples the same tokens.
+    assert trial["rows"][0]["rollout/completion_tokens"] == rows[0]["rollout/completion_tokens"]
     wrong = {name: pair for name, pair in estimates.items() if not 1 / 1.5 < pair[0] / pair[1] < 1.5}
     assert wrong == {}
