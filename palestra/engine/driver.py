@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from palestra.models.device import DeviceName
     from palestra.models.loading import LoadedModels
     from palestra.models.weights import WeightSource
-    from palestra.pictures.kept import StoredPictures
+    from palestra.pictures.blobs import StoredPictures
     from palestra.renderers import Renderer
 
     Keep = Callable[[str, WeightSource], Awaitable[KeptWeights]]

@@ -27,8 +27,7 @@ from palestra.engine.pool.worker import StartedWorker
 from palestra.engine.remote_weights import SampledVersions
 from palestra.errors import EngineFailure, InvalidRequest, PalestraError, ServerFailed
 from palestra.models.gpus import VISIBLE
-from palestra.pictures.blobs import Blobs
-from palestra.pictures.kept import StoredPictures
+from palestra.pictures.blobs import Blobs, StoredPictures
 from palestra.process.channel import Channel, Event, Remote, raw
 from palestra.process.child import ProcessStarter, die_with_parent, how_lost, start_process
 from palestra.process.codec import decode

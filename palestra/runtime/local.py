@@ -19,8 +19,7 @@ from palestra.engine.cards import gpus_of_job
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
 from palestra.learner import Learner, OpenRun, Report, RunFolder, policy_spec
-from palestra.pictures.blobs import FOLDER, Blobs
-from palestra.pictures.kept import StoredPictures
+from palestra.pictures.blobs import FOLDER, Blobs, StoredPictures
 from palestra.proxies import spare_own_addresses
 from palestra.renderers.picture_layout import layout_fact, write_layout
 from palestra.rollout import RolloutSpec

@@ -15,7 +15,7 @@ from palestra.engine.pool.worker import StartedWorker
 from palestra.errors import ConfigError
 from palestra.extensions import extensions, load_extension
 from palestra.models.device import make_deterministic
-from palestra.pictures.kept import StoredPictures
+from palestra.pictures.blobs import StoredPictures
 from palestra.process.child import start_process
 from palestra.runtime.engine_process import ProcessHost
 from palestra.runtime.model_memory import check_more

@@ -13,9 +13,8 @@ from typing import Any
 
 from palestra.config import PicturesConfig
 from palestra.errors import InvalidRequest, NotFound, PayloadTooLarge, UnsupportedField
-from palestra.pictures.blobs import Charge, is_digest
+from palestra.pictures.blobs import Charge, KeptPictures, is_digest
 from palestra.pictures.containers import InvalidPicture
-from palestra.pictures.kept import KeptPictures
 from palestra.server.dialects.base import DialectRequest
 from palestra.server.dialects.sent_pictures import SentPicture, with_digests
 from palestra.server.picture_fetch import PictureFetcher

@@ -16,9 +16,8 @@ from palestra.database import Backend, Database
 from palestra.database.sqlite import OpenFile, make_private, open_engine, transaction
 from palestra.disk import GO_ON, private_folder, writing
 from palestra.errors import StoreError
-from palestra.pictures.blobs import FOLDER
+from palestra.pictures.blobs import FOLDER, KeptPictures
 from palestra.pictures.containers import PictureLimits
-from palestra.pictures.kept import KeptPictures
 from palestra.store import tables
 from palestra.store.calls import Calls
 from palestra.store.episodes import Episodes

@@ -4,10 +4,9 @@ Importing this package loads neither torch nor ray, so that a rollout worker sta
 """
 
 from palestra.tools.calculator import Calculator
-from palestra.tools.function import FunctionTool, tool
 from palestra.tools.manager import ToolFailure, ToolManager, ToolResult, installed_tools, load_tool
 from palestra.tools.mcp import McpServer
-from palestra.tools.tool import FINISH, BadArguments, Finish, OpenTools, Tool, ToolSource
+from palestra.tools.tool import FINISH, BadArguments, Finish, FunctionTool, OpenTools, Tool, ToolSource, tool
 
 __all__ = [
     "FINISH",

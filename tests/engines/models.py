@@ -15,7 +15,7 @@ from palestra.config import JobConfig
 from palestra.engine.pool.manager import InferenceManager
 from palestra.models.catalog import quiet_transformers
 from palestra.models.causal_lm import load_tokenizer
-from palestra.pictures.kept import StoredPictures
+from palestra.pictures.blobs import StoredPictures
 from palestra.runtime.parts import pooled_parts
 from palestra_engines.external.engine import ExternalEngine
 from palestra_engines.external.served_policy import ExternalPolicy

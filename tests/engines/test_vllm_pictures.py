@@ -19,8 +19,7 @@ from palestra.models.causal_lm import load_tokenizer
 from palestra.models.vision.processor import PictureProcessor
 from palestra.models.vision.tiny import make_tiny_vision
 from palestra.models.weights import LocalWeights
-from palestra.pictures.blobs import Blobs
-from palestra.pictures.kept import StoredPictures
+from palestra.pictures.blobs import Blobs, StoredPictures
 from palestra.pictures.pixels import encode_picture
 from palestra.renderers import PictureTokens, select_renderer
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence

@@ -24,8 +24,7 @@ from palestra.config import JobConfig
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.errors import ModelError, PalestraError
 from palestra.models.weights import LocalWeights
-from palestra.pictures.blobs import Blobs
-from palestra.pictures.kept import StoredPictures
+from palestra.pictures.blobs import Blobs, StoredPictures
 from palestra.pictures.pixels import encode_picture
 from palestra.renderers import select_renderer
 from palestra.runtime.parts import pooled_parts

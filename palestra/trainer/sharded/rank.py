@@ -22,8 +22,7 @@ from palestra.models.device import device_of, precision_of, reproducible_product
 from palestra.models.loading import LoadedModels, load_parted
 from palestra.models.numerics import KERNELS, check_numerics, numerics
 from palestra.models.shared_cores import set_threads
-from palestra.pictures.blobs import Blobs
-from palestra.pictures.kept import StoredPictures
+from palestra.pictures.blobs import Blobs, StoredPictures
 from palestra.trainer.base import OptimParams, OptimReport, PolicySpec, StepReport
 from palestra.trainer.metrics import SentSums
 from palestra.trainer.sharded.group import Exchange, Problem, RankGroup

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from palestra.errors import InvalidRequest
-from palestra.pictures.kept import KeptPictures
+from palestra.pictures.blobs import KeptPictures
 from palestra.pictures.parts import Picture
 from palestra.rollout.played import EpisodePictures
 from palestra.types.messages import ChatMessage, ImagePart, TextPart

@@ -16,7 +16,7 @@ from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
 from palestra.config import AdapterConfig, TrainerConfig
 from palestra.models.loading import LoadedModels
-from palestra.pictures.kept import StoredPictures
+from palestra.pictures.blobs import StoredPictures
 from palestra.pictures.pixels import encode_picture
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.moment_files import read_moments
