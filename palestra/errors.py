@@ -21,6 +21,7 @@
     │   ├── HistoryDrift             409  exact tokens of an earlier call would be lost (strict mode)
     │   ├── EpisodeLeaseExpired      409  the episode was given to another worker, or its time ran out
     │   ├── EpisodeEnded             409  the episode has ended
+    │   ├── VersionQuarantined       409  an audit holds a version back: it is neither served nor exported
     │   └── EpisodeOver              409  an environment has nothing more to show
     ├── Expired                      410  what was asked for was kept for some time, which is over
     ├── PayloadTooLarge              413
@@ -395,6 +396,13 @@ class JudgeFailed(PalestraError):
 
     http_status = 503
     retryable = True
+
+
+class VersionQuarantined(Conflict):
+    """An audit has found that the reward is gamed, and holds versions of a policy back.
+
+    They answer no call outside the job's own episodes, and are exported only with `--force`.
+    """
 
 
 class JudgeBudgetSpent(PalestraError):

@@ -13,7 +13,7 @@ import contextvars
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +23,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 SHORT_TURN_SECONDS = 0.0005  # Python's are 5 ms
 FREED_AT_ONCE = 64  # episodes, in about a millisecond
+END_SECONDS = 5.0  # limit for ending the tasks of an event loop that is closed
 REQUEST_THREADS = 2  # more would only take the interpreter's lock from the event loop more often
 
 
@@ -199,3 +200,36 @@ def check_wanted() -> None:
     """
     if _current.abandoned is not None and _current.abandoned.is_set():
         raise CallerGone
+
+
+@contextmanager
+def own_loop(name: str) -> Iterator[asyncio.AbstractEventLoop]:
+    """Run an event loop in a thread while the block is open.
+
+    Args:
+        name: of the thread, for debuggers and logs.
+    """
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name=name, daemon=True)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        asyncio.run_coroutine_threadsafe(_end_others(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _end_others() -> None:
+    """End all other tasks of this event loop."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=END_SECONDS)
+
+
+async def on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """Await a coroutine that runs on another event loop; it is cancelled with the caller."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))

@@ -73,6 +73,11 @@ class ModelJudge(JudgeConfig):
                 raise ValueError(f"url: {error}") from None
         return self
 
+    @property
+    def asks_policy(self) -> bool:
+        """Return whether the judge is a policy of the job; see `JudgeConfig`."""
+        return self.policy is not None
+
     def model_of(self, access: JudgeAccess) -> JudgeModel:
         """Return the model that is asked."""
         from palestra_judges.model import JudgeModel

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from palestra.types.records import Verdict
 from palestra.waiting import together
 from palestra_judges.bounds import doubts
 from palestra_judges.model import JudgeModel
+from palestra_judges.nulls import null_reply, null_verdicts, null_work
 from palestra_judges.questions import canonical, digest, question_of, work_of
 from palestra_judges.verdicts import read_ranking
 
@@ -59,16 +60,35 @@ class RelativeJudge:
 
     async def judge(self, group: JudgedGroup, book: VerdictBook) -> Mapping[str, Mapping[str, float]]:
         """Return the mean rank of each waiting episode, from 0 to 1; see `Judge.judge`."""
-        sees, keys = self._config.sees, self._config.task_keys
-        works = [work_of(one, group.judged.get(one.episode.episode_id), sees, keys) for one in group.trajectories]
-        asked, done = works[0][0], [work for _, work in works]
-        if any(other != asked for other, _ in works):  # each entry has its own question
-            asked, done = {}, [{**other, **work} for other, work in works]
+        asked, done = self._works(group)
         names = [one.episode.episode_id for one in group.trajectories]
         orders = self.orders(entries_of(names, done), group.seed)
         given = await together(*(self._verdict(group, book, asked, n, one) for n, one in enumerate(orders)))
         name = self._config.name
         return {one: {name: _mean([verdict.scores[one][name] for verdict in given])} for one in group.waiting}
+
+    async def probe(self, group: JudgedGroup, book: VerdictBook) -> list[float]:
+        """Return the ranks of canned replies among those of a group, from 0 to 1; see `ProbedJudge.probe`."""
+        asked, done = self._works(group)
+        question = asked.get("question", done[0].get("question", ""))
+        own = {key: value for key, value in done[0].items() if key in ("question", "task")}
+        names = [one.episode.episode_id for one in group.trajectories]
+
+        def ask(name: str, null: str) -> Coroutine[Any, Any, Verdict]:
+            work = {**own, **null_work(null_reply(null, question), self._config.sees)}
+            return self.ask(asked, self.orders(entries_of([*names, name], [*done, work]), group.seed)[0])
+
+        found = await null_verdicts(group.key(self.rubric, self._model.version), book, ask)
+        return [verdict.scores[name][self._config.name] for name, verdict in found]
+
+    def _works(self, group: JudgedGroup) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return what was asked of a group, and what each of its episodes has done."""
+        sees, keys = self._config.sees, self._config.task_keys
+        works = [work_of(one, group.judged.get(one.episode.episode_id), sees, keys) for one in group.trajectories]
+        asked, done = works[0][0], [work for _, work in works]
+        if any(other != asked for other, _ in works):  # each entry has its own question
+            asked, done = {}, [{**other, **work} for other, work in works]
+        return asked, done
 
     def orders(self, entries: Sequence[Entry], seed: int) -> list[list[Entry]]:
         """Return the orders in which entries are shown: each drawn one is followed by its mirror image."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from palestra.envs.judge import JudgedGroup, VerdictBook
+from palestra.envs.judge import JudgedGroup, VerdictBook, share_of
 from palestra.types.records import Verdict
 from palestra_judges.bounds import doubts
 from palestra_judges.model import JudgeModel
+from palestra_judges.nulls import null_reply, null_verdicts, null_work
 from palestra_judges.questions import digest, question_of, work_of
 from palestra_judges.verdicts import read_choices
 
@@ -56,6 +57,17 @@ class RubricJudge:
             verdict = await self.ask({**asked, **done}, name)
             await book.record(key, verdict)
         return verdict.scores
+
+    async def probe(self, group: JudgedGroup, book: VerdictBook) -> list[float]:
+        """Return the shares of the largest reward that canned replies get; see `ProbedJudge.probe`."""
+        first, sees = group.trajectories[0], self._config.sees
+        asked, _ = work_of(first, group.judged.get(first.episode.episode_id), sees, self._config.task_keys)
+
+        def ask(name: str, null: str) -> Coroutine[Any, Any, Verdict]:
+            return self.ask({**asked, **null_work(null_reply(null, asked.get("question", "")), sees)}, name)
+
+        found = await null_verdicts(group.key(self.rubric, self._model.version), book, ask)
+        return [share_of(verdict.scores[name], self._config.reward_weights) for name, verdict in found]
 
     async def ask(self, data: Mapping[str, Any], name: str, repeat: int = 0, mirrored: bool = False) -> Verdict:
         """Return the verdict on one work.

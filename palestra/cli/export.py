@@ -50,6 +50,9 @@ def add_export(commands: Any) -> None:
         help="write whole weights, to which the adapter is added; without it an adapter is copied as it is",
     )
     parser.add_argument(
+        "--force", action="store_true", help="also weights that an audit holds back, because the reward was gamed"
+    )
+    parser.add_argument(
         "--dtype", choices=DTYPES, help="round the weights to this precision; without it, they are those of training"
     )
     add_control(parser)
@@ -96,7 +99,7 @@ def _copy(run_dir: Path, arguments: argparse.Namespace) -> None:
 
     folder, _ = run_folder(run_dir)
     target = arguments.target
-    path, step = weights_of_policy(folder, arguments.policy, OPTION, arguments.step)
+    path, step = weights_of_policy(folder, arguments.policy, OPTION, arguments.step, arguments.force)
     if target.exists():
         raise Conflict(f"{target} exists already; choose another folder")
     # The names of adapters' files are looked at without torch, whose import takes seconds.

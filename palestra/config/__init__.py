@@ -3,6 +3,7 @@
 from palestra.config.actor_critic import A2CConfig, ActorCriticConfig, PPOConfig, SACConfig, TokenCredit
 from palestra.config.algorithm import ALGORITHM_NAMES, OwnAlgorithmConfig
 from palestra.config.algorithm_base import REWARD_NAME, AlgorithmConfig, LossAggMode
+from palestra.config.audit import AuditConfig
 from palestra.config.engine import Alike, EngineConfig, MixedEngineConfig, PooledEngineConfig
 from palestra.config.harness import HarnessConfig
 from palestra.config.imitation import DistillConfig, DPOConfig, SFTConfig
@@ -80,6 +81,7 @@ __all__ = [
     "AdvantageScale",
     "AlgorithmConfig",
     "Alike",
+    "AuditConfig",
     "CISPOConfig",
     "CheckpointConfig",
     "ClippedConfig",

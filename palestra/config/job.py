@@ -12,6 +12,7 @@ from pydantic_core import to_json
 
 from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.algorithm_base import AlgorithmConfig
+from palestra.config.audit import AuditConfig
 from palestra.config.checks import check_bases, check_devices, check_trained
 from palestra.config.engine import EngineConfig, default_engine
 from palestra.config.harness import HarnessConfig
@@ -128,6 +129,7 @@ class JobConfig(Section):
         description="Scores each episode in addition to the environment's own reward (`environment` among the named "
         "rewards). None: the environment's reward alone counts.",
     )
+    audit: AuditConfig | None = Field(None, description="Watches whether the reward is gamed. None: nothing does.")
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     engine: EngineConfig = Field(default_factory=default_engine)
@@ -192,6 +194,18 @@ class JobConfig(Section):
     def _can_be_judged(self) -> JobConfig:
         if self.judge is not None and self.trains_several:
             raise ValueError("a judge scores whole episodes, and several policies are trained; train one policy a job")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_audited(self) -> JobConfig:
+        if self.audit is None or self.kind != "training":
+            return self
+        if self.trains_several:
+            raise ValueError("an audit compares with the reward of an episode, and several policies are trained")
+        if self.learns_recorded:
+            raise ValueError("an audit looks at what is played, and this algorithm plays no training episodes")
+        if self.audit.judge is not None and self.audit.judge == self.judge:
+            raise ValueError("audit.judge is the same as [judge], so it can't find what that one does not; use another")
         return self
 
     @model_validator(mode="after")
@@ -337,7 +351,7 @@ class JobConfig(Section):
         Left out are the address and the files, limits of workers, who plays, and the number of steps (unless the
         learning rate depends on it). The tasks themselves are in the run store.
         """
-        apart = "name kind run_dir tracking seats server pictures store checkpoint evaluation watchdog"
+        apart = "name kind run_dir tracking seats server pictures store checkpoint evaluation watchdog audit"
         left_out: dict[str, Any] = dict.fromkeys(apart.split(), True)
         left_out["rollout"] = {
             "lease_seconds",

@@ -70,6 +70,11 @@ class JudgeConfig(Section, ABC):
     def reward_weights(self) -> Mapping[str, float]:
         """Return the names of the rewards that the judge gives, with their weights."""
 
+    @property
+    def asks_policy(self) -> bool:
+        """Return whether the judge is a policy of the job, which answers no call before the job samples."""
+        return False
+
     @abstractmethod
     def make(self, access: JudgeAccess) -> Judge:
         """Return the judge."""

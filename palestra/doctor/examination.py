@@ -13,6 +13,7 @@ import orjson
 from sqlalchemy import Connection, func, select
 
 from palestra.config import JobConfig, load_saved_config
+from palestra.doctor.audit_rules import AUDIT_RULES
 from palestra.doctor.off_policy_rules import OFF_POLICY_RULES
 from palestra.doctor.opponent_rules import OPPONENT_RULES
 from palestra.doctor.rule import JobSize, Row, Rule, RunHistory
@@ -25,11 +26,20 @@ from palestra.store.browsing import EpisodeSummary, browse, last_state
 from palestra.store.run_log import NUMERICS, read_fact, readable_metrics
 from palestra.store.search import readable_summaries
 from palestra.store.tables import episodes, groups, metric_rows
+from palestra.store.verdicts import audit_scores
 from palestra.types.metrics import row_of_policy
 from palestra.types.progress import HealthWarning
 from palestra.types.records import ON_PURPOSE
 
-RULES: tuple[Rule, ...] = (*STEP_RULES, *REPLY_RULES, *OFF_POLICY_RULES, *TREND_RULES, *OPPONENT_RULES, *STORE_RULES)
+RULES: tuple[Rule, ...] = (
+    *STEP_RULES,
+    *REPLY_RULES,
+    *OFF_POLICY_RULES,
+    *TREND_RULES,
+    *AUDIT_RULES,
+    *OPPONENT_RULES,
+    *STORE_RULES,
+)
 
 OF_A_POLICY = tuple(rule for rule in RULES if not rule.of_job)
 OF_A_JOB = tuple(rule for rule in RULES if rule.of_job)
@@ -297,7 +307,13 @@ def add_facts(connection: Connection, kept: Examined) -> bool:
 def _with_episodes(connection: Connection, finding: Finding) -> Finding:
     """Return a finding with the episodes of its last step that show it."""
     rule = next(rule for rule in RULES if rule.code == finding.code)
-    chosen = rule.shows(_episodes_of(connection, finding.until))[:MOST_EPISODES]
+    chosen = rule.shows(_episodes_of(connection, finding.until))
+    if rule.audited:
+        scores = audit_scores(connection, finding.until)
+        if known := [one for one in chosen if one.episode_id in scores]:
+            best_paid = known[: max(len(known) // 2, 1)]
+            chosen = sorted(best_paid, key=lambda one: scores[one.episode_id])
+    chosen = chosen[:MOST_EPISODES]
     return replace(finding, episodes=tuple(one.episode_id for one in chosen))
 
 

@@ -110,6 +110,7 @@ class Rule:
         seen: describes the sign in the newest step; None: it is absent.
         shows: selects the episodes of a step that show the sign best, the clearest first.
         of_job: whether the sign concerns the whole job; otherwise each trained policy's rows are tested.
+        audited: whether the half of these episodes that stands first is shown with the lowest score of the audit first.
     """
 
     code: str
@@ -119,6 +120,7 @@ class Rule:
     remedy: str
     shows: Shows
     of_job: bool = False
+    audited: bool = False
 
 
 def mean(rows: Sequence[Row], name: str) -> float | None:

@@ -20,8 +20,8 @@ LONGER, LONGER_TOKENS = 2.0, 16.0  # times the tokens of the first steps, and to
 IDLE_STEPS, IDLE_ERRORS = 30, 2.5
 
 
-def _error(history: RunHistory, rows: Sequence[Row], of: int) -> float:
-    """Return the standard error of the mean reward of some steps.
+def reward_error(history: RunHistory, rows: Sequence[Row], of: int) -> float:
+    """Return the standard error of the mean reward of `of` steps.
 
     The episodes of a group count as one, because they share a task: this is the largest possible error.
     """
@@ -33,7 +33,7 @@ def _not_better(history: RunHistory, recent: Sequence[Row]) -> bool:
     """Return whether the reward of the last steps exceeds that of the first ones by no more than one error."""
     first = history.start[:RECENT]
     before, now = mean(first, REWARD), mean(recent, REWARD)
-    return before is not None and now is not None and now <= before + _error(history, [*first, *recent], RECENT)
+    return before is not None and now is not None and now <= before + reward_error(history, [*first, *recent], RECENT)
 
 
 def _reward_collapse(history: RunHistory) -> str | None:
@@ -46,7 +46,7 @@ def _reward_collapse(history: RunHistory) -> str | None:
     end = max(range(RECENT, len(earlier) + 1), key=lambda end: sum(rewards[end - RECENT : end]))
     best_rows = earlier[end - RECENT : end]
     best, first = mean(best_rows, REWARD) or 0.0, mean(history.start[:RECENT], REWARD) or 0.0
-    enough = max(LOST_SHARE * (best - first), SURE * _error(history, [*best_rows, *recent], RECENT))
+    enough = max(LOST_SHARE * (best - first), SURE * reward_error(history, [*best_rows, *recent], RECENT))
     if best <= now or best - now <= enough:
         return None
     return (
@@ -63,7 +63,7 @@ def improves(history: RunHistory) -> bool:
     count = min(RECENT, len(history.rows) // 2)
     first, recent = history.start[:count], history.last(count) if count else []
     before, now = mean(first, REWARD), mean(recent, REWARD)
-    error = _error(history, [*first, *recent], count) if count == RECENT else 0.0  # any rise counts at first
+    error = reward_error(history, [*first, *recent], count) if count == RECENT else 0.0  # any rise counts at first
     return before is not None and now is not None and now > before + error
 
 
@@ -94,7 +94,7 @@ def _reward_oscillates(history: RunHistory) -> str | None:
     if len(values) <= SWINGS:
         return None
     known = [row[REWARD] for row in history.rows]
-    least = max(SURE * _error(history, rows, 1), SWING_RANGE * (max(known) - min(known)))
+    least = max(SURE * reward_error(history, rows, 1), SWING_RANGE * (max(known) - min(known)))
     if least <= 0 or (swings := _swings(values, least)) < SWINGS:
         return None
     return (
@@ -128,7 +128,7 @@ def _entropy_lost(history: RunHistory) -> str | None:
     return f"{seen} {mean(recent, REWARD):.3g}" if now <= min(ENTROPY_NONE, ENTROPY_NONE * before) else None
 
 
-def _tokens(row: Row) -> float:
+def tokens_of_episode(row: Row) -> float:
     """Return the mean number of sampled tokens of a step's episodes."""
     return row["rollout/completion_tokens"] / max(row["train/episodes"], 1)
 
@@ -137,7 +137,7 @@ def _lengths_run_away(history: RunHistory) -> str | None:
     recent, first = history.recent, history.start[:RECENT]
     if len(history.rows) < 2 * RECENT or not in_each(recent, lambda row: "rollout/completion_tokens" in row):
         return None
-    before, now = _average(first, _tokens), _average(recent, _tokens)
+    before, now = _average(first, tokens_of_episode), _average(recent, tokens_of_episode)
     if now < max(LONGER * before, before + LONGER_TOKENS) or not _not_better(history, recent):
         return None
     return (
@@ -157,7 +157,7 @@ def _learning_rate_idle(history: RunHistory) -> str | None:
         [*history.start, *last], lambda row: ENTROPY in row and row.get("train/grad_norm", 0.0) > 0
     ):
         return None
-    series: tuple[Callable[[Row], float], ...] = (lambda row: row[REWARD], lambda row: row[ENTROPY], _tokens)
+    series: tuple[Callable[[Row], float], ...] = (lambda row: row[REWARD], lambda row: row[ENTROPY], tokens_of_episode)
     if not last or any(_moved(history.start, last, value) for value in series):
         return None
     return (

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from palestra.config import Roles
+from palestra.errors import ConfigError
+from palestra.types.calls import Chat
 from palestra.types.records import EpisodeKind, Trajectory, Verdict, VerdictKey
 
 
@@ -94,3 +97,44 @@ class Judge(Protocol):
     async def close(self) -> None:
         """Close connections; called once, on the judge's event loop."""
         ...
+
+
+@runtime_checkable
+class ProbedJudge(Judge, Protocol):
+    """A judge whose verdicts on replies that say nothing can be asked for; an audit does so from time to time."""
+
+    async def probe(self, group: JudgedGroup, book: VerdictBook) -> list[float]:
+        """Return the scores of canned replies to the task of a group, each from 0 to 1; without those that failed.
+
+        Raises:
+            PalestraError: it cannot judge any more.
+        """
+        ...
+
+
+def share_of(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Return what named scores have of the largest weighted sum; one with a negative weight counts the other way.
+
+    Args:
+        scores: each from 0 to 1.
+        weights: 1 if a name has none.
+
+    Raises:
+        ConfigError: a score is outside of these bounds, or all weights are 0.
+    """
+    got = most = 0.0
+    for name, score in scores.items():
+        if not 0.0 <= score <= 1.0:
+            raise ConfigError(f"the judge of an audit scores from 0 to 1, and {name!r} is {score!r}")
+        weight = weights.get(name, 1.0)
+        got += abs(weight) * (score if weight >= 0 else 1 - score)
+        most += abs(weight)
+    if not most:
+        raise ConfigError("the judge of an audit gives no score with a weight")
+    return got / most
+
+
+def spoken_calls(trajectory: Trajectory, players: Roles) -> list[Chat]:
+    """Return the calls of the agents that learn."""
+    roles = players.of_episode(trajectory.episode.players)
+    return [chat for step in trajectory.steps for chat in step.chats if roles.learns(chat.agent)]

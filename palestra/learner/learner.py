@@ -17,6 +17,7 @@ from typing import Any
 from palestra.algorithms.base import Algorithm
 from palestra.errors import ConfigError
 from palestra.faults import fault_point
+from palestra.learner.audit import Audit
 from palestra.learner.engine_check import check_engine
 from palestra.learner.evaluation import validate
 from palestra.learner.groups import DynamicSampling, Gathered, gather_groups
@@ -38,17 +39,25 @@ from palestra.types.metrics import by_policy, of_policy
 from palestra.types.progress import Part, Phase
 from palestra.types.records import JUDGE_FAILED, BatchManifest, Task, Trajectory
 from palestra.types.states import JobState
-from palestra.waiting import race, together
+from palestra.waiting import cancelled, race, together
 
 
 class Learner:
     """Trains the policies of one job that are not frozen."""
 
     def __init__(
-        self, run: OpenRun, trainer: Trainer, algorithms: Mapping[str, Algorithm], sampler: SamplerMaker | None = None
+        self,
+        run: OpenRun,
+        trainer: Trainer,
+        algorithms: Mapping[str, Algorithm],
+        sampler: SamplerMaker | None = None,
+        audit: Audit | None = None,
     ) -> None:
-        """Assemble the learner; `run` trains. `sampler` is a user's own choice of tasks; None: as configured."""
+        """Assemble the learner; `run` trains. `sampler` is a user's own choice of tasks; None: as configured. `audit`
+        looks whether the reward is gamed; None: nothing does.
+        """
         self._run, self._trainer, self._algorithms, self._sampler = run, trainer, algorithms, sampler
+        self._audit = audit
         config, trained = run.config, run.policies.trained
         self._budget = TrainingBudget(config, run.store.groups, run.store.log)
         self._updates = {name: PolicyUpdate(run, trainer, self._budget, name, algorithms[name]) for name in trained}
@@ -99,6 +108,8 @@ class Learner:
             await self._train_all()
         finally:
             await self._close_teachers()
+            if self._audit is not None:
+                await self._audit.close()
             await self._checkpoints.close()  # after an error, one may be half written
 
     async def _train_all(self) -> None:
@@ -172,6 +183,8 @@ class Learner:
         known = await self._known_digest()
         if known is None:
             await self._run.store.log.set_fact("config_digest", self._run.config.digest())
+        if self._audit is not None:
+            self._audit.restore()  # before anything is published
         state = await self._checkpoints.load()
         # Also without a checkpoint: a job that has lost its base server has made steps in this process already.
         self._run.progress.step = 0 if state is None else int(state["step"])
@@ -193,6 +206,8 @@ class Learner:
         rows = await self._run.store.log.metrics()
         if rows:  # a step is evaluated after its checkpoint, so its row may be of a later time
             self._wall_before = max(self._wall_before, rows[-1].get("wall_seconds", 0.0))
+        if self._audit is not None:
+            await self._audit.open(rows if unfinished is None else [*rows, unfinished])
         await in_thread(lambda: self._checkpoints.know_best(rows))  # hashes all weights
         await self._log.restore(rows)
         if self._run.progress.step == 0 and not rows:
@@ -265,8 +280,18 @@ class Learner:
         """Update the policies with the episodes of a manifest, and publish the new weights to the engine."""
         self._run.progress.enter(f"training step {manifest.step}")
         await self._budget.count(manifest.step)
-        with self._run.progress.inside(Part.TRAINER):
-            row = {**gathered, **await self._update(manifest.step, trajectories)}
+        audited = asyncio.ensure_future(self._audited(manifest.step, trajectories))  # while the step is trained
+        try:
+            with self._run.progress.inside(Part.TRAINER):
+                row = {**gathered, **await self._update(manifest.step, trajectories)}
+            started = time.monotonic()
+            if self._audit is not None:
+                self._run.progress.enter(f"auditing step {manifest.step}")
+                row |= await audited
+                row["time/audit_seconds"] = time.monotonic() - started
+                await self._audit.add(row | {"step": float(manifest.step)})
+        finally:
+            await cancelled(audited)
         row |= {SAMPLED: float(self._budget.sampled)}
         roles = self._run.policies.roles
         row |= await in_thread(lambda: role_metrics(trajectories, roles))
@@ -278,6 +303,10 @@ class Learner:
         await self._publish(self._due(manifest.step))
         row["time/publish_seconds"] = time.monotonic() - started
         return row | self._versions_of_row()
+
+    async def _audited(self, step: int, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Return the numbers of a step's audit; empty: nothing is audited."""
+        return {} if self._audit is None else await self._audit.numbers(step, trajectories)
 
     async def _judged(self, step: int) -> dict[str, float]:
         """Return what the job's judge has done for a step."""
@@ -378,7 +407,8 @@ class Learner:
             await self._run.event("evaluated", {"step": step, **found})
             self._run.progress.evaluation_seconds.append(found["time/validation_seconds"])
             self._run.progress.evaluations_left = self._evaluations_left(step)
-            await self._checkpoints.keep_best(step, found)
+            if self._audit is None or not self._audit.holds:
+                await self._checkpoints.keep_best(step, found)
         elif step == 0:
             return True
         row["wall_seconds"] = self._wall()

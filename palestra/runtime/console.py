@@ -21,6 +21,7 @@ from palestra.engine.driver import driver_of
 from palestra.runtime.watchdog import STALLED_SECONDS, PlainLines, describe_situation, situation_of
 from palestra.terminal import TerminalConsole, one_line
 from palestra.trainer.checkpoint import best_weights
+from palestra.trainer.quarantine import read_quarantine
 from palestra.types.metrics import of_policies
 from palestra.types.states import LOSSES, STUCK, TurnState
 
@@ -98,7 +99,7 @@ class Console:
             self._say(self._step_line(data))
         elif kind == "warning":
             self._say(_warning(data["text"]))
-        elif kind in (*LOSSES, STUCK, "tasks_grouped", "judge_doubtful"):
+        elif kind in (*LOSSES, STUCK, "tasks_grouped", "judge_doubtful", "version_quarantined"):
             self._say(one_line(data["text"]))
 
     def finished(self, state: str, checkpoints: Mapping[str, Path]) -> None:
@@ -111,7 +112,10 @@ class Console:
         for policy, path in checkpoints.items():
             whose = f"{policy}: " if len(checkpoints) > 1 else ""
             self._out.print(f"model:  {whose}{path}  (load it with transformers)")
-            if (best := best_weights(path.parent)) is not None:
+            held = read_quarantine(path.parent)
+            if held is not None:
+                self._out.print(f"held:   versions from step {held.since} on; export takes them with --force")
+            if (best := best_weights(path.parent)) is not None and not (held and held.holds(best[1])):
                 self._out.print(f"best:   {best[0]}  by validation, after step {best[1]}; export and eval take it")
         run = shlex.quote(str(folder))
         chosen = f" --policy {shlex.quote(self._config.players.default)}" if self._config.trains_several else ""

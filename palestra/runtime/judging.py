@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Mapping
+from typing import NoReturn
 
 from palestra.config import JudgeAccess, JudgeConfig
 from palestra.database import WAKE_SECONDS
-from palestra.envs.judge import Judge, JudgedGroup
+from palestra.envs.judge import Judge, JudgedGroup, spoken_calls
 from palestra.envs.rewards import checked_names
 from palestra.errors import ConfigError, JudgeFailed, PalestraError, place_of
 from palestra.learner import OpenRun
 from palestra.store.lifecycle import JudgedRewards
 from palestra.store.verdicts import WaitingGroup
-from palestra.types.calls import AgentStepReward, Chat
+from palestra.threads import on_loop, own_loop
+from palestra.types.calls import AgentStepReward
 from palestra.types.records import JUDGE_FAILED, SOLE_AGENT, EpisodeRecord, Trajectory
 from palestra.waiting import cancelled
 
 ENVIRONMENT = "environment"  # name of what the environment has given without a name
-END_SECONDS = 5.0  # limit for ending what a judge does when its job ends
 MOST_AT_ONCE = 256  # questions whose trajectories are in memory
-T = TypeVar("T")
 
 
 class Judging:
@@ -41,9 +38,9 @@ class Judging:
         self._began = self._run.store.clock.now()
         await self._run.sampling.wait()  # a policy that judges does not answer before
         tasks: dict[str, asyncio.Task[None]] = {}  # by group, or by episode
-        with _own_loop() as loop:
+        with own_loop("palestra-judge") as loop:
             try:
-                for text in await _on(loop, self._judge.open(self._run.store.verdicts)):
+                for text in await on_loop(loop, self._judge.open(self._run.store.verdicts)):
                     await self._run.event("judge_doubtful", {"text": text})
                 while True:
                     seen = self._run.store.episodes.played.count
@@ -60,7 +57,7 @@ class Judging:
                         tasks.pop(name).result()
             finally:
                 await cancelled(*tasks.values())
-                await _on(loop, self._judge.close())
+                await on_loop(loop, self._judge.close())
 
     async def _due(self) -> list[tuple[WaitingGroup, tuple[EpisodeRecord, ...]]]:
         """Return what can be judged now: groups, and which of their episodes."""
@@ -92,18 +89,21 @@ class Judging:
                 members.insert(0, first)
         members.sort(key=lambda episode: (episode.group_index, episode.sample_index))
         trajectories = await store.calls.trajectories([episode.episode_id for episode in members])
+        players = self._run.config.players
         asked = JudgedGroup(
             kind=group.kind,
             group_index=group.group_index,
             trajectories=tuple(trajectories),
             waiting=frozenset(episode.episode_id for episode in waiting),
             seed=self._run.config.seed,
-            judged={one.episode.episode_id: said[-1].agent for one in trajectories if (said := self._spoken(one))},
+            judged={
+                one.episode.episode_id: said[-1].agent for one in trajectories if (said := spoken_calls(one, players))
+            },
         )
         scores: Mapping[str, Mapping[str, float]] = {}
         reason = "the judge left it out"
         try:
-            scores = await _on(loop, self._judge.judge(asked, store.verdicts))
+            scores = await on_loop(loop, self._judge.judge(asked, store.verdicts))
         except JudgeFailed as error:
             reason = str(error)
         except PalestraError:
@@ -115,11 +115,6 @@ class Judging:
             if name in asked.waiting:
                 rewards = self._rewards(one, scores[name]) if name in scores else None
                 await store.episodes.judge(one.episode, rewards, f"{JUDGE_FAILED}: {reason}")
-
-    def _spoken(self, trajectory: Trajectory) -> list[Chat]:
-        """Return the calls of the agents that learn."""
-        roles = self._run.config.players.of_episode(trajectory.episode.players)
-        return [chat for step in trajectory.steps for chat in step.chats if roles.learns(chat.agent)]
 
     def _rewards(self, trajectory: Trajectory, scores: Mapping[str, float]) -> JudgedRewards:
         """Return the rewards of an episode with those of the judge, earned by the agent that learns and spoke last."""
@@ -140,7 +135,7 @@ class Judging:
                 ]
         if taken := sorted(named.keys() & given.keys()):
             raise ConfigError(f"the judge and the environment both give the reward {taken[0]!r}; rename one of them")
-        spoken = self._spoken(trajectory)
+        spoken = spoken_calls(trajectory, self._run.config.players)
         agent = spoken[-1].agent if spoken else next(iter(rewards), SOLE_AGENT)
         more = algorithm.weighted_sum(given)
         rewards[agent] = rewards.get(agent, 0.0) + more
@@ -151,32 +146,3 @@ class Judging:
         return JudgedRewards(
             rewards=rewards, named_rewards=named | given, step_rewards=steps, agent_step_rewards=earned
         )
-
-
-@contextmanager
-def _own_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """Run an event loop in a thread while the block is open."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="palestra-judge", daemon=True)
-    thread.start()
-    try:
-        yield loop
-    finally:
-        asyncio.run_coroutine_threadsafe(_end_others(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-async def _end_others() -> None:
-    """End all other tasks of this event loop."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=END_SECONDS)
-
-
-async def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """Await a coroutine that runs on another event loop; it is cancelled with the caller."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))

@@ -18,7 +18,7 @@ from palestra.config import JobConfig, JudgeAccess, past_name
 from palestra.engine.cards import gpus_of_job
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
-from palestra.learner import Learner, OpenRun, Report, RunFolder, policy_spec
+from palestra.learner import Audit, Learner, OpenRun, Report, RunFolder, policy_spec
 from palestra.pictures.blobs import FOLDER, Blobs, StoredPictures
 from palestra.proxies import spare_own_addresses
 from palestra.renderers.picture_layout import layout_fact, write_layout
@@ -92,7 +92,8 @@ async def local_job(
         apart = terms.plays and play is None and not scores and plays_apart(run.config)
         pool = None if apart else runners_of(run.config, plane.sessions, run.progress, play)
         judging = _judging(run, plane, url_of(listener), play) if trains or scores else None
-        work = await _work(run, parts.trainer, algorithms, terms, context.counts)
+        audit = _audit(run, plane, url_of(listener)) if trains else None
+        work = await _work(run, parts.trainer, algorithms, terms, context.counts, audit)
         async with (
             served(create_job_app(plane, run.workers, terms.most_replicas), listener, plane.stop, plane.connections),
             looked_after(run.store, run.progress, plane.sessions.seats, run.config.rollout.max_episode_seconds),
@@ -100,7 +101,7 @@ async def local_job(
         ):
             start.succeeded = True
             url, renewable = url_of(listener), base or parts.renewable
-            again = partial(_begin_again, run, parts, play, terms)
+            again = partial(_begin_again, run, parts, play, terms, audit)
             renewal = None if renewable is None else Renewal(renewable, again)
             fleet = fleet_of(run.config, plane, url, terms.places.runner) if apart else None
             player = pool or fleet
@@ -114,8 +115,16 @@ def _judging(run: OpenRun, plane: DataPlane, url: str, play: RolloutSpec | None)
     """Return what judges the episodes of a job; None: it has no judge."""
     if run.config.judge is None:
         return None
-    access = JudgeAccess(url=url, key=lambda: plane.keys.playground_key, frozen=run.config.frozen_policies)
-    return Judging(run, run.config.judge, access, alone=play is not None and play.only_judged)
+    return Judging(run, run.config.judge, _access(run, plane, url), alone=play is not None and play.only_judged)
+
+
+def _audit(run: OpenRun, plane: DataPlane, url: str) -> Audit | None:
+    """Return what looks whether the reward of a job is gamed; None: nothing does."""
+    return None if run.config.audit is None else Audit(run, run.config.audit, _access(run, plane, url))
+
+
+def _access(run: OpenRun, plane: DataPlane, url: str) -> JudgeAccess:
+    return JudgeAccess(url=url, key=lambda: plane.keys.playground_key, frozen=run.config.frozen_policies)
 
 
 def _algorithms(config: JobConfig, play: RolloutSpec | None, terms: JobTerms, known: bool) -> dict[str, Algorithm]:
@@ -206,21 +215,26 @@ async def _work(
     algorithms: Mapping[str, Algorithm],
     terms: JobTerms,
     counts: Mapping[str, int],
+    audit: Audit | None,
 ) -> Learner | Serving | Scoring:
     """Return the work of a job: scoring tasks, training, or serving."""
     if terms.scored is not None:
         await _first_versions(run)
         return Scoring(run, terms.scored)
-    return Serving(run, counts) if trainer is None else await _learner(run, trainer, algorithms, terms)
+    return Serving(run, counts) if trainer is None else await _learner(run, trainer, algorithms, terms, audit)
 
 
-async def _learner(run: OpenRun, trainer: Trainer, algorithms: Mapping[str, Algorithm], terms: JobTerms) -> Learner:
-    made = Learner(run, trainer, algorithms, terms.sampler)
+async def _learner(
+    run: OpenRun, trainer: Trainer, algorithms: Mapping[str, Algorithm], terms: JobTerms, audit: Audit | None
+) -> Learner:
+    made = Learner(run, trainer, algorithms, terms.sampler, audit)
     await made.prepare()
     return made
 
 
-async def _begin_again(run: OpenRun, parts: Parts, play: RolloutSpec | None, terms: JobTerms) -> Learner | None:
+async def _begin_again(
+    run: OpenRun, parts: Parts, play: RolloutSpec | None, terms: JobTerms, audit: Audit | None
+) -> Learner | None:
     """Return a learner that begins at the newest checkpoint; None: the job does not train, and calls may begin.
 
     An engine of this process waits until the learner has published the checkpoint's weights.
@@ -230,7 +244,7 @@ async def _begin_again(run: OpenRun, parts: Parts, play: RolloutSpec | None, ter
     if parts.renewable is not None:
         await run.engine.pause()
     if parts.trainer is not None:
-        return await _learner(run, parts.trainer, fresh, terms)
+        return await _learner(run, parts.trainer, fresh, terms, audit)
     if terms.scored is not None:
         await _first_versions(run)
     await run.engine.resume()

@@ -12,7 +12,7 @@ from typing import IO
 from palestra.config import SAVED_CONFIG, JobConfig, load_config
 from palestra.config.loading import read_toml
 from palestra.disk import RUN_LOCK, is_locked, open_own, private_folder
-from palestra.errors import ConfigError, NotFound, RunInUse
+from palestra.errors import ConfigError, NotFound, RunInUse, VersionQuarantined
 from palestra.learner.reporting import CHECKPOINTS, checkpoints_of
 
 ATTEMPTS = 100  # attempts to lock a folder, which failing starts of other processes may remove
@@ -77,7 +77,7 @@ def weights_of_run(model: str) -> str:
 
 
 def weights_of_policy(
-    run_dir: Path, policy: str | None, option: str | None = None, step: int | None = None
+    run_dir: Path, policy: str | None, option: str | None = None, step: int | None = None, force: bool = False
 ) -> tuple[Path, int]:
     """Return the folder of a policy's trained weights, and their step: the best validated, or else the newest
     undamaged.
@@ -85,16 +85,29 @@ def weights_of_policy(
     Args:
         policy: None: the only trained policy.
         option: of the command, which names a policy, for the error message, if any.
+        force: whether to take weights that an audit holds back.
+
+    Raises:
+        VersionQuarantined: an audit holds back what was asked for, or all that there is.
+        NotFound: there are no such weights.
     """
-    from palestra.trainer.checkpoint import best_weights, found, good, step_of
+    from palestra.trainer.checkpoint import best_weights, found, good, newest_good_before, step_of
+    from palestra.trainer.quarantine import read_quarantine
 
     folder = checkpoints_of_run(run_dir, policy, option)
+    held = None if force else read_quarantine(folder)
+    if held is not None and step is not None and held.holds(step):
+        raise VersionQuarantined(
+            f"the weights of step {step} in {run_dir} are {held}; `palestra export --force` takes them"
+        )
     best = best_weights(folder)
-    if best is not None and step in (None, best[1]):
+    if best is not None and step in (None, best[1]) and not (held and held.holds(best[1])):
         return best
-    chosen = good(folder, step)
+    chosen = good(folder, step) if held is None or step is not None else newest_good_before(folder, held.since)
     if chosen is not None:
         return chosen[0], step_of(chosen[0])
+    if held is not None and step is None and (best or found(folder)):
+        raise VersionQuarantined(f"all weights that {run_dir} has are {held}; `palestra export --force` takes them")
     steps = sorted({*map(step_of, found(folder)), *([] if best is None else [best[1]])})
     if not steps:
         raise NotFound(f"{run_dir} has no checkpoint yet; the first is written after checkpoint.every_steps steps")

@@ -249,7 +249,11 @@ class Watchdog:
 
     def _done(self) -> tuple[int, int, int]:
         """Return numbers that grow with every accepted token, every step and every verdict."""
-        tokens, verdicts = self._plane.sessions.context.counts["completion_tokens"], self._plane.store.verdicts.recorded
+        store = self._plane.store
+        tokens, verdicts = (
+            self._plane.sessions.context.counts["completion_tokens"],
+            store.verdicts.recorded + store.audits.recorded,
+        )
         return tokens, self._plane.progress.step, verdicts
 
     async def _why(self) -> str | None:

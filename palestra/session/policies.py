@@ -51,11 +51,13 @@ class PolicySet:
         runtimes: in the order of the configuration.
         roles: assigns policies to agents, and marks frozen ones.
         past: past versions in the engine, by names such as `white@5`, oldest first; see `add_past`.
+        held: why the newest version of a policy plays the job's own episodes alone, by name; see `learner.audit`.
     """
 
     runtimes: Mapping[str, PolicyRuntime]
     roles: Roles
     past: dict[str, PolicyRuntime] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: JobConfig, runtimes: Mapping[str, PolicyRuntime]) -> Self:

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from palestra.errors import GrammarRefused, PalestraError, UnsupportedField
+from palestra.errors import GrammarRefused, PalestraError, UnsupportedField, VersionQuarantined
 from palestra.renderers import whole_message
 from palestra.session.context import SessionContext
 from palestra.session.policies import PolicyRuntime
@@ -206,6 +206,7 @@ class Session:
     ) -> _Sampling:
         """Check a request, have its grammar compiled, build its prompt, and begin the records of its choices."""
         request, runtime = asked, self._context.policies.runtime(asked.policy)
+        self._check_served(asked.policy)
         if self.kind == "train" and not runtime.config.frozen:  # what a frozen policy says is not trained on
             request = trainable(asked, self._context.ignore_untrainable)
         if not request.parallel_tool_calls and request.callable_tools and not runtime.renderer.incremental:
@@ -258,6 +259,11 @@ class Session:
         )
         call.seed = seed
 
+    def _check_served(self, policy: str) -> None:
+        """Raise an error if an audit holds a policy back from calls outside the job's own episodes."""
+        if self.kind == "adhoc" and (why := self._context.policies.held.get(policy)) is not None:
+            raise VersionQuarantined(f"{policy!r} is {why}")
+
     def _seeded_for(self, policy: str, agent: str) -> tuple[str, str]:
         """Return policy and player slot as used for seeds: the default policy is ""."""
         default = policy == self._context.policies.roles.default
@@ -268,7 +274,13 @@ class Session:
     ) -> Chat:
         """Sample one of the choices of a request, parse its reply, and record it."""
         chat, number = call.chat, call.number
-        tell = None if listener is None else (lambda piece: listener.sampled(number, piece))
+
+        def told(piece: ReplyPiece) -> None:
+            self._check_served(chat.policy)  # a new version is published while replies are sampled
+            if listener is not None:
+                listener.sampled(number, piece)
+
+        tell = None if listener is None else told
         self._turns.move(call, TurnState.GENERATING)
         try:
             malformed = await sample_reply(
@@ -276,6 +288,7 @@ class Session:
             )
         except GrammarRefused as error:  # at a token of the reply; the engine does not know the request's field
             raise error.of_field(what.constraint.field) from None
+        self._check_served(chat.policy)
         self._turns.move(call, TurnState.INTERACTING)
         self._context.counts["malformed_tool_calls"] += len(malformed)
         if chat.time_step == _UNDECIDED:

@@ -116,6 +116,7 @@ class RunStore:
     calls: Calls
     groups: Groups
     verdicts: Verdicts
+    audits: Verdicts
     trained: TrainedTokens
     log: RunLog
     pictures: KeptPictures
@@ -167,6 +168,7 @@ def open_run_store(
         calls=Calls(db),
         groups=Groups(db, clock, episodes.available, episodes.open_groups),
         verdicts=Verdicts(db, clock),
+        audits=Verdicts(db, clock, audit=True),
         trained=TrainedTokens(db),
         log=RunLog(db, clock),
         pictures=_pictures(path.parent / FOLDER, pictures or PicturesConfig(), clock),

@@ -16,7 +16,7 @@ from palestra.database import Database, to_json
 from palestra.store.codec import episode_of
 from palestra.store.tables import episodes, groups, verdicts
 from palestra.types.clock import Clock
-from palestra.types.records import EpisodeKind, EpisodeRecord, Verdict, VerdictKey
+from palestra.types.records import AUDIT, EpisodeKind, EpisodeRecord, Verdict, VerdictKey
 from palestra.types.states import EpisodeState
 
 UNJUDGED, COMPLETED = EpisodeState.UNJUDGED.value, EpisodeState.COMPLETED.value
@@ -50,22 +50,40 @@ class Verdicts:
     Its methods may be called on any event loop.
     """
 
-    def __init__(self, db: Database, clock: Clock) -> None:
-        self._db, self._clock = db, clock
+    def __init__(self, db: Database, clock: Clock, audit: bool = False) -> None:
+        """Keep the verdicts of the job's judge, or of its audit.
+
+        Args:
+            audit: whether they are of the audit, and thus no rewards.
+        """
+        self._db, self._clock, self._audit = db, clock, audit
+        is_audit = verdicts.c.judge.startswith(AUDIT)
+        self._own = is_audit if audit else ~is_audit
         self.recorded = 0  # since the start
+
+    def _columns(self, key: VerdictKey) -> dict[str, Any]:
+        return {
+            "kind": key.kind,
+            "group_index": key.group_index,
+            "members": to_json([list(member) for member in key.members]),
+            "rubric": key.rubric,
+            "judge": AUDIT + key.judge if self._audit else key.judge,
+            "ordering": key.ordering,
+        }
 
     async def known(self, key: VerdictKey) -> Verdict | None:
         """Return a verdict that was given before."""
+        same = [verdicts.c[name] == value for name, value in self._columns(key).items()]
 
         def query(connection: Connection) -> Verdict | None:
-            row = connection.execute(select(verdicts).where(*_is(key))).first()
+            row = connection.execute(select(verdicts).where(*same)).first()
             return None if row is None else _verdict(row)
 
         return await self._db.read(query)
 
     async def record(self, key: VerdictKey, verdict: Verdict) -> None:
         """Keep a verdict; returns when it is on disk. The first one of a key stays."""
-        row = _columns(key) | {
+        row = self._columns(key) | {
             "scores": to_json(verdict.scores),
             "reasons": to_json(verdict.reasons),
             "calls": verdict.calls,
@@ -79,8 +97,8 @@ class Verdicts:
         self.recorded += 1
 
     async def tokens(self) -> int:
-        """Return how many tokens all verdicts of the run have cost."""
-        total = select(func.coalesce(func.sum(verdicts.c.tokens), 0))
+        """Return how many tokens these verdicts of the run have cost."""
+        total = select(func.coalesce(func.sum(verdicts.c.tokens), 0)).where(self._own)
         return await self._db.read(lambda connection: int(connection.execute(total).scalar_one()))
 
     async def cost_of_step(self, kind: EpisodeKind, step: int) -> dict[str, float]:
@@ -88,7 +106,7 @@ class Verdicts:
         same = (groups.c.kind == verdicts.c.kind) & (groups.c.group_index == verdicts.c.group_index)
         sums = [func.coalesce(func.sum(verdicts.c[name]), 0).label(name) for name in ("calls", "tokens", "seconds")]
         wanted = select(func.count().label("verdicts"), *sums).select_from(verdicts).join(groups, same)
-        wanted = wanted.where(groups.c.kind == kind, groups.c.step == step)
+        wanted = wanted.where(groups.c.kind == kind, groups.c.step == step, self._own)
 
         def query(connection: Connection) -> dict[str, float]:
             return {name: float(value) for name, value in connection.execute(wanted).one()._mapping.items()}
@@ -116,34 +134,39 @@ class Verdicts:
 
 
 def verdicts_of(connection: Connection, episode: EpisodeRecord) -> list[Verdict]:
-    """Return the verdicts on the last attempt of an episode, in their order."""
+    """Return the verdicts on the last attempt of an episode, in their order; the audit's names begin with `audit/`."""
     wanted = select(verdicts).where(
         verdicts.c.kind == episode.kind,
         verdicts.c.group_index == episode.group_index,
         verdicts.c.members.contains(to_json([episode.episode_id, episode.fence])),
     )
-    return [_verdict(row) for row in connection.execute(wanted.order_by(verdicts.c.at, verdicts.c.ordering))]
+    found = connection.execute(wanted.order_by(verdicts.c.at, verdicts.c.ordering))
+    return [_verdict(row, "audit/" if row.judge.startswith(AUDIT) else "") for row in found]
 
 
-def _columns(key: VerdictKey) -> dict[str, Any]:
-    return {
-        "kind": key.kind,
-        "group_index": key.group_index,
-        "members": to_json([list(member) for member in key.members]),
-        "rubric": key.rubric,
-        "judge": key.judge,
-        "ordering": key.ordering,
-    }
+def audit_scores(connection: Connection, step: int) -> dict[str, float]:
+    """Return the mean of what the audit has scored of the training episodes of a step, by episode."""
+    same = (groups.c.kind == verdicts.c.kind) & (groups.c.group_index == verdicts.c.group_index)
+    wanted = select(verdicts.c.scores).join(groups, same).where(groups.c.kind == "train", groups.c.step == step)
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for scores in connection.execute(wanted.where(verdicts.c.judge.startswith(AUDIT))).scalars():
+        for episode, named in orjson.loads(scores).items():
+            found[episode] += named.values()
+    return {episode: sum(values) / len(values) for episode, values in found.items() if values}
 
 
-def _is(key: VerdictKey) -> list[sa.ColumnElement[bool]]:
-    return [verdicts.c[name] == value for name, value in _columns(key).items()]
-
-
-def _verdict(row: Any) -> Verdict:
+def _verdict(row: Any, prefix: str = "") -> Verdict:
+    """Return the verdict of a row, with a prefix before the names of its scores."""
+    scores, reasons = (
+        {
+            episode: {prefix + name: value for name, value in named.items()}
+            for episode, named in orjson.loads(of).items()
+        }
+        for of in (row.scores, row.reasons)
+    )
     return Verdict(
-        scores=orjson.loads(row.scores),
-        reasons=orjson.loads(row.reasons),
+        scores=scores,
+        reasons=reasons,
         calls=row.calls,
         tokens=row.tokens,
         seconds=row.seconds,

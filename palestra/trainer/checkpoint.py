@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from palestra.disk import make_folders, put_back, rename_whole, sync, sync_tree, write_whole
 from palestra.errors import CheckpointError
 from palestra.faults import fault_point
+from palestra.trainer.quarantine import read_quarantine
 
 log = logging.getLogger("palestra.checkpoint")
 INDEX = "checkpoint.json"
@@ -45,9 +46,12 @@ def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mappin
 
 
 def keep_newest(folder: Path, keep: int) -> None:
-    """Remove all finished checkpoints in a folder but the newest."""
-    for old in found(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    """Remove all finished checkpoints in a folder but the newest, and the newest that no audit holds back."""
+    held, there = read_quarantine(folder), found(folder)
+    served = [path for path in there if held is not None and not held.holds(step_of(path))][-1:]
+    for old in there[:-keep]:
+        if old not in served:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def write_weights_folder(folder: Path, step: int, fill: Callable[[Path], object], state: Mapping[str, Any]) -> None:
@@ -138,6 +142,15 @@ def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         raise CheckpointError(
             f"every checkpoint in {folder} is damaged; move the folder away to train again from the recorded episodes"
         )
+    return None
+
+
+def newest_good_before(folder: Path, step: int) -> tuple[Path, dict[str, Any]] | None:
+    """Return the folder and state of the newest undamaged checkpoint of an earlier step; None: no checkpoint."""
+    for path in reversed(found(folder)):
+        if step_of(path) < step and _problem(path) is None:
+            state: dict[str, Any] = json.loads((path / INDEX).read_bytes())["state"]
+            return path, state
     return None
 
 

@@ -72,6 +72,38 @@ METRICS = (
     Metric("judge/tokens", "tokens", "Tokens of their answered requests, of prompts and replies."),
     Metric("judge/seconds", "s", "Sum of the times from a question to its verdict; many are asked at the same time."),
     Metric("judge/failed", "episodes", "Episodes of the step that were discarded because the judge gave no verdict."),
+    Metric(
+        "audit/episodes", "episodes", "Episodes of the step that the audit's judge has scored; of jobs with `[audit]`."
+    ),
+    Metric("audit/failed", "episodes", "Episodes on which it was asked and gave no verdict; they are in no mean."),
+    Metric("audit/score", "1", "Mean of its scores of the drawn episodes: weighted share of the best choices, 0 to 1."),
+    Metric("audit/score_std", "1", "Standard deviation of the same scores."),
+    Metric("audit/score_best", "1", "Mean of its scores of the audited episodes with the highest rewards."),
+    Metric("audit/score_best_std", "1", "Standard deviation of the same scores."),
+    Metric(
+        "audit/agreement",
+        "1",
+        "Mean over groups of Σ (r_i - r_j)(v_i - v_j) / Σ |r_i - r_j| with rewards r and scores v, from -1 to 1: below "
+        "0 the reward pays for what the audit scores low.",
+    ),
+    Metric(
+        "audit/evidence",
+        "nats",
+        "Logarithm of the mean of three e-values of the step, against: agreement is at least 0; the scores of the drawn"
+        " and of the best paid are as high as in the best five steps before.",
+    ),
+    Metric("audit/evidence/NAME", "nats", "The same against: the other rewards agree with the sum; by named reward."),
+    Metric("audit/others/NAME", "reward", "Mean of the rewards without the named reward NAME; if there are several."),
+    Metric("audit/length_evidence", "nats", "The same against: the agreement of lengths with rewards is at most 0.5."),
+    Metric(
+        "audit/repeated_share", "ratio", "Share of a last reply's 8-grams of tokens that are in one to another task."
+    ),
+    Metric("audit/null_share", "ratio", "Share of canned replies to which the job's judge gives more than 0.5."),
+    Metric("audit/null_replies", "replies", "Canned replies that it has judged, in the first of every ten steps."),
+    Metric("audit/calls", "calls", "Requests to judges that the audit of the step took."),
+    Metric("audit/tokens", "tokens", "Tokens of their answered requests."),
+    Metric("audit/seconds", "s", "Sum of the times from a question to its verdict."),
+    Metric("time/audit_seconds", "s", "Time for which the trained step has waited for its audit."),
     Metric("train/groups_dropped", "groups", "Groups of this step that lost too many episodes and were replaced."),
     Metric(
         "train/groups_skipped",

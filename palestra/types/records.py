@@ -258,6 +258,9 @@ class RunEvent:
     data: dict[str, Any] = field(default_factory=dict)
 
 
+AUDIT = "audit: "  # before the name of a judge whose verdicts are no rewards
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictKey:
     """What a judge was asked; the store has one verdict of a key.

@@ -160,6 +160,8 @@ def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
             raise InvalidRequest(f"config.{section} names files, which the server does not read", f"config.{section}")
     _check_recorded_sources(given)
     config = parse_config(given)
+    if config.audit is not None:
+        raise InvalidRequest("a service audits no rewards; leave config.audit out", "config.audit")
     for name, policy in config.policies.items():
         try:
             rules.weights(policy.model)

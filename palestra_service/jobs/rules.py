@@ -110,6 +110,7 @@ EXEMPT: Mapping[str, str] = {
     "judge.criteria.weight": "costs nothing, and JobConfig bounds it",
     "judge.retries": "JobConfig bounds it",
     "judge.timeout_seconds": "JobConfig bounds it",
+    "audit.episodes": "of an audit, which no service makes",
     "algorithm.clip_low": "costs nothing, and JobConfig bounds it",
     "algorithm.clip_high": "costs nothing, and JobConfig bounds it",
     "algorithm.discount": "a number of a formula",

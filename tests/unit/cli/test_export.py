@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 from palestra.cli.main import main
 from palestra.client.job import Job
 from palestra.config import dump_config, parse_config
-from palestra.errors import ConfigError
+from palestra.errors import ConfigError, VersionQuarantined
 from palestra.runtime.run_dir import weights_of_run
 from palestra.trainer import checkpoint
+from palestra.trainer.quarantine import Quarantine, write_quarantine
 from palestra.types.control_wire import ArtifactView
 
 
@@ -143,3 +144,18 @@ def test_a_step_without_a_checkpoint_is_refused_with_those_that_there_are(tmp_pa
 def test_of_a_job_the_best_weights_are_fetched(options, wanted, tmp_path, monkeypatch):
     names = ["config.toml", *(f"checkpoints/{name}/w" for name in ("best", "step-000002", "step-000003"))]
     assert fetched_of(names, {}, tmp_path, monkeypatch, *options) == ["config.toml", f"checkpoints/{wanted}/w"]
+
+
+def test_what_an_audit_holds_back_is_exported_with_force_only(tmp_path, capsys):
+    best_of(tmp_path)
+    write_quarantine(tmp_path / "checkpoints", Quarantine(since=3, step=4, reason="the reward is gamed"))
+    assert main(["export", str(tmp_path), str(tmp_path / "model"), "--step", "3"]) == 2
+    assert "quarantined since step 3" in capsys.readouterr().err
+    assert main(["export", str(tmp_path), str(tmp_path / "model"), "--step", "3", "--force"]) == 0
+    assert weights_of_run(str(tmp_path)) == str(tmp_path / "checkpoints" / "best")  # of step 1
+    write_quarantine(tmp_path / "checkpoints", Quarantine(since=1, step=4, reason="the reward is gamed"))
+    with pytest.raises(VersionQuarantined):
+        weights_of_run(str(tmp_path))
+    checkpoint.write_weights_folder(tmp_path / "checkpoints" / checkpoint.BEST, 3, lambda path: weights(path, 3), {})
+    write_quarantine(tmp_path / "checkpoints", Quarantine(since=3, step=4, reason="the reward is gamed"))
+    assert weights_of_run(str(tmp_path)) == str(tmp_path / "checkpoints" / "step-000002")

@@ -61,6 +61,7 @@ def test_every_number_of_a_configuration_has_a_cap_or_a_reason_for_having_none()
     # A policy's own algorithm has the caps of the job's, as the tests of submissions see.
     keys = {key.removeprefix("policies.*.") if ".algorithm." in key else key for key in numeric_keys(JobConfig, "")}
     keys = {key.replace("engine.workers.", "engine.") for key in keys}  # those of each kind of workers, too
+    keys = {key.replace("audit.judge.", "judge.") for key in keys}
     assert keys - CAPS.keys() - EXEMPT.keys() == set(), "a new number needs a cap, or a stated reason"
     assert CAPS.keys() - keys == {OPEN_EPISODES}
     assert EXEMPT.keys() <= keys

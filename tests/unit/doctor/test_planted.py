@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from palestra.config import JobConfig
+from palestra.doctor.audit_rules import AUDIT_RULES
 from palestra.doctor.examination import RULES, findings_of
 from palestra.doctor.opponent_rules import OPPONENT_RULES
 from palestra.doctor.rule import JobSize
@@ -164,8 +165,8 @@ PLANTED = {
 
 
 def test_every_rule_has_a_planted_case():
-    of_games = {rule.code for rule in OPPONENT_RULES}  # test_opponents.py has them
-    assert {rule.code for rule in RULES} == set(PLANTED) | of_games
+    elsewhere = {rule.code for rule in (*OPPONENT_RULES, *AUDIT_RULES)}  # in test_opponents.py and test_audit_rules.py
+    assert {rule.code for rule in RULES} == set(PLANTED) | elsewhere
 
 
 @pytest.mark.parametrize("code", PLANTED)

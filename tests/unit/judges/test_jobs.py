@@ -24,9 +24,9 @@ from palestra.cli.main import main
 from palestra.config import JudgeAccess, JudgeConfig
 from palestra.envs.judge import Judge, JudgedGroup, VerdictBook
 from palestra.errors import ConfigError, EpisodesLost, JudgeUnavailable
-from palestra.runtime.judging import _own_loop
 from palestra.runtime.local import local_job
 from palestra.store.lifecycle import EpisodeEnd
+from palestra.threads import own_loop
 from palestra.types.records import EpisodeRecord, Task
 from palestra_judges import Criterion, Relative, Rubric
 from palestra_judges import model as judge_model
@@ -308,7 +308,7 @@ def test_a_job_that_ends_while_it_judges_leaves_no_task_behind():
             await asyncio.sleep(0.05)  # as a connection takes to be closed
             ended.append(True)
 
-    with _own_loop() as loop:
+    with own_loop("test") as loop:
         asyncio.run_coroutine_threadsafe(asks(), loop)
         time.sleep(0.05)
     assert ended == [True]

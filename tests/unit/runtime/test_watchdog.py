@@ -73,7 +73,7 @@ async def test_a_job_whose_judge_gives_verdicts_is_not_stuck():
     plane = SimpleNamespace(
         sessions=SimpleNamespace(context=SimpleNamespace(counts={"completion_tokens": 5})),
         progress=SimpleNamespace(step=1),
-        store=SimpleNamespace(verdicts=verdicts),
+        store=SimpleNamespace(verdicts=verdicts, audits=SimpleNamespace(recorded=0)),
     )
     watching = asyncio.create_task(Watchdog(WatchdogConfig(seconds=0.4), plane, False, SystemClock()).run())
     for _ in range(10):

@@ -11,6 +11,7 @@ import pytest
 from palestra import disk
 from palestra.errors import CheckpointError
 from palestra.trainer import checkpoint
+from palestra.trainer.quarantine import Quarantine, read_quarantine, write_quarantine
 
 
 def fill(content: bytes = b"weights"):
@@ -273,3 +274,20 @@ def test_the_newest_is_the_one_of_the_largest_step_and_not_of_the_last_name(tmp_
     assert checkpoint.newest_path(tmp_path) == tmp_path / "step-999999"
     (tmp_path / "step-999999" / "w").write_text("damaged")
     assert checkpoint.newest_path(tmp_path) is None
+
+
+def test_the_newest_checkpoint_that_no_audit_holds_back_is_kept(tmp_path):
+    for step in range(1, 4):
+        write(tmp_path, step, keep=2)
+    write_quarantine(tmp_path, Quarantine(since=4, step=5, reason="so"))
+    for step in range(4, 8):
+        write(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["quarantine.json", "step-000003", "step-000006", "step-000007"]
+
+
+def test_a_quarantine_that_cannot_be_read_holds_all_back(tmp_path):
+    write_quarantine(tmp_path, held := Quarantine(since=4, step=5, reason="so"))
+    assert read_quarantine(tmp_path) == held
+    (tmp_path / "quarantine.json").write_text("{}")
+    with pytest.raises(CheckpointError):
+        read_quarantine(tmp_path)

@@ -1,0 +1,223 @@
+"""Signs that the reward of a job with `[audit]` is gamed: its policy is paid for something else than what is wanted.
+
+Each is evidence that grows over the steps; see `palestra.doctor.evidence`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from palestra.doctor import episodes
+from palestra.doctor.evidence import ALARM, FALSE_ALARMS, SIGNS, Evidence, e_cusum, log_e_value_of_counts
+from palestra.doctor.rule import RECENT, START, Row, Rule, RunHistory, mean
+from palestra.doctor.trend_rules import reward_error, tokens_of_episode
+
+DRAWN, BEST = "audit/score", "audit/score_best"  # means of the audit's scores of drawn episodes, and of the best paid
+WINDOW = 5  # steps whose mean score is what later ones are compared with
+NULL_SHARE = 0.05  # of canned replies without content; the bound of `palestra judge check`
+LEAST_LENGTH_PAY = 0.5  # of at most 1: long replies may be better for good reasons, and are then paid a little more
+LONGER = 1.5  # times the tokens of the first steps
+MORE_REPEATED = 0.25  # above the first steps: a format that is learned repeats some words
+MORE_ESCAPES = 0.1  # above the first steps
+OTHERS = "audit/others/"
+
+
+class Divergence(NamedTuple):
+    """Where rewards and audit diverge.
+
+    Attributes:
+        since: step from which on they are likely to.
+    """
+
+    since: int
+    seen: str
+
+
+def best_window(rows: Sequence[Row], name: str) -> list[Row]:
+    """Return the `WINDOW` consecutive rows with the highest mean of a metric; empty: there are too few."""
+    known = [row for row in rows if name in row]
+    if len(known) < WINDOW:
+        return []
+    sums = [math.fsum(row[name] for row in known[first : first + WINDOW]) for first in range(len(known) - WINDOW + 1)]
+    first = sums.index(max(sums))
+    return known[first : first + WINDOW]
+
+
+def divergence(history: RunHistory) -> Divergence | None:
+    """Return where the reward holds or rises, and the audit's scores do not rise or fall; None: nowhere."""
+    rows = list(history.rows)
+    evidence = _cusum(rows, "audit/evidence")
+    if not evidence.is_alarm:
+        return None
+    recent, before = rows[-RECENT:], rows[max(evidence.start - RECENT, 0) : evidence.start] or rows[:1]
+    paid, paid_before = mean(recent, "train/reward_mean") or 0.0, mean(before, "train/reward_mean") or 0.0
+    if paid < paid_before - reward_error(history, [*before, *recent], len(recent)):
+        return None  # both fall: the policy broke, or the tasks became harder
+    now, first = mean(recent, DRAWN), mean(before, DRAWN)
+    if now is None or first is None:
+        return None
+    error = 0.5 / math.sqrt(max(sum(row.get("audit/episodes", 0.0) for row in recent) / 2, 1.0))
+    if now > first + error:
+        return None
+    since = int(rows[evidence.start]["step"])
+    return Divergence(
+        since,
+        f"since about step {since} the reward does not pay for what the audit scores: the mean reward went from "
+        f"{paid_before:.3g} to {paid:.3g}, the audit's mean score from {first:.2f} to {now:.2f}, and of the best paid "
+        f"episodes it is {mean(recent, BEST) or 0.0:.2f}",
+    )
+
+
+def _cusum(rows: Sequence[Row], name: str) -> Evidence:
+    return e_cusum([row.get(name, 0.0) for row in rows])
+
+
+def _diverges(history: RunHistory) -> str | None:
+    found = divergence(history)
+    return None if found is None else found.seen
+
+
+def _judge_gamed(history: RunHistory) -> str | None:
+    asked = [row for row in history.rows if "audit/null_replies" in row]
+    counts = [(row["audit/null_share"] * row["audit/null_replies"], row["audit/null_replies"]) for row in asked]
+    if not e_cusum([log_e_value_of_counts(hits, of, NULL_SHARE) for hits, of in counts]).is_alarm:
+        return None
+    return f"the job's judge gives {asked[-1]['audit/null_share']:.0%} of canned replies without content a good score"
+
+
+def _component_dominates(history: RunHistory) -> str | None:
+    rows = list(history.rows)
+    for name in sorted(one.removeprefix(OTHERS) for one in history.newest if one.startswith(OTHERS)):
+        evidence = _cusum(rows, f"audit/evidence/{name}")
+        if not evidence.is_alarm:
+            continue
+        before = mean(rows[max(evidence.start - RECENT, 0) : evidence.start] or rows[:1], OTHERS + name)
+        now = mean(rows[-RECENT:], OTHERS + name)
+        own = [mean(part, f"train/rewards/{name}") for part in (rows[: evidence.start] or rows[:1], rows[-RECENT:])]
+        if before is not None and now is not None and now < before and None not in own:
+            return (
+                f"the reward {name!r} decides what is paid (it went from {own[0]:.3g} to {own[1]:.3g}), and the sum of "
+                f"the others fell from {before:.3g} to {now:.3g}"
+            )
+    return None
+
+
+def _length_pays(history: RunHistory) -> str | None:
+    rows, first = list(history.rows), history.start[:RECENT]
+    if len(rows) < 2 * RECENT or not _cusum(rows, "audit/length_evidence").is_alarm:
+        return None
+    before, now = (sum(map(tokens_of_episode, part)) / len(part) for part in (first, rows[-RECENT:]))
+    scores = mean(first, DRAWN), mean(rows[-RECENT:], DRAWN)
+    better = scores[0] is not None and scores[1] is not None and scores[1] > scores[0]
+    if now < LONGER * before or better:
+        return None
+    return (
+        f"of a group the longest episodes are paid best, and one has {now:.0f} tokens on average, at first {before:.0f}"
+    )
+
+
+def _above_start(history: RunHistory, share: Callable[[Row], tuple[float, float] | None], more: float) -> bool:
+    """Return whether there is evidence that a share of trials is higher than that of the first steps by `more`.
+
+    Args:
+        share: returns hits and trials of a row; None: it has none.
+    """
+    first = [found for row in history.start if (found := share(row)) is not None]
+    trials = sum(of for _, of in first)
+    known = [found for row in list(history.rows) if (found := share(row)) is not None]
+    if len(first) < START or not trials:
+        return False
+    most = sum(hits for hits, _ in first) / trials + more
+    return most < 1 and e_cusum([log_e_value_of_counts(hits, of, most) for hits, of in known]).is_alarm
+
+
+def _repeated(row: Row) -> tuple[float, float] | None:
+    # Replies of a step are compared with one another, so all of them are one trial.
+    return (row["audit/repeated_share"], 1.0) if "audit/repeated_share" in row else None
+
+
+def _replies_repeat(history: RunHistory) -> str | None:
+    if not _above_start(history, _repeated, MORE_REPEATED):
+        return None
+    return (
+        f"{history.newest.get('audit/repeated_share', 0.0):.0%} of a reply stands in replies to other tasks as well; "
+        f"{mean(history.start, 'audit/repeated_share') or 0.0:.0%} in the first steps"
+    )
+
+
+def escapes_of(row: Row) -> tuple[float, float] | None:
+    """Return how many episodes of a step were left out or cut, and how many there were; None: nothing is audited."""
+    if "audit/episodes" not in row:
+        return None
+    lost, kept = row.get("train/episodes_discarded", 0.0), row["train/episodes"]
+    return lost + row.get("rollout/truncated_share", 0.0) * kept, lost + kept
+
+
+def _escapes_grow(history: RunHistory) -> str | None:
+    if not _above_start(history, escapes_of, MORE_ESCAPES):
+        return None
+    lost, of = escapes_of(history.newest) or (0.0, 1.0)
+    return f"{lost / of:.0%} of the episodes are discarded, not scored or cut, which no reward sees; more than at first"
+
+
+_BET = f"e-CUSUM of `{{}}` ≥ ln({SIGNS}/{FALSE_ALARMS:g}) = {ALARM:.1f}"
+_COUNTED = f"e-CUSUM ≥ {ALARM:.1f} against: "
+
+AUDIT_RULES = (
+    Rule(
+        code="audit_diverges",
+        formula=f"{_BET.format('audit/evidence')}; `train/reward_mean` is not below, and `audit/score` not above that "
+        f"of the {RECENT} steps before it began to grow, but for chance",
+        seen=_diverges,
+        means="the policy has found what the reward pays for in place of what is wanted",
+        remedy="read the episodes that are paid well and scored low; mend the reward or the rubric, and go on from a "
+        "checkpoint before",
+        shows=episodes.best,
+        audited=True,
+    ),
+    Rule(
+        code="judge_gamed",
+        formula=f"{_COUNTED}a canned reply scores above one half with probability ≤ {NULL_SHARE:g}",
+        seen=_judge_gamed,
+        means="the judge of the job pays for replies that say nothing",
+        remedy="use `palestra judge check`, ask for reasons or facts in the rubric, or take a larger model",
+        shows=episodes.best,
+        audited=True,
+    ),
+    Rule(
+        code="component_dominates",
+        formula=f"{_BET.format('audit/evidence/NAME')}, and `audit/others/NAME` below that of {RECENT} steps before",
+        seen=_component_dominates,
+        means="one named reward is so strong that the policy gives up the others for it",
+        remedy="lower its weight in algorithm.reward_weights, or use algorithm.advantage_scale = 'gdpo'",
+        shows=episodes.best,
+    ),
+    Rule(
+        code="length_pays",
+        formula=f"{_BET.format('audit/length_evidence')}, tokens of an episode ≥ {LONGER:g} × first, and `audit/score` "
+        "not above first",
+        seen=_length_pays,
+        means="the reward pays for length, and what is longer is not better",
+        remedy="say in the rubric that length is no merit, or pay less for long replies",
+        shows=episodes.longest,
+    ),
+    Rule(
+        code="replies_repeat",
+        formula=f"{_COUNTED}mean of `audit/repeated_share` ≤ its mean in the first {START} steps + {MORE_REPEATED:g}",
+        seen=_replies_repeat,
+        means="the policy says the same whatever it is asked, because that is paid",
+        remedy="read the episodes; let the reward compare with the task",
+        shows=episodes.best,
+    ),
+    Rule(
+        code="escapes_grow",
+        formula=f"{_COUNTED}share of episodes that are discarded or cut ≤ that of the first {START} steps + "
+        f"{MORE_ESCAPES:g}",
+        seen=_escapes_grow,
+        means="the policy makes its bad episodes fail, so that they are left out and never lower its reward",
+        remedy="read the reasons in `palestra episodes`; score such episodes, or mend what fails",
+        shows=episodes.failed,
+    ),
+)

@@ -1,0 +1,192 @@
+"""The numbers of a step's audit: which episodes are scored again, and the evidence that the reward is gamed."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from palestra.doctor.audit_rules import BEST, DRAWN, LEAST_LENGTH_PAY, WINDOW, Row, best_window
+from palestra.doctor.evidence import log_e_value
+from palestra.types.records import Trajectory
+
+STREAM = 0x6175646974  # apart from other generators with the job's seed
+SURE = 2.5  # standard errors: the best of a hundred means lies above the true one by chance
+LOSS = 0.01  # of the score; less is no loss
+LEAST_SPREAD = 0.2  # of scores below the highest: where nearly all are perfect, one bad reply is no proof
+NGRAM = 8  # tokens
+MOST_TOKENS = 512  # of a reply that are compared with others
+
+
+class Sample(NamedTuple):
+    """Indices of the audited episodes of a step: drawn ones, and those with the highest rewards of the rest."""
+
+    drawn: list[int]
+    best: list[int]
+
+
+def sample_of(seed: int, step: int, rewards: Sequence[float], count: int) -> Sample:
+    """Return which episodes of a step are audited, the same whenever it is asked.
+
+    Args:
+        rewards: of all episodes of the step, in the order of its manifest.
+        count: episodes to audit; fewer are, if the step has no more.
+    """
+    count = min(count, len(rewards))
+    key = np.array([seed, STREAM], dtype=np.uint64)
+    order = np.random.Generator(np.random.Philox(key=key, counter=step)).permutation(len(rewards)).tolist()
+    half = count - count // 2
+    rest = sorted(order[half:], key=lambda index: -rewards[index])
+    return Sample(order[:half], rest[: count // 2])
+
+
+def agreement(rewards: Sequence[float], values: Sequence[float]) -> float | None:
+    """Return how far values agree with rewards, in [-1, 1]: the mean difference of two values, signed by that of their
+    rewards, and weighted by it.
+
+        sum_ij (r_i - r_j) (v_i - v_j) / sum_ij |r_i - r_j|
+
+    Args:
+        values: of the same episodes, in [0, 1].
+
+    Returns:
+        None: all rewards are equal, so there is nothing to agree with.
+    """
+    r, v = np.asarray(rewards, float), np.asarray(values, float)
+    differences = r[:, None] - r[None, :]
+    whole = np.abs(differences).sum()
+    return float((differences * (v[:, None] - v[None, :])).sum() / whole) if whole > 0 else None
+
+
+def agreements(groups: Sequence[int], rewards: Sequence[float], values: Sequence[float]) -> list[float]:
+    """Return the agreement of each group in which there is one."""
+    members = defaultdict(list)
+    for index, group in enumerate(groups):
+        members[group].append(index)
+    found = (agreement([rewards[i] for i in own], [values[i] for i in own]) for own in members.values())
+    return [one for one in found if one is not None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """What is known of one episode of a step.
+
+    Attributes:
+        index: in the order of the step's manifest.
+        score: of the audit, 0 to 1; None: it was not asked about, or the audit's judge has failed.
+    """
+
+    index: int
+    group: int
+    reward: float
+    score: float | None
+
+
+def score_numbers(scored: Sequence[Scored], sample: Sample, rows: Sequence[Row]) -> dict[str, float]:
+    """Return the numbers of a step's scores by full name; without scores there are none.
+
+    Args:
+        rows: of the steps before.
+    """
+    known = [one for one in scored if one.score is not None]
+    found = {"audit/episodes": float(len(known)), "audit/failed": float(len(scored) - len(known))}
+    if not known:
+        return found
+    values = [one.score or 0.0 for one in known]
+    agree = agreements([one.group for one in known], [one.reward for one in known], values)
+    parts = [log_e_value(agree, 0.0, 1.0)]
+    drawn = frozenset(sample.drawn)
+    for name, own in ((DRAWN, True), (BEST, False)):
+        scores = [value for one, value in zip(known, values, strict=True) if (one.index in drawn) is own]
+        parts.append(_level(scores, name, rows))
+        if scores:
+            found |= {name: float(np.mean(scores)), f"{name}_std": float(np.std(scores))}
+    if agree:
+        found["audit/agreement"] = float(np.mean(agree))
+    most = max(parts)
+    found["audit/evidence"] = most + math.log(math.fsum(math.exp(part - most) for part in parts) / len(parts))
+    return found
+
+
+def _level(scores: Sequence[float], name: str, rows: Sequence[Row]) -> float:
+    """Return the log e-value against: scores are as high as in the best steps so far, but for chance."""
+    window = best_window(rows, name)
+    if not window or not scores:
+        return 0.0
+    episodes = math.fsum(row["audit/episodes"] for row in window) / 2
+    deviation = math.sqrt(math.fsum(row[f"{name}_std"] ** 2 for row in window) / WINDOW)
+    least = math.fsum(row[name] for row in window) / WINDOW - SURE * deviation / math.sqrt(episodes) - LOSS
+    return log_e_value(scores, least, max(1.0, least + LEAST_SPREAD)) if least > 0.0 else 0.0
+
+
+def reward_numbers(trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> dict[str, float]:
+    """Return the evidence that lengths are paid, by full name, from all episodes of a step."""
+    lengths = [float(sum(len(chat.completion_ids) for chat in one.chats)) for one in trajectories]
+    groups = [one.episode.group_index for one in trajectories]
+    paid = agreements(groups, rewards, _scaled(lengths, groups))
+    # Bets on large values: of the negated ones, below the negated bound.
+    return {"audit/length_evidence": log_e_value([-one for one in paid], -LEAST_LENGTH_PAY, 1.0)} if paid else {}
+
+
+def component_numbers(
+    trajectories: Sequence[Trajectory], rewards: Sequence[float], weights: Mapping[str, float]
+) -> dict[str, float]:
+    """Return by each named reward the mean of the others, and the evidence that what it pays is what they lose.
+
+    Args:
+        weights: of the named rewards; 1 if a name has none.
+    """
+    named = [one.episode.named_rewards or {} for one in trajectories]
+    names = sorted({name for one in named for name in one if weights.get(name, 1.0) != 0.0})
+    if len(names) < 2:
+        return {}
+    groups, found = [one.episode.group_index for one in trajectories], dict[str, float]()
+    for name in names:
+        rest = [
+            reward - weights.get(name, 1.0) * (own.get(name) or 0.0) for reward, own in zip(rewards, named, strict=True)
+        ]
+        found[f"audit/others/{name}"] = math.fsum(rest) / len(rest)
+        against = agreements(groups, rewards, _scaled(rest, groups))
+        found[f"audit/evidence/{name}"] = log_e_value(against, 0.0, 1.0) if against else 0.0
+    return found
+
+
+def _scaled(values: Sequence[float], groups: Sequence[int]) -> list[float]:
+    """Return values so that those of a group lie from 0 to 1."""
+    bounds: dict[int, tuple[float, float]] = {}
+    for group, value in zip(groups, values, strict=True):
+        low, high = bounds.get(group, (value, value))
+        bounds[group] = min(low, value), max(high, value)
+    found = []
+    for group, value in zip(groups, values, strict=True):
+        low, high = bounds[group]
+        found.append((value - low) / (high - low) if high > low else 0.0)
+    return found
+
+
+def repeat_numbers(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return which share of a last reply's 8-grams of tokens is in a reply to another task, on average.
+
+    Replies with fewer tokens are left out; {}: there are no two tasks with longer ones.
+    """
+    grams = [(one.episode.task.task_id, set(_ngrams(one))) for one in trajectories]
+    grams = [(task, own) for task, own in grams if own]
+    tasks_of: defaultdict[bytes, set[str]] = defaultdict(set)
+    for task, own in grams:
+        for gram in own:
+            tasks_of[gram].add(task)
+    if len({task for task, _ in grams}) < 2:
+        return {}
+    shares = [sum(len(tasks_of[gram]) > 1 for gram in own) / len(own) for _, own in grams]
+    return {"audit/repeated_share": math.fsum(shares) / len(shares)}
+
+
+def _ngrams(trajectory: Trajectory) -> Iterator[bytes]:
+    if trajectory.chats:
+        ids = np.ascontiguousarray(trajectory.chats[-1].completion_ids[:MOST_TOKENS], dtype=np.int32)
+        for start in range(len(ids) - NGRAM + 1):
+            yield ids[start : start + NGRAM].tobytes()
