@@ -33,7 +33,7 @@ SERVER_POINTS = (
 POLICY_POINTS = ("between_publications",)
 # An action of a seat was sent: it has not been accepted yet, or it was and its sender has not been answered.
 SEAT_POINTS = _both_sides("seat_claim", "seat_action")
-JUDGE_POINTS = (*_both_sides("verdict_commit"), "after_quarantine")  # a version is held back, and not published yet
+JUDGE_POINTS = _both_sides("verdict_commit", "quarantine")  # a version is held back, and not published yet
 POOL_POINTS = _both_sides("pool_rename")  # a past version becomes one of its pool
 # Start: the store is open and no socket listens yet. Stop: the server was asked to end and is about to save.
 LIFE_POINTS = ("during_start", "during_stop")

@@ -257,6 +257,7 @@ class Audit:
             return
         step = int(row["step"])
         held = Quarantine(since=found.since, step=step, reason=found.seen)
+        fault_point("before_quarantine")
         await in_thread(partial(write_quarantine, self._folder, held))
         fault_point("after_quarantine")
         self._run.policies.held[self._policy] = str(held)

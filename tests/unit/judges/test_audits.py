@@ -201,7 +201,9 @@ def run_script(folder: Path, url: str, resume: str, fault: str = "") -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["after_quarantine:1", "after_verdict_commit:20", "before_step:6"])
+@pytest.mark.parametrize(
+    "fault", ["before_quarantine:1", "after_quarantine:1", "after_verdict_commit:20", "before_step:6"]
+)
 def test_a_held_version_stays_held_when_the_job_is_killed(tmp_path, fault):
     with judging(even) as server:
         assert run_script(tmp_path / "run", server.url, "new", fault) == -signal.SIGKILL
