@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from palestra_judges.config import Criterion, Relative, Rubric
+    from palestra_judges.config import Criterion, Relative, RewardModel, Rubric
 
-__all__ = ["Criterion", "Relative", "Rubric"]
+__all__ = ["Criterion", "Relative", "RewardModel", "Rubric"]
 
 
 def __getattr__(name: str) -> Any:

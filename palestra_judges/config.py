@@ -164,3 +164,33 @@ class Relative(ModelJudge):
         from palestra_judges.relative import RelativeJudge
 
         return RelativeJudge(self, self.model_of(access))
+
+
+class RewardModel(JudgeConfig):
+    """A judge that is a model of rewards, such as `algorithm.name = "reward_model"` trains; no words are asked."""
+
+    kind: Literal["reward_model"] = Field("reward_model", description="The kind of judge.")
+    path: Path = Field(
+        description="Folder with the model, as `palestra export` writes it: one of transformers for the classification "
+        "of sequences, with one class. It reads the last conversation up to the end of the reply."
+    )
+    name: Annotated[str, Field(pattern=REWARD_NAME)] = Field("preference", description="Name of the reward.")
+    weight: Weight = Field(1.0, description="Weight of the reward, unless `algorithm.reward_weights` has it.")
+
+    @model_validator(mode="after")
+    def _asks_no_server(self) -> RewardModel:
+        for key in ("url", "key_variable", "wait_seconds"):
+            if getattr(self, key) is not None:
+                raise ValueError(f"{key} has no effect on a model of rewards, which the job's process runs")
+        return self
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        """Return the name of the reward, with its weight."""
+        return {self.name: self.weight}
+
+    def make(self, access: JudgeAccess) -> Judge:
+        """Return the judge; see `JudgeConfig.make`."""
+        from palestra_judges.reward_model import RewardModelJudge
+
+        return RewardModelJudge(self)

@@ -19,6 +19,7 @@ from palestra.types.metrics import Metric
 from palestra.types.records import TrainSample, Trajectory
 
 StepOrder = Literal["observed", "acted"]
+CriticKind = Literal["states", "actions", "replies"]
 ForwardOutput = Literal[
     "old_logprobs",
     "reference_logprobs",
@@ -33,7 +34,8 @@ ForwardOutputs = Mapping[ForwardOutput, Sequence[Floats]]
 of the rows, NaN where a token is not trained. `old_logprobs` are those of the policy that is trained; `values` are the
 critic's of the states before the tokens, and `next_values` of the states after them. `action_values` are the smaller of
 the two values that a critic with twin heads gives to the action that ends with the token, and `target_action_values`
-those of the critic's slowly following copy."""
+those of the critic's slowly following copy. A critic of replies has one head, and its `action_values` are those after
+the token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,16 +92,19 @@ class CriticUpdate:
     Attributes:
         loss: a loss of values, by name.
         optimizer: the critic's own, with its own schedule.
-        warmup_steps: number of first steps that train only the critic.
-        target_rate: fraction by which the target copy, which computes `target_action_values`, moves to the critic after
-            each update (Polyak averaging). None: no target copy, and one head, for values of states.
+        kind: what has a value. `states`: the state before a token, by one head; `actions`: the action that ends with
+            the token, by twin heads and a target copy; `replies`: all that was said up to the token, by one head.
+        warmup_steps: number of first steps that train only the critic; None: the policy is never trained.
+        target_rate: fraction by which the target copy of a critic of actions, which computes `target_action_values`,
+            moves to the critic after each update (Polyak averaging).
     """
 
     loss: LossSpec
     optimizer: OptimizerConfig
     epochs: int
-    warmup_steps: int
-    target_rate: float | None = None
+    warmup_steps: int | None
+    kind: CriticKind = "states"
+    target_rate: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

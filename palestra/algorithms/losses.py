@@ -22,7 +22,9 @@ from palestra.algorithms.loss import (
     LossMetric,
     LossOutput,
     LossSpec,
+    Max,
     Mean,
+    Reduction,
     ValueInputs,
     ValueLoss,
     register_loss,
@@ -31,6 +33,18 @@ from palestra.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_ERRORS = (
+    LossMetric("critic_error_mean", "reward", "Mean over trained tokens of |value - return|."),
+    LossMetric("critic_error_max", "reward", "Largest such difference."),
+)
+
+
+def _errors(inputs: ValueInputs) -> dict[str, Reduction]:
+    """Return the metrics of how far values are from their targets; over two heads their mean."""
+    error = (inputs.values.detach() - inputs.returns.unsqueeze(-1)).abs().mean(dim=-1)
+    return {"critic_error_mean": Mean(error), "critic_error_max": Max(error)}
 
 
 @register_loss("value-clip")
@@ -54,6 +68,7 @@ class ClippedValueLoss(ValueLoss):
         LossMetric(
             "critic_clip_fraction", "ratio", "Share of trained tokens where the clipped error is the larger one."
         ),
+        *_ERRORS,
     )
 
     def __call__(self, inputs: ValueInputs) -> LossOutput:
@@ -69,7 +84,11 @@ class ClippedValueLoss(ValueLoss):
             loss = loss.maximum(bounded)
         return LossOutput(
             loss=loss / 2,
-            metrics={"critic_value_mean": Mean(values.detach()), "critic_clip_fraction": Mean(clipped)},
+            metrics={
+                "critic_value_mean": Mean(values.detach()),
+                "critic_clip_fraction": Mean(clipped),
+                **_errors(inputs),
+            },
         )
 
 
@@ -83,14 +102,27 @@ class TwinValueLoss(ValueLoss):
 
     metrics = (
         LossMetric("action_value_mean", "reward", "Mean over the actions that were taken of both heads' values."),
+        *_ERRORS,
     )
 
     def __call__(self, inputs: ValueInputs) -> LossOutput:
         """Return the sum of the squared errors, float32 [T], and the metrics of T actions."""
         error = inputs.values - inputs.returns.unsqueeze(-1)
         return LossOutput(
-            loss=(error**2).sum(dim=-1) / 2, metrics={"action_value_mean": Mean(inputs.values.detach().mean(dim=-1))}
+            loss=(error**2).sum(dim=-1) / 2,
+            metrics={"action_value_mean": Mean(inputs.values.detach().mean(dim=-1)), **_errors(inputs)},
         )
+
+
+@register_loss("value-gradient")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueGradientLoss(ValueLoss):
+    """The value times a given factor, R V: the gradient of any loss of values whose derivatives are R."""
+
+    def __call__(self, inputs: ValueInputs) -> LossOutput:
+        """Return the products, float32 [T]."""
+        (values,) = inputs.values.unbind(-1)
+        return LossOutput(loss=values * inputs.returns, metrics={})
 
 
 _LARGEST = 20.0  # bound of |log ratio| of a clipped loss: e^20 is far beyond any bound of clipping, and finite

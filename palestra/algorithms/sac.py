@@ -170,6 +170,7 @@ class SAC(Algorithm):
             optimizer=critic.optimizer,
             epochs=1,
             warmup_steps=critic.warmup_steps,
+            kind="actions",
             target_rate=TARGET_RATE,
         )
         self.replay = Replay(draws=replay.draws, episodes=replay.episodes, max_age=replay.max_age)

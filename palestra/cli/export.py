@@ -95,16 +95,18 @@ def _chosen_of(run_dir: Path, policy: str | None, paths: Iterable[str], step: in
 def _copy(run_dir: Path, arguments: argparse.Namespace) -> None:
     """Copy the chosen checkpoint without the files that only a trainer reads."""
     from palestra.runtime.run_dir import weights_of_policy
-    from palestra.trainer.checkpoint import BEST, NOT_THE_MODEL
+    from palestra.trainer.checkpoint import BEST, FOLDER_OF_REWARDS, NOT_THE_MODEL
 
     folder, _ = run_folder(run_dir)
     target = arguments.target
     path, step = weights_of_policy(folder, arguments.policy, OPTION, arguments.step, arguments.force)
+    if (path / FOLDER_OF_REWARDS).is_dir():  # of a run whose policy has not been trained
+        path /= FOLDER_OF_REWARDS
     if target.exists():
         raise Conflict(f"{target} exists already; choose another folder")
     # The names of adapters' files are looked at without torch, whose import takes seconds.
     if not (path / "adapter_config.json").is_file():
-        kind = "model"
+        kind = "model of rewards" if path.name == FOLDER_OF_REWARDS else "model"
     elif arguments.merged:
         kind = "model, with its adapter merged,"
         _merge(path, target)

@@ -6,7 +6,7 @@ from palestra.config.algorithm_base import REWARD_NAME, AlgorithmConfig, LossAgg
 from palestra.config.audit import AuditConfig
 from palestra.config.engine import Alike, EngineConfig, MixedEngineConfig, PooledEngineConfig
 from palestra.config.harness import HarnessConfig
-from palestra.config.imitation import DistillConfig, DPOConfig, SFTConfig
+from palestra.config.imitation import DistillConfig, DPOConfig, RewardModelConfig, SFTConfig
 from palestra.config.job import BUILT_IN, SMOLLM2, TINY, TINY_QWEN_VL, TINY_VISION, JobConfig, JobKind
 from palestra.config.judge import JudgeAccess, JudgeConfig
 from palestra.config.loading import (
@@ -117,6 +117,7 @@ __all__ = [
     "RAEConfig",
     "RLOOConfig",
     "ReinforcePPConfig",
+    "RewardModelConfig",
     "RoleConfig",
     "Roles",
     "RolloutConfig",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from palestra.config.actor_critic import A2CConfig, PPOConfig, SACConfig
-from palestra.config.imitation import DistillConfig, DPOConfig, SFTConfig
+from palestra.config.imitation import DistillConfig, DPOConfig, RewardModelConfig, SFTConfig
 from palestra.config.policy_gradient import (
     CISPOConfig,
     ClippedConfig,
@@ -87,6 +87,7 @@ AnyAlgorithmConfig = Annotated[
     | Annotated[SACConfig, Tag("sac")]
     | Annotated[SFTConfig, Tag("sft")]
     | Annotated[DPOConfig, Tag("dpo")]
+    | Annotated[RewardModelConfig, Tag("reward_model")]
     | Annotated[DistillConfig, Tag("distill")]
     | Annotated[OwnAlgorithmConfig, Tag(OWN)],
     Discriminator(_name_of),

@@ -1,4 +1,4 @@
-"""Algorithms that learn from given data: `[algorithm]` of SFT, DPO and distillation."""
+"""Algorithms that learn from given data: `[algorithm]` of SFT, DPO, reward models and distillation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from palestra.config.algorithm_base import LOSS_AGG_MODE, NAME, AlgorithmConfig, LossAggMode
-from palestra.config.networks import KLConfig, TeacherServerConfig
+from palestra.config.networks import KLConfig, OptimizerConfig, TeacherServerConfig
+from palestra.config.section import UNLIMITED, Section
 
 _OF_PAIRS = "Fixed: the loss is a mean over pairs, each with the sums over its replies before the step's one update."
+_NO_POLICY = "Fixed: the policy is not trained."
 _NO_BONUS = "0: tokens of rejected replies have negative loss weights, with which a bonus would lower their entropy."
 
 
@@ -66,10 +68,26 @@ class SFTConfig(_RecordedConfig):
         return self
 
 
-class DPOConfig(_RecordedConfig):
-    """Direct preference optimisation (Rafailov et al. 2023) on recorded pairs."""
+class _PairsConfig(_RecordedConfig):
+    """Keys of algorithms that learn which of two recorded replies is better."""
 
     learns_pairs: ClassVar[bool] = True
+
+    from_run: Path | None = Field(
+        None,
+        description="Folder of the run whose pairs are learned from: of each group of completed training episodes the "
+        "ones with the largest and the smallest reward; a group of equal rewards is left out. In a service the ID of a "
+        "job of the same tenant. None: the tasks are pairs, JSON objects with `prompt`, `chosen` and `rejected`, and "
+        "perhaps `tools`: texts or messages, as data sets for TRL have them. Each group is one pair, so that a step "
+        "has `rollout.groups_per_step`.",
+    )
+    loss_agg_mode: Literal["seq-mean-token-mean"] = Field("seq-mean-token-mean", description=_OF_PAIRS)
+    epochs: Literal[1] = Field(1, description=_OF_PAIRS)
+    minibatches: Literal[1] = Field(1, description=_OF_PAIRS)
+
+
+class DPOConfig(_PairsConfig):
+    """Direct preference optimisation (Rafailov et al. 2023) on recorded pairs."""
 
     name: Literal["dpo"] = Field("dpo", description=NAME)
     beta: float = Field(
@@ -79,21 +97,10 @@ class DPOConfig(_RecordedConfig):
         description="Factor of the log-ratios between policy and reference: the larger, the nearer the policy stays "
         "to the reference.",
     )
-    from_run: Path | None = Field(
-        None,
-        description="Folder of the run whose pairs are learned from: of each group of completed training episodes the "
-        "ones with the largest and the smallest reward; a group of equal rewards is left out. In a service the ID of a "
-        "job of the same tenant. None: the tasks are pairs, JSON objects with `prompt`, `chosen` and `rejected`, and "
-        "perhaps `tools`: texts or messages, as data sets for TRL have them. Each group is one pair, so that a step "
-        "has `rollout.groups_per_step`.",
-    )
     kl: KLConfig = Field(
         KLConfig(), description="The reference policy. `coefficient` is 0: `beta` keeps the policy near the reference."
     )
     entropy_coefficient: float = Field(0.0, ge=0, le=0, description=_NO_BONUS)
-    loss_agg_mode: Literal["seq-mean-token-mean"] = Field("seq-mean-token-mean", description=_OF_PAIRS)
-    epochs: Literal[1] = Field(1, description=_OF_PAIRS)
-    minibatches: Literal[1] = Field(1, description=_OF_PAIRS)
 
     @model_validator(mode="after")
     def _has_no_penalty(self) -> Self:
@@ -103,6 +110,31 @@ class DPOConfig(_RecordedConfig):
                 "from the reference; leave kl.coefficient out, and take a larger beta"
             )
         return self
+
+
+class RewardHeadConfig(Section):
+    """The network of `reward_model`: a copy of the policy's model, with one value head."""
+
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+
+
+class RewardModelConfig(_PairsConfig):
+    """A model of rewards (Bradley and Terry 1952) from recorded pairs; the policy itself is not trained."""
+
+    trained_networks: ClassVar[int] = 2
+    trains_policy: ClassVar[bool] = False
+
+    name: Literal["reward_model"] = Field("reward_model", description=NAME)
+    center_rewards_coefficient: float = Field(
+        0.01,
+        ge=0,
+        le=UNLIMITED,
+        description="Factor of the square of a pair's summed rewards, which keeps their mean near 0, as in TRL "
+        "(Eisenstein et al. 2023).",
+    )
+    entropy_coefficient: float = Field(0.0, ge=0, le=0, description=_NO_POLICY)
+    kl: None = Field(None, description=_NO_POLICY)
+    critic: RewardHeadConfig = RewardHeadConfig()
 
 
 class DistillConfig(AlgorithmConfig):

@@ -191,6 +191,16 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _has_weights_of_rewards(self) -> JobConfig:
+        for name in self.trained_policies:
+            algorithm = self.algorithm_of(name)
+            if not algorithm.trains_policy and self.policies[name].adapter is not None:
+                raise ValueError(
+                    f"{algorithm.name!r} trains all weights of a copy of the model; leave policies.{name}.adapter out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _can_be_judged(self) -> JobConfig:
         if self.judge is not None and self.trains_several:
             raise ValueError("a judge scores whole episodes, and several policies are trained; train one policy a job")

@@ -218,12 +218,18 @@ class Learner:
         """Wait for all tasks: from files, or pushed by a client that has marked the last push."""
         self._run.progress.enter("waiting for tasks")
         evaluation = self._run.config.evaluation
-        if not self._run.config.brings_tasks or evaluation.every_steps or evaluation.every_tokens is not None:
+        validates = evaluation.every_steps > 0 or evaluation.every_tokens is not None
+        if not self._run.config.brings_tasks or validates:
             await self._run.store.tasks.wait_sealed()
         config, stored = self._run.config, self._run.store.tasks
         pools = {name: await stored.stored(split_in(name, "train")) for name in config.each_environment}
         held = [await stored.stored(split_in(name, "validation")) for name in config.each_environment]
         self._validation_tasks = held[0] if len(held) == 1 else [task for tasks in held for task in tasks]
+        for algorithm in map(config.algorithm_of, config.trained_policies):
+            if validates and self._validation_tasks and not algorithm.trains_policy:
+                raise ConfigError(
+                    f"validation plays with the policy, and {algorithm.name!r} does not train it: leave its tasks out"
+                )
         trained: Mapping[str, Sequence[Task]] = pools
         if self._recordings is not None:
             trained = {"": await self._recordings.tasks()}

@@ -39,7 +39,6 @@ from palestra.learner.teacher import ServedTeacher
 from palestra.threads import freed
 from palestra.trainer.base import (
     TRAINER_METRICS,
-    CriticKind,
     Network,
     OptimParams,
     OptimReport,
@@ -75,14 +74,11 @@ def policy_spec(config: JobConfig, algorithm: Algorithm, policy: str, weights: M
             f"[policies] with `frozen = true`, or name a server ({key}.teacher_server)"
         )
     teacher = None if named is None else weights.get(named, config.policies[named].model)
-    critic: CriticKind | None = None
-    if algorithm.critic is not None:
-        critic = "states" if algorithm.critic.target_rate is None else "actions"
     return PolicySpec(
         model=model,
         reference=reference,
         teacher=teacher,
-        critic=critic,
+        critic=None if algorithm.critic is None else algorithm.critic.kind,
         adapter=config.policies[policy].adapter,
         seed=_seed_of(config.seed, policy),
         vision=config.policies[policy].vision,
@@ -243,7 +239,7 @@ class PolicyUpdate:
         if (needs := self._algorithm.needs | self._regularization.outputs) and batch.samples:
             forward = await self._forward(batch, needs)
         critic = self._algorithm.critic
-        waits = critic is not None and self._config.policies[self._policy].updates.until(step) <= critic.warmup_steps
+        waits = critic is not None and self._waits(step, critic.warmup_steps)
         # The loss of this step has the coefficient from before, with which its rewards are made as well.
         loss = self._regularization.add_to(self._loss)
         batch, measured, problems = await asyncio.to_thread(self._with_advantages, batch, forward, waits)
@@ -258,6 +254,10 @@ class PolicyUpdate:
         if self._algorithm.recorded is not None:
             row = {name: value for name, value in row.items() if name not in _OF_SAMPLING}
         return row
+
+    def _waits(self, step: int, warmup_steps: int | None) -> bool:
+        """Return whether a step trains the critic alone."""
+        return warmup_steps is None or self._config.policies[self._policy].updates.until(step) <= warmup_steps
 
     def _with_advantages(
         self, batch: Batch, forward: ForwardOutputs, waits: bool

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from palestra.algorithms.base import ForwardOutput, ForwardOutputs
+from palestra.algorithms.base import CriticKind, ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossMetric, LossSpec
 from palestra.config import AdapterConfig, OptimizerConfig, VisionTraining
 from palestra.models.weights import WeightSource
@@ -75,12 +75,9 @@ REFERENCE_METRICS = (
 """What `forward_backward` measures as well where rows have `reference_logprobs`, whatever the penalty's coefficient."""
 CRITIC_METRICS = (
     LossMetric("critic_loss", "reward^2", "Sum over trained tokens of loss weight x loss of the value, last epoch."),
-    LossMetric("critic_error_mean", "reward", "Mean over trained tokens of |value - return|."),
-    LossMetric("critic_error_max", "reward", "Largest such difference."),
 )
 """What `forward_backward` measures with every loss of a critic."""
 Network = Literal["policy", "critic"]
-CriticKind = Literal["states", "actions"]
 NETWORKS: tuple[Network, ...] = ("policy", "critic")
 
 
@@ -94,7 +91,8 @@ class PolicySpec:
             None: no reference.
         teacher: model of the teacher, named like `model`, and frozen like the reference; None: no teacher.
         critic: None: no critic. For `states`, a copy of `model` with one value head. For `actions`, a copy with twin
-            heads, and a target copy that follows it. With an adapter, the copies are adapters on the same base.
+            heads, and a target copy that follows it. For `replies`, a copy with one head without a bias. With an
+            adapter, the copies are adapters on the same base.
         adapter: trained in place of the model's weights, which all networks of that model then share; None: all weights
             are trained.
     """
@@ -125,16 +123,15 @@ class OptimParams:
     target_rate: float = 0.0
 
     @classmethod
-    def of(cls, config: OptimizerConfig, learning_rate: float, target_rate: float | None = None) -> OptimParams:
-        """Return the numbers of one update from a job's optimizer section. Without `target_rate` the network has no
-        target copy.
+    def of(cls, config: OptimizerConfig, learning_rate: float, target_rate: float = 0.0) -> OptimParams:
+        """Return the numbers of one update from a job's optimizer section.
         """
         return cls(
             learning_rate=learning_rate,
             betas=config.betas,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
-            target_rate=target_rate or 0.0,
+            target_rate=target_rate,
         )
 
 
@@ -195,8 +192,8 @@ class Trainer(Protocol):
         """Compute numbers of the trained tokens of rows, without a gradient.
 
         `old_logprobs` come from the present weights, `values` and `next_values` from a critic of states,
-        `action_values` and `target_action_values` from a critic of actions: for each output one float32 [N] a row, NaN
-        where the token is not trained. Raises ConfigError: the trainer cannot compute one of the outputs.
+        `action_values` and `target_action_values` from a critic of actions, and `action_values` from one of replies: for
+        each output one float32 [N] a row, NaN where the token is not trained. Raises ConfigError: the trainer cannot compute one of the outputs.
         """
         ...
 

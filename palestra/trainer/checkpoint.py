@@ -23,10 +23,12 @@ from palestra.trainer.quarantine import read_quarantine
 log = logging.getLogger("palestra.checkpoint")
 INDEX = "checkpoint.json"
 BEST = "best"  # folder of the weights that validated best, beside the checkpoints
+FOLDER_OF_REWARDS = "reward_model"  # of a checkpoint: the model of rewards, as transformers loads it
 NOT_THE_MODEL = (
     "optimizer-*.safetensors",
     "optimizer-shards",
     "critic-*.safetensors",
+    FOLDER_OF_REWARDS,
     INDEX,
 )  # files and folders of a checkpoint that only a trainer reads
 OF_OPTIMIZER = re.compile(r"(critic-)?optimizer-")  # beginning of the names of files, relative to the checkpoint

@@ -1,19 +1,21 @@
 """A critic: a copy of the policy's model with value heads in place of the language-model head.
 
 A critic of states has one head. A critic of actions has two heads, and the smaller value counts, so that overestimation
-does not feed itself. A target copy follows slowly and computes the critic's own targets (Haarnoja et al. 2018).
+does not feed itself. A target copy follows slowly and computes the critic's own targets (Haarnoja et al. 2018). A
+critic of replies has one head, without a bias, as transformers' models for the classification of sequences have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from palestra.algorithms.base import ForwardOutput
-from palestra.algorithms.loss import Max, Mean, Reduction, Sum, ValueInputs, ValueLoss
+from palestra.algorithms.base import CriticKind, ForwardOutput
+from palestra.algorithms.loss import Reduction, Sum, ValueInputs, ValueLoss
 from palestra.config import TrainerConfig
 from palestra.errors import CheckpointError
 from palestra.models.causal_lm import CausalLM
@@ -23,25 +25,33 @@ from palestra.trainer.gradient import report_of
 from palestra.trainer.metrics import MetricSums
 from palestra.trainer.optimizer import Optimizer, read_named, write_named
 from palestra.trainer.packing import MicroBatch, Pass
+from palestra.trainer.reward_model import check_classifier, read_reward_model, write_reward_model
 from palestra.trainer.token_forward import columns_of, flat_hidden
 
 _WEIGHTS, _MOMENTS, _TARGET = "critic-weights", "critic-optimizer", "critic-target"  # prefixes of files
+OUTPUTS: Mapping[CriticKind, frozenset[ForwardOutput]] = {
+    "states": frozenset({"values", "next_values"}),
+    "actions": frozenset({"action_values", "target_action_values"}),
+    "replies": frozenset({"action_values"}),
+}
+"""What each kind of critic computes."""
 _HEAD_DEVIATION = 1e-2  # of the initial weights of twin heads: equal ones would stay equal for ever
 
 
 class Critic:
     """The weights and the optimizer of a critic; its methods run in the trainer's thread."""
 
-    def __init__(self, model: CausalLM, config: TrainerConfig, target: CausalLM | None = None) -> None:
+    def __init__(
+        self, model: CausalLM, config: TrainerConfig, kind: CriticKind, target: CausalLM | None = None
+    ) -> None:
         """Take over a model's float32 weights, and add value heads whose values begin at or near 0. The critic alone
         uses the model; `target` is the copy that a critic of actions has.
         """
-        self._net = _ValueNet(model, config, heads=1 if target is None else 2)
-        self._target: _ValueNet | None = None
-        self.outputs: frozenset[ForwardOutput] = frozenset({"values", "next_values"})
-        if target is not None:
-            self._target = _ValueNet(target, config, heads=2)
-            self.outputs = frozenset({"action_values", "target_action_values"})
+        if kind == "replies":
+            check_classifier(model)
+        self._kind, self._net = kind, _ValueNet(model, config, kind)
+        self._target = None if target is None else _ValueNet(target, config, kind)
+        self.outputs = OUTPUTS[kind]
         self.optimizer = Optimizer(self._net.named_parameters())
 
     def values(self, micro: MicroBatch, outputs: Collection[ForwardOutput]) -> dict[ForwardOutput, Tensor]:
@@ -49,7 +59,7 @@ class Critic:
         columns = columns_of(micro, self._net.device)
         found: dict[ForwardOutput, Tensor] = {}
         with torch.no_grad():
-            if self._target is None:
+            if self._kind == "states":
                 (of_nodes,) = self._net(micro).unbind(-1)
                 found["values"] = of_nodes.index_select(0, columns["source"])
                 found["next_values"] = of_nodes.index_select(0, columns["node"])
@@ -57,6 +67,7 @@ class Critic:
             if "action_values" in outputs:
                 found["action_values"] = self._net(micro, columns["node"]).amin(dim=-1)
             if "target_action_values" in outputs:
+                assert self._target is not None
                 found["target_action_values"] = self._target(micro, columns["node"]).amin(dim=-1)
         return found
 
@@ -64,16 +75,11 @@ class Critic:
         """Add the gradient of one micro-batch, and return its metrics."""
         columns = columns_of(micro, self._net.device)
         with torch.enable_grad():
-            values = self._net(micro, columns["source" if self._target is None else "node"])
+            values = self._net(micro, columns["source" if self._kind == "states" else "node"])
             output = loss(ValueInputs(values=values, old_values=columns.get("values"), returns=columns["returns"]))
             total = (output.loss * columns["loss_weights"]).sum()
         total.backward()  # type: ignore[no-untyped-call]
-        error = (values.detach() - columns["returns"].unsqueeze(-1)).abs().mean(dim=-1)
-        found: dict[str, Reduction] = {
-            "critic_loss": Sum(total.detach()),
-            "critic_error_mean": Mean(error),
-            "critic_error_max": Max(error),
-        }
+        found: dict[str, Reduction] = {"critic_loss": Sum(total.detach())}
         assert found.keys() == {metric.name for metric in CRITIC_METRICS}
         return {**output.metrics, **found}
 
@@ -86,16 +92,25 @@ class Critic:
                     copy.lerp_(own, params.target_rate)
         return report
 
-    def write(self, folder: Path) -> None:
-        """Write weights and optimizer into a checkpoint's folder."""
-        write_named(folder, _WEIGHTS, [(name, p.detach()) for name, p in self.optimizer.parameters])
+    def write(self, folder: Path, tokenizer: Any) -> None:
+        """Write weights and optimizer into a checkpoint's folder; `tokenizer` goes with a critic of replies."""
+        own = [(name, parameter.detach()) for name, parameter in self.optimizer.parameters]
+        if self._kind == "replies":
+            write_reward_model(folder, self._net.model, tokenizer, own)
+        else:
+            write_named(folder, _WEIGHTS, own)
         self.optimizer.write(folder, _MOMENTS)
         if self._target is not None:
             write_named(folder, _TARGET, [(name, p.detach()) for name, p in self._target.named_parameters()])
 
     def read(self, folder: Path) -> None:
         """Load weights and optimizer from a checkpoint's folder."""
-        copy_weights(self.optimizer.parameters, read_named(folder, _WEIGHTS), folder)
+        parameters = self.optimizer.parameters
+        if self._kind == "replies":
+            saved = read_reward_model(folder, self._net.model, [name for name, _ in parameters])
+        else:
+            saved = read_named(folder, _WEIGHTS)
+        copy_weights(parameters, saved, folder)
         self.optimizer.read(folder, _MOMENTS)
         if self._target is not None:
             copy_weights(self._target.named_parameters(), read_named(folder, _TARGET), folder)
@@ -124,12 +139,14 @@ class CriticGradient:
 class _ValueNet:
     """The body of a model, with value heads."""
 
-    def __init__(self, model: CausalLM, config: TrainerConfig, heads: int) -> None:
+    def __init__(self, model: CausalLM, config: TrainerConfig, kind: CriticKind) -> None:
         """Take over the model, which computes in the precision of `config` from here on."""
         model.compute_in(precision_of(config.dtype, model.device))
-        self._model = model
-        self._head = nn.Linear(int(model.config.hidden_size), heads, device=model.device)
-        nn.init.zeros_(self._head.bias)
+        self.model = model
+        heads, bias = 2 if kind == "actions" else 1, kind != "replies"
+        self._head = nn.Linear(int(model.config.hidden_size), heads, bias=bias, device=model.device)
+        if bias:
+            nn.init.zeros_(self._head.bias)
         nn.init.zeros_(self._head.weight)  # of random values, the first advantages of a critic of states would be noise
         if heads > 1:
             drawn = torch.randn(self._head.weight.shape, generator=torch.Generator().manual_seed(0))
@@ -139,16 +156,16 @@ class _ValueNet:
     @property
     def device(self) -> torch.device:
         """Return where the weights are."""
-        return self._model.device
+        return self.model.device
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return each weight that is trained once, with its name."""
-        body = [(f"body.{name}", parameter) for name, parameter in self._model.body_parameters()]
+        body = [(f"body.{name}", parameter) for name, parameter in self.model.body_parameters()]
         return [*body, *((f"value_head.{name}", parameter) for name, parameter in self._head.named_parameters())]
 
     def __call__(self, micro: MicroBatch, nodes: Tensor | None = None) -> Tensor:
         """Return the values of nodes, [n, heads], in the precision of the heads' weights, which is float32."""
-        hidden = flat_hidden(self._model, micro)
+        hidden = flat_hidden(self.model, micro)
         values: Tensor = self._head(
             (hidden if nodes is None else hidden.index_select(0, nodes)).to(self._head.weight.dtype)
         )

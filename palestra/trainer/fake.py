@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.algorithms.base import ForwardOutput, ForwardOutputs
+from palestra.algorithms.base import CriticKind, ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossSpec, ValueLoss
 from palestra.algorithms.losses import build_loss
 from palestra.errors import ConfigError
@@ -27,7 +27,6 @@ from palestra.trainer.base import (
     NETWORKS,
     REFERENCE_METRICS,
     TRAINER_METRICS,
-    CriticKind,
     Network,
     OptimParams,
     OptimReport,
@@ -43,6 +42,7 @@ _CRITIC_OUTPUTS: Mapping[CriticKind | None, frozenset[ForwardOutput]] = {
     None: frozenset(),
     "states": frozenset({"values", "next_values"}),
     "actions": frozenset({"action_values", "target_action_values"}),
+    "replies": frozenset({"action_values"}),
 }
 _UNTRAINED = hashlib.sha256(b"untrained").hexdigest()
 

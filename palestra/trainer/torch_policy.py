@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palestra.algorithms.base import ForwardOutput, ForwardOutputs
+from palestra.algorithms.base import CriticKind, ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossSpec, ValueLoss
 from palestra.algorithms.losses import build_loss
 from palestra.config import TrainerConfig
@@ -45,13 +45,15 @@ class PolicyNetworks:
         model: its trained weights are float32.
         frozen: models that are never trained, by output: `reference_logprobs`, `teacher_logprobs`.
         critic: a float32 copy of the policy's model; None: no critic.
-        critic_target: target copy of a critic of actions; None: a critic of states.
+        critic_kind: what the critic's values are of.
+        critic_target: target copy of a critic of actions.
     """
 
     model: CausalLM
     tokenizer: Any
     frozen: Mapping[ForwardOutput, CausalLM] = field(default_factory=dict)
     critic: CausalLM | None = None
+    critic_kind: CriticKind = "states"
     critic_target: CausalLM | None = None
 
 
@@ -78,7 +80,11 @@ class TorchPolicy(VersionedPolicy):
         masks = GrammarMasks(self._grammars)
         self._forward = TokenForward(model, masks, device)
         self._frozen = {name: TokenForward(other, masks, device) for name, other in networks.frozen.items()}
-        self._critic = None if networks.critic is None else Critic(networks.critic, config, networks.critic_target)
+        self._critic = (
+            None
+            if networks.critic is None
+            else Critic(networks.critic, config, networks.critic_kind, networks.critic_target)
+        )
 
     @property
     def parameters(self) -> Named:
@@ -217,7 +223,7 @@ class TorchPolicy(VersionedPolicy):
         self.model.save(folder, self._tokenizer)
         self.optimizer.write(folder, OPTIMIZER)
         if self._critic is not None:
-            self._critic.write(folder)
+            self._critic.write(folder, self._tokenizer)
 
     def load(self, folder: Path, step: int | None) -> dict[str, Any] | None:
         """Restore weights, optimizer, critic and version from the newest undamaged checkpoint, or that of a step."""

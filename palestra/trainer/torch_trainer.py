@@ -112,7 +112,14 @@ class TorchTrainer(PolicyTrainer[TorchPolicy]):
             for each in (model, critic):
                 if each is not None:
                     each.recompute_blocks()
-        networks = PolicyNetworks(model=model, tokenizer=tokenizer, frozen=frozen, critic=critic, critic_target=target)
+        networks = PolicyNetworks(
+            model=model,
+            tokenizer=tokenizer,
+            frozen=frozen,
+            critic=critic,
+            critic_kind=spec.critic or "states",
+            critic_target=target,
+        )
         return TorchPolicy(networks, self._config)
 
     def _add(self, name: str, policy: TorchPolicy) -> None:

@@ -121,6 +121,7 @@ EXEMPT: Mapping[str, str] = {
     "algorithm.dynamic_sampling": "JobConfig bounds it, and the open episodes are capped",
     "algorithm.min_reward": "what a reward is compared with",
     "algorithm.beta": "a number of a formula",
+    "algorithm.center_rewards_coefficient": "a number of a formula",
     "algorithm.settings.*": "of a class of a user's own, which no service runs",
     "algorithm.entropy_coefficient": "a number of a formula",
     "algorithm.teacher_server.max_concurrency": "of a server, which no service calls",

@@ -1,11 +1,13 @@
-"""A tiny model learns from what was recorded: conversations, good episodes of a run, and pairs."""
+"""A tiny model learns from what was recorded: conversations, good episodes of a run, pairs, and what is preferred."""
 
 from __future__ import annotations
 
 import pytest
 
 import palestra
+import palestra_judges
 from palestra import JobConfig
+from palestra.cli.main import main
 
 STEPS = 80
 ANSWERS = {"2 + 2 =": "4", "3 + 4 =": "7", "9 - 8 =": "1"}
@@ -97,3 +99,29 @@ def test_of_two_answers_the_preferred_one_becomes_more_likely_than_the_other(tau
     # The margin is beta times the change of the log-odds: by more than 2 nats here.
     assert last["train/pair_margin"] > 0.2
     assert not {"train/logprob_gap_mean", "train/sampling_kl"} & last.keys(), "nothing has sampled these replies"
+
+
+@pytest.mark.slow
+def test_a_model_of_rewards_is_exported_and_judges_as_it_was_taught(taught, tmp_path, capsys):
+    """It learns that right answers are preferred, and then gives them the larger reward in another job."""
+    pairs = [{"prompt": question, "chosen": right, "rejected": "8"} for question, right in ANSWERS.items()]
+    settings = {"name": "reward_model", "critic": {"optimizer": {"learning_rate": 1e-3}}}
+    result = palestra.train(tasks=pairs, config=job(tmp_path / "run", 40, settings), quiet=True)
+    first, *_, last = result.metrics
+    assert first["train/pair_loss"] == pytest.approx(0.6931, abs=1e-3), "every reward is 0 at first"
+    assert last["train/pair_accuracy"] == 1.0
+    assert last["train/pair_loss"] < 0.1
+    assert abs(last["train/chosen_reward"] + last["train/rejected_reward"]) < 0.5 * last["train/pair_margin"]
+    main(["export", str(result.run_dir), str(tmp_path / "rewards")])
+    assert "the model of rewards after step 40" in capsys.readouterr().out
+    judge = palestra_judges.RewardModel(path=tmp_path / "rewards")
+    grpo = job(tmp_path / "judged", 1, {"name": "grpo"}, model=str(taught.checkpoint))
+    judged = palestra.train(reward=judge, tasks=TASKS, config=grpo, quiet=True)
+    given: dict[tuple[str, str], float] = {}
+    run = palestra.load_run(judged.run_dir)
+    replies = {row["episode_id"]: row["reply"].text for row in run.calls()}
+    for row in run.episodes("train"):
+        given[row["task_id"], replies[row["episode_id"]]] = row["reward"]
+    for question, right in ANSWERS.items():
+        assert given[question, right] > 0
+        assert all(given[question, right] >= score for (asked, _), score in given.items() if asked == question)

@@ -41,7 +41,7 @@ def same(found, wanted):
 def test_neither_cutting_nor_order_nor_padding_matters_and_each_token_is_trained_once(
     name, rewards, calls, rows, reverse, pad
 ):
-    if name == "dpo":
+    if name in ("dpo", "reward_model"):
         rewards = [members[:2] for members in rewards]  # its groups are pairs
     wanted = token_gradients(made(name), made_up_groups(rewards=rewards))
     other = made_up_groups(
@@ -53,6 +53,26 @@ def test_neither_cutting_nor_order_nor_padding_matters_and_each_token_is_trained
     algorithm = made(name)
     learned = [group for group in other if algorithm.learns_from(group.trajectories)]
     assert wanted.keys() == {int(token) for group in learned for row in group.rows for token in row.ids[row.loss_mask]}
+
+
+@examples(5, 50)
+@given(rewards_of_groups, st.integers(1, 3), st.integers(1, 3), st.booleans(), st.integers(0, 3))
+def test_only_the_last_token_of_a_reply_has_a_reward_however_its_calls_are_cut(rewards, calls, rows, reverse, pad):
+    pairs = [members[:2] for members in rewards]
+    found = []
+    for more in ({}, {"rows": min(rows, calls), "reverse": reverse, "pad": pad}):
+        groups = made_up_groups(rewards=pairs, calls=calls, **more)
+        whole = [row for group in groups for row in group.rows]
+        values = [np.where(row.loss_mask, row.ids / 1000, np.nan).astype(np.float32) for row in whole]
+        given = made("reward_model").advantages(groups, {"action_values": values})
+        targets = {
+            int(row.ids[place]): (row.episode_id, float(column[place]))
+            for row, column in zip(whole, given.returns, strict=True)
+            for place in np.flatnonzero(np.isfinite(column))
+        }
+        assert sorted(name for name, _ in targets.values()) == sorted({row.episode_id for row in whole})
+        found.append(targets)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", [name for name, made in ALGORITHMS.items() if issubclass(made, PolicyGradient)])

@@ -1,4 +1,4 @@
-"""Record what TRL computes for its GRPO family of losses and for DPO: values and gradients, on tensors drawn here.
+"""Record what TRL computes for its GRPO family, DPO and models of rewards: values and gradients, on tensors drawn here.
 
 In an environment of its own, with CPU torch:
 
@@ -21,6 +21,7 @@ import trl
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.reward_trainer import RewardTrainer
 
 BATCH, LENGTH, MAX_LENGTH = 6, 9, 12
 CASES = {
@@ -97,6 +98,31 @@ def pairs(mask: torch.Tensor, logprobs: torch.Tensor, reference: torch.Tensor, b
     return {"beta": beta, "loss": float(loss.detach()), "gradient": logprobs.grad.tolist(), "metrics": said}
 
 
+def rewards(given: torch.Tensor, coefficient: float | None) -> dict:
+    """What `RewardTrainer.compute_loss` makes of three pairs; the first half of the rewards are of chosen replies."""
+    found = given.clone().requires_grad_(True)
+    itself = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(gather_for_metrics=lambda x: x, gather=lambda x: x),
+        args=SimpleNamespace(center_rewards_coefficient=coefficient),
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {"attention_mask": torch.ones(len(given), 1)}
+    model = lambda **_: SimpleNamespace(logits=found.unsqueeze(-1))  # noqa: E731
+    loss = RewardTrainer.compute_loss(itself, model, inputs)
+    loss.backward()
+    said = {name: values[-1] for name, values in itself._metrics["train"].items() if name in ("accuracy", "margin")}
+    return {
+        "coefficient": coefficient or 0.0,
+        "rewards": given.tolist(),
+        "loss": float(loss.detach()),
+        "gradient": found.grad.tolist(),
+        "metrics": said,
+    }
+
+
 def main() -> None:
     """Write the fixtures to standard output."""
     draw = torch.Generator().manual_seed(0)
@@ -132,6 +158,10 @@ def main() -> None:
         "advantages": advantages.tolist(),
         "cases": found,
         "pairs": [pairs(mask, now * 2, old, beta) for beta in (0.1, 1.0, 30.0)],
+        "rewards": [
+            rewards(scale * torch.randn(BATCH, generator=draw), coefficient)
+            for scale, coefficient in ((1.0, None), (1.0, 0.01), (50.0, 2.0))
+        ],
         "overlong": {"max": 100, "cache": 20, "lengths": replies, "rewards": overlong([[0] * n for n in replies])},
     }
     json.dump(document, sys.stdout)

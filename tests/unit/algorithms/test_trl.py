@@ -14,8 +14,8 @@ from palestra.algorithms.base import Group
 from palestra.algorithms.group_relative import DAPO
 from palestra.algorithms.loss import LossInputs
 from palestra.algorithms.losses import CISPOLoss, GSPOLoss, PPOClipLoss
-from palestra.algorithms.preference import DPO
-from palestra.config import DAPOConfig, DPOConfig
+from palestra.algorithms.preference import DPO, RewardModel
+from palestra.config import DAPOConfig, DPOConfig, RewardModelConfig
 from palestra.tokens import token_weights
 from unit.building import make_chat, make_sample, make_trajectory
 
@@ -110,6 +110,34 @@ def test_the_gradient_of_pairs_is_that_of_trl(recorded):
         assert found.metrics[here] == pytest.approx(said[f"rewards/{trl}"], rel=1e-5)
     assert found.metrics["pair_margin"] == pytest.approx(said["rewards/margins"], rel=1e-4)
     assert found.metrics["pair_loss"] == pytest.approx(recorded["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("recorded", RECORDED["rewards"], ids=lambda recorded: f"centred by {recorded['coefficient']}")
+def test_the_gradient_of_a_model_of_rewards_is_that_of_trl(recorded):
+    """By the value of each reply's last token; TRL's batch has the chosen replies first."""
+    tokens, order = MASK.sum(1).tolist(), [0, 3, 1, 4, 2, 5]
+    rows = [make_sample([1] * n, range(n), name=f"train-{i % 3:06d}-{i // 3:02d}") for i, n in enumerate(tokens)]
+    groups = [
+        Group(
+            trajectories=(make_trajectory(pair, 0, 1.0, []), make_trajectory(pair, 1, 0.0, [])),
+            rows=(rows[pair], rows[pair + 3]),
+        )
+        for pair in range(3)
+    ]
+    values = [np.full(tokens[place], 7.0, np.float32) for place in order]
+    for place, column in zip(order, values, strict=True):
+        column[-1] = recorded["rewards"][place]
+    config = RewardModelConfig(center_rewards_coefficient=recorded["coefficient"])
+    found = RewardModel(config).advantages(groups, {"action_values": values})
+    assert found.importance_weights is not None
+    assert found.returns is not None
+    weights = token_weights([tokens[place] for place in order], "seq-mean-token-mean", 12)
+    for place, weight, factors, returns in zip(order, weights, found.importance_weights, found.returns, strict=True):
+        assert np.isnan(returns[:-1]).all()
+        assert weight * factors[-1] * returns[-1] == pytest.approx(recorded["gradient"][place], rel=1e-5, abs=1e-7)
+    assert found.metrics["pair_loss"] == pytest.approx(recorded["loss"], rel=1e-5)
+    assert found.metrics["pair_accuracy"] == pytest.approx(recorded["metrics"]["accuracy"])
+    assert found.metrics["pair_margin"] == pytest.approx(recorded["metrics"]["margin"], rel=1e-4)
 
 
 def test_a_pair_of_which_one_reply_is_not_trained_teaches_nothing():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from palestra.algorithms.preference import DPO
+from palestra.algorithms.preference import DPO, RewardModel
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.renderers import ByteTokenizer
@@ -57,6 +57,20 @@ async def test_pairs_write_their_metrics_and_none_that_compares_with_what_was_sa
         row = json.loads(line)
         assert {f"train/{metric.name}" for metric in DPO.metrics} <= row.keys() <= metric_names()
         assert not {"train/logprob_gap_mean", "train/sampling_kl", "train/kl_at_sampling"} & row.keys()
+
+
+async def test_a_model_of_rewards_leaves_the_policy_as_it_is(tmp_path):
+    settings = config(algorithm={"name": "reward_model"}, steps=2, evaluation={"every_steps": 0})
+    job = ScriptedJob(tmp_path, settings, tasks=[PAIR])
+    await job.run()
+    weights = job.trainer._policy("policy").weights
+    assert job.trainer.version("policy").n == 0
+    assert weights["critic"] != weights["policy"]
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]:
+        row = json.loads(line)
+        assert {f"train/{metric.name}" for metric in RewardModel.metrics} <= row.keys() <= metric_names()
+        assert row["train/critic_grad_norm"] >= 0
+        assert "train/grad_norm" not in row
 
 
 @pytest.fixture
