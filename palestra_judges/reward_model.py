@@ -16,7 +16,7 @@ from palestra.envs.judge import JudgedGroup, VerdictBook
 from palestra.errors import ConfigError, JudgeFailed
 from palestra.types.calls import Chat
 from palestra.types.messages import text_message
-from palestra.types.verdicts import Verdict
+from palestra.types.records import Verdict
 
 if TYPE_CHECKING:
     from palestra.renderers.base import Renderer

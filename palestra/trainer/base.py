@@ -124,8 +124,7 @@ class OptimParams:
 
     @classmethod
     def of(cls, config: OptimizerConfig, learning_rate: float, target_rate: float = 0.0) -> OptimParams:
-        """Return the numbers of one update from a job's optimizer section.
-        """
+        """Return the numbers of one update from a job's optimizer section."""
         return cls(
             learning_rate=learning_rate,
             betas=config.betas,
@@ -192,8 +191,9 @@ class Trainer(Protocol):
         """Compute numbers of the trained tokens of rows, without a gradient.
 
         `old_logprobs` come from the present weights, `values` and `next_values` from a critic of states,
-        `action_values` and `target_action_values` from a critic of actions, and `action_values` from one of replies: for
-        each output one float32 [N] a row, NaN where the token is not trained. Raises ConfigError: the trainer cannot compute one of the outputs.
+        `action_values` and `target_action_values` from a critic of actions, and `action_values` from one of replies:
+        for each output one float32 [N] a row, NaN where the token is not trained. Raises ConfigError: the trainer
+        cannot compute one of the outputs.
         """
         ...
 
