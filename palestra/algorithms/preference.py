@@ -207,7 +207,7 @@ def _measured(losses: Numbers, better: Numbers, worse: Numbers) -> dict[str, flo
     """Return the metrics of P pairs; NaN without any."""
     values = {
         "pair_loss": losses,
-        "pair_accuracy": better > worse,
+        "pair_accuracy": (better > worse).astype(np.float64),
         "pair_margin": better - worse,
         "chosen_reward": better,
         "rejected_reward": worse,

@@ -1,0 +1,64 @@
+"""Reads a model of rewards, and scores the reply of a call: transformers' model for the classification of sequences."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from palestra.errors import ConfigError, JudgeFailed
+from palestra.models.causal_lm import load_tokenizer
+from palestra.models.quiet import quiet_transformers
+from palestra.renderers.selection import select_renderer
+from palestra.types.calls import Chat
+from palestra.types.messages import text_message
+
+
+class RewardModelReader:
+    """A model of rewards in float32 on the CPU; it gives rewards to conversations that end with a reply."""
+
+    def __init__(self, path: Path) -> None:
+        """Load the model of a folder. Raises ConfigError: it is no model of rewards."""
+        try:
+            with quiet_transformers():
+                if (labels := AutoConfig.from_pretrained(path).num_labels) != 1:
+                    raise ConfigError(
+                        f"judge.path: the model in {path} has {labels} classes; such a model has one"
+                    )
+                model, loaded = AutoModelForSequenceClassification.from_pretrained(
+                    path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+                )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"judge.path: {path} is no model for the classification of sequences: {error}") from error
+        if missing := sorted(loaded["missing_keys"]):  # it would have random values
+            raise ConfigError(f"judge.path: {path} is no model of rewards: it has no {missing[0]}")
+        model.config.get_text_config().pad_token_id = None  # the last token is read, which may be the padding token
+        self._model, self._renderer = model.eval(), select_renderer(load_tokenizer(str(path)))
+
+    def score(self, answer: Chat) -> tuple[float, int]:
+        """Return the reward of a call's reply, and the number of tokens that were read.
+
+        Raises:
+            JudgeFailed: the model can't be shown the reply, or gives no number.
+        """
+        renderer, config = self._renderer, self._model.config.get_text_config()
+        try:
+            # Only a template with a message after the reply shows how the reply ends.
+            prompt = len(renderer.render(answer.messages, answer.tools).ids)
+            whole = renderer.render((*answer.messages, answer.reply, text_message("user", "x")), answer.tools).ids
+        except (ValueError, KeyError) as error:
+            raise JudgeFailed(f"the model of rewards can't be shown the reply: {error}") from error
+        ends = np.flatnonzero(np.isin(whole[prompt:], renderer.stop_ids))
+        if not len(ends):
+            raise JudgeFailed("the model of rewards does not show how the reply ends")
+        ids = whole[: prompt + int(ends[0]) + (answer.finish_reason != "length")]  # a reply that was cut has no end
+        if len(ids) > (most := int(config.max_position_embeddings)):
+            raise JudgeFailed(f"the reply ends after {len(ids):,} tokens, and the model of rewards reads {most:,}")
+        with torch.inference_mode():
+            score = float(self._model(torch.tensor(ids[None].astype(np.int64))).logits[0, 0])
+        if not math.isfinite(score):
+            raise JudgeFailed(f"the model of rewards gave {score}")
+        return score, len(ids)
