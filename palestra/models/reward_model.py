@@ -25,9 +25,7 @@ class RewardModelReader:
         try:
             with quiet_transformers():
                 if (labels := AutoConfig.from_pretrained(path).num_labels) != 1:
-                    raise ConfigError(
-                        f"judge.path: the model in {path} has {labels} classes; such a model has one"
-                    )
+                    raise ConfigError(f"judge.path: the model in {path} has {labels} classes; such a model has one")
                 model, loaded = AutoModelForSequenceClassification.from_pretrained(
                     path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
                 )
