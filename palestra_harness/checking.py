@@ -139,7 +139,9 @@ def _count(made: HarnessCheck, played: Trajectory) -> None:
     main = [chat for chat in played.chats if "/" not in chat.agent]
     made.untrained = sum(chat.agent.endswith("/auxiliary") for chat in played.chats)
     made.first_tokens = main[0].prompt_tokens if main else 0
-    made.forks = Counter(chat.fork.reason.value for chat in played.chats if chat.fork is not None)
+    firsts = {chat.agent: chat.index for chat in reversed(played.chats)}  # which continue nothing
+    later = [chat for chat in played.chats if chat.index != firsts[chat.agent]]
+    made.forks = Counter(chat.fork.reason.value for chat in later if chat.fork is not None)
 
 
 def installed_version(harness: Harness) -> str:

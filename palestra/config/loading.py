@@ -168,7 +168,7 @@ def resolve_paths(table: dict[str, Any], folder: Path, names: bool = True) -> No
 @cache
 def path_keys() -> frozenset[str]:
     """Return the keys whose values are paths, in any table."""
-    kinds = [*sections_of(EngineConfig), *sections_of(JudgeConfig), HarnessConfig]
+    kinds = sections_of(EngineConfig) + sections_of(JudgeConfig) + sections_of(HarnessConfig)
     return frozenset(
         {"run_dir", "train", "validation"}
         | {key for kind in kinds for key, field in kind.model_fields.items() if _is_path(field.annotation)}
