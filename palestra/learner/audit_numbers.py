@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from palestra.doctor.audit_rules import BEST, DRAWN, LEAST_LENGTH_PAY, WINDOW, Row, best_window
+from palestra.doctor.audit_rules import BEST, DRAWN, LEAST_LENGTH_PAY, WINDOW, best_window
 from palestra.doctor.evidence import log_e_value
+from palestra.doctor.rule import Row
 from palestra.types.records import Trajectory
 
 STREAM = 0x6175646974  # apart from other generators with the job's seed
