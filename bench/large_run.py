@@ -35,8 +35,7 @@ from palestra.dashboard.episode import episode_answer, read_reading, read_tokens
 from palestra.dashboard.progress import describe_run, read_columns
 from palestra.dashboard.reader import read_findings
 from palestra.dashboard.runs import Run
-from palestra.dashboard.slow_calls import read_slow_calls
-from palestra.dashboard.steps import find_episodes, read_events_before, read_group, read_step
+from palestra.dashboard.steps import find_episodes, read_events_before, read_group, read_slow_calls, read_step
 from palestra.learner.metrics import metric_tables
 from palestra.store import open_run_store
 from palestra.store.codec import chat_row

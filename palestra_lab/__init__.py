@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from palestra_lab.matrix.picture import draw_matrix as draw_matrix
     from palestra_lab.matrix.play import play_matrix as play_matrix
     from palestra_lab.matrix.play import versions_of as versions_of
     from palestra_lab.matrix.result import Matrix as Matrix
+    from palestra_lab.matrix.result import draw_matrix as draw_matrix
 
-_HOMES = {"Matrix": "result", "draw_matrix": "picture", "play_matrix": "play", "versions_of": "play"}
+_HOMES = {"Matrix": "result", "draw_matrix": "result", "play_matrix": "play", "versions_of": "play"}
 __all__ = ["Matrix", "draw_matrix", "play_matrix", "versions_of"]
 
 

@@ -27,7 +27,7 @@ from palestra.types.jobs import JobRecord
 from palestra.types.states import JobState
 from palestra_service.api import PUBLIC, ControlPlane, create_control_app
 from palestra_service.jobs.launcher import RUN
-from palestra_service.rights.permissions import Action
+from palestra_service.rights import Action
 
 MOST_RUNS = 1000  # that are known at the same time; each keeps a few kilobytes
 MOST_FOLLOWED = 50  # runs of one stream

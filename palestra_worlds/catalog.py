@@ -9,11 +9,10 @@ from palestra.envs.environment import Environment
 from palestra.envs.tasks import seed_tasks
 from palestra_worlds.gomoku import Gomoku, GomokuDuel, gomoku_tasks
 from palestra_worlds.gymnasium import FrozenLake, frozen_lake_tasks
-from palestra_worlds.kuhn_poker import KuhnPoker
-from palestra_worlds.leduc_poker import LeducPoker
 from palestra_worlds.negotiation import Negotiation
 from palestra_worlds.open_spiel import OpenSpielEnvironment
 from palestra_worlds.pettingzoo import PettingZooEnvironment
+from palestra_worlds.poker import KuhnPoker, LeducPoker
 from palestra_worlds.prisoners_dilemma import PrisonersDilemma
 from palestra_worlds.reasoning_gym import ReasoningEnvironment, reasoning_tasks
 from palestra_worlds.retrieval.environment import RetrievalEnvironment, retrieval_tasks

@@ -18,21 +18,18 @@ from palestra.cli.algorithms import add_algorithms
 from palestra.cli.check import add_check
 from palestra.cli.completion import add_completion
 from palestra.cli.dashboard import add_dashboard
-from palestra.cli.demo import add_demo
 from palestra.cli.doctor import add_doctor
 from palestra.cli.env import add_env
 from palestra.cli.environments import add_environments
 from palestra.cli.episodes import add_episodes
 from palestra.cli.eval import add_eval
 from palestra.cli.export import add_export
+from palestra.cli.keys import add_rotate_key, add_seat_key
 from palestra.cli.options import CommandParser, HelpFormatter, commands_of
 from palestra.cli.own_process import own_process
-from palestra.cli.rotate_key import add_rotate_key
-from palestra.cli.run import add_run
-from palestra.cli.seat_key import add_seat_key
+from palestra.cli.run import add_demo, add_run, add_train
 from palestra.cli.top import add_top
 from palestra.cli.track import add_track
-from palestra.cli.train import add_train
 from palestra.cli.worker import add_worker
 from palestra.errors import ConfigError, PalestraError
 from palestra.extensions import extensions, load_extension, nearest

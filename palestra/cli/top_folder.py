@@ -16,7 +16,7 @@ from palestra.dashboard.answers import RunAnswer
 from palestra.dashboard.episode_line import episode_line
 from palestra.dashboard.progress import describe_run
 from palestra.dashboard.runs import DAMAGED, Run
-from palestra.dashboard.slow_calls import slow_calls
+from palestra.dashboard.steps import slow_calls
 from palestra.errors import PalestraError
 from palestra.store.browsing import last_of_states
 from palestra.store.counting import KINDS, SETTLED_STATES

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
-from palestra.config.kinds import schema_by_kind
-from palestra.config.section import Section
+from palestra.config.section import Section, schema_by_kind
 from palestra.errors import ConfigError
 from palestra.extensions import extensions, load_extension
 

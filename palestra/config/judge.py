@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
-from palestra.config.kinds import schema_by_kind
-from palestra.config.section import Seconds, Section
+from palestra.config.section import Seconds, Section, schema_by_kind
 from palestra.errors import ConfigError
 from palestra.extensions import extensions, load_extension
 

@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, get_args, get_origin
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+    ValidationError,
+)
+from pydantic_core import CoreSchema, ErrorDetails
 
 from palestra.errors import ConfigError
 
@@ -266,3 +275,22 @@ class Section(_InWords):
     def alternatives(cls) -> Sequence[type[Section]]:
         """Return the sections that a field of this type may hold."""
         return (cls,)
+
+
+def schema_by_kind(
+    found: Mapping[str, type[Section]], kind_of: Callable[[Any], Any], handler: GetCoreSchemaHandler
+) -> CoreSchema:
+    """Return the schema of a field that holds one of several sections, which `kind` chooses."""
+
+    def known(value: Any) -> Any:  # the error of pydantic's union would not name the key
+        if not isinstance(value, dict | Section):
+            raise ValueError(f"it is a table, such as {{kind = {next(iter(found), '…')!r}}}, and not {value!r}")
+        if (kind := kind_of(value)) not in list(found):
+            raise ValueError(f"kind is {kind!r} (known kinds: {', '.join(map(repr, found)) or 'none'})")
+        return value
+
+    check, tagged = BeforeValidator(known), tuple(Annotated[one, Tag(kind)] for kind, one in found.items())
+    if len(tagged) < 2:  # a union needs two; without a kind, every table is refused
+        return handler.generate_schema(Annotated[next(iter(found.values()), dict), check])
+    union = Union[tagged]  # type: ignore[valid-type]  # noqa: UP007
+    return handler.generate_schema(Annotated[union, Discriminator(kind_of), check])

@@ -1,4 +1,4 @@
-"""The routes of the page's data. Each checks the key, reads a run in a thread, and answers with JSON."""
+"""The page's application and the routes of its data. Each checks the key and reads a run in a thread."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fastapi import APIRouter, Depends, FastAPI, Query
 from fastapi import Path as Part
 from pydantic import BaseModel, Field
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from palestra import __version__
-from palestra.dashboard.access import PageAccess
+from palestra.dashboard.access import OneTimeLink, PageAccess
 from palestra.dashboard.answers import (
     ConversationAnswer,
     EpisodeDetail,
@@ -29,17 +29,16 @@ from palestra.dashboard.answers import (
     StepAnswer,
     TokensAnswer,
 )
-from palestra.dashboard.conversation import read_call
+from palestra.dashboard.conversation import read_call, seen_picture
 from palestra.dashboard.episode import MOST_TOKENS, episode_answer, read_tokens
-from palestra.dashboard.files import PAGE, add_files
+from palestra.dashboard.files import PAGE, add_files, public_paths
 from palestra.dashboard.progress import read_columns, read_settings
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
-from palestra.dashboard.seen_picture import seen_picture
-from palestra.dashboard.slow_calls import read_slow_calls
-from palestra.dashboard.steps import find_episodes, read_events_before, read_group, read_step
+from palestra.dashboard.steps import find_episodes, read_events_before, read_group, read_slow_calls, read_step
 from palestra.dashboard.streams import Streams
 from palestra.errors import InvalidRequest
+from palestra.http.app import PUBLIC, build_app
 from palestra.http.pictures import SHOWN, picture_answer
 from palestra.http.sse import encode_event
 from palestra.pictures.blobs import FOLDER, Blobs
@@ -293,3 +292,27 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
         """Return tokens of a row: id, text, logprob, advantage, weight, version, and why they were trained or not."""
         found, reading = reader.run(run), await reader.reading(run, episode)
         return await reader.read(found, lambda: read_tokens(found, reading, row, start, count))
+
+
+MOST_BYTES = 1024  # of a body; no route of this room takes one
+
+
+def create_page_app(
+    runs: Sequence[Run], access: OneTimeLink, stopping: asyncio.Event, most_bytes: int = MOST_BYTES
+) -> FastAPI:
+    """Return the application that shows runs."""
+
+    async def authenticate(request: Request) -> int:
+        if request.scope["path"] != SESSION:  # whose route takes a code in place of the key
+            access.check(request)
+        return most_bytes
+
+    app = build_app("Palestra dashboard", "Shows runs.", authenticate, most_bytes, {*PUBLIC, "/", *public_paths()})
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> RedirectResponse:
+        """Redirect to the page; browsers keep the fragment."""
+        return RedirectResponse(PAGE)
+
+    add_page(app, runs, access, stopping)
+    return app

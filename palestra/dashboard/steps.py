@@ -1,8 +1,9 @@
-"""A step with its groups, a group with its episodes side by side, and searches for episodes."""
+"""A step with its groups, a group with its episodes side by side, the slowest calls, and searches for episodes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from heapq import nlargest
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from palestra.dashboard.answers import (
     GroupAnswer,
     GroupLine,
     GroupMember,
+    SlowCall,
+    SlowCallsAnswer,
     StepAnswer,
     StreamedEvent,
 )
@@ -26,12 +29,21 @@ from palestra.dashboard.episode_line import episode_line
 from palestra.dashboard.fate import Fate, episode_fates, whole_fate
 from palestra.dashboard.runs import DAMAGED, Run
 from palestra.errors import InvalidRequest, NotFound
-from palestra.store.browsing import EpisodeSummary, EpisodeView, episode_events, read_episode, trained_steps
+from palestra.store.browsing import (
+    EpisodeSummary,
+    EpisodeView,
+    episode_events,
+    last_of_states,
+    read_episode,
+    trained_steps,
+)
+from palestra.store.counting import KINDS
 from palestra.store.run_log import readable_row
 from palestra.store.search import EpisodeFilter, Place, readable_summaries, search_episodes
-from palestra.store.tables import episodes, events, groups
+from palestra.store.tables import chats, episodes, events, groups
 from palestra.types.calls import Chat
 from palestra.types.records import Trajectory
+from palestra.types.states import EpisodeState
 
 ROW_DAMAGED = "the metrics of step {} can't be read, because their record is damaged"
 STEP_DAMAGED = "the step of the group can't be read, because its record is damaged"
@@ -280,3 +292,34 @@ def _event(row: Any) -> EventLine:
     except ValueError:  # its time or its kind is none
         damage = str((row.at, row.kind))[:EXCERPT]
         return EventLine(event_id=row.event_id, at=0.0, kind="damaged", data={"damaged": damage})
+
+
+SLOWEST, LOOKED_AT = 5, 200  # calls, and the newest episodes whose calls are looked at
+
+
+def slow_calls(connection: Connection) -> list[SlowCall]:
+    """Return the slowest calls of the newest episodes, slowest first, without damaged ones."""
+    states = [state for state in EpisodeState if state is not EpisodeState.REGISTERED]
+    columns = (episodes.c.episode_id, episodes.c.claimed_at)
+    newest = last_of_states(connection, KINDS, states, LOOKED_AT, *columns)
+    names = [row.episode_id for row in nlargest(LOOKED_AT, newest, key=lambda row: row.claimed_at or 0.0)]
+    seconds = (chats.c.finished_at - chats.c.started_at).label("seconds")
+    found = select(chats.c.episode_id, chats.c.idx, chats.c.agent, chats.c.finished_at, seconds)
+    slowest = found.where(chats.c.episode_id.in_(names)).order_by(seconds.desc()).limit(SLOWEST)
+    return [one for row in connection.execute(slowest) if (one := _readable(row)) is not None]
+
+
+def _readable(row: Any) -> SlowCall | None:
+    """Return a call; None: its record is damaged."""
+    try:
+        return SlowCall(
+            episode_id=row.episode_id, call=row.idx, agent=row.agent, seconds=row.seconds, ended=row.finished_at
+        )
+    except ValueError:
+        return None
+
+
+def read_slow_calls(run: Run) -> SlowCallsAnswer:
+    """Return the slowest calls of the newest episodes of a run."""
+    with run.open() as connection:
+        return SlowCallsAnswer(run=run.name, calls=slow_calls(connection))

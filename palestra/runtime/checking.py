@@ -27,7 +27,14 @@ from palestra.extras import missing_extra
 from palestra.http.server import listen
 from palestra.learner.recordings import chosen_episodes, learned_policies
 from palestra.models.device import available_bytes
-from palestra.runtime.early_checks import check_trainer, devices, not_reproducible
+from palestra.runtime.early_checks import (
+    agents_of,
+    check_trainer,
+    devices,
+    impossible_roles,
+    not_reproducible,
+    odd_roles,
+)
 from palestra.runtime.model_memory import (
     ModelMemory,
     amount,
@@ -38,7 +45,6 @@ from palestra.runtime.model_memory import (
     references_of,
     shortage,
 )
-from palestra.runtime.role_check import agents_of, impossible_roles, odd_roles
 from palestra.runtime.tasks import named_environment, read_files, task_of
 from palestra.runtime.terms import HERE
 from palestra.types.conversations import read_conversations

@@ -1,8 +1,11 @@
-"""Checks the trainer and engine of a job before anything is loaded or started."""
+"""Checks the trainer, engine and roles of a job before anything is loaded or started."""
 
 from __future__ import annotations
 
-from palestra.config import JobConfig
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from palestra.config import JobConfig, past_name
 from palestra.engine.driver import driver_of
 from palestra.errors import ConfigError
 from palestra.models.device import DeviceName, device_of
@@ -54,3 +57,85 @@ def check_models(config: JobConfig) -> None:
     for table in config.engine.tables:
         for key, text in driver_of(table).check_models(config, table):
             raise ConfigError(f"{key}: {text}")
+
+
+def agents_of(environment: object) -> tuple[str, ...]:
+    """Return the names of an environment's agents; (): unknown before an episode. `environment`: an environment, its
+    class, or a factory, which is called if necessary.
+    """
+    found = getattr(environment, "roles", ())
+    if callable(environment) and not (isinstance(found, tuple | list) and found):
+        with contextlib.suppress(Exception):  # the first episode says what is wrong with the user's code
+            found = getattr(environment(), "roles", ())
+    return tuple(found) if isinstance(found, tuple | list) else ()
+
+
+def impossible_roles(config: JobConfig, agents: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (key, sentence) for each external player or role that the environment lacks, and each policy without a
+    learning signal. `agents`: (): unknown before an episode.
+    """
+    if config.kind != "training" or not agents:
+        return
+    named = ", ".join(map(repr, agents))
+    for seat in config.seats.roles:
+        if seat not in agents:
+            yield (
+                "seats.roles",
+                f"the environment has no agent {seat!r} (it has {named}), so the worker of this seat would wait for "
+                "ever",
+            )
+    roles = config.players
+    for role in config.roles:
+        if not roles.is_of(role.partition("/")[0], agents):
+            yield f"roles.{role}", f"the environment has no agent {role!r} (it has {named}), so nothing plays this role"
+    past = {role: past_name(roles.named[role], 0) for role, pool in roles.pools.items() if not pool.latest_share}
+    cast = roles.of_episode(past)
+    below = {policy for role, policy in cast.named.items() if "/" in role}  # subagents are known when they act
+    newest = {cast.policy_of(agent) for agent in agents} | below
+    for policy in config.trained_policies:
+        algorithm = config.algorithm_of(policy)
+        if policy in newest or algorithm.brings_tasks or algorithm.learns_conversations:
+            continue
+        if policy in {roles.named[role] for role in past}:
+            advice = "past versions of it play, from which nothing is learned; make one of its roles no pool, or set "
+            advice += "pool.latest_share above 0"
+        else:
+            advice = f"give it a role (roles.AGENT = {policy!r}), or set policies.{policy}.frozen = true"
+        yield (
+            f"policies.{policy}",
+            f"the policy {policy!r} is trained, and its newest weights play none of the environment's agents "
+            f"({named}), so that it would learn nothing: {advice}",
+        )
+
+
+def check_roles(config: JobConfig, agents: Sequence[str]) -> None:
+    """Raise ConfigError if external players, roles or policies do not fit the environment's agents. `agents`: ():
+    unknown before an episode.
+    """
+    for key, text in impossible_roles(config, agents):
+        raise ConfigError(f"{key}: {text}")
+
+
+def odd_roles(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, sentence) for each policy without a role.
+
+    That is valid if external workers call policies by name.
+    """
+    roles = config.players
+    teachers = {config.teacher_of(name) for name in config.trained_policies}
+    played = {roles.default, *roles.named.values(), *teachers}
+    for name in config.policies:
+        if name not in played:
+            yield (
+                f"policies.{name}",
+                f"no role has the policy {name!r}, so the environment's agents never call it; give it one in [roles], "
+                "or remove it",
+            )
+
+
+def past_copies(config: JobConfig, policy: str) -> int:
+    """Return how many past versions of a policy the engine may hold, each with its own weights."""
+    if config.kind != "training":
+        return 0
+    roles = config.players
+    return sum(pool.size for role, pool in roles.pools.items() if roles.named[role] == policy)

@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 from palestra.config import JobConfig
 from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.files import PAGE
+from palestra.dashboard.routes import create_page_app
 from palestra.dashboard.runs import Run
-from palestra.dashboard.server import create_page_app
 from palestra.errors import Conflict, InvalidRequest, NotFound, PalestraError
 from palestra.http.server import LOOPBACK, listen, served, url_of
 from palestra.http.sse import AS_IT_COMES

@@ -23,7 +23,7 @@ from palestra.runtime.watchdog import Watchdog
 from palestra.server import DataPlane
 from palestra.session import SeatBook
 from palestra.store import RunStore
-from palestra.store.unnamed_pictures import remove_unnamed_pictures
+from palestra.store.run_store import remove_unnamed_pictures
 from palestra.types.progress import JobProgress, Phase, PhaseProgress
 from palestra.types.states import STUCK, JobState
 from palestra.waiting import cancelled, race

@@ -20,7 +20,7 @@ from palestra.engine.cards import visible_cards
 from palestra.engine.driver import driver_of
 from palestra.errors import ConfigError, Conflict, ModelError, OutOfMemory
 from palestra.models.device import BYTES, TRAINED_BYTES, available_bytes, memory_bytes
-from palestra.runtime.role_check import past_copies
+from palestra.runtime.early_checks import past_copies
 from palestra.runtime.terms import JobPlaces
 
 _OF_TOWERS = (

@@ -9,7 +9,7 @@ from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
 from palestra.runners import Runner, RunnerPool
-from palestra.runtime.role_check import agents_of, check_roles
+from palestra.runtime.early_checks import agents_of, check_roles
 from palestra.runtime.runner_fleet import RunnerFleet, RunnerOrder, RunnerStarter
 from palestra.runtime.tasks import played_of
 from palestra.server import DataPlane

@@ -16,13 +16,11 @@ from palestra.database import Database, Notifier, shielded, to_json
 from palestra.errors import Conflict, InvalidRequest
 from palestra.store import claiming, lifecycle
 from palestra.store.casting import Casting
-from palestra.store.claiming import Claim
-from palestra.store.counting import EpisodeCounts
+from palestra.store.claiming import Claim, RolloutSyncLock
+from palestra.store.counting import EpisodeCounts, OpenGroups
 from palestra.store.leases import LeaseBook
 from palestra.store.lifecycle import EpisodeEnd, JudgedRewards
-from palestra.store.open_groups import OpenGroups
 from palestra.store.run_log import insert_event
-from palestra.store.sync_lock import RolloutSyncLock
 from palestra.store.tables import episodes
 from palestra.types.clock import Clock
 from palestra.types.progress import Counts

@@ -13,9 +13,8 @@ from sqlalchemy import Connection, bindparam, func, select
 from palestra.database import WAKE_SECONDS, Database, Notifier, shielded, to_json
 from palestra.database.sqlite import pieces
 from palestra.store.codec import chat_row, episode_of, rewards_to_json
-from palestra.store.counting import OPEN_STATES, SETTLED_STATES
+from palestra.store.counting import OPEN_STATES, SETTLED_STATES, OpenGroups
 from palestra.store.lifecycle import episode_name
-from palestra.store.open_groups import OpenGroups
 from palestra.store.run_log import insert_event
 from palestra.store.tables import Prepared, chats, episodes, groups
 from palestra.types.clock import Clock

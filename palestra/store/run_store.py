@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+import orjson
 import sqlalchemy as sa
+from sqlalchemy import Connection, select
 
 from palestra.config import PicturesConfig, RolloutConfig, StoreConfig
 from palestra.database import Backend, Database
@@ -24,9 +26,11 @@ from palestra.store.episodes import Episodes
 from palestra.store.groups import Groups, open_groups
 from palestra.store.leases import LeaseBook
 from palestra.store.run_log import RunLog
+from palestra.store.tables import chats
 from palestra.store.tasks import Tasks
 from palestra.store.trained_tokens import TrainedTokens
 from palestra.store.verdicts import Verdicts
+from palestra.threads import in_thread
 from palestra.types.clock import Clock, SystemClock
 
 DAMAGED_CODES = frozenset((sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT))
@@ -178,3 +182,26 @@ def open_run_store(
 def _pictures(folder: Path, config: PicturesConfig, clock: Clock) -> KeptPictures:
     limits = PictureLimits(max_bytes=config.max_bytes)
     return KeptPictures(folder, limits, int(config.store_gib * 2**30), clock.monotonic)
+
+
+UNUSED_SECONDS = 3600.0  # beyond the longest attempt: workers upload a picture again after half of this time
+
+
+async def remove_unnamed_pictures(store: RunStore, max_episode_seconds: float) -> int:
+    """Remove pictures that no recorded call names and that were not used recently, and return how many. `store`: of the
+    run; only this process may write to it.
+    """
+    pictures, seconds = store.pictures, max_episode_seconds + UNUSED_SECONDS
+    unused = await in_thread(lambda: pictures.unused(seconds))
+    if not unused:
+        return 0
+    named = unused & await store.db.read(_named)
+    for digest in named:  # so that they are not asked for again at the next look
+        pictures.renew(digest)
+    return await in_thread(lambda: pictures.remove_unused(unused - named, seconds))
+
+
+def _named(connection: Connection) -> set[str]:
+    """Return the digests of the pictures of all recorded calls."""
+    rows = connection.execute(select(chats.c.media).where(chats.c.media.is_not(None)).distinct())
+    return {digest for (media,) in rows for _, _, digest in orjson.loads(media)}

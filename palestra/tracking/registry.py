@@ -60,15 +60,15 @@ def key_of(folder: Path) -> str:
 GROUP = "palestra.trackers"  # entry points of plug-ins
 # Class, module of the library, and the package that has it.
 SHIPPED = {
-    "tensorboard": ("palestra.tracking.tensorboard:TensorBoardTracker", "tensorboard", "tensorboard"),
-    "wandb": ("palestra.tracking.wandb:WandbTracker", "wandb", "wandb"),
-    "mlflow": ("palestra.tracking.mlflow:MlflowTracker", "mlflow", "mlflow-skinny"),
+    "tensorboard": ("palestra.tracking.libraries:TensorBoardTracker", "tensorboard", "tensorboard"),
+    "wandb": ("palestra.tracking.libraries:WandbTracker", "wandb", "wandb"),
+    "mlflow": ("palestra.tracking.libraries:MlflowTracker", "mlflow", "mlflow-skinny"),
     "opentelemetry": (
         "palestra.tracking.opentelemetry:OpenTelemetryTracker",
         "opentelemetry.exporter.otlp.proto.http",
         "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http",
     ),
-    "trackio": ("palestra.tracking.trackio:TrackioTracker", "trackio", "trackio"),
+    "trackio": ("palestra.tracking.libraries:TrackioTracker", "trackio", "trackio"),
 }
 
 

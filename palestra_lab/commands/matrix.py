@@ -60,8 +60,8 @@ def add_matrix(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     """Play all games, print the matrix, and return the exit code documented in the help."""
     from palestra.runtime.scores import replayed_words
-    from palestra_lab.matrix.picture import draw_matrix
     from palestra_lab.matrix.play import legal_choices, play_matrix, versions_of
+    from palestra_lab.matrix.result import draw_matrix
 
     players = {} if arguments.run_dir is None else versions_of(arguments.run_dir, arguments.policy)
     for given in arguments.add:

@@ -12,11 +12,9 @@ from sqlalchemy import Connection
 from palestra.errors import Forbidden, InvalidRequest, NotFound
 from palestra_service.accounts.identity import Identities, Identity
 from palestra_service.placement.tenants import Quota
-from palestra_service.rights.keys import KeyLimits, KeyRecord, NewKey, digest_of, make_secret
-from palestra_service.rights.permissions import OPERATOR_TENANT, Action, Role
-from palestra_service.store import accounts, audit, decisions
-from palestra_service.store.accounts import UserRecord
-from palestra_service.store.audit import AuditEntry
+from palestra_service.rights import OPERATOR_TENANT, Action, KeyLimits, KeyRecord, NewKey, Role, digest_of, make_secret
+from palestra_service.store import accounts, decisions
+from palestra_service.store.accounts import AuditEntry, UserRecord
 from palestra_service.store.control_store import ControlStore
 from palestra_service.store.stored_text import IDENTIFIER, check_identifier, check_name
 
@@ -292,7 +290,7 @@ class Administration:
         """Append an action to the audit log, in the caller's transaction."""
         who, key_id = ("palestra", None) if by is None else (by.user, by.key_id)
         entry = AuditEntry(at=self._store.clock.now(), who=who, key_id=key_id, what=action.value, target=target)
-        audit.append(connection, tenant, secrets.token_hex(16), entry)
+        accounts.append_audit(connection, tenant, secrets.token_hex(16), entry)
 
 
 def _add(connection: Connection, key: NewKey) -> None:

@@ -9,8 +9,18 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from palestra.errors import Forbidden, StoreError, Unauthorized
-from palestra_service.rights.keys import ExpiryClock, KeyLimits, fits, key_id_of
-from palestra_service.rights.permissions import ADMIN, OPERATOR, OPERATOR_TENANT, OWN, Action, Role
+from palestra_service.rights import (
+    ADMIN,
+    OPERATOR,
+    OPERATOR_TENANT,
+    OWN,
+    Action,
+    ExpiryClock,
+    KeyLimits,
+    Role,
+    fits,
+    key_id_of,
+)
 from palestra_service.store import accounts
 from palestra_service.store.accounts import StoredKey
 from palestra_service.store.control_store import ControlStore

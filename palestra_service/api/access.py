@@ -18,8 +18,7 @@ from palestra_service.accounts.administration import Administration
 from palestra_service.accounts.identity import Identities, Identity, local_operator
 from palestra_service.jobs.rules import Rules
 from palestra_service.jobs.scheduler import JobScheduler
-from palestra_service.rights.keys import RequestRates
-from palestra_service.rights.permissions import Action
+from palestra_service.rights import Action, RequestRates
 from palestra_service.store.control_store import ControlStore
 
 B = TypeVar("B", bound=BaseModel)

@@ -25,8 +25,7 @@ from palestra.types.control_wire import (
 from palestra_service.accounts.identity import Identity
 from palestra_service.api.access import ControlPlane
 from palestra_service.placement.tenants import Quota
-from palestra_service.rights.keys import KeyRecord, NewKey
-from palestra_service.rights.permissions import OWN, Action, Role
+from palestra_service.rights import OWN, Action, KeyRecord, NewKey, Role
 
 
 def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:

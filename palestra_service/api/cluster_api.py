@@ -21,7 +21,7 @@ from palestra.types.states import JobState
 from palestra_service.accounts.identity import Identity
 from palestra_service.api.access import ControlPlane
 from palestra_service.placement.fitting import NOTHING, RunningJob, added
-from palestra_service.rights.permissions import Action
+from palestra_service.rights import Action
 from palestra_service.store.changes import StateTimes, state_times
 from palestra_service.store.decisions import is_draining
 

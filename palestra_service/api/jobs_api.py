@@ -35,7 +35,7 @@ from palestra_service.api.access import ControlPlane
 from palestra_service.api.submission import allowed, recorded_source, request_of
 from palestra_service.jobs.job_resources import body_of
 from palestra_service.jobs.launcher import LOG_FILE, RUN
-from palestra_service.rights.permissions import Action
+from palestra_service.rights import Action
 
 HIDDEN = ("secret", "api_key", ".lock")  # run.db is hidden, too: clients read it by the route for events
 

@@ -21,7 +21,7 @@ from palestra.types.jobs import JobChange, JobRecord
 from palestra.types.records import RunEvent
 from palestra_service.accounts.identity import Identity
 from palestra_service.api.access import ControlPlane
-from palestra_service.rights.permissions import Action
+from palestra_service.rights import Action
 
 CHUNK_BYTES = 2**16
 MOST_EVENTS = 500

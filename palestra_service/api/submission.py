@@ -23,7 +23,7 @@ from palestra_service.jobs.launcher import RUN
 from palestra_service.jobs.rules import Rules
 from palestra_service.jobs.shared_jobs import adapters_of, check_shared
 from palestra_service.jobs.sources import JOB_ID, check_recorded, recorded_job, step_meant
-from palestra_service.rights.permissions import Action
+from palestra_service.rights import Action
 
 # For a key of N parts, the parser takes time and memory in proportion to N squared. Quotes are looked for nearby only,
 # so that the search is linear.

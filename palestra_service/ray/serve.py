@@ -23,7 +23,7 @@ from palestra_service.jobs.scheduler import JobScheduler
 from palestra_service.page import create_service_app
 from palestra_service.placement.placement import PlacementPolicy
 from palestra_service.ray.cluster import LocalRay, connect, stop_local
-from palestra_service.rights.keys import NewKey, RequestRates
+from palestra_service.rights import NewKey, RequestRates
 from palestra_service.store.control_store import ControlStore
 
 

@@ -27,8 +27,8 @@ from palestra.types.jobs import (
     JobRequest,
 )
 from palestra.types.states import JobState
-from palestra_service.store import audit, changes, jobs, tables
-from palestra_service.store.audit import AuditEntry
+from palestra_service.store import accounts, changes, jobs, tables
+from palestra_service.store.accounts import AuditEntry
 from palestra_service.store.backends import open_backend
 from palestra_service.store.stored_text import can_match, check_identifier, check_name, check_request
 
@@ -225,13 +225,13 @@ class ControlStore:
         """
         entry_id = secrets.token_hex(16)
         entry = AuditEntry(at=self.clock.now(), who=who, key_id=key_id, what=what, target=target)
-        await self.write(lambda c: audit.append(c, tenant, entry_id, entry))
+        await self.write(lambda c: accounts.append_audit(c, tenant, entry_id, entry))
 
     async def audit(self, tenant: str, before: int | None = None, limit: int = 100) -> list[AuditEntry]:
         """Return lines of a tenant's audit log, newest first."""
         _check_limit(limit)
         return await self.read(
-            lambda c: audit.audit_page(c, tenant, None if before is None else _number(before), limit)
+            lambda c: accounts.audit_page(c, tenant, None if before is None else _number(before), limit)
         )
 
     def _notify(self, job: JobRecord) -> None:

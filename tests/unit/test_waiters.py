@@ -21,7 +21,7 @@ from palestra.grammars import pool
 from palestra.grammars.pool import Grammars
 from palestra.runtime.engine_process import WorkerEngine
 from palestra.session.registry import CallRegistry
-from palestra.store.sync_lock import RolloutSyncLock
+from palestra.store.claiming import RolloutSyncLock
 from palestra.tools.mcp.connection import McpConnection
 from palestra_bases.link import Link
 from palestra_bases.tinker.service import Futures

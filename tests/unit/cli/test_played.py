@@ -6,7 +6,7 @@ import pytest
 
 from palestra.agents import ModelAgent
 from palestra.cli.main import main
-from palestra.cli.played import load_played
+from palestra.cli.worker import load_played
 from palestra.envs.arithmetic import CalculatorEnvironment
 from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec

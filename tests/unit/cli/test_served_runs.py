@@ -13,7 +13,7 @@ import pytest
 
 from palestra.cli.main import main
 from palestra.dashboard.access import OneTimeLink
-from palestra.dashboard.server import create_page_app
+from palestra.dashboard.routes import create_page_app
 from palestra.http.server import listen, served, url_of
 from unit.dashboard.recorded import record
 

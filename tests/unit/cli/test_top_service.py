@@ -13,7 +13,7 @@ from palestra.cli import top_view as top_service
 from palestra.cli.main import main
 from palestra.client.control import ControlClient
 from palestra.dashboard.access import OneTimeLink
-from palestra.dashboard.server import create_page_app
+from palestra.dashboard.routes import create_page_app
 from palestra.errors import NotFound
 from palestra.http.server import listen, served, url_of
 from palestra.terminal import TerminalConsole

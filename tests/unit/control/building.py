@@ -19,8 +19,7 @@ from palestra_service.api import ControlPlane
 from palestra_service.jobs.launcher import Launcher
 from palestra_service.jobs.scheduler import JobScheduler
 from palestra_service.placement.placement import PlacementPolicy
-from palestra_service.rights.keys import KeyLimits, RequestRates
-from palestra_service.rights.permissions import Role
+from palestra_service.rights import KeyLimits, RequestRates, Role
 from palestra_service.store.control_store import ControlStore
 from palestra_service.store.tables import changes
 from unit.control.launching import FakeLauncher

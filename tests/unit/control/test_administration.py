@@ -13,8 +13,7 @@ from palestra.errors import Conflict, Forbidden, InvalidRequest, NotFound, Pales
 from palestra.types.states import JobState
 from palestra_service.accounts.administration import Administration
 from palestra_service.accounts.identity import Identities
-from palestra_service.rights.keys import KeyLimits
-from palestra_service.rights.permissions import Role
+from palestra_service.rights import KeyLimits, Role
 from palestra_service.store.control_store import ControlStore
 from palestra_service.store.tables import metadata
 from unit.control.building import REQUEST, identity, submit

@@ -11,8 +11,8 @@ from palestra.errors import ServerFailed, StoreError, StoreUnreachable
 from palestra.types.states import JobState
 from palestra_service.jobs import scheduler as scheduler_module
 from palestra_service.jobs.launcher import Ending
+from palestra_service.store.backends import POSTGRES, Follows, what_follows
 from palestra_service.store.control_store import ControlStore
-from palestra_service.store.database_errors import POSTGRES, Follows, what_follows
 from unit.control.building import cut_sessions, submit
 from unit.control.launching import FakeLauncher
 from unit.control.scheduling import in_state, is_true, scheduling

@@ -8,7 +8,7 @@ import pytest
 
 from palestra.http import sse
 from palestra_service.api import streams
-from palestra_service.rights.permissions import Role
+from palestra_service.rights import Role
 from unit.control.building import running
 
 

@@ -8,8 +8,7 @@ import pytest
 from palestra.errors import Unauthorized
 from palestra_service.accounts import identity
 from palestra_service.accounts.identity import UNKNOWN, Identities, local_operator
-from palestra_service.rights.keys import make_secret
-from palestra_service.rights.permissions import Role
+from palestra_service.rights import Role, make_secret
 from palestra_service.store import accounts
 
 

@@ -7,7 +7,7 @@ import pytest
 import sqlalchemy as sa
 
 from palestra.types.control_wire import LimitsBody, LimitsView
-from palestra_service.rights.keys import KeyLimits
+from palestra_service.rights import KeyLimits
 from palestra_service.store.tables import keys
 
 

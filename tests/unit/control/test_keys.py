@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra_service.rights.keys import ExpiryClock, digest_of, fits, key_id_of, make_secret
+from palestra_service.rights import ExpiryClock, digest_of, fits, key_id_of, make_secret
 from palestra_service.store.stored_text import has_secret, redact
 from unit.building import FakeClock
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.errors import InvalidRequest, TooManyRequests
-from palestra_service.rights import keys as limits
-from palestra_service.rights.keys import KeyLimits, RequestRates, TokenBucket
+from palestra_service import rights as limits
+from palestra_service.rights import KeyLimits, RequestRates, TokenBucket
 from unit.building import FakeClock
 
 

@@ -10,7 +10,7 @@ from palestra.errors import Forbidden, NotFound, StoreUnreachable
 from palestra.types.states import JobState
 from palestra_service.accounts.administration import FIRST_USER
 from palestra_service.placement.tenants import Quota
-from palestra_service.rights.permissions import OPERATOR_TENANT, Role
+from palestra_service.rights import OPERATOR_TENANT, Role
 from palestra_service.store.tables import audit
 from unit.control.building import identity, submit
 

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from palestra.errors import Forbidden
-from palestra_service.rights.permissions import Action, Role
+from palestra_service.rights import Action, Role
 from unit.control.building import identity
 
 # What is meant, written down a second time: what a member may do at all, and to what is another user's.

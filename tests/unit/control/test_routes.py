@@ -20,7 +20,7 @@ from palestra.store.key_files import SecretFile, write_private
 from palestra_service import api as control
 from palestra_service.api import jobs_api
 from palestra_service.page import create_service_app
-from palestra_service.rights.permissions import ADMIN, OPERATOR, OWN, Action, Role
+from palestra_service.rights import ADMIN, OPERATOR, OWN, Action, Role
 from unit.control.building import api_routes, submit
 
 BODIES = {

@@ -29,7 +29,7 @@ from palestra_service.api import jobs_api, streams
 from palestra_service.jobs.scheduler import RUN
 from palestra_service.page import create_service_app
 from palestra_service.placement.fitting import Node, RunningJob
-from palestra_service.rights.permissions import ADMIN, OWN, Action, Role
+from palestra_service.rights import ADMIN, OWN, Action, Role
 from unit.control.building import api_routes, running, submit
 from unit.dashboard.recorded import PICTURE_DIGEST, record
 

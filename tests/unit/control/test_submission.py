@@ -12,7 +12,7 @@ from palestra.config import parse_config
 from palestra.trainer import checkpoint
 from palestra_service.api import submission
 from palestra_service.jobs.scheduler import RUN
-from palestra_service.rights.keys import KeyLimits
+from palestra_service.rights import KeyLimits
 from unit.control.building import submit
 from unit.control.recording import play
 

@@ -22,8 +22,7 @@ from palestra.dashboard.episode import episode_answer, read_reading, read_tokens
 from palestra.dashboard.progress import describe_run, read_columns
 from palestra.dashboard.reader import Reader, read_findings
 from palestra.dashboard.runs import Run
-from palestra.dashboard.slow_calls import read_slow_calls
-from palestra.dashboard.steps import find_episodes, read_events_after, read_group, read_step
+from palestra.dashboard.steps import find_episodes, read_events_after, read_group, read_slow_calls, read_step
 from palestra.dashboard.streams import Streams
 from palestra.doctor import examination
 from palestra.errors import ConfigError, StoreError, StoreUnreachable

@@ -13,7 +13,7 @@ from PIL import Image
 
 from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.files import public_paths
-from palestra.dashboard.server import create_page_app
+from palestra.dashboard.routes import create_page_app
 from palestra.pictures.blobs import Blobs
 from palestra.pictures.pixels import decode_picture
 from unit.dashboard.recorded import PICTURE, PICTURE_DIGEST, record

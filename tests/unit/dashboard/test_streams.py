@@ -20,8 +20,8 @@ from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.answers import LiveState, RunAnswer
 from palestra.dashboard.progress import describe_run
 from palestra.dashboard.reader import Reader
+from palestra.dashboard.routes import create_page_app
 from palestra.dashboard.runs import Run
-from palestra.dashboard.server import create_page_app
 from palestra.dashboard.streams import MOST_STREAMS, Streams
 from palestra.errors import ServerStopping, Unauthorized
 from unit.dashboard.recorded import allowed, record

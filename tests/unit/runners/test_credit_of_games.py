@@ -14,7 +14,7 @@ from palestra.runners import Runner
 from palestra.session import Sessions
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import Task, Trajectory
-from palestra_worlds.kuhn_poker import KuhnPoker
+from palestra_worlds.poker import KuhnPoker
 from unit.session.conftest import STOP
 
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from palestra.store.counting import OpenGroups
 from palestra.store.lifecycle import EpisodeEnd, JudgedRewards
-from palestra.store.open_groups import OpenGroups
 from unit.building import TASK, open_store
 
 FOUND = [("train", 1, 0, 2), ("train", 1, 1, 1), ("train", 2, 2, 1), ("validation", 1, 0, 1)]

@@ -20,9 +20,8 @@ import pytest
 from palestra.cli.main import main
 from palestra.cli.top_view import view_of
 from palestra.dashboard.access import OneTimeLink
-from palestra.dashboard.routes import Search
+from palestra.dashboard.routes import Search, create_page_app
 from palestra.dashboard.runs import Run
-from palestra.dashboard.server import create_page_app
 from palestra.store import RunStore
 from unit.building import open_store
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from palestra.errors import NotFound
-from palestra.store.unnamed_pictures import UNUSED_SECONDS, remove_unnamed_pictures
+from palestra.store.run_store import UNUSED_SECONDS, remove_unnamed_pictures
 from palestra.types.calls import MediaSpan
 from unit.building import TASK, make_chat, open_store
 

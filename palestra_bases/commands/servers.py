@@ -1,4 +1,4 @@
-"""`palestra base`: serves one base model to many jobs, each of which trains adapters of it, and the Tinker API."""
+"""`palestra base` serves one base model to many jobs and the Tinker API; `palestra tinker` serves that API alone."""
 
 from __future__ import annotations
 
@@ -113,3 +113,37 @@ def _run(arguments: argparse.Namespace) -> int:
         say_keys(server.tenants)
 
     return serve_until_stopped(partial(serve_base, options), ready)
+
+
+PORT = 7412
+
+
+def add_tinker(commands: Any) -> None:
+    """Add the command `tinker`, which takes names of base models."""
+    parser = add_command(
+        commands,
+        "tinker",
+        _tinker,
+        "serve base models to scripts of the Tinker SDK, which train LoRA adapters",
+        "  palestra tinker SmolLM2-135M-Instruct\n"
+        "  palestra tinker ./my-model --tenant ada --tenant ben\n"
+        "  palestra tinker SmolLM2-135M-Instruct --adapter sums=runs/addition/checkpoints/step-000020\n\n"
+        "then, in another terminal:\n"
+        "  TINKER_BASE_URL=http://127.0.0.1:7412 TINKER_API_KEY=$(cat runs/tinker/keys/default) python my_loop.py",
+    )
+    parser.set_defaults(trains=True)
+    parser.add_argument("models", metavar="MODEL", nargs="+", help="a base model, as `model` of a job has it")
+    add_server_options(
+        parser, "runs/tinker", "keys, journal and checkpoints", "address to listen on; TLS is a proxy's work"
+    )
+    parser.add_argument("--port", type=int, default=PORT, help="port to listen on; 0: any free one")
+    add_tinker_options(parser)
+
+
+def _tinker(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C."""
+    from palestra_bases.tinker.serving import serve_tinker
+
+    models = model_options(arguments, arguments.models)
+    options = tinker_options(arguments, arguments.dir, arguments.port)
+    return serve_until_stopped(partial(serve_tinker, models, options), say_tinker)

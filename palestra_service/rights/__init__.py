@@ -1,1 +1,0 @@
-"""Roles and actions; keys, their expiry and limits."""
