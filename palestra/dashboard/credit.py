@@ -21,7 +21,7 @@ from palestra.database.sqlite import MOST_VALUES
 from palestra.learner.batch import make_batch
 from palestra.store.calls import read_trajectory
 from palestra.store.run_log import read_manifest
-from palestra.store.tables import chats, episodes
+from palestra.store.tables import OF_LAST_LEASE, chats, episodes
 from palestra.tokens import token_weights
 from palestra.types.calls import Floats
 from palestra.types.records import BatchManifest, Trajectory
@@ -153,7 +153,7 @@ def _weights(
     for start in range(0, len(manifest.episode_ids), MOST_VALUES):
         wanted = (
             select(chats.c.episode_id, chats.c.versions)
-            .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
+            .join(episodes, OF_LAST_LEASE)
             .where(chats.c.episode_id.in_(manifest.episode_ids[start : start + MOST_VALUES]))
             .where(chats.c.policy == policy)
         )

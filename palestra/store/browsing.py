@@ -25,7 +25,7 @@ from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
 from palestra.store.counting import KINDS
 from palestra.store.run_store import store_error
-from palestra.store.tables import SCHEMA, chats, episodes, events, groups, manifests
+from palestra.store.tables import OF_LAST_LEASE, SCHEMA, chats, episodes, events, groups, manifests
 from palestra.store.verdicts import verdicts_of
 from palestra.types.calls import ForkReason
 from palestra.types.records import REFUSED_CALLS, RunEvent, Trajectory, Verdict
@@ -304,7 +304,7 @@ def calls_of(connection: Connection, episode_ids: Sequence[str]) -> dict[str, li
     for start in range(0, len(episode_ids), MOST_VALUES):
         wanted = (
             select(chats.c.episode_id, chats.c.versions, chats.c.fork, chats.c.finish_reason)
-            .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
+            .join(episodes, OF_LAST_LEASE)
             .where(chats.c.episode_id.in_(episode_ids[start : start + MOST_VALUES]))
             .order_by(chats.c.episode_id, chats.c.idx)
         )

@@ -9,17 +9,16 @@ import orjson
 from sqlalchemy import Connection, bindparam, select
 
 from palestra.config import Roles, past_name, past_of
-from palestra.store.tables import Prepared, episodes, groups
+from palestra.store.tables import OF_GROUP, Prepared, episodes, groups
 from palestra.types.records import EpisodeRecord
 from palestra.types.states import EpisodeState, GroupState
 
 _STEP = Prepared(
     select(groups.c.step).where(groups.c.kind == bindparam("kind"), groups.c.group_index == bindparam("group_index"))
 )
-_OF_GROUP = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
 _RESULTS = Prepared(
     select(episodes.c.players, episodes.c.rewards)
-    .join(groups, _OF_GROUP)
+    .join(groups, OF_GROUP)
     .where(
         groups.c.kind == "train",
         groups.c.state == GroupState.READY.value,

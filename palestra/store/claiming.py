@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import orjson
 import sqlalchemy as sa
 from sqlalchemy import Connection, bindparam, func, select
 
@@ -17,7 +16,7 @@ from palestra.store.casting import Casting
 from palestra.store.codec import episode_of
 from palestra.store.lifecycle import episode_by_id, set_state
 from palestra.store.tables import Prepared, episodes
-from palestra.types.records import EpisodeKind, EpisodeRecord, Task
+from palestra.types.records import EpisodeKind, EpisodeRecord
 from palestra.types.states import EpisodeState, check_transition
 
 _BY_REQUEST = Prepared(select(episodes).where(episodes.c.claim_request_id == bindparam("request_id")))
@@ -43,7 +42,6 @@ def _first(kind: EpisodeKind) -> sa.ScalarSelect[Any]:
     )
 
 
-_OF_NEXT = ("episode_id", "kind", "group_index", "sample_index", "task_id", "fence", "attempts")
 # REGISTERED → CLAIMED of the next episode, for a job without limits of claims and without pools. If the claim's id is
 # known, nothing is changed.
 _TAKE_NEXT = Prepared(
@@ -58,7 +56,7 @@ _TAKE_NEXT = Prepared(
         {name: bindparam(f"v_{name}") for name in ("worker_id", "claim_request_id", "lease_seconds", "claimed_at")}
         | {"state": EpisodeState.CLAIMED.value, "fence": episodes.c.fence + 1, "attempts": episodes.c.attempts + 1}
     )
-    .returning(*(episodes.c[name] for name in _OF_NEXT), episodes.c.task_data)
+    .returning(*episodes.c)
 )
 
 
@@ -104,7 +102,7 @@ def take(
     if claim.episode_id is None and most_claimed is None and casting is None:
         row = _TAKE_NEXT.row(connection, {f"v_{name}": value for name, value in changed.items()})
         if row is not None:
-            return _claimed(row, claim)
+            return episode_of(row)
     known = _BY_REQUEST.row(connection, {"request_id": claim.request_id})
     if known is not None:
         if known.state != EpisodeState.CLAIMED:
@@ -135,26 +133,6 @@ def take(
         changed["players"] = to_json(claimed.players)
     set_state(connection, found, EpisodeState.CLAIMED, changed)
     return claimed
-
-
-def _claimed(row: Any, claim: Claim) -> EpisodeRecord:
-    """Return the episode that `_TAKE_NEXT` has claimed, of which nothing else is known yet."""
-    return EpisodeRecord(
-        episode_id=row.episode_id,
-        kind=row.kind,
-        group_index=row.group_index,
-        sample_index=row.sample_index,
-        task=Task(task_id=row.task_id, data=orjson.loads(row.task_data)),
-        state=EpisodeState.CLAIMED,
-        fence=row.fence,
-        attempts=row.attempts,
-        rewards=None,
-        step_rewards=None,
-        step_times=None,
-        metadata={},
-        worker_id=claim.worker_id,
-        lease_seconds=claim.lease_seconds,
-    )
 
 
 def number_claimed(connection: Connection) -> int:

@@ -16,14 +16,13 @@ from palestra.store.codec import chat_row, episode_of, rewards_to_json
 from palestra.store.counting import OPEN_STATES, SETTLED_STATES, OpenGroups
 from palestra.store.lifecycle import episode_name
 from palestra.store.run_log import insert_event
-from palestra.store.tables import Prepared, chats, episodes, groups
+from palestra.store.tables import OF_GROUP, OF_LAST_LEASE, Prepared, chats, episodes, groups
 from palestra.types.clock import Clock
 from palestra.types.progress import GroupRecord
 from palestra.types.records import EpisodeKind, EpisodeRecord, RecordedEpisode, Task
 from palestra.types.states import REPLACED, EpisodeState, GroupState, check_transition
 
-_OF_GROUP = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
-_IS_OPEN = sa.exists().where(_OF_GROUP, episodes.c.state.in_([state.value for state in OPEN_STATES]))
+_IS_OPEN = sa.exists().where(OF_GROUP, episodes.c.state.in_([state.value for state in OPEN_STATES]))
 _OF_STEP = (
     select(groups.c.group_index, groups.c.state, _IS_OPEN)
     .where(groups.c.kind == bindparam("kind"), groups.c.step == bindparam("step"))
@@ -56,7 +55,7 @@ _SETTLED_OF_STEP = select(
 )
 _REPLIES_OF_STEP = (
     select(func.count(), func.count().filter(chats.c.finish_reason == "length"))
-    .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
+    .join(episodes, OF_LAST_LEASE)
     .where(episodes.c.kind == bindparam("kind"), episodes.c.group_index.in_(_INDICES))
 )
 MOST_ADDED = 512  # episodes that one transaction registers, while all other changes wait
@@ -219,7 +218,7 @@ class Groups:
         of_steps = select(groups.c.group_index).where(*in_steps)
         wanted = (
             select(episodes.c.group_index, chats.c.versions)
-            .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
+            .join(episodes, OF_LAST_LEASE)
             .where(episodes.c.kind == "train", episodes.c.group_index.in_(of_steps))
             .where(episodes.c.state == EpisodeState.COMPLETED.value, chats.c.policy.in_(policies))
         )

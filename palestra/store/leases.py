@@ -63,27 +63,28 @@ class LeaseBook:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def _present(self, episode_id: str, fence: int) -> Lease | None:
+        """Return a lease if it is the episode's present one."""
+        lease = self._leases.get(episode_id)
+        return lease if lease is not None and lease.fence == fence else None
+
     def grant(self, episode_id: str, fence: int, seconds: float, worker_id: str = "") -> None:
         """Start a lease; restart the period of a known one."""
-        now = self._clock.monotonic()
-        known = self._leases.get(episode_id)
-        if known is not None and known.fence == fence:
-            self.renew(episode_id, fence)
-        else:
+        if not self.renew(episode_id, fence):
+            now = self._clock.monotonic()
             self._leases[episode_id] = Lease(fence, seconds, now + seconds, now + self._max, worker_id, now)
 
     def renew(self, episode_id: str, fence: int) -> bool:
         """Restart the period of a lease; return False if it is not the episode's present lease."""
-        lease = self._leases.get(episode_id)
-        if lease is None or lease.fence != fence:
-            return False
-        lease.expires_at = self._clock.monotonic() + lease.seconds
-        return True
+        lease = self._present(episode_id, fence)
+        if lease is not None:
+            lease.expires_at = self._clock.monotonic() + lease.seconds
+        return lease is not None
 
     def granted_since(self, episode_id: str, fence: int, moment: float) -> bool:
         """Return whether a lease was granted by this process after a moment, in monotonic seconds, and is not over."""
-        lease = self._leases.get(episode_id)
-        return lease is not None and lease.fence == fence and lease.claimed_at >= moment
+        lease = self._present(episode_id, fence)
+        return lease is not None and lease.claimed_at >= moment
 
     @contextmanager
     def hold(self, episode_id: str, fence: int) -> Iterator[None]:
@@ -96,10 +97,9 @@ class LeaseBook:
 
     def begin_hold(self, episode_id: str, fence: int) -> Lease | None:
         """Keep a lease from expiring until `end_hold`; None: it is over already."""
-        lease = self._leases.get(episode_id)
-        if lease is None or lease.fence != fence:
-            return None
-        lease.held += 1
+        lease = self._present(episode_id, fence)
+        if lease is not None:
+            lease.held += 1
         return lease
 
     def end_hold(self, lease: Lease | None) -> None:
@@ -129,8 +129,7 @@ class LeaseBook:
 
     def drop(self, episode_id: str, fence: int) -> None:
         """Remove the lease of an episode that ended or was given back."""
-        lease = self._leases.get(episode_id)
-        if lease is not None and lease.fence == fence:
+        if self._present(episode_id, fence) is not None:
             del self._leases[episode_id]
 
     @contextmanager
@@ -138,8 +137,8 @@ class LeaseBook:
         """Charge a picture to a lease, unless the block raises; one thread at a time. Raises EpisodeLeaseExpired if it
         is not the episode's present lease. Raises PayloadTooLarge if the total would exceed `most`.
         """
-        lease = self._leases.get(episode_id)
-        if lease is None or lease.fence != fence:
+        lease = self._present(episode_id, fence)
+        if lease is None:
             raise EpisodeLeaseExpired(
                 f"episode {episode_id} has ended or was given back, and takes no picture any more"
             )
@@ -159,15 +158,15 @@ class LeaseBook:
         """Count a refused model call, if the lease is the episode's present one. `name`: of the refusal; after
         MOST_REFUSALS different ones, others share a name.
         """
-        lease = self._leases.get(episode_id)
-        if lease is not None and lease.fence == fence:
+        lease = self._present(episode_id, fence)
+        if lease is not None:
             known = name in lease.refused or len(lease.refused) < MOST_REFUSALS
             lease.refused[name if known else "(others)"] += 1
 
     def refused(self, episode_id: str, fence: int) -> dict[str, int]:
         """Return the refused model calls of a lease, by name; empty: there are none, or it is over."""
-        lease = self._leases.get(episode_id)
-        return dict(lease.refused) if lease is not None and lease.fence == fence else {}
+        lease = self._present(episode_id, fence)
+        return {} if lease is None else dict(lease.refused)
 
     def expired(self) -> list[tuple[str, int]]:
         """Return (episode id, fence) of every expired lease."""

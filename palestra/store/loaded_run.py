@@ -15,7 +15,7 @@ from palestra.store.calls import read_trajectory
 from palestra.store.run_log import readable_metrics
 from palestra.store.run_store import UNREADABLE
 from palestra.store.search import readable_summaries
-from palestra.store.tables import episodes, groups, trained_tokens
+from palestra.store.tables import OF_GROUP, episodes, groups, trained_tokens
 from palestra.store.trained_tokens import TrainedCall, trained_call
 from palestra.types.calls import Chat
 
@@ -110,8 +110,7 @@ def _episodes(
     connection: Connection, kind: str | None, state: str | None, step: int | None, episode_id: str | None
 ) -> Iterator[tuple[Row, bool]]:
     """Yield the row of each episode, and whether the episode can be read."""
-    same_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
-    wanted = select(episodes, groups.c.step).outerjoin(groups, same_group)
+    wanted = select(episodes, groups.c.step).outerjoin(groups, OF_GROUP)
     for column, value in (
         (episodes.c.kind, kind),
         (episodes.c.state, state),

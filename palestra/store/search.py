@@ -13,7 +13,7 @@ from sqlalchemy import Connection, func, or_, select, tuple_
 from palestra.database.sqlite import MOST_VALUES
 from palestra.store.browsing import EpisodeSummary, calls_of, summary
 from palestra.store.run_store import UNREADABLE
-from palestra.store.tables import chats, episodes, groups
+from palestra.store.tables import OF_LAST_LEASE, chats, episodes, groups
 from palestra.types.records import EpisodeKind
 
 SEARCH_SECONDS = 0.4  # a page that is not full by then is given as it is, with the place to go on from
@@ -190,7 +190,7 @@ def _episodes_where(connection: Connection, names: Sequence[str], condition: Any
             connection.execute(
                 select(chats.c.episode_id)
                 .distinct()
-                .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
+                .join(episodes, OF_LAST_LEASE)
                 .where(chats.c.episode_id.in_(names[start : start + MOST_VALUES]), condition)
             ).scalars()
         )

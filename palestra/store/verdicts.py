@@ -14,7 +14,7 @@ from sqlalchemy.dialects.sqlite import insert
 
 from palestra.database import Database, to_json
 from palestra.store.codec import episode_of
-from palestra.store.tables import episodes, groups, verdicts
+from palestra.store.tables import OF_GROUP, episodes, groups, verdicts
 from palestra.types.clock import Clock
 from palestra.types.records import AUDIT, EpisodeKind, EpisodeRecord, Verdict, VerdictKey
 from palestra.types.states import EpisodeState
@@ -174,11 +174,10 @@ def _verdict(row: Any, prefix: str = "") -> Verdict:
 
 
 def _waiting(connection: Connection) -> list[WaitingGroup]:
-    same = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
     open_groups = select(episodes.c.kind, episodes.c.group_index).where(episodes.c.state == UNJUDGED).distinct()
     rows = connection.execute(
         select(episodes, groups.c.step)
-        .join(groups, same)
+        .join(groups, OF_GROUP)
         .where(sa.tuple_(episodes.c.kind, episodes.c.group_index).in_(open_groups))
         .order_by(episodes.c.kind.desc(), episodes.c.group_index, episodes.c.sample_index)
     )

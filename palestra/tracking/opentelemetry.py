@@ -13,7 +13,7 @@ from sqlalchemy import Connection, func, select
 from palestra.errors import ConnectionLost
 from palestra.store.browsing import browse
 from palestra.store.codec import unpack
-from palestra.store.tables import chats, episodes, groups
+from palestra.store.tables import OF_GROUP, chats, episodes, groups
 from palestra.tracking.registry import TrackedRun
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import ON_PURPOSE
@@ -72,8 +72,7 @@ def episodes_of_step(connection: Connection, step: int) -> Iterator[RunSpan]:
     """Yield a span with nested calls for each ended episode of a step. `step`: the step that trains the episodes or,
     for validation, before which they are scored.
     """
-    of_group = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
-    wanted = select(episodes).join(groups, of_group).where(groups.c.step == step, episodes.c.ended_at.is_not(None))
+    wanted = select(episodes).join(groups, OF_GROUP).where(groups.c.step == step, episodes.c.ended_at.is_not(None))
     for row in connection.execute(wanted.order_by(episodes.c.episode_id)).all():
         mine = (chats.c.episode_id == row.episode_id) & (chats.c.fence == row.fence)
         began, ended = connection.execute(
