@@ -272,7 +272,7 @@ class ClaimOver(Conflict):
 
 
 class HistoryDrift(Conflict):
-    """In strict mode (`rollout.strict_history`): a call would lose exact tokens of the earlier call that it continues.
+    """With `rollout.changed_history = 'refuse'`: a call would lose exact tokens of the earlier call that it continues.
 
     Attributes:
         position: first different token.
@@ -283,7 +283,7 @@ class HistoryDrift(Conflict):
         super().__init__(
             f"these messages do not go on from the exact tokens of {left}: {reason.replace('_', ' ')}; the first "
             f"difference is in message {message}, at token {position}. Send the earlier messages as they were, or set "
-            "rollout.strict_history = false"
+            "rollout.changed_history = 'fork'"
         )
         self.reason = reason
         self.position = position

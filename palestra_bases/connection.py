@@ -148,7 +148,7 @@ def _job_id(config: JobConfig) -> str:
 def _runtimes(config: JobConfig, engine: Engine, base: BaseDescription) -> dict[str, PolicyRuntime]:
     """Return the session runtime of each policy."""
     tokenizer = _tokenizer(base)
-    renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.dropped_reasoning == "keep")
+    renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.changed_history == "keep")
     vocabulary = vocabulary_of(tokenizer, base.vocab_size)
     return {
         name: PolicyRuntime(

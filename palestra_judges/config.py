@@ -28,7 +28,6 @@ class ModelJudge(JudgeConfig):
     not_judged: ClassVar[frozenset[str]] = JudgeConfig.not_judged | {
         "max_concurrency",
         "timeout_seconds",
-        "retries",
         "token_budget",
         "checked",
     }
@@ -49,9 +48,6 @@ class ModelJudge(JudgeConfig):
     max_tokens: Positive = Field(1024, le=1_000_000, description="Limit of the judge's reply in tokens.")
     max_concurrency: Positive = Field(8, le=1024, description="Questions that are asked at the same time.")
     timeout_seconds: Seconds = Field(120.0, le=86_400, description="Limit of one request.")
-    retries: int = Field(
-        1, ge=0, le=20, description="How often a question is asked again that got no verdict. Then it has failed."
-    )
     token_budget: Positive | None = Field(
         None,
         description="Tokens of prompts and replies after which the job ends. Raise it and resume to continue.",

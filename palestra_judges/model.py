@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MOST_BYTES = 256 * 1024  # of an answer
+RETRIES = 1  # how often a question is asked again that got no verdict: two failures are no chance
 LONGEST_PAUSE_SECONDS = 10.0
 CONNECT_SECONDS = 10.0
 OUTAGE_SECONDS = 60.0  # for which a server that can't be asked is waited for
@@ -115,7 +116,7 @@ class JudgeModel:
                                 raise JudgeFailed("the judge said nothing")
                             value = read(text)
                         except JudgeFailed as error:
-                            if number == self._config.retries or isinstance(error, _Final):
+                            if number == RETRIES or isinstance(error, _Final):
                                 raise JudgeFailed(str(error)) from error
                             await asyncio.sleep(min(0.1 * 4**number, LONGEST_PAUSE_SECONDS))
                             number, outage = number + 1, None

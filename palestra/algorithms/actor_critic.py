@@ -24,6 +24,7 @@ from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
 from palestra.types.records import TrainSample
 
+VALUE_CLIP = 0.2  # most by which an update moves a value from that before the step, as in Schulman's code
 _EPSILON = 1e-8  # added to the deviation of the batch's advantages, as in Stable-Baselines3
 
 
@@ -48,7 +49,7 @@ class ActorCritic(Algorithm):
         self.needs = frozenset({"values", "next_values"})
         critic = config.critic
         self.critic = CriticUpdate(
-            loss=LossSpec.of(ClippedValueLoss(clip=critic.value_clip)),
+            loss=LossSpec.of(ClippedValueLoss(clip=VALUE_CLIP)),
             optimizer=critic.optimizer,
             epochs=critic.epochs,
             warmup_steps=critic.warmup_steps,
@@ -106,7 +107,7 @@ class PPO(ActorCritic):
         formula="A = sum over l of (gamma lambda)^l delta_(t+l), delta_t = r_t + gamma V_(t+1) - V_t, "
         "which with advantage_scale = std (the default) becomes (A - mean(A)) / (std(A) + 1e-8) over the batch's "
         "tokens; loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi(token) / pi_old(token); "
-        "critic: max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) / 2, R = A + V_old with A "
+        "critic: max((V - R)^2, (clip(V, V_old - 0.2, V_old + 0.2) - R)^2) / 2, R = A + V_old with A "
         "as estimated",
         paper="Schulman et al. 2017, Proximal Policy Optimization Algorithms, arXiv:1707.06347",
         needs=("memory for a second model with its optimizer: the critic",),

@@ -122,6 +122,7 @@ def _taken(rows: list[TrainSample]) -> int:
 
 Doubles = NDArray[np.float64]
 TARGET_RATE = 0.1  # by which the critic's copy moves to it after each update (tau)
+TEMPERATURE_RATE = 0.002  # by which the logarithm of the temperature follows the entropy after each batch
 _FURTHEST = 20.0  # bound of the logarithm of the temperature: where no reward is like it, it would run away
 
 
@@ -134,7 +135,7 @@ class SAC(Algorithm):
         formula="y = r + gamma V'(s'), V(s) = sum over choices of pi(a) (Q(s, a) - alpha log pi(a)), Q the smaller of "
         "two heads, V' with the critic's copy; critic: sum over heads of (Q - y)^2 / 2 at the choice that was taken; "
         "policy: loss = -sum over choices of sg(pi(a) (Q(s, a) - alpha log pi(a) - V(s))) log pi(a); "
-        "log alpha <- log alpha - temperature_rate (H - target_entropy x log A), H = entropy of the A choices",
+        "log alpha <- log alpha - 0.002 (H - target_entropy x log A), H = entropy of the A choices",
         paper="Haarnoja et al. 2018, Soft Actor-Critic Algorithms and Applications, arXiv:1812.05905; Christodoulou "
         "2019, Soft Actor-Critic for Discrete Action Settings, arXiv:1910.07207",
         needs=(
@@ -245,8 +246,9 @@ class SAC(Algorithm):
         """Move the temperature towards the target entropy; return the present entropy and the target, in nats."""
         entropy = float(np.mean([-(np.exp(own) @ own) for own in logprobs]))
         wanted = self.config.target_entropy * float(np.mean([math.log(len(own)) for own in logprobs]))
-        moved = self._log_temperature - self.config.temperature_rate * (entropy - wanted)
-        self._log_temperature = min(max(moved, -_FURTHEST), _FURTHEST)
+        if wanted > 0:
+            moved = self._log_temperature - TEMPERATURE_RATE * (entropy - wanted)
+            self._log_temperature = min(max(moved, -_FURTHEST), _FURTHEST)
         return entropy, wanted
 
 

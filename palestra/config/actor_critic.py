@@ -92,11 +92,12 @@ class SACConfig(AlgorithmConfig):
     temperature: float = Field(
         0.01, gt=0, description="Weight of the entropy in the reward (alpha), in the first batch."
     )
-    temperature_rate: float = Field(
-        0.002, ge=0, description="Rate at which the logarithm of the temperature follows the entropy. 0: it is fixed."
-    )
     target_entropy: float = Field(
-        0.3, ge=0, le=1, description="Entropy that is aimed at, as a share of the largest possible one, log(choices)."
+        0.3,
+        ge=0,
+        le=1,
+        description="Entropy that the temperature is tuned to, as a share of the largest possible one, log(choices). "
+        "0: the temperature is fixed.",
     )
     critic: TwinCriticConfig = TwinCriticConfig()
     replay: ReplayConfig = ReplayConfig()

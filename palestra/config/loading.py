@@ -41,7 +41,7 @@ MOST_NAMED = 4  # differences that a message names
 _LONGEST = 60  # characters of a value in a message
 _OF_PLAYING = {
     "environment": {"system", "settings", "timeout_seconds"},
-    "rollout": {"max_episode_seconds", "strict_history", "dropped_reasoning", "stripped_whitespace"},
+    "rollout": {"max_episode_seconds", "changed_history"},
     "engine": {"kind"},
 }
 

@@ -98,12 +98,6 @@ class CriticConfig(Section):
     """The critic: a copy of the policy's model, or an adapter of its own, with a value head and its own optimizer."""
 
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-5)
-    value_clip: float = Field(
-        0.2,
-        ge=0,
-        le=UNLIMITED,
-        description="Most by which an update may move a value from that before the step. 0: no limit.",
-    )
     epochs: Positive = Field(1, description="Optimizer steps of the critic made from one batch.")
     warmup_steps: int = Field(
         0,

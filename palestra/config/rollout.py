@@ -140,16 +140,6 @@ class CurriculumConfig(Section):
         0.5, gt=0, lt=1, description="Share of solved episodes of the tasks that are drawn, which teach most."
     )
     solved: float = Field(0.5, allow_inf_nan=False, description="Least reward of an episode that has solved its task.")
-    forget: float = Field(
-        0.1, ge=0, lt=1, description="Share of what is known of a task that each new group of it replaces."
-    )
-    explore: float = Field(
-        0.15,
-        gt=0,
-        le=1,
-        description="Share of each step's groups that play the tasks which have waited longest, so that each comes "
-        "back.",
-    )
 
 
 def check_environments(environments: Sequence[MixedEnvironment], alone: EnvironmentConfig, tasks: TasksConfig) -> None:
@@ -240,22 +230,12 @@ class RolloutConfig(Section):
         "version); `between_episodes`: when no episode is being played, and no worker gets one until then.",
     )
 
-    strict_history: bool = Field(
-        False,
-        description="Refuse, with 409, a call that continues an earlier one and can't reuse its exact tokens.",
-    )
-
-    dropped_reasoning: Literal["fork", "keep"] = Field(
+    changed_history: Literal["fork", "keep", "refuse"] = Field(
         "fork",
-        description="How to treat an assistant message that the agent returns without its reasoning. `fork`: the model "
-        "does not see the reasoning again, so the tokens fork; `keep`: the exact tokens stay, reasoning included. "
-        "Other reasoning than the reply had is an edit, and forks.",
-    )
-    stripped_whitespace: Literal["fork", "keep"] = Field(
-        "fork",
-        description="How to treat an assistant message that the agent returns with other white space around its text "
-        "or its reasoning, as after `.strip()`. `fork`: the model sees the new text, so the tokens fork; `keep`: the "
-        "exact tokens stay.",
+        description="How to treat a reply that the agent sends back without its reasoning, or with other white space "
+        "around its text or its reasoning, as after `.strip()`. `fork`: the model sees what was sent, so the tokens "
+        "fork; `keep`: the exact tokens stay. Other changes fork. `refuse`: as `fork`, and each call that continues an "
+        "earlier one and can't reuse its exact tokens is refused with 409.",
     )
 
     untrainable_sampling: Literal["refuse", "ignore"] = Field(

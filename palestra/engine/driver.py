@@ -231,7 +231,7 @@ class EngineDriver(Generic[Settings]):
             tokenizer = load_tokenizer(job.model_of(name))
             shown = None if job.pictures is None else picture_tokens(job.model_of(name), tokenizer, job.pictures)
             found[name] = SampledPolicy(
-                renderer=select_renderer(tokenizer, job.config.rollout.dropped_reasoning == "keep", shown),
+                renderer=select_renderer(tokenizer, job.config.rollout.changed_history == "keep", shown),
                 grammars=Grammars(vocabulary_of(tokenizer, vocab_size)),
                 vocab_size=vocab_size,
                 max_context=max_context,

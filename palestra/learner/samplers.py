@@ -256,17 +256,21 @@ def check_pool(make: SamplerMaker, pool: TaskPool, seed: int, groups: int) -> No
                     )
 
 
+FORGET = 0.1  # share of what is known of a task that each new group of it replaces, since the policy changes
+EXPLORE = 0.15  # share of the groups that play the task that has waited longest
+
+
 class SuccessBand(TaskSampler):
     """Thompson sampling of tasks whose share of solved episodes is near a target.
 
     What is known of a task is a Beta distribution of that share, which begins as (1, 1). A group of n episodes, of
     which s are solved, makes (a, b) to
 
-        a <- (1 - forget) a + forget + s,    b <- (1 - forget) b + forget + n - s
+        a <- (1 - FORGET) a + FORGET + s,    b <- (1 - FORGET) b + FORGET + n - s
 
     Each step draws a share for every task from its distribution, and takes the tasks whose shares are nearest to
-    `target`. One group of every 1 / `explore` plays the task that has waited longest instead, whatever is known of it.
-    So each of N tasks comes back within N / `explore` groups, and so do those that were too hard.
+    `target`. One group of every 1 / `EXPLORE` plays the task that has waited longest instead, whatever is known of it.
+    So each of N tasks comes back within N / `EXPLORE` groups, and so do those that were too hard.
     """
 
     def __init__(self, config: CurriculumConfig, pool: TaskPool, seed: int) -> None:
@@ -293,9 +297,9 @@ class SuccessBand(TaskSampler):
 
     def _merged(self, near: list[int], waiting: list[int], number: int) -> Iterator[int]:
         """Yield each task once, from two orders of them; `number` of the first group decides which is next."""
-        orders, drawn, explore = (iter(near), iter(waiting)), set[int](), self._config.explore
+        orders, drawn = (iter(near), iter(waiting)), set[int]()
         for each in range(number, number + len(near)):
-            explores = int((each + 1) * explore) > int(each * explore)
+            explores = int((each + 1) * EXPLORE) > int(each * EXPLORE)
             position = next(one for one in orders[explores] if one not in drawn)
             drawn.add(position)
             yield position
@@ -305,7 +309,7 @@ class SuccessBand(TaskSampler):
         if results[: len(self._known)] != self._known:
             self._known = ()
             self._rates[:], self._last[:] = 1.0, -1
-        keep = 1.0 - self._config.forget
+        keep = 1.0 - FORGET
         for number, group in enumerate(results[len(self._known) :], len(self._known)):
             self._last[group.position] = number
             if group.rewards:

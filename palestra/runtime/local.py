@@ -168,15 +168,14 @@ async def _open_run(
 def _context(run: OpenRun) -> SessionContext:
     """Return the shared context of a run's sessions."""
     rollout = run.config.rollout
+    keeps = rollout.changed_history == "keep"
     return SessionContext(
         store=run.store,
         policies=run.policies,
         seed=run.config.seed,
-        strict_history=rollout.strict_history,
+        strict_history=rollout.changed_history == "refuse",
         ignore_untrainable=rollout.untrainable_sampling == "ignore",
-        sameness=Sameness(
-            reasoning=rollout.dropped_reasoning == "keep", whitespace=rollout.stripped_whitespace == "keep"
-        ),
+        sameness=Sameness(reasoning=keeps, whitespace=keeps),
         seats=frozenset(run.config.seats.roles),
     )
 

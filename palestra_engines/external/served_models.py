@@ -172,7 +172,7 @@ def _read(job: EngineJob, name: str, images: Images) -> ServedModel:
         shown = PictureTokens(tokenizer, processor.layout, pictures)
     renderer = select_renderer(
         tokenizer,
-        keep_reasoning=config.rollout.dropped_reasoning == "keep",
+        keep_reasoning=config.rollout.changed_history == "keep",
         pictures=shown,
     )
     return ServedModel(

@@ -43,7 +43,7 @@ OTHER_FORKS: Mapping[str, tuple[str | None, ...]] = {
     "smolagents": (None, *["edited_message"] * 5),  # calls of tools are sent back as text
     "crewai": (None, None, "edited_message"),  # the text beside a call is dropped
 }
-KEEP: Mapping[str, Any] = {"rollout": {"dropped_reasoning": "keep"}}
+KEEP: Mapping[str, Any] = {"rollout": {"changed_history": "keep"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ THINKING = (
         for wire in WIRES
     ),
     *(
-        _thinking(framework, wire, EXACT, what='the same, `dropped_reasoning = "keep"`', settings=KEEP)
+        _thinking(framework, wire, EXACT, what='the same, `changed_history = "keep"`', settings=KEEP)
         for framework, wire in sorted(DROPS_REASONING)
     ),
     _thinking(

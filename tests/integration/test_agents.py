@@ -245,7 +245,7 @@ async def test_an_agent_that_drops_reasoning_forks_at_each_reply_that_had_some(t
 
 @pytest.mark.slow
 async def test_dropped_reasoning_can_be_kept_and_the_conversation_stays_one_row(tmp_path):
-    chats, _ = await played(tmp_path, forgetful, thinker, dropped_reasoning="keep")
+    chats, _ = await played(tmp_path, forgetful, thinker, changed_history="keep")
     one_conversation(chats)
     assert text_of(chats[-1].prompt_ids).count("<think>") == 2
 
@@ -273,7 +273,7 @@ async def test_an_agent_that_strips_replies_forks_for_the_white_space_and_for_no
 
 @pytest.mark.slow
 async def test_stripped_white_space_can_be_kept_and_the_conversation_stays_one_row(tmp_path):
-    chats, _ = await played(tmp_path, stripper, padded, stripped_whitespace="keep")
+    chats, _ = await played(tmp_path, stripper, padded, changed_history="keep")
     one_conversation(chats)
     assert "\n answer 1 \n\n<|im_end|>" in text_of(chats[-1].prompt_ids)
 
@@ -283,7 +283,7 @@ async def test_a_real_model_whose_replies_are_stripped_can_stay_one_row(tmp_path
     settings: Any = {
         "policies": {"policy": {"model": "tiny-random", "max_context": 2048, "sampling": {"max_tokens": 12}}},
         "engine": {"kind": "embedded", "threads": 1},
-        "rollout": {"stripped_whitespace": "keep"},
+        "rollout": {"changed_history": "keep"},
     }
     async with serving(tmp_path, **settings) as job:
         async with episode_of(job) as (ai, episode_id):
@@ -357,7 +357,7 @@ async def test_subagents_at_once_are_conversations_of_their_own_and_no_drift(tmp
 @pytest.mark.slow
 async def test_a_strict_job_refuses_to_lose_tokens_and_says_where(tmp_path):
     with pytest.raises(openai.ConflictError) as caught:
-        await played(tmp_path, editor, counter, strict_history=True)
+        await played(tmp_path, editor, counter, changed_history="refuse")
     assert re.search(r"call 1: edited message; the first difference is in message 1, at token \d+", str(caught.value))
     assert caught.value.code == "history_drift"
 

@@ -125,10 +125,11 @@ def test_a_call_without_choices_ends_the_job_with_its_name(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_follows_the_policy_waits_while_only_the_critic_is_trained(tmp_path):
+def test_what_follows_the_policy_waits_while_only_the_critic_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr("palestra.algorithms.sac.TEMPERATURE_RATE", 0.1)
     config = job(tmp_path)
     waiting = config.algorithm.model_copy(
-        update={"critic": config.algorithm.critic.model_copy(update={"warmup_steps": 2}), "temperature_rate": 0.1}
+        update={"critic": config.algorithm.critic.model_copy(update={"warmup_steps": 2})}
     )
     rows = train(config.model_copy(update={"algorithm": waiting})).metrics
     at = {row["step"]: row for row in rows}

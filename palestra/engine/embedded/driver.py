@@ -74,7 +74,7 @@ def _loaded(job: EngineJob, name: str, table: EmbeddedEngineConfig) -> tuple[Pol
     shown = None
     if sampler.vision is not None and sampler.vision.pictures is not None:
         shown = PictureTokens(tokenizer, sampler.vision.layout, sampler.vision.pictures)
-    renderer = select_renderer(tokenizer, config.rollout.dropped_reasoning == "keep", shown)
+    renderer = select_renderer(tokenizer, config.rollout.changed_history == "keep", shown)
     longest = getattr(sampler.config, "max_position_embeddings", policy.max_context)
     if policy.max_context > longest and policy.max_context != DEFAULT_CONTEXT:
         raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {longest} positions")

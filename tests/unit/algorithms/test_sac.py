@@ -26,7 +26,7 @@ SEVERAL = ((10,), (11, 20), (11, 21, 30))  # choices of one, two and three token
 
 
 def sac(**settings) -> SAC:
-    return SAC(SACConfig.model_validate({"temperature": ALPHA, "temperature_rate": 0.0} | settings))
+    return SAC(SACConfig.model_validate({"temperature": ALPHA, "target_entropy": 0.0} | settings))
 
 
 def episode(choices, taken, rewards=None, agents=None, times=None, number=0, **record):
@@ -166,8 +166,9 @@ def test_agents_have_chains_of_their_own_and_time_that_passes_is_discounted():
 
 
 @pytest.mark.parametrize(("share", "sign"), [(0.1, -1), (1.0, 1)])
-def test_the_temperature_falls_where_the_entropy_is_above_its_target_and_rises_below(share, sign):
-    algorithm = sac(temperature_rate=0.5, target_entropy=share)
+def test_the_temperature_falls_where_the_entropy_is_above_its_target_and_rises_below(share, sign, monkeypatch):
+    monkeypatch.setattr("palestra.algorithms.sac.TEMPERATURE_RATE", 0.5)
+    algorithm = sac(target_entropy=share)
     trajectory, rows = episode(SINGLE, [0], rewards=(0.0,))
     found = algorithm.advantages(
         [Group(trajectories=(trajectory,), rows=tuple(rows))], flat_forward(rows, LOG_PI[:3], [0.0] * 3, [0.0] * 3)

@@ -49,9 +49,7 @@ OTHER: dict[str, Any] = {
     "rollout.max_attempts": 9,
     "rollout.lease_seconds": 9.0,
     "rollout.max_episode_seconds": 99.0,
-    "rollout.strict_history": True,
-    "rollout.dropped_reasoning": "keep",
-    "rollout.stripped_whitespace": "keep",
+    "rollout.changed_history": "keep",
     "rollout.untrainable_sampling": "ignore",
     "rollout.untrained_agents": ("agent/*",),
     "rollout.max_open_buckets": 3,
@@ -398,7 +396,6 @@ def test_a_weight_is_of_a_name_that_a_reward_can_have(name):
         ("learning_rate", [1e308, 1001.0, 0.0, -1.0], [1e-12, 1000.0]),
         ("weight_decay", [1e308, -0.1], [0.0, 1000.0]),
         ("max_grad_norm", [1e308, 0.0], [1e-6, 1e12, 1e30]),
-        ("value_clip", [1e308, -0.1], [0.0, 1e12]),
         ("clip_high", [1e308, -0.1], [0.0, 1e12]),
     ],
 )
@@ -406,9 +403,8 @@ def test_numbers_of_an_optimizer_are_bounded_where_no_step_could_be_computed(key
     def given(value):
         if key == "clip_high":
             return {"algorithm": {"name": "ppo", key: value}}
-        critic = {key: value} if key == "value_clip" else {"optimizer": {key: value}}
-        policies = {} if key == "value_clip" else {"policies": {"policy": critic}}
-        return {"algorithm": {"name": "ppo", "critic": critic}} | policies
+        optimizer = {"optimizer": {key: value}}
+        return {"algorithm": {"name": "ppo", "critic": optimizer}, "policies": {"policy": optimizer}}
 
     for value in refused:
         with pytest.raises(ConfigError, match=key) as caught:
@@ -445,7 +441,6 @@ FILE = {"id": "f", "tasks": {"train": "f.jsonl"}}
         ({"environments": [{"name": "arithmetic"}]}, "id"),
         ({"environments": [SUMS], "algorithm": {"name": "sft"}}, "environments chooses among tasks that are played"),
         ({"curriculum": {"target": 1.0}}, "target"),
-        ({"curriculum": {"explore": 0.0}}, "explore"),
         ({"curriculum": {}, "algorithm": {"name": "sft"}}, "curriculum chooses among tasks that are played"),
     ],
 )

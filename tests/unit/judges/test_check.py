@@ -75,14 +75,15 @@ def test_a_judge_that_is_asked_again_may_choose_another_answer(tmp_path, capsys)
     assert asked[0]["seed"] != asked[2]["seed"]
 
 
+@pytest.mark.usefixtures("asked_once")
 def test_a_question_that_fails_is_left_out_and_its_share_is_told(tmp_path, capsys):
     def judge(asked: Asked) -> str:
         return "hm" if asked.data["question"] == "1 + 3?" else knows(asked)
 
     with judging(judge) as server:
-        assert main(written(tmp_path, RUBRIC | {"url": server.url, "retries": 0}, sums(12))) == 0
+        assert main(written(tmp_path, RUBRIC | {"url": server.url}, sums(12))) == 0
         said = capsys.readouterr().out
-        assert main(written(tmp_path, RUBRIC | {"url": server.url, "retries": 0}, [sums(4)[3]] * 2)) == 2
+        assert main(written(tmp_path, RUBRIC | {"url": server.url}, [sums(4)[3]] * 2)) == 2
     assert "agreement            1.00" in said
     assert "failed questions     15%" in said  # 3 times the label and 6 empty replies, of 60
     assert "a verdict on no label" in capsys.readouterr().err

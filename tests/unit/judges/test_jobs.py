@@ -101,6 +101,7 @@ def breaks(text: str) -> bool:
     return hashlib.sha256(text.encode()).digest()[0] < 51
 
 
+@pytest.mark.usefixtures("asked_once")
 def test_a_judge_that_fails_leaves_the_weights_of_a_run_without_those_episodes(tmp_path):
     def judge(asked: Asked) -> Any:
         return (400, b"too long") if breaks(asked.text) else long_and_odd(asked)
@@ -110,7 +111,7 @@ def test_a_judge_that_fails_leaves_the_weights_of_a_run_without_those_episodes(t
         return None if breaks(answer) else {"long": min(digits // 2, 2) / 2, "odd": float(digits % 2)}
 
     with judging(judge) as server:
-        rubric = Rubric(url=server.url, criteria=CRITERIA, retries=0)
+        rubric = Rubric(url=server.url, criteria=CRITERIA)
         palestra.train(reward=rubric, tasks=TASKS, config=config(tmp_path / "judged"), quiet=True)
     weighed = config(tmp_path / "plain", algorithm={"name": "grpo", "reward_weights": {"long": 2.0, "odd": 0.0}})
     palestra.train(reward=reward, tasks=TASKS, config=weighed, quiet=True)
@@ -218,9 +219,10 @@ def test_a_reply_is_validated_against_the_first_one_to_its_task(tmp_path):
     assert {json.loads(row["members"])[0][0] for row in validated} == {"validation-000000-00", "validation-000001-00"}
 
 
+@pytest.mark.usefixtures("asked_once")
 def test_a_frozen_policy_of_the_job_judges(tmp_path):
     policies = {"policy": {}, "judge": {"frozen": True}}
-    rubric = Rubric(policy="judge", criteria=CRITERIA, retries=0)
+    rubric = Rubric(policy="judge", criteria=CRITERIA)
     with pytest.raises(EpisodesLost, match="judge_failed: the judge's answer is no JSON object"):  # it says digits
         palestra.train(reward=rubric, tasks=TASKS, config=config(tmp_path / "run", policies=policies), quiet=True)
     assert {row["policy"] for row in rows(tmp_path / "run", "SELECT policy FROM chats")} == {"policy"}

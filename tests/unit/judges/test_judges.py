@@ -130,15 +130,16 @@ def obedient(asked: Asked) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("asked_once")
 async def test_what_a_judged_text_says_changes_no_verdict():
     texts = ["GOOD", *injected()]
     groups = [group([text], n) for n, text in enumerate(texts)]
     with judging(gullible) as server:
-        first, *others = await judged(Rubric(url=server.url, criteria=[GOOD], retries=0), groups)
+        first, *others = await judged(Rubric(url=server.url, criteria=[GOOD]), groups)
     assert first == {"train-0-0": {"good": 1.0}}
     assert [one[f"train-{n}-0"]["good"] for n, one in enumerate(others, 1)] == [0.0] * 500
     with judging(obedient) as server:
-        found = await judged(Rubric(url=server.url, criteria=[GOOD], retries=0), groups[1:])
+        found = await judged(Rubric(url=server.url, criteria=[GOOD]), groups[1:])
     assert {type(one) for one in found} == {JudgeFailed}  # never a verdict
 
 
@@ -163,11 +164,12 @@ NO_VERDICTS = {
 
 
 @pytest.mark.parametrize("name", NO_VERDICTS)
+@pytest.mark.usefixtures("asked_once")
 async def test_an_answer_that_is_no_verdict_is_a_failure_in_one_line(name):
     answer, said = NO_VERDICTS[name]
     limit = 0.3 if name == "never" else 30.0
     with judging(answer) as server:
-        made = Rubric(url=server.url, model="m", criteria=[GOOD], timeout_seconds=limit, retries=0)
+        made = Rubric(url=server.url, model="m", criteria=[GOOD], timeout_seconds=limit)
         (found,) = await judged(made, [group(["4"])])
     assert isinstance(found, JudgeFailed)
     assert said in str(found)
@@ -183,12 +185,13 @@ async def test_an_answer_that_is_no_verdict_is_a_failure_in_one_line(name):
         (lambda ids: 3, "gave no ranking"),
     ],
 )
+@pytest.mark.usefixtures("asked_once")
 async def test_ids_that_a_judge_invents_or_leaves_out_are_a_failure(change, said):
     def answer(asked: Asked) -> str:
         return json.dumps({"id": asked.id, "ranking": change([one["id"] for one in asked.data["replies"]])})
 
     with judging(answer) as server:
-        (found,) = await judged(Relative(url=server.url, retries=0), [group(["a", "b", "c"])])
+        (found,) = await judged(Relative(url=server.url), [group(["a", "b", "c"])])
     assert isinstance(found, JudgeFailed)
     assert said in str(found)
 
@@ -204,6 +207,7 @@ async def test_a_failure_is_asked_again_and_what_can_be_read_then_counts():
     assert [(verdict.calls, verdict.tokens) for verdict in book.rows.values()] == [(2, 100)]
 
 
+@pytest.mark.usefixtures("asked_once")
 async def test_a_server_that_is_away_for_a_while_is_waited_for_beside_the_retries():
     def answer(asked: Asked) -> Any:
         away = (429, b"slowly", "1"), (503, b"busy"), (502, b"")
@@ -211,7 +215,7 @@ async def test_a_server_that_is_away_for_a_while_is_waited_for_beside_the_retrie
 
     started = time.monotonic()
     with judging(answer) as server:
-        (found,) = await judged(Rubric(url=server.url, criteria=[GOOD], retries=0), [group(["4"])])
+        (found,) = await judged(Rubric(url=server.url, criteria=[GOOD]), [group(["4"])])
     assert found == {"train-0-0": {"good": 1.0}}
     assert time.monotonic() - started >= 1.0
 
@@ -246,6 +250,7 @@ async def test_a_server_that_sends_questions_away_for_others_is_waited_for(monke
     assert {type(one) for one in found} == {dict}
 
 
+@pytest.mark.usefixtures("asked_once")
 async def test_a_server_that_takes_no_connection_is_away_and_not_slow(monkeypatch):
     monkeypatch.setattr(judge_model, "OUTAGE_SECONDS", 0.3)
     with socket.socket() as full, contextlib.ExitStack() as stack:
@@ -256,7 +261,7 @@ async def test_a_server_that_takes_no_connection_is_away_and_not_slow(monkeypatc
             one.setblocking(False)
             one.connect_ex(full.getsockname())
         url = f"http://127.0.0.1:{full.getsockname()[1]}"
-        made = Rubric(url=url, model="m", criteria=[GOOD], timeout_seconds=0.4, retries=0)
+        made = Rubric(url=url, model="m", criteria=[GOOD], timeout_seconds=0.4)
         (found,) = await judged(made, [group(["4"])])
     assert type(found) is JudgeUnavailable
 
@@ -327,7 +332,7 @@ def test_a_judge_brings_the_weights_of_its_rewards_which_the_algorithm_may_repla
     table = {"kind": "rubric", "url": "http://h:1", "criteria": criteria}
     config = parse_config({"judge": table, "algorithm": {"reward_weights": {"b": 0.5, "c": 3}}})
     assert config.algorithm_of("policy").reward_weights == {"a": 2, "b": 0.5, "c": 3}
-    moved = parse_config({"judge": table | {"url": "http://other:1", "retries": 3}})
+    moved = parse_config({"judge": table | {"url": "http://other:1", "timeout_seconds": 3}})
     assert moved.digest() == parse_config({"judge": table}).digest()
     assert moved.digest() != parse_config({"judge": table | {"sees": "conversation"}}).digest()
 

@@ -117,7 +117,7 @@ class ScriptedJob:
             store=self.store,
             policies=self.policies,
             seed=settings.seed,
-            strict_history=settings.rollout.strict_history,
+            strict_history=settings.rollout.changed_history == "refuse",
         )
         self.sessions = Sessions(context, 1000)
         self.dead = asyncio.Event()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from palestra.config import CurriculumConfig
+from palestra.learner import samplers as curriculum
 from palestra.learner.samplers import (
     History,
     PlayedGroup,
@@ -19,7 +20,6 @@ from palestra.learner.samplers import (
 from palestra.types.records import Task
 
 GROUPS, SIZE = 8, 8
-EXPLORE = CurriculumConfig().explore
 
 
 def band(pool: TaskPool, seed: int, **settings) -> SuccessBand:
@@ -113,9 +113,10 @@ def test_a_simulated_policy_learns_as_much_of_three_fifths_of_the_episodes(seed)
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("explore", [0.15, 0.5, 1.0])
-def test_every_task_comes_back_within_its_bound(explore, staleness):
+def test_every_task_comes_back_within_its_bound(explore, staleness, monkeypatch):
+    monkeypatch.setattr(curriculum, "EXPLORE", explore)
     pool, shares = pool_of(40), shares_of(40, 1)
-    groups = played(band(pool, 0, explore=explore), shares, 120, 1, staleness)
+    groups = played(band(pool, 0), shares, 120, 1, staleness)
     assert longest_wait(groups, 40) <= 40 / explore + GROUPS * (1 + staleness)
 
 
@@ -133,8 +134,9 @@ def test_a_task_that_was_too_hard_is_played_often_once_the_policy_can_solve_it()
     assert later > 4 * 139 * GROUPS / len(pool)
 
 
-def test_what_is_known_of_a_task_is_the_recursion_of_its_docstring():
-    sampler = band(pool_of(3), 0, forget=0.2, solved=0.7)
+def test_what_is_known_of_a_task_is_the_recursion_of_its_docstring(monkeypatch):
+    monkeypatch.setattr(curriculum, "FORGET", 0.2)
+    sampler = band(pool_of(3), 0, solved=0.7)
     rewards = [(1.0, 0.0, 0.7), (), (0.0, 0.69)]
     results = tuple(PlayedGroup(position=1, step=1, rewards=each) for each in rewards)
     next(sampler.tasks(2, History(results=results)))
@@ -143,9 +145,10 @@ def test_what_is_known_of_a_task_is_the_recursion_of_its_docstring():
     assert sampler._rates[:, [0, 2]].tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
-def test_a_curriculum_keeps_no_state_of_its_own():
+def test_a_curriculum_keeps_no_state_of_its_own(monkeypatch):
     check_sampler(lambda pool, seed: band(pool, seed))
-    check_sampler(lambda pool, seed: band(pool, seed, explore=1.0), [{"id": n} for n in range(8)])
+    monkeypatch.setattr(curriculum, "EXPLORE", 1.0)
+    check_sampler(lambda pool, seed: band(pool, seed), [{"id": n} for n in range(8)])
 
 
 def test_no_task_is_drawn_twice_while_there_are_others():
