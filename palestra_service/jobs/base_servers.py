@@ -210,9 +210,10 @@ class BaseServers:
 
     async def _find(self, base: _Base) -> None:
         """Watch an earlier scheduler's base server, or restart it for its jobs."""
+        await self._store.confirmed()  # `find` cleans up after a server that is gone
         found = await self._launcher.find(base.record.base_id)
         if base.record.state is BaseState.ENDING or (found is None and not base.admitted.jobs):
-            await self._launcher.stop(base.record.base_id, END_SECONDS)
+            await self._stop(base)
             await self._forget(base)
             return
         if found is None and base.record.state is BaseState.SERVING:
@@ -252,7 +253,9 @@ class BaseServers:
         base_id = base.record.base_id
         try:
             if found is None:
-                found = await self._launcher.start(await self._order(base))
+                order = await self._order(base)
+                await self._store.confirmed()
+                found = await self._launcher.start(order)
         except (NodeLost, Superseded):
             raise
         except PalestraError as error:
@@ -293,13 +296,17 @@ class BaseServers:
         await self._save(base)
         while True:
             try:
-                await self._launcher.stop(base.record.base_id, END_SECONDS)
+                await self._stop(base)
                 return
             except Superseded:
                 return
             except PalestraError as error:
                 log.error("base server %s could not be stopped, tried again: %s", base.record.base_id, error)
                 await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _stop(self, base: _Base) -> None:
+        await self._store.confirmed()
+        await self._launcher.stop(base.record.base_id, END_SECONDS)
 
     def _give_up(self, base: _Base, reason: str) -> None:
         """Fail the jobs of a base server that cannot be started or kept alive."""

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sqlite3
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -195,7 +195,8 @@ class Listening:
 class Launcher(Protocol):
     """Starts, watches and stops model servers and base servers, which outlive the scheduler.
 
-    A `job_id` may be a base server's.
+    A `job_id` may be a base server's. Before `start`, `find` and `stop`, a caller confirms that it still has the store:
+    they act in the cluster.
     """
 
     async def nodes(self) -> list[Node]:
@@ -241,54 +242,6 @@ class Launcher(Protocol):
     async def close(self) -> None:
         """Release this object's resources; the servers continue."""
         ...
-
-
-class FencedLauncher:
-    """A launcher that only acts for a scheduler that still has its store.
-
-    This includes `Launcher.find`, which cleans up after a server.
-    """
-
-    def __init__(self, launcher: Launcher, confirmed: Callable[[], Awaitable[None]]) -> None:
-        """Wrap a launcher. `confirmed`: raises Superseded if another scheduler has taken over; see
-        `ControlStore.confirmed`.
-        """
-        self._launcher, self._confirmed = launcher, confirmed
-
-    async def nodes(self) -> list[Node]:
-        """See `Launcher.nodes`."""
-        return await self._launcher.nodes()
-
-    async def gpu_use(self, nodes: Sequence[Node]) -> Mapping[str, GpuReading]:
-        """See `Launcher.gpu_use`."""
-        return await self._launcher.gpu_use(nodes)
-
-    async def start(self, order: ServerOrder | BaseOrder) -> Listening:
-        """See `Launcher.start`."""
-        await self._confirmed()
-        return await self._launcher.start(order)
-
-    async def find(self, job_id: str) -> Listening | None:
-        """See `Launcher.find`."""
-        await self._confirmed()
-        return await self._launcher.find(job_id)
-
-    async def known(self) -> list[str]:
-        """See `Launcher.known`."""
-        return await self._launcher.known()
-
-    async def ended(self, job_id: str, heard: Callable[[Any], None]) -> Ended:
-        """See `Launcher.ended`."""
-        return await self._launcher.ended(job_id, heard)
-
-    async def stop(self, job_id: str, grace_seconds: float) -> None:
-        """See `Launcher.stop`."""
-        await self._confirmed()
-        await self._launcher.stop(job_id, grace_seconds)
-
-    async def close(self) -> None:
-        """See `Launcher.close`."""
-        await self._launcher.close()
 
 
 def following_state(job: JobRecord, ended: Ended, now: float) -> tuple[JobState, str, int]:

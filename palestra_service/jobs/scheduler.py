@@ -38,7 +38,6 @@ from palestra_service.jobs.launcher import (
     RUN,
     Ended,
     Ending,
-    FencedLauncher,
     Launcher,
     Listening,
     ending_of,
@@ -93,7 +92,7 @@ class JobScheduler:
         `policy`: its quotas and draining are replaced by stored values.
         """
         self._store, self._folder = store, folder
-        launcher = self._launcher = FencedLauncher(launcher, store.confirmed)
+        self._launcher = launcher
         self.policy, self._rules = policy, rules or Rules()
         self._stop_seconds = stop_seconds
         self._deadlines = Deadlines(store.clock, absent_seconds)
@@ -361,9 +360,9 @@ class JobScheduler:
         await self._store.confirmed()
         at = None if job.base_id is None else await self.bases.admit(job.job_id, job.base_id, self.policy.quotas)
         nodes = {node.node_id: node for node in self.nodes}
-        return await self._launcher.start(
-            await order_of(job, self.folder_of(job.job_id), self.folder_of, self._rules, node_ids, nodes, at)
-        )
+        order = await order_of(job, self.folder_of(job.job_id), self.folder_of, self._rules, node_ids, nodes, at)
+        await self._store.confirmed()
+        return await self._launcher.start(order)
 
     async def _watch(self, job_id: str, server: Listening) -> None:
         """Watch a server that listens until it has ended."""
@@ -437,8 +436,12 @@ class JobScheduler:
             if not starting.cancelling():  # a second cancellation would interrupt the clean-up
                 starting.cancel()
         elif job_id not in self._stops:
-            self._stops[job_id] = asyncio.ensure_future(self._launcher.stop(job_id, self._stop_seconds))
+            self._stops[job_id] = asyncio.ensure_future(self._stop(job_id, self._stop_seconds))
             self._stops[job_id].add_done_callback(lambda done: self._stopped(job_id, done))
+
+    async def _stop(self, job_id: str, grace_seconds: float) -> None:
+        await self._store.confirmed()
+        await self._launcher.stop(job_id, grace_seconds)
 
     def _stopped(self, job_id: str, done: asyncio.Task[None]) -> None:
         """Forget a stop that is done, and log why it failed if it did."""
@@ -464,6 +467,7 @@ class JobScheduler:
         job = await self._store.job(None, job_id)
         if job.state not in LIVE_STATES:  # the job ended since it was listed
             return
+        await self._store.confirmed()  # `find` cleans up after a server that is gone
         server = await self._launcher.find(job_id)
         if server is not None:
             if job.cancel_requested:
@@ -484,7 +488,7 @@ class JobScheduler:
                 continue
             if job.state not in LIVE_STATES:
                 log.warning("job %s is %s, and something of its server was left; it is ended", job_id, job.state)
-                await self._launcher.stop(job_id, 0.0)
+                await self._stop(job_id, 0.0)
 
     def _start_of(self, job: JobRecord) -> JobStart:
         """Return where the processes of a job are that an earlier scheduler started."""

@@ -224,7 +224,7 @@ async def test_waiting_jobs_have_their_places_and_machines_what_is_free(plane, k
     scheduler.running["job-held"] = held
     await scheduler._place()
     cards = (GpuUse(index=0, utilisation=0.5), GpuUse(index=1, problem="lost"))
-    scheduler._launcher._launcher.cards = {"n": GpuReading(cards), "gone": GpuReading((), "no driver")}
+    scheduler._launcher.cards = {"n": GpuReading(cards), "gone": GpuReading((), "no driver")}
     async with client(plane) as http:
         jobs = (await http.get("/jobs", headers=keys["eve"])).json()["jobs"]
         assert {job["job_id"]: job["place"] for job in jobs} == {high.job_id: 1, low.job_id: 2}
@@ -232,7 +232,7 @@ async def test_waiting_jobs_have_their_places_and_machines_what_is_free(plane, k
         (view,) = (await http.get("/cluster", headers=keys["eve"])).json()["nodes"]
         assert (view["free_cpus"], view["free_gpus"], view["free_memory_gib"], view["jobs"]) == (0.5, 0.0, 3.0, 1)
         assert [(card["utilisation"], card["problem"]) for card in view["gpu_use"]] == [(0.5, ""), (None, "lost")]
-        scheduler._launcher._launcher.cards = {"n": GpuReading((), "no driver")}
+        scheduler._launcher.cards = {"n": GpuReading((), "no driver")}
         (view,) = (await http.get("/cluster", headers=keys["eve"])).json()["nodes"]
         assert (view["gpu_use"], view["gpu_problem"]) == ([], "no driver")
         await plane.store.change_state(high.job_id, JobState.QUEUED, JobState.STARTING, "there is room")
