@@ -78,10 +78,7 @@ class TenantTrainer:
         return report
 
     async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
-        """Find episodes of `batch` that `policy` cannot be trained on; once for each `request_id`.
-
-        See `Trainer.untrainable`.
-        """
+        """See `Trainer.untrainable`."""
         name = self._name(policy)
         return await self._do(policy, lambda: self._trainer.untrainable(name, batch, request_id), request_id)
 
@@ -96,10 +93,7 @@ class TenantTrainer:
         return await self._do(policy, lambda: self._trainer.save(name, folder, state, request_id), request_id)
 
     async def save_weights(self, policy: str, folder: Path, step: int, request_id: str) -> None:
-        """Write the weights of `policy` after `step` to `folder`, once for each `request_id`.
-
-        See `Trainer.save_weights`.
-        """
+        """See `Trainer.save_weights`."""
         name = self._name(policy)
         await self._do(policy, lambda: self._trainer.save_weights(name, folder, step, request_id), request_id)
 
