@@ -28,7 +28,6 @@ class Admission:
     Attributes:
         job_id: also its tenant's name there.
         weight: relative share of the trainer's tokens.
-        digest: SHA-256 of its key, in hex.
     """
 
     job_id: str

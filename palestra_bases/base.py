@@ -20,11 +20,7 @@ class BaseDescription:
     """What a job needs to know about a base server's model to write prompts and parse replies.
 
     Attributes:
-        model: name of the base given by its operator.
-        max_positions: context length of the model.
         max_context: largest prompt and reply together that fit into the engine's memory, in tokens.
-        dtype: precision of the engine's products.
-        trainer_dtype: precision of the trainer's products.
         deterministic: whether samples and weights are the same bit by bit whatever else is computed.
         tokenizer: the tokenizer's files by name, each uint8 [bytes].
         tokenizer_name: origin of the tokenizer, to select a renderer.

@@ -127,9 +127,6 @@ class BaseOptions:
     """Options of a base server.
 
     Attributes:
-        model: name of the base, as in `model` of a job.
-        folder: of the server: its keys, and its socket.
-        port: 0: any free one; None: the socket in `folder`.
         host: address to listen on, with a port.
         runs: parent folder of jobs, for several tenants with a subfolder for each; the server reads and writes no file
             elsewhere.
@@ -137,7 +134,6 @@ class BaseOptions:
         deterministic: whether samples and weights must not depend on what else is computed.
         lease_seconds: how long a disconnected job keeps its policies.
         most_policies: limit per job.
-        tinker: how to serve the Tinker API over the same model; None: not served.
     """
 
     model: str

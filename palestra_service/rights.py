@@ -27,7 +27,6 @@ class KeyLimits:
     """The limits of one key.
 
     Attributes:
-        burst: requests that may arrive at the same moment.
         open_jobs: unfinished jobs of its user.
         episodes_in_flight: claimed episodes of each job submitted with the key.
     """

@@ -56,11 +56,7 @@ class EpisodeReading:
     """Everything that the page shows of one episode, read once for all token pages.
 
     Attributes:
-        continued: the earlier call that each call continues.
-        distinct: number of distinct tokens that the model processed.
-        rows: of the tokens, trained ones first.
         fates: why tokens are trained or not.
-        credits: what each trained policy learned from the group.
         trained: recorded logprobs at training, by call.
         settled: whether its step is finished, so that this never changes.
     """

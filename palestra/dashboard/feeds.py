@@ -31,7 +31,6 @@ class FeedNews(NamedTuple):
     """A feed's news for one stream.
 
     Attributes:
-        events: numbers and encoded events, in order.
         over: whether the run had ended before the read, so that no more events come.
         replaced: whether another run now has the folder, so that the stream's event numbers are invalid.
         line: the run's progress, encoded; empty: unknown.

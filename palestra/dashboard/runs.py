@@ -32,9 +32,7 @@ class RunMemory:
     """What was read of a run and does not change any more.
 
     Attributes:
-        counts: of its episodes.
         examined: what the doctor's findings need of finished steps; one search at a time uses it.
-        rows: some metrics of its steps, oldest first.
     """
 
     def __init__(self) -> None:
@@ -50,7 +48,6 @@ class Run:
         live: returns live state of its process; None: another process runs it, or none.
         given: configuration of a starting run; None: read it from the folder.
         texts: returns the detokenizer of a policy; None: tokenizers are loaded here.
-        title: for people; None: `name`.
         serve: command that serves its result; None: one that reads its folder.
         used: returns whether a process of any machine runs the job; None: check the folder's lock.
     """

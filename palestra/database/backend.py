@@ -72,7 +72,6 @@ class Schema:
     """The tables of a store.
 
     Attributes:
-        store: its name in errors, such as `run store`.
         read_version: returns the database's recorded version; 0: it is empty. Raises StoreError if it belongs to
             another program. Default: SQLite's `user_version`.
         write_version: records the version in the database.

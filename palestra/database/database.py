@@ -187,9 +187,6 @@ class Notifier:
 
     Read `count`, query the database, then pass `count` to `wait`, which returns immediately if there was a notification
     in between.
-
-    Attributes:
-        count: number of notifications so far.
     """
 
     def __init__(self) -> None:

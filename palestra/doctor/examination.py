@@ -71,10 +71,6 @@ class Finding:
     Attributes:
         code: of the rule, such as `reward_collapse`.
         seen: what step `until` shows.
-        since: first step of the last consecutive stretch with the sign.
-        until: last step of it.
-        holds: whether the newest step shows it.
-        steps: total number of steps with it.
         episodes: ids of the episodes of step `until` that show it best, the clearest first.
         policy: empty: the only trained one, or the whole job.
     """
@@ -98,10 +94,8 @@ class Examination:
     Attributes:
         step: newest examined step; 0: the run has none yet.
         findings: present ones first, then past ones; each in the order of the rules.
-        damaged: steps with unreadable rows.
         failed: number of failed episodes if no step is finished and no episode completed; otherwise 0.
         reason: why the job or the newest of these episodes failed; empty otherwise.
-        numerics: what computes the run: processor, libraries, threads, kernels.
     """
 
     step: int

@@ -107,7 +107,6 @@ class Rule:
     Attributes:
         code: stable name for programs: `no_calls`, `equal_rewards`, …
         formula: condition with its thresholds, for the documents.
-        seen: describes the sign in the newest step; None: it is absent.
         shows: selects the episodes of a step that show the sign best, the clearest first.
         of_job: whether the sign concerns the whole job; otherwise each trained policy's rows are tested.
         audited: whether the half of these episodes that stands first is shown with the lowest score of the audit first.

@@ -74,7 +74,6 @@ class EnvironmentSession:
 
     Attributes:
         asked_at: monotonic seconds of the client's last message.
-        ended: set when the session has to end.
     """
 
     def __init__(

@@ -40,11 +40,7 @@ class Parts:
 
 
 class BaseConnection(Renewable, Protocol):
-    """A job's connection to the base server with its engine and trainer.
-
-    Attributes:
-        numerics: of the base server; see `palestra.models.numerics`.
-    """
+    """A job's connection to the base server with its engine and trainer."""
 
     numerics: dict[str, str]
 

@@ -16,11 +16,7 @@ from palestra.waiting import race
 
 
 class Renewable(Protocol):
-    """A part of a job that may be lost with its policies, and be renewed without them.
-
-    Attributes:
-        event_of_loss: kind of the recorded event.
-    """
+    """A part of a job that may be lost with its policies, and be renewed without them."""
 
     event_of_loss: str
 

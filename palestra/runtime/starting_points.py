@@ -14,11 +14,7 @@ from palestra.trainer.checkpoint import found, newest_path, step_of
 
 
 class RunCheckpoint(NamedTuple):
-    """A checkpoint of a run.
-
-    Attributes:
-        folder: may be damaged, or removed meanwhile.
-    """
+    """A checkpoint of a run."""
 
     policy: str
     step: int

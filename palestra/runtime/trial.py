@@ -122,7 +122,6 @@ class Trial:
     """Measurements of the job's first steps, even if time ran out before they ended.
 
     Attributes:
-        rows: metrics of each finished step, under the names of a job with one policy.
         episodes, calls, completion_tokens: of all steps, including an unfinished one.
         memory_bytes: peak memory of this process and its children.
         gpu_bytes: peak GPU memory; 0 without a GPU.

@@ -28,10 +28,8 @@ class Situation:
     """The state of a job at one moment.
 
     Attributes:
-        step: number of finished steps.
         collected: progress of the phase's episodes; None: it has none, or they are not counted yet.
         calls: model calls answered since the start.
-        busy_workers: workers that claim or play an episode now.
         plays_itself: whether this process plays the episodes.
         seconds_left: estimated time until the last step is done; None: unknown.
     """
@@ -163,11 +161,7 @@ class JobActivity:
     """The activity of a job at one moment.
 
     Attributes:
-        part: of the job that is active.
-        collects: whether the phase waits for episodes.
-        workers: number that claim or play.
         plays_itself: whether the job's own runners play its episodes.
-        holders: workers that hold episodes, the longest silent first.
     """
 
     part: Part

@@ -43,11 +43,9 @@ class EpisodeSummary:
         group_index: index of its group in the canonical order of its kind.
         state: `registered`, `claimed`, `completed` or `discarded`.
         rewards: by agent; None until it is completed.
-        calls: model calls under its last lease.
         cut: replies of these calls that reached max_tokens.
         forks: calls that lost exact tokens of an earlier one, by reason.
         metadata: the worker's metadata, and `facts`.
-        reason: why it was last given back or discarded; None of a completed one.
         earlier_reason: of a completed one, why the previous attempt failed, if any.
         claimed_at: Unix seconds of its last claim; None: it was never claimed.
         players: policies of roles that have a pool; see `EpisodeRecord`.
@@ -242,7 +240,6 @@ class EpisodeView:
     """One episode with all of its calls, for display.
 
     Attributes:
-        step: the step whose batch contains it, if any.
         group_state: None: it is in no group that is trained or scored.
         failed_reason: of its last failed attempt, if any.
         verdicts: of the job's judge on its last attempt.

@@ -35,9 +35,6 @@ class Casting:
 
     The step of an episode's group alone decides which versions exist and which results count, not the learner's
     progress, so an attempt meets the same versions after a restart.
-
-    Attributes:
-        done: number of finished steps, for episodes outside the schedule.
     """
 
     def __init__(self, roles: Roles, seed: int, max_staleness: int) -> None:

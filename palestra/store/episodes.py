@@ -37,7 +37,6 @@ class Episodes:
     changes, even if the caller is cancelled meanwhile.
 
     Attributes:
-        leases: of the episodes that are claimed now.
         available: notified when an episode can be claimed.
         open_groups: told when an episode was completed or discarded.
         on_lease_over: called with (episode id, fence) when an episode was ended or given back.
@@ -46,7 +45,6 @@ class Episodes:
         casting: says who plays the roles that have a pool; None: no role has one.
         judged: whether a judge scores what is trained or validated, before it is complete.
         played: notified when a judge may have something to do.
-        sync_lock: keeps episodes from being claimed while it is held by a weight sync.
     """
 
     def __init__(

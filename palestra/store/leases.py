@@ -24,7 +24,6 @@ class Lease:
         held: running calls; while there are any, the lease does not expire, because the server is what delays the
             worker.
         picture_bytes: added to the run's pictures under it.
-        refused: model calls that were refused, by error and field.
     """
 
     fence: int

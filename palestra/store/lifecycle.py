@@ -254,7 +254,6 @@ class GivenBack(NamedTuple):
     """Why and how an episode is given back.
 
     Attributes:
-        discard: whether it must not be played again.
         counts: whether this attempt is one of them; False: the episode has as many attempts left as before the claim.
     """
 

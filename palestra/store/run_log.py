@@ -153,7 +153,6 @@ class RecordedMetrics(NamedTuple):
 
     Attributes:
         rows: in order of steps, each with its `step` and numbers only.
-        damaged: steps whose rows cannot be read.
     """
 
     rows: list[dict[str, float]]

@@ -101,14 +101,7 @@ class RunStore:
     A context manager that closes the store.
 
     Attributes:
-        clock: of all recorded times, and of the leases.
-        leases: of the episodes that are claimed now.
-        tasks: the inputs of the episodes.
-        episodes: claims and ends, for workers.
-        calls: the recorded calls, for sessions; and trajectories, for the learner.
-        groups: episodes of one task, for the learner.
         trained: logprobs of tokens when they were trained, of the newest steps.
-        log: manifests, metrics, events and facts of the run.
         pictures: of the calls, which name them by digest; files next to the database.
     """
 

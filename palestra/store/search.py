@@ -35,7 +35,6 @@ class EpisodeFilter:
         least_reward: excludes episodes without a reward, as does `most_reward`.
         least_tokens: bound of the tokens sampled by their calls, as is `most_tokens`.
         text: in task, messages, replies or metadata; ASCII case is ignored.
-        tool: name of a tool called by a reply.
         forked: whether a call lost exact tokens of an earlier one.
     """
 
@@ -65,11 +64,7 @@ class EpisodeFilter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DamagedEpisode:
-    """An episode whose record cannot be read.
-
-    Attributes:
-        why: what is wrong with the record.
-    """
+    """An episode whose record cannot be read."""
 
     episode_id: str
     place: Place

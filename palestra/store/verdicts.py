@@ -28,10 +28,8 @@ class WaitingGroup:
     """A group with episodes that have to be judged.
 
     Attributes:
-        step: that trains or validates it.
         waiting: episodes without a verdict, by sample index.
         judged: episodes of the group that have one already, since some were repeated.
-        unplayed: how many episodes of the group are still to be played.
         since: when the first of `waiting` ended, Unix seconds.
     """
 

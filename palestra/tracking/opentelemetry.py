@@ -28,7 +28,6 @@ class RunSpan:
 
     Attributes:
         key: identifies the span in its run; the same after a restart.
-        kind: `internal` or `client`.
         start: Unix seconds.
         end: Unix seconds.
         failed: reason of its failure, if any.

@@ -21,8 +21,6 @@ class Base:
         policy: the engine's policy of the model itself.
         tokenizer_id: from which a client loads the tokenizer.
         max_context: largest number of tokens in prompt and reply together, or in a datum's input and its last target.
-        layers: names of all linear layers except the head.
-        head: name of the language-model head; None: the model has no linear head.
     """
 
     name: str

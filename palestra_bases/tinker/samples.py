@@ -38,7 +38,6 @@ class Sampling:
     """What samples.
 
     Attributes:
-        engine: has a policy for each base model.
         adapters: those that the engine has without their being trained.
         load: loads an adapter's folder.
     """

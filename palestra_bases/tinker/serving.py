@@ -48,11 +48,7 @@ class TinkerOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinkerServer:
-    """A listening server.
-
-    Attributes:
-        url: for `base_url` of a client.
-    """
+    """A listening server."""
 
     url: str
     tenants: Tenants

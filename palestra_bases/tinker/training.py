@@ -82,7 +82,6 @@ class Training:
     """The state of one model in memory, and the effects of requests on it.
 
     Attributes:
-        steps: number of optimizer steps.
         gradients: requests whose gradients the next step applies.
     """
 

@@ -98,8 +98,6 @@ class Game:
     """One game of two players.
 
     Attributes:
-        first: the player of the first role.
-        second: the player of the second role.
         rewards: of both, in this order; None: every attempt failed.
         replays: number of failed attempts that were retried.
     """

@@ -30,7 +30,6 @@ class ControlPlane:
     """The objects used by the control plane's routes.
 
     Attributes:
-        rules: the operator's limits on jobs.
         without_keys: whether every request is the operator's; only for a server that no other user can reach.
     """
 

@@ -43,8 +43,6 @@ class _Base:
     """A base server that has not ended.
 
     Attributes:
-        record: as stored, or about to be.
-        admitted: the jobs that may use it.
         idle_since: Unix seconds without jobs; None: it has jobs, or does not serve.
     """
 

@@ -150,7 +150,6 @@ class Rules:
     """The operator's limits on submitted configurations.
 
     Attributes:
-        caps: largest values, by dotted key.
         models: absolute folder, or name of the hub, by the tenants' name of the model.
         hub_models: whether tenants may name any model of the hub.
         environment_hosts: the key's variable in jobs' processes, by `host:port` of an environment server that jobs may

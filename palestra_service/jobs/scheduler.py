@@ -70,9 +70,6 @@ class JobScheduler:
     Attributes:
         policy: as read for the last decision.
         nodes: machines at the last check.
-        running: resources of live jobs, by id.
-        bases: base servers for jobs that share one.
-        waiting: reasons of queued jobs, by id.
         places: queue positions of waiting jobs that can start eventually, by id; 1 is next.
         ready: set when the machines and their jobs are known.
     """

@@ -83,7 +83,6 @@ class BaseDecision:
     Attributes:
         chosen: base server by job, for jobs that may start when their own resources are free.
         wanted: by kind, the jobs that need one more base server, in order.
-        why: by kind, why the existing ones do not suffice.
         idle: base servers that have been idle for long enough.
         again_at: when one more will be, Unix seconds; None: never.
     """

@@ -51,11 +51,8 @@ class Node:
     """A machine of the cluster, and whether jobs may start on it.
 
     Attributes:
-        gpus: number of devices, with indices from 0 on.
         memory_gib: 0: unknown.
-        alive: whether the node answers.
         draining: whether running jobs continue, but none starts.
-        gpu_kind: such as `H100`; None: none, or unknown.
     """
 
     node_id: str
@@ -79,11 +76,7 @@ class Node:
 
 
 class PlacedBundle(NamedTuple):
-    """The node and GPUs of one process of a job's bundles.
-
-    Attributes:
-        devices: its GPUs; CPUs and memory equal its needs.
-    """
+    """The node and GPUs of one process of a job's bundles."""
 
     node_id: str
     devices: tuple[GpuShare, ...]
@@ -135,7 +128,6 @@ class Allocation(NamedTuple):
     """One job's resources on a node. Sorted by the start of their jobs.
 
     Attributes:
-        since: when the job's start was decided.
         ends: expected end; None: unknown; infinite: it runs until it is stopped.
     """
 
@@ -334,7 +326,6 @@ class Reservation:
     """A node reserved for the first job that does not fit, so that no later job delays it.
 
     Attributes:
-        needs: of each of its processes on this node.
         then: what is free on it when the first job can start, without the job itself.
         starts_at: when that is; None: unknown.
     """

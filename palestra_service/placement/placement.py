@@ -52,9 +52,7 @@ class PlacementPolicy:
     """The operator's settings of placement.
 
     Attributes:
-        quotas: by tenant; other tenants have no limits.
         starts_at_once: limit of STARTING jobs.
-        draining: whether no job starts.
         aging_seconds: waiting time that raises a job by one priority class.
     """
 
@@ -69,7 +67,6 @@ class JobStart:
     """A job that starts now.
 
     Attributes:
-        devices: GPUs of this process; CPUs and memory equal its needs.
         bundles: of its further processes, in the order of `Resources.parts`.
     """
 
@@ -84,7 +81,6 @@ class Placement:
     """The result of `place`. Every waiting job is in exactly one of the first three attributes.
 
     Attributes:
-        waiting: reason by job, in the order of their turns.
         impossible: reason by job that can never start, even on an empty cluster.
         again_at: when the same call could start a job without other changes, Unix seconds; None: never.
     """

@@ -51,7 +51,6 @@ class QuotaReservation(NamedTuple):
     """The part of a tenant's quota reserved for its first job that could not start.
 
     Attributes:
-        name: of the job, for other users of the tenant.
         needs: in the order of KINDS.
     """
 

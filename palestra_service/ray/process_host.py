@@ -242,11 +242,7 @@ def _first_line(error: Exception) -> str:
 
 
 class HostedProcess:
-    """A `ChildProcess` for a program in a bundle.
-
-    Attributes:
-        address: of its machine in the cluster.
-    """
+    """A `ChildProcess` for a program in a bundle."""
 
     def __init__(
         self,

@@ -34,8 +34,6 @@ class ServeOptions:
     Attributes:
         state_dir: folder of the control store, of jobs, and of the local cluster's record.
         database: URL of the control store's database; None: SQLite in `state_dir`.
-        ray_address: of a Ray cluster to join; None: a local one.
-        local: resources of a new local cluster.
         without_keys: whether requests need no key; only allowed on loopback.
         rules: caps of jobs' configurations, and their models.
         pass_env: variables for jobs, in addition to those of `job_environment`.

@@ -23,7 +23,6 @@ class UserRecord:
     """One user of one tenant.
 
     Attributes:
-        name: unique in the tenant, including removed users.
         created_at: Unix seconds.
         removed_at: Unix seconds; None: not removed.
     """

@@ -213,7 +213,6 @@ class Move(NamedTuple):
 
     Attributes:
         change_id: of this change; if it is known, the change was made before.
-        expected: states in which the job may be.
         fields: what changes with the state.
     """
 

@@ -130,11 +130,7 @@ class SessionEnded(EnvironmentFailed):
 
 
 class SessionLink:
-    """Sends and receives a session's messages.
-
-    Attributes:
-        opened: the server's answer that began the session.
-    """
+    """Sends and receives a session's messages."""
 
     def __init__(self, url: str, socket: ClientConnection, opened: Opened) -> None:
         self.opened = opened
