@@ -22,9 +22,15 @@ from palestra.runtime.run_dir import starting_in
 from palestra.threads import in_thread
 from palestra.types.calls import FIRST_VERSION, PolicyVersion, SampledTokens, TokenSequence
 from palestra.waiting import race
-from palestra_bases.adapter_cache import AdapterCache, LoadAdapter
 from palestra_bases.base import BaseDescription, SamplerSpec
-from palestra_bases.models import LOADED_ADAPTERS, SharedModelOptions, SharedModels, shared_models
+from palestra_bases.models import (
+    LOADED_ADAPTERS,
+    AdapterCache,
+    LoadAdapter,
+    SharedModelOptions,
+    SharedModels,
+    shared_models,
+)
 from palestra_bases.server import BackendServer
 from palestra_bases.tinker.serving import TinkerOptions, TinkerServer, tinker_failure, tinker_server
 

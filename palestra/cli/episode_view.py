@@ -26,7 +26,7 @@ from palestra.cli.episode_list import LISTED, as_json, episode_lines, newest_not
 from palestra.config import JobConfig
 from palestra.dashboard.episode_line import episode_line
 from palestra.dashboard.fate import continued_calls
-from palestra.dashboard.token_text import token_text
+from palestra.dashboard.runs import token_text
 from palestra.errors import NotFound, PalestraError
 from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.pictures.containers import OF_A_RUN

@@ -1,6 +1,5 @@
 """The configuration of a job: typed and checked, without torch. `load_config` reads a `JobConfig` from TOML."""
 
-from palestra.config.actor_critic import A2CConfig, ActorCriticConfig, PPOConfig, SACConfig, TokenCredit
 from palestra.config.algorithm import ALGORITHM_NAMES, OwnAlgorithmConfig
 from palestra.config.algorithm_base import REWARD_NAME, AlgorithmConfig, LossAggMode
 from palestra.config.audit import AuditConfig
@@ -44,6 +43,8 @@ from palestra.config.policy import (
     with_model,
 )
 from palestra.config.policy_gradient import (
+    A2CConfig,
+    ActorCriticConfig,
     AdvantageScale,
     CISPOConfig,
     ClippedConfig,
@@ -54,10 +55,13 @@ from palestra.config.policy_gradient import (
     GRPOConfig,
     GSPOConfig,
     PolicyGradientConfig,
+    PPOConfig,
     RAEConfig,
     ReinforcePPConfig,
     RLOOConfig,
+    SACConfig,
     ScaledGroupConfig,
+    TokenCredit,
 )
 from palestra.config.roles import MAX_AGENT, PoolConfig, RoleConfig, Roles, is_agent_name, past_name, past_of
 from palestra.config.rollout import CurriculumConfig, EnvironmentConfig, EvaluationConfig, RolloutConfig, TasksConfig

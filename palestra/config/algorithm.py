@@ -7,18 +7,20 @@ from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from palestra.config.actor_critic import A2CConfig, PPOConfig, SACConfig
 from palestra.config.imitation import DistillConfig, DPOConfig, RewardModelConfig, SFTConfig
 from palestra.config.policy_gradient import (
+    A2CConfig,
     CISPOConfig,
     ClippedConfig,
     DAPOConfig,
     DrGRPOConfig,
     GRPOConfig,
     GSPOConfig,
+    PPOConfig,
     RAEConfig,
     ReinforcePPConfig,
     RLOOConfig,
+    SACConfig,
 )
 from palestra.config.section import Section
 from palestra.extensions import extensions

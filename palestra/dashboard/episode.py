@@ -38,8 +38,8 @@ from palestra.dashboard.runs import Run
 from palestra.dashboard.steps import fitting, mean_logprob
 from palestra.errors import ModelError, NotFound
 from palestra.store.browsing import EpisodeView, calls_of, episode_events, read_episode, read_row, summary
+from palestra.store.calls import KEPT_STEPS, TrainedCall, read_trained
 from palestra.store.run_log import is_finished
-from palestra.store.trained_tokens import KEPT_STEPS, TrainedCall, read_trained
 from palestra.tokens import TokenTrie, rows_of
 from palestra.types.calls import MEANINGS, Chat, SamplingParams
 from palestra.types.messages import ChatMessage, ImagePart, TextPart

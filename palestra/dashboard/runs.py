@@ -12,15 +12,46 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from palestra.config import SAVED_CONFIG, JobConfig, load_saved_config
+from palestra.config import SAVED_CONFIG, JobConfig, load_saved_config, past_of
 from palestra.dashboard.answers import LiveState
-from palestra.dashboard.token_text import TokenText, token_text
 from palestra.disk import RUN_LOCK, is_locked
 from palestra.doctor.examination import Examined
 from palestra.errors import ConfigError, NotFound, StoreError
 from palestra.store.browsing import browse, newest_event_number
 from palestra.store.counting import EpisodeCounts
 from palestra.store.run_store import UNREADABLE
+
+TokenText = Callable[[int], str]
+
+
+def token_text(config: JobConfig, policy: str) -> TokenText:
+    """Return the detokenizer of a policy or past version, with its model's tokenizer."""
+    if not config.engine.has_model:
+        from palestra.renderers import ByteTokenizer
+
+        plain = ByteTokenizer()
+        return lambda token: plain.decode([token])
+    past = past_of(policy)
+    return _of_model(config.policies[policy if past is None else past[0]].model)
+
+
+@lru_cache(maxsize=8)
+def _of_model(model: str) -> TokenText:
+    from palestra.models.catalog import model_folder
+
+    # Who looks at a run sends no request to anybody, whatever model its folder names.
+    if (file := Path(model_folder(model, ask=False)) / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        # Neither transformers nor torch, whose import takes seconds; the text of a token is the same.
+        plain = Tokenizer.from_file(str(file))
+        return lambda token: str(plain.decode([token], skip_special_tokens=False))
+    from palestra.models.adapter_files import tokenizer_source
+    from palestra.models.causal_lm import load_tokenizer
+
+    tokenizer = load_tokenizer(str(model_folder(tokenizer_source(model), ask=False)))
+    return lambda token: str(tokenizer.decode([token]))
+
 
 # Errors of reading a damaged record; `run.open` makes a StoreError of those that SQLite finds.
 DAMAGED = (*UNREADABLE, StoreError, LookupError, TypeError, AttributeError, AssertionError, OverflowError)

@@ -27,8 +27,8 @@ from palestra.doctor.rule import KEPT, START, VALIDATION, JobSize, RunHistory
 from palestra.doctor.store_facts import opponent_facts
 from palestra.errors import ConfigError
 from palestra.learner.open_run import OpenRun
+from palestra.store.calls import TrainedCall
 from palestra.store.casting import results
-from palestra.store.trained_tokens import TrainedCall
 from palestra.types.calls import Floats
 from palestra.types.metrics import Metric, of_policies, of_policy, row_of_policy
 from palestra.types.progress import HealthWarning

@@ -13,8 +13,7 @@ from palestra.config import JobConfig
 from palestra.dashboard.answers import LiveState
 from palestra.dashboard.files import PAGE, public_paths
 from palestra.dashboard.routes import add_page
-from palestra.dashboard.runs import Run
-from palestra.dashboard.token_text import TokenText
+from palestra.dashboard.runs import Run, TokenText
 from palestra.engine.base import WorkerPool
 from palestra.errors import Conflict, Forbidden, InvalidRequest, NotFound
 from palestra.http.app import PUBLIC

@@ -11,12 +11,11 @@ from sqlalchemy import Connection, select
 from palestra.config import JobConfig, load_saved_config
 from palestra.errors import NotFound, PalestraError
 from palestra.store.browsing import EpisodeSummary, browse
-from palestra.store.calls import read_trajectory
+from palestra.store.calls import TrainedCall, read_trajectory, trained_call
 from palestra.store.run_log import readable_metrics
 from palestra.store.run_store import UNREADABLE
 from palestra.store.search import readable_summaries
 from palestra.store.tables import OF_GROUP, episodes, groups, trained_tokens
-from palestra.store.trained_tokens import TrainedCall, trained_call
 from palestra.types.calls import Chat
 
 Row = dict[str, Any]

@@ -21,14 +21,13 @@ from palestra.errors import StoreError
 from palestra.pictures.blobs import FOLDER, KeptPictures
 from palestra.pictures.containers import PictureLimits
 from palestra.store import tables
-from palestra.store.calls import Calls
+from palestra.store.calls import Calls, TrainedTokens
 from palestra.store.episodes import Episodes
 from palestra.store.groups import Groups, open_groups
 from palestra.store.leases import LeaseBook
 from palestra.store.run_log import RunLog
 from palestra.store.tables import chats
 from palestra.store.tasks import Tasks
-from palestra.store.trained_tokens import TrainedTokens
 from palestra.store.verdicts import Verdicts
 from palestra.threads import in_thread
 from palestra.types.clock import Clock, SystemClock

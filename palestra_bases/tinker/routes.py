@@ -21,8 +21,7 @@ from palestra.http.guard import bearer
 from palestra.http.tenant_keys import Tenants
 from palestra.threads import WorkPool
 from palestra_bases.tinker import protobuf
-from palestra_bases.tinker.downloads import FILES, Links, add_downloads
-from palestra_bases.tinker.listing import add_listing
+from palestra_bases.tinker.listing import FILES, Links, add_downloads, add_listing
 from palestra_bases.tinker.records import TinkerLimits
 from palestra_bases.tinker.service import TinkerService
 from palestra_bases.tinker.tables import DONE, FAILED, FORGOTTEN, PENDING

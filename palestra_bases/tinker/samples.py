@@ -15,7 +15,7 @@ from palestra.engine.base import Engine
 from palestra.errors import InvalidRequest, PalestraError, StoreError, TooManyRequests
 from palestra.http.bodies import parse_body
 from palestra.threads import in_thread
-from palestra_bases.adapter_cache import AdapterCache
+from palestra_bases.models import AdapterCache
 from palestra_bases.tinker.bases import Base, Bases
 from palestra_bases.tinker.journal import Journal, NewRequest
 from palestra_bases.tinker.model import INTERNAL

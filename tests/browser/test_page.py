@@ -22,7 +22,7 @@ from servers import KEY, SCRIPTED, Job, until
 from palestra.doctor.examination import examine
 from palestra.renderers import ByteTokenizer
 from palestra.store.browsing import browse, list_episodes, read_episode
-from palestra.store.trained_tokens import read_trained
+from palestra.store.calls import read_trained
 
 pytestmark = pytest.mark.browser
 READY_SECONDS = 1.5  # until the first view is drawn, on two shared cores

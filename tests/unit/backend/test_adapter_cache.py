@@ -12,7 +12,7 @@ from palestra.engine.fake.driver import FakeEngine, digits_script
 from palestra.errors import ConfigError, ModelError
 from palestra.models.weights import SavedWeights
 from palestra.types.calls import PolicyVersion, SamplingParams
-from palestra_bases.adapter_cache import AdapterCache
+from palestra_bases.models import AdapterCache
 from palestra_bases.serving import AdapterEngine
 from unit.building import engine_request
 

@@ -22,10 +22,9 @@ from palestra.errors import InvalidRequest, NotFound, StoreError
 from palestra.renderers import ByteTokenizer
 from palestra.store import calls as store_calls
 from palestra.store.browsing import browse
-from palestra.store.calls import read_trajectory
+from palestra.store.calls import TrainedCall, read_trajectory
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.store.search import EpisodeFilter
-from palestra.store.trained_tokens import TrainedCall
 from palestra.types.calls import MEANINGS, ForkReason
 from palestra.types.messages import ChatMessage, ImagePart, TextPart
 from palestra.types.records import Task

@@ -8,9 +8,10 @@ import numpy as np
 
 from palestra.config import RolloutConfig, StoreConfig, parse_config
 from palestra.learner.reporting import trained_calls
-from palestra.store import open_run_store, trained_tokens
+from palestra.store import calls as stored_calls
+from palestra.store import open_run_store
 from palestra.store.browsing import browse
-from palestra.store.trained_tokens import TrainedCall, read_trained
+from palestra.store.calls import TrainedCall, read_trained
 from palestra.types.calls import PolicyVersion
 from unit.building import make_chat, make_train_batch, make_trajectory, open_store
 from unit.learner.scripted_job import ScriptedJob, config
@@ -62,7 +63,7 @@ def test_rows_that_train_more_than_what_was_sampled_are_left_out():
 
 
 async def test_a_job_records_them_of_its_newest_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(trained_tokens, "KEPT_STEPS", 2)
+    monkeypatch.setattr(stored_calls, "KEPT_STEPS", 2)
     job = ScriptedJob(tmp_path, config())
     await job.run()
     steps = set[int]()

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from palestra.config import parse_config
-from palestra.dashboard.token_text import token_text
+from palestra.dashboard.runs import token_text
 from palestra.errors import ModelError, ServerFailed
 from palestra.models.catalog import exact_model, model_folder
 from palestra.models.causal_lm import load_tokenizer

@@ -9,7 +9,7 @@ import pytest
 
 import palestra
 from palestra.errors import NotFound
-from palestra.store.trained_tokens import TrainedCall
+from palestra.store.calls import TrainedCall
 from unit.building import open_store
 from unit.dashboard.recorded import REWARDS, calls_of, record
 
