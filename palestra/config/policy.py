@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -57,24 +56,18 @@ class AdapterConfig(Section):
     """LoRA (Hu et al. 2021): low-rank matrices, trained in place of the model's weights."""
 
     rank: Positive = Field(16, description="Rank of the product of a layer's two matrices; at most the layer's width.")
-    alpha: float = Field(
-        32.0, gt=0, le=UNLIMITED, description="The product is multiplied by alpha / rank, or as `rslora` says."
-    )
+    alpha: float = Field(32.0, gt=0, le=UNLIMITED, description="The product is multiplied by alpha / rank.")
     targets: Literal["all-linear"] | list[Annotated[str, Field(min_length=1)]] = Field(
         "all-linear",
         description="Layers that get matrices: `all-linear` (all but the head that predicts tokens), or a list of the "
         "ends of their names, such as `q_proj`. The head (`lm_head` in most models) and the embedding of tokens "
         '(`embed_tokens`) may be in the list, and so may `all-linear`: `["all-linear", "lm_head"]`.',
     )
-    rslora: bool = Field(
-        False,
-        description="Multiply by alpha / sqrt(rank) (Kalajdzievski 2023), so that rank and scale are independent.",
-    )
 
     @property
     def scale(self) -> float:
         """Return the factor of the low-rank product."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return self.alpha / self.rank
 
     @model_validator(mode="after")
     def _is_for_something(self) -> AdapterConfig:

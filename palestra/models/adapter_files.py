@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,8 +102,10 @@ def read_adapter(folder: Path) -> SavedAdapter:
         if matrix.ndim != 2 or matrix.shape[0 if down else 1] != rank:
             raise ModelError(f"{name} in {folder} has the shape {tuple(matrix.shape)}, and the rank is {rank}")
     try:
-        scale = {"alpha": data.get("lora_alpha"), "rslora": bool(data.get("use_rslora", False))}
-        config = AdapterConfig.model_validate({"rank": rank, "targets": layers, **scale})
+        alpha = data.get("lora_alpha")
+        if data.get("use_rslora") and isinstance(alpha, int | float):
+            alpha *= math.sqrt(rank)  # the same factor, as alpha / rank
+        config = AdapterConfig.model_validate({"rank": rank, "targets": layers, "alpha": alpha})
     except ValidationError as error:
         raise ModelError(f"the adapter in {folder} is not supported: {error.errors()[0]['msg']}") from error
     return SavedAdapter(base=base, config=config, weights=weights)
@@ -165,7 +168,7 @@ def write_matrices(
         "r": config.rank,
         "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
         "lora_dropout": 0.0,
-        "use_rslora": config.rslora,
+        "use_rslora": False,
         "target_modules": list(targets),
         "inference_mode": True,
     }

@@ -158,7 +158,7 @@ def _lasting_name(name: str) -> str:
 def _check_same(name: str, saved: SavedAdapter, adapter: Adapter) -> None:
     """Raise ConfigError unless the adapter to start with matches the configuration."""
     theirs, ours = saved.config, adapter.config
-    for key in ("rank", "alpha", "rslora"):
+    for key in ("rank", "alpha"):
         if getattr(theirs, key) != getattr(ours, key):
             raise ConfigError(
                 f"adapter.{key} is {getattr(ours, key)!r}, and the adapter in {name}, which is to be trained on, has "

@@ -37,9 +37,7 @@ SPECS = {
     "b": PolicySpec(
         model=TINY, adapter=AdapterConfig(rank=13, alpha=9.0, targets=["q_proj", "lm_head", "embed_tokens"]), seed=4
     ),
-    "c": PolicySpec(
-        model=TINY, adapter=AdapterConfig(rank=1, alpha=4.0, rslora=True, targets=WITH_HEAD), seed=5, critic="states"
-    ),
+    "c": PolicySpec(model=TINY, adapter=AdapterConfig(rank=1, alpha=4.0, targets=WITH_HEAD), seed=5, critic="states"),
     "full": PolicySpec(model=TINY),
 }
 LOSSES = {

@@ -85,7 +85,7 @@ def test_an_adapter_is_in_the_digest_and_none_is_as_before_there_were_any():
         return parse_config({"policies": {"policy": policy}}).digest()
 
     assert digest() == digest(adapter=None)
-    assert len({digest(), digest(adapter={}), digest(adapter={"rank": 8}), digest(adapter={"rslora": True})}) == 4
+    assert len({digest(), digest(adapter={}), digest(adapter={"rank": 8}), digest(adapter={"alpha": 8.0})}) == 4
     written = dump_config(parse_config({"policies": {"policy": {"adapter": {"targets": ["q_proj"]}}}}))
     assert parse_config(tomllib.loads(written)).policies["policy"].adapter.targets == ["q_proj"]
     assert "adapter" not in dump_config(parse_config({}))

@@ -61,7 +61,7 @@ async def test_requests_are_sampled_from_the_base_until_there_is_an_adapter(serv
         assert not [path for path, _ in server.asked if path in UPDATES]  # neither a pause nor whole weights
         (folder,) = (tmp_path / "weights").iterdir()
         read = read_adapter(folder)
-        assert (read.config.rank, read.config.alpha, read.config.rslora) == (2, 4.0, False)
+        assert (read.config.rank, read.config.alpha) == (2, 4.0)
         assert {name: matrix.tolist() for name, matrix in read.weights.items()} == {
             name: matrix.tolist() for name, matrix in adapter_of(0.5).named
         }

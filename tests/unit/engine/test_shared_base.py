@@ -27,7 +27,7 @@ TINY = "tiny-random"
 CONFIGS = {
     "a": AdapterConfig(rank=4, alpha=8.0),
     "b": AdapterConfig(rank=13, alpha=30.0, targets=["q_proj", "down_proj"]),
-    "c": AdapterConfig(rank=1, alpha=4.0, rslora=True),
+    "c": AdapterConfig(rank=1, alpha=4.0),
     "d": AdapterConfig(rank=4, alpha=8.0),
     "bare": None,
 }

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:Futur
 CPU = torch.device("cpu")
 TINY = "tiny-random"
 LORA = AdapterConfig(rank=4, alpha=8.0)
-SOME = AdapterConfig(rank=3, alpha=5.0, targets=["q_proj", "mlp.down_proj"], rslora=True)
+SOME = AdapterConfig(rank=3, alpha=5.0, targets=["q_proj", "mlp.down_proj"])
 
 
 class Causal:
@@ -96,10 +96,12 @@ def test_the_model_with_its_adapter_is_the_merged_model(tmp_path, ids, config, d
     assert float((beside - base).norm() / base.norm()) > 5 * tolerance
 
 
-def test_an_adapter_of_peft_can_be_used(tmp_path, ids):
+@pytest.mark.parametrize("stabilised", [False, True])
+def test_an_adapter_of_peft_can_be_used(tmp_path, ids, stabilised):
     base = AutoModelForCausalLM.from_pretrained(model_folder(TINY), dtype=torch.float32, attn_implementation="eager")
     theirs = get_peft_model(
-        base.eval(), LoraConfig(r=5, lora_alpha=7, target_modules="all-linear", init_lora_weights=False)
+        base.eval(),
+        LoraConfig(r=5, lora_alpha=7, target_modules="all-linear", init_lora_weights=False, use_rslora=stabilised),
     ).eval()
     theirs.save_pretrained(tmp_path)
     found, _ = LoadedModels().frozen(str(tmp_path), torch.float32, CPU)
@@ -175,7 +177,7 @@ def test_training_goes_on_from_an_adapter_of_the_same_kind_only(tmp_path):
     assert again.adapter.base == TINY
     for changed, match in (
         ({"rank": 5}, "adapter.rank is 5, and the adapter in .* has 4; take the same"),
-        ({"rslora": True}, "adapter.rslora is True"),
+        ({"alpha": 4.5}, "adapter.alpha is 4.5"),
         ({"targets": ["q_proj"]}, r"they differ in model\.layers\.0\.mlp\.down_proj"),
     ):
         with pytest.raises(ConfigError, match=match):

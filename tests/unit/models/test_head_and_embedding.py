@@ -36,7 +36,7 @@ TINY = "tiny-random"
 CONFIGS = {
     "head": AdapterConfig(rank=3, alpha=5.0, targets=["lm_head"]),
     "embedding": AdapterConfig(rank=4, alpha=6.0, targets=["embed_tokens", "q_proj"]),
-    "all": AdapterConfig(rank=8, alpha=9.0, targets=["all-linear", "lm_head", "embed_tokens"], rslora=True),
+    "all": AdapterConfig(rank=8, alpha=9.0, targets=["all-linear", "lm_head", "embed_tokens"]),
 }
 MIXED = [CONFIGS["all"], CONFIGS["head"], AdapterConfig(rank=2, alpha=3.0), CONFIGS["embedding"]]
 

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 TINY = "tiny-random"
 CONFIGS = [
     AdapterConfig(rank=4, alpha=8.0),
-    AdapterConfig(rank=3, alpha=5.0, targets=["q_proj", "mlp.down_proj"], rslora=True),
+    AdapterConfig(rank=3, alpha=5.0, targets=["q_proj", "mlp.down_proj"]),
     AdapterConfig(rank=13, alpha=6.0, targets=["v_proj", "q_proj", "gate_proj"]),
     AdapterConfig(rank=1, alpha=2.0),
 ]
