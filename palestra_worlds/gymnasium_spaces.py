@@ -68,7 +68,7 @@ def action_of(space: Any, said: str) -> Any:
 
 
 def shown(value: Any, names: Sequence[str] = ()) -> str:
-    """Return an observation as text. `names`: of the numbers of a one-dimensional array; (): none. Raises NoText if the
+    """Return an observation as text. `names` are those of the numbers of a one-dimensional array. Raises NoText if the
     observation is a picture, or another array that is too large to be read.
     """
     if isinstance(value, dict):

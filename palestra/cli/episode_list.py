@@ -30,8 +30,8 @@ def episode_lines(
     width: int | None,
     trained: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[Text]:
-    """Yield a header and a line for each episode. `now`: Unix seconds. `width`: of the terminal, to which lines are
-    fitted; None: nothing is cut or wrapped.
+    """Yield a header and a line for each episode. `now`: Unix seconds. Lines are fitted to `width` columns; None:
+    nothing is cut or wrapped.
     """
     if not rows:
         yield Text("no such episodes")

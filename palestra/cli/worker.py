@@ -45,8 +45,8 @@ Played = Callable[["RolloutFacts"], "Rollout | RolloutSpec"]
 
 
 def load_played(reference: str | None, environment: str | None, settings: str) -> Played:
-    """Import what a worker plays. `environment`: in which an agent acts, if `reference` names an agent; None: the
-    job's. `settings`: of the environment, as a JSON object.
+    """Import what a worker plays. If `reference` names an agent, it acts in `environment`; None: the job's. `settings`
+    are a JSON object.
     """
     given = environment_settings(settings)
     if reference is None or ":" not in reference:

@@ -44,7 +44,7 @@ class Fleet:
     """
 
     def __init__(self, command: Sequence[str], processes: int, drain_seconds: float) -> None:
-        """Create a fleet; `run` starts the processes. `command`: of a child, which exits with 0 when the job is over.
+        """Create a fleet; `run` starts the processes. A child runs `command`, and exits with 0 when the job is over.
         `drain_seconds`: how long children may finish after `drain`, before they are killed.
         """
         self._command, self._processes, self._drain_seconds = list(command), processes, drain_seconds

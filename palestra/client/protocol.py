@@ -214,8 +214,8 @@ def abort_call(episode: Episode, reason: str, discard: bool) -> ApiCall[EpisodeA
 
 
 def upload_call(data: bytes, digest: str, key: str | None) -> ApiCall[PictureKept]:
-    """Build the request that uploads a picture. Repeating it has no effect. `digest`: its SHA-256, in hex. `key`: of an
-    episode; None: the job's.
+    """Build the request that uploads a picture. Repeating it has no effect. `digest` is its SHA-256, in hex; `key` an
+    episode's, or None for the job's.
     """
     headers = {"content-type": "application/octet-stream"}
     return ApiCall(f"/pictures/{digest}", data, PictureKept, key, method="PUT", headers=headers)

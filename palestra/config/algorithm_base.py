@@ -113,7 +113,7 @@ class AlgorithmConfig(Section):
 
 
 def weighted_sum(named_rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
-    """Return the weighted sum of the scored named rewards. `named_rewards`: None: not scored. `weights`: 1 for missing
+    """Return the weighted sum of the scored named rewards. `named_rewards` = None: not scored. `weights`: 1 for missing
     names.
     """
     scored = {name: value for name, value in sorted(named_rewards.items()) if value is not None}

@@ -63,8 +63,8 @@ class PoolConfig(Section):
         return tuple(range(0, done + 1, self.every_steps))[-self.size :]
 
     def weights(self, versions: Sequence[int], win_rates: Mapping[int, float]) -> tuple[float, ...]:
-        """Return the relative weight of each version in the choice. `win_rates`: of learners against a version, from 0
-        to 1; 0.5 for a missing one.
+        """Return the relative weight of each version in the choice. `win_rates` are those of learners against a
+        version, from 0 to 1; 0.5 for a missing one.
         """
         if self.choice == "uniform":
             return (1.0,) * len(versions)

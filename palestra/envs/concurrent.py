@@ -424,7 +424,7 @@ async def close_or_log(
     """Close an environment, and log its errors or a timeout.
 
     The caller waits for WAIT_SECONDS at most, so that no environment delays the end of a server. If the caller is
-    cancelled, the environment still closes. `name`: for the log; None: the environment's class.
+    cancelled, the environment still closes. `name` is for the log; None: the environment's class.
     """
     closing = asyncio.create_task(_close(environment, seconds, log, name or type(environment).__name__))
     _closing.add(closing)

@@ -234,7 +234,7 @@ def checked_reward(function: Callable[..., Any], value: Any) -> StepReward:
 
 
 def checked_names(rewards: Mapping[str, Any]) -> dict[str, float | None]:
-    """Check rewards by name, and return them as floats. `rewards`: None: not scored."""
+    """Check rewards by name, and return them as floats. `rewards` = None: not scored."""
     _check_names(rewards)
     return {
         name: None if value is None else _finite(f"the reward {name!r}", value, "is") for name, value in rewards.items()

@@ -115,7 +115,7 @@ def weights_of_policy(
 
 
 def checkpoints_of_run(run_dir: Path, policy: str | None, option: str | None = None) -> Path:
-    """Return the folder of a trained policy's checkpoints. `policy`: None: the only trained policy. `option`: of the
+    """Return the folder of a trained policy's checkpoints. `policy` = None: the only trained policy. `option` is the
     command, which names a policy, for the error message, if any.
     """
     from palestra.trainer.checkpoint import found

@@ -122,7 +122,7 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Mapping[str, TaskFil
 
 
 async def _generate(known: Tasks, name: str, job: JobConfig, files: Mapping[str, TaskFile]) -> None:
-    """Store the tasks that an environment generates, without splits that are given. `name`: of the environment, as in
+    """Store the tasks that an environment generates, without splits that are given. `name` is the environment's in
     `each_environment`.
     """
     environment = job.environment

@@ -261,8 +261,9 @@ def _has_tasks(config: JobConfig) -> bool:
 
 
 async def play_until_over(server: JobThread, rollout: Rollout | None, concurrency: int) -> None:
-    """Play episodes until the job, which is started here, is over or was stopped. `rollout`: None: the server plays the
-    episodes itself.
+    """Play episodes until the job, which is started here, is over or was stopped.
+
+    Without a `rollout`, the server plays the episodes itself.
     """
     job = await server.start()
     try:

@@ -126,8 +126,8 @@ def _of_lease(connection: Connection, episode_id: str, fence: int, calls: Prepar
 
 
 def time_steps(episode: EpisodeRecord, calls: Sequence[Chat]) -> tuple[TimeStep, ...]:
-    """Return the TimeSteps of an episode that have calls, in order. `episode`: the source of rewards and times by
-    TimeStep, if it has them. `calls`: of one lease of the episode, in any order.
+    """Return the TimeSteps of an episode that have calls, in order. `episode` has their rewards and times, if these are
+    known; `calls` are those of one lease, in any order.
     """
     by_step: dict[int, list[Chat]] = {}
     for chat in calls:

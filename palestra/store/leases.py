@@ -154,8 +154,8 @@ class LeaseBook:
             raise
 
     def add_refusal(self, episode_id: str, fence: int, name: str) -> None:
-        """Count a refused model call, if the lease is the episode's present one. `name`: of the refusal; after
-        MOST_REFUSALS different ones, others share a name.
+        """Count a refused model call, if the lease is the episode's present one. After MOST_REFUSALS different names,
+        others share one.
         """
         lease = self._present(episode_id, fence)
         if lease is not None:

@@ -212,8 +212,8 @@ def _last_step(connection: Connection, episode_id: str, fence: int) -> int:
 def judge(connection: Connection, episode_id: str, rewards: JudgedRewards | None, reason: str) -> bool:
     """End what waits for its verdict: UNJUDGED → COMPLETED; without rewards, UNJUDGED → DISCARDED.
 
-    Return False, without a change, if the episode is over already. `rewards`: with those of the judge; None: the judge
-    has failed. Raises NotFound if there is no such episode.
+    Return False, without a change, if the episode is over already. `rewards` include those of the judge; None: the
+    judge has failed. Raises NotFound if there is no such episode.
     """
     episode = episode_by_id(connection, episode_id)
     if episode.state is not EpisodeState.UNJUDGED:

@@ -119,8 +119,8 @@ class RunLog:
 
 
 def insert_event(connection: Connection, kind: str, data: Mapping[str, Any], now: float) -> RunEvent:
-    """Append an event in the caller's transaction, together with the reported change. `connection`: in a transaction of
-    the writing thread. `now`: Unix seconds.
+    """Append an event in the caller's transaction, together with the reported change. `connection` is in a transaction
+    of the writing thread. `now`: Unix seconds.
     """
     result = connection.execute(
         events.insert(), {"at": now, "kind": kind, "step": _step_of(data), "data": to_json(dict(data))}

@@ -180,8 +180,8 @@ UNUSED_SECONDS = 3600.0  # beyond the longest attempt: workers upload a picture 
 
 
 async def remove_unnamed_pictures(store: RunStore, max_episode_seconds: float) -> int:
-    """Remove pictures that no recorded call names and that were not used recently, and return how many. `store`: of the
-    run; only this process may write to it.
+    """Remove pictures that no recorded call names and that were not used recently, and return how many. Only this
+    process may write to the store.
     """
     pictures, seconds = store.pictures, max_episode_seconds + UNUSED_SECONDS
     unused = await in_thread(lambda: pictures.unused(seconds))

@@ -203,7 +203,7 @@ class Links:
         return int(self._clock.now()) + LINK_SECONDS
 
     def link(self, tenant: str, model_id: str, name: str, file: str, expires: int) -> str:
-        """Return the path of a link, with its signature. `expires`: in Unix seconds."""
+        """Return the path of a link, with its signature. It expires at `expires`, in Unix seconds."""
         path = f"{FILES}{model_id}/{name}/{file}"
         given = {"tenant": tenant, "expires": expires, "signature": self._signature(tenant, path, str(expires))}
         return f"{quote(path)}?{urlencode(given)}"

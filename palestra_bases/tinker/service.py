@@ -190,8 +190,8 @@ class TinkerService:
             await in_thread(lambda: shutil.rmtree(files_of(checkpoint), ignore_errors=True))
 
     async def bring(self, name: str, folder: Path, adapter: AdapterConfig, base: str) -> list[str]:
-        """Let every tenant load and sample an adapter of the operator's; return its paths. `folder`: of the adapter, in
-        PEFT's format; never moved or deleted.
+        """Let every tenant load and sample an adapter of the operator's; return its paths. `folder` is in PEFT's
+        format, and never moved or deleted.
         """
         paths = []
         for kind in (TRAINING, SAMPLER):

@@ -78,7 +78,7 @@ class TrainingQueue:
         shares: FairShares | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Put a queue in front of a trainer; all its requests must go through the queue. `shares`: None: deficit round
+        """Put a queue in front of a trainer; all its requests must go through the queue. `shares` = None: deficit round
         robin with a quantum of four passes.
         """
         self.trainer = trainer
@@ -128,7 +128,7 @@ class TrainingQueue:
         """Queue a request, and return its result.
 
         Callers must shield it: cancelling them must not cancel the result. A known `request_id` returns the first
-        request's result, unless that failed. `request_id`: None: always a new request.
+        request's result, unless that failed. `request_id` = None: always a new request.
         """
         self._check(request.tenant)
         if request_id is not None:

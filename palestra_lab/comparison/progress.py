@@ -51,7 +51,7 @@ class GridProgress:
             self._out.print(text)
 
     def end(self, run: PlannedRun, reason: str | None) -> None:
-        """Print a run's result, or why it failed. `reason`: of the failure; None: it is finished."""
+        """Print a run's result, or why it failed. `reason` is why it failed; None: it is finished."""
         if self._live is not None:
             self._live.stop()
         if reason is not None:

@@ -124,7 +124,7 @@ def checked_page(name: Any) -> str:
 def miniwob_tasks(page: str | None, split: Split, count: int, seed: int) -> list[dict[str, Any]]:
     """Draw problems of a page, or of the thirty pages in `PAGES`; keys `id`, `page` and `seed`.
 
-    The splits share no seed. `page`: None: each of `PAGES` with the same probability.
+    The splits share no seed. `page` = None: each of `PAGES` with the same probability.
     """
     name = None if page is None else checked_page(page)
     return draw_tasks(split, count, seed, partial(_draw, name))

@@ -98,7 +98,7 @@ class Display:
 
 
 async def start_display(window: Mapping[str, Any], size: tuple[int, int]) -> Display:
-    """Start a screen with a window. `size`: of the screen in pixels, width and height."""
+    """Start a screen with a window. `size` is its width and height in pixels."""
     check_desktop()
     owned = Descriptors()
     try:

@@ -27,7 +27,7 @@ print(json.dumps([called(*pair) for pair in arguments]))
 
 
 async def check(task: Mapping[str, Any], files: Files, answer: str) -> float:
-    """Return 1.0 if a task is solved, else 0.0. `files`: of the home folder after the end of all processes."""
+    """Return 1.0 if a task is solved, else 0.0. `files` are those of the home folder after the end of all processes."""
     kind = task.get("kind")
     if not isinstance(kind, str) or kind not in CHECKERS:
         raise InvalidEnvironment(f"a task has the kind {kind!r}; known are {', '.join(CHECKERS)}")

@@ -216,9 +216,7 @@ async def start_sandbox(
     stdout: int,
     pass_fds: Iterable[int] = (),
 ) -> Sandbox:
-    """Start a program in its own sandbox. `command`: with its arguments; its working folder is the home folder.
-    `files`: of the home folder by relative path.
-    """
+    """Start a program in its own sandbox. Its working folder is the home folder, which has `files` by relative path."""
     check_sandbox()
     with Descriptors() as ours:
         (info, info_in), (ready, ready_in), (go_out, go) = (ours.pipe() for _ in range(3))

@@ -191,7 +191,7 @@ class Administration:
         lifetime_seconds: float | None = None,
         limits: Mapping[str, Any] | None = None,
     ) -> NewKey:
-        """Create a key of a user. `lifetime_seconds`: None: it does not expire. `limits`: by the names of `KeyLimits`;
+        """Create a key of a user. `lifetime_seconds` = None: it does not expire. `limits` are named as in `KeyLimits`;
         only an admin may set them. Others are the caller's.
         """
         name = by.user if user is None else user

@@ -46,7 +46,7 @@ class Identity:
     limits: KeyLimits
 
     def may(self, action: Action, owner: str | None = None) -> bool:
-        """Return whether an action is allowed; a private job must also be visible (`sees`). `owner`: of the action's
+        """Return whether an action is allowed; a private job must also be visible (`sees`). `owner` has the action's
         object; None: the sender or no particular user.
         """
         if action in OPERATOR and self.tenant != OPERATOR_TENANT:

@@ -105,8 +105,7 @@ class AdmittedJobs:
     def write(self, quotas: Mapping[str, Quota]) -> None:
         """Write changed admissions for the base server, and delete the keys of ended jobs.
 
-        A tenant's jobs share its weight, so that more jobs do not increase its share. `quotas`: by tenant; the default
-        weight is 1.
+        A tenant's jobs share its weight, so that more jobs do not increase its share. The default weight is 1.
         """
         with self._lock:
             jobs = self.jobs

@@ -150,7 +150,7 @@ class EngineRules:
 
 
 def load_engine_rules(path: Path, table: Any) -> EngineRules:
-    """Return the rules of `[engines]`. `path`: of the file, for errors, and as base of a relative interpreter."""
+    """Return the rules of `[engines]`. `path` is the file's, for errors and a relative interpreter."""
     started = {kind: section.program_key for kind, section in sections().items() if section.program_key is not None}
     if not isinstance(table, dict) or not table.keys() <= {*started, "servers"}:
         raise ConfigError(f"{path}: [engines] has the tables {', '.join(started)} and [[servers]], and no others")

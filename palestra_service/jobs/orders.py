@@ -25,8 +25,8 @@ async def order_of(
     nodes: Mapping[str, Node],
     base: tuple[str, Path] | None,
 ) -> ServerOrder:
-    """Prepare a job's folder, and return the order for its server. `node_ids`: of its own process, then of its bundles.
-    `base`: address of its base server, and the key file; None: it has no base server.
+    """Prepare a job's folder, and return the order for its server. `node_ids` are those of its own process, then of its
+    bundles. `base` is the address of its base server, and the key file; None: it has none.
     """
     config = job.config
     if job.from_job is not None:

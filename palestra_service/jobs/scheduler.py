@@ -193,9 +193,7 @@ class JobScheduler:
         return await self._store.read(lambda c: decisions.quota_of(c, tenant)) or Quota()
 
     async def refusal(self, needs: Resources, tenant: str, adapters: int = 0) -> str | None:
-        """Return why a job of a tenant could never start; None: it could. `adapters`: on a shared base; 0: it uses
-        none.
-        """
+        """Return why a job of a tenant could never start; None: it could. `adapters` are on a shared base."""
         limits, quota = self._rules.bases, await self.quota_of(tenant)
         found = never_starts(needs, self.nodes, tenant, quota, part_of_base(limits, adapters))
         return no_room(needs, limits, self.nodes) if found is None and adapters else found

@@ -38,8 +38,8 @@ def completed_until(run_dir: Path, moment: float) -> int:
 
 
 def copy_completed(run_dir: Path, folder: Path, moment: float) -> None:
-    """Write a store with the training episodes completed until a moment, atomically. `folder`: for the store; its
-    content is replaced. `moment`: Unix seconds.
+    """Write a store with the training episodes completed until a moment, atomically. The content of `folder` is
+    replaced. `moment`: Unix seconds.
     """
     temporary = folder.with_name(f".{folder.name}")
     with writing(folder):
@@ -84,8 +84,8 @@ JOB_ID = re.compile(r"job-[0-9a-f]{16}")
 
 
 def checkpoint_folders(run: Path, policies: Collection[str]) -> dict[str, Path]:
-    """Return the checkpoint folders of policies in a run; several policies have separate ones. `policies`: that start
-    from its checkpoints; any name for a run with one policy.
+    """Return the checkpoint folders of policies in a run; several policies have separate ones. `policies` start from
+    its checkpoints; for a run with one policy, any name will do.
     """
     together = run / CHECKPOINTS
     apart = any((together / name).is_dir() for name in policies)
@@ -93,7 +93,7 @@ def checkpoint_folders(run: Path, policies: Collection[str]) -> dict[str, Path]:
 
 
 def step_meant(run: Path, job_id: str, wanted: int | None, policies: Collection[str]) -> int:
-    """Return the step of another job's checkpoint. `wanted`: None: the newest that all of the policies have."""
+    """Return the step of another job's checkpoint. `wanted` = None: the newest that all of the policies have."""
     folders = set(checkpoint_folders(run, policies).values())
     steps = sorted(set.intersection(*({checkpoint.step_of(path) for path in checkpoint.found(f)} for f in folders)))
     if not steps:

@@ -220,7 +220,7 @@ class ControlStore:
         return await self.read(lambda c: changes.newest(c, tenant))
 
     async def append_audit(self, tenant: str, who: str, key_id: str | None, what: str, target: str) -> None:
-        """Append a line to the audit log, with secrets of keys removed from all texts. `key_id`: None: not done with a
+        """Append a line to the audit log, with secrets of keys removed from all texts. `key_id` = None: not done with a
         key.
         """
         entry_id = secrets.token_hex(16)

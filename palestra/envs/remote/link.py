@@ -59,7 +59,7 @@ class ServerAddress:
     """An environment server as one client knows it."""
 
     def __init__(self, url: str, key: str | None, retry_seconds: float, wait_seconds: float) -> None:
-        """Check and store an address. `key`: None: the variable `PALESTRA_ENVIRONMENT_KEY`. `retry_seconds`: how long
+        """Check and store an address. `key` = None: the variable `PALESTRA_ENVIRONMENT_KEY`. `retry_seconds`: how long
         to retry while the server cannot be reached. `wait_seconds`: how long to wait for a free session.
         """
         found = key or os.environ.get(KEY_VARIABLE)
