@@ -31,6 +31,7 @@ from palestra.models.device import tune_malloc
 from palestra.models.loading import LoadedModels
 from palestra.runtime.event_loop import run_on_uvloop
 from palestra.waiting import cancelled
+from palestra_bases.models import SharedModelOptions
 from palestra_bases.serving import BaseOptions, base_server
 from palestra_bases.tinker.serving import TinkerOptions, TinkerServer
 
@@ -136,15 +137,13 @@ async def main(arguments: argparse.Namespace) -> None:
         print(f"{len(adapters)} adapters of {size:.2f} MiB, written in {time.monotonic() - began:.0f} s\n")
         parts = {"dtype": "bfloat16", "threads": arguments.threads, "device": "cpu"}
         tinker = TinkerOptions(folder=folder / "base" / "tinker", port=0, adapters=adapters)
-        options = BaseOptions(
-            model=arguments.model,
-            folder=folder / "base",
-            runs=folder,
+        shared = SharedModelOptions(
+            models=(arguments.model,),
             engine=EmbeddedEngineConfig.model_validate(parts),
             trainer=TrainerConfig.model_validate(parts),
             loaded_adapters=arguments.loaded,
-            tinker=tinker,
         )
+        options = BaseOptions(shared=shared, folder=folder / "base", runs=folder, tinker=tinker)
         async with base_server(options) as (server, _):
             assert server.tinker is not None
             print(f"serving after {time.monotonic() - began:.0f} s\n", flush=True)

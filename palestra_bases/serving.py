@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from palestra.config import TrainerConfig
 from palestra.engine.base import Engine, EngineLoad, EngineRequest
-from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.errors import ConfigError, EngineFailure
 from palestra.http.tenant_keys import Tenants
 from palestra.models.weights import WeightSource
@@ -24,7 +22,6 @@ from palestra.types.calls import FIRST_VERSION, PolicyVersion, SampledTokens, To
 from palestra.waiting import race
 from palestra_bases.base import BaseDescription, SamplerSpec
 from palestra_bases.models import (
-    LOADED_ADAPTERS,
     AdapterCache,
     LoadAdapter,
     SharedModelOptions,
@@ -133,41 +130,30 @@ class BaseOptions:
     """Options of a base server.
 
     Attributes:
+        shared: the base model, and how it computes.
         host: address to listen on, with a port.
         runs: parent folder of jobs, for several tenants with a subfolder for each; the server reads and writes no file
             elsewhere.
         tenants: names, each with a key in `folder/keys`.
-        deterministic: whether samples and weights must not depend on what else is computed.
         lease_seconds: how long a disconnected job keeps its policies.
         most_policies: limit per job.
     """
 
-    model: str
+    shared: SharedModelOptions
     folder: Path
     port: int | None = None
     host: str = "127.0.0.1"
     runs: Path = Path("runs")
     tenants: Sequence[str] = ("default",)
-    engine: EmbeddedEngineConfig = field(default_factory=EmbeddedEngineConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    deterministic: bool = False
-    slots: int | None = None
     lease_seconds: float = 60.0
     most_policies: int = 16
-    loaded_adapters: int = LOADED_ADAPTERS
     tinker: TinkerOptions | None = None
 
     @property
-    def shared_models(self) -> SharedModelOptions:
-        """Return how to load the model."""
-        return SharedModelOptions(
-            models=(self.model,),
-            engine=self.engine,
-            trainer=self.trainer,
-            deterministic=self.deterministic,
-            slots=self.slots,
-            loaded_adapters=self.loaded_adapters,
-        )
+    def model(self) -> str:
+        """Return the name of the base, as in `model` of a job."""
+        (name,) = self.shared.models
+        return name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +171,7 @@ async def base_server(options: BaseOptions) -> AsyncIterator[tuple[BaseServer, L
     """Serve a base while the block is open. Raises RunInUse if another process serves from this folder."""
     with starting_in(options.folder) as start:
         tenants = Tenants(options.folder / KEYS, options.tenants, PREFIX)
-        models = shared_models(options.shared_models)
+        models = shared_models(options.shared)
         async with contextlib.AsyncExitStack() as stack:
             tinker = None
             if options.tinker is not None:
@@ -227,10 +213,10 @@ class LoadedBase:
             model=options.model,
             vocab_size=model.vocab_size,
             max_positions=model.max_positions,
-            max_context=token_budget(model, options.engine),
-            dtype=options.engine.dtype,
-            trainer_dtype=options.trainer.dtype,
-            deterministic=options.deterministic,
+            max_context=token_budget(model, options.shared.engine),
+            dtype=options.shared.engine.dtype,
+            trainer_dtype=options.shared.trainer.dtype,
+            deterministic=options.shared.deterministic,
             tokenizer=_files(tokenizer),
             tokenizer_name=str(tokenizer.name_or_path),
             numerics=shared.numerics(),
@@ -330,14 +316,10 @@ async def serve_base(options: BaseOptions, ready: Callable[[BaseServer], None], 
     """Serve until `stop` is set."""
     async with base_server(options) as (server, base):
         ready(server)
-        parts = [_stopped(stop), _failed(base)]
+        parts: list[Awaitable[Any]] = [stop.wait(), _failed(base)]
         if server.tinker is not None:
             parts.append(tinker_failure(server.tinker))
         await race(*parts)
-
-
-async def _stopped(stop: asyncio.Event) -> None:
-    await stop.wait()
 
 
 async def _failed(base: LoadedBase) -> None:

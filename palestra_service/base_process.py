@@ -18,7 +18,7 @@ from palestra.threads import in_thread
 from palestra.types.jobs import BaseLoad
 from palestra.waiting import race
 from palestra_bases.admissions import FILE, Admissions
-from palestra_bases.models import shared_models
+from palestra_bases.models import SharedModelOptions, shared_models
 from palestra_bases.server import BackendServer
 from palestra_bases.serving import BaseOptions, LoadedBase
 from palestra_service.jobs.launcher import ENDED_FILE, BaseOrder, Ended, Ending, ending_of, write_ended
@@ -106,7 +106,7 @@ class BaseProcess:
         with starting_in(order.folder) as start:
             admissions = Admissions(order.folder / FILE)
             options = await in_thread(lambda: _options(order))
-            async with shared_models(options.shared_models) as shared:
+            async with shared_models(options.shared) as shared:
                 base = self._base = await in_thread(lambda: LoadedBase(options, shared, own_folders=True))
                 start.succeeded = True
                 try:
@@ -142,12 +142,11 @@ async def _follow(admissions: Admissions, base: LoadedBase, server: BackendServe
 def _options(order: BaseOrder) -> BaseOptions:
     """Return the options of the base server, with the folder of its model."""
     given = {"dtype": order.dtype}
-    return BaseOptions(
-        model=str(exact_model(order.model)),
-        folder=order.folder,
-        runs=order.jobs,
+    shared = SharedModelOptions(
+        models=(str(exact_model(order.model)),),
         engine=EmbeddedEngineConfig.model_validate(given),
         trainer=TrainerConfig.model_validate(given),
         deterministic=order.deterministic,
         slots=order.slots,
     )
+    return BaseOptions(shared=shared, folder=order.folder, runs=order.jobs)

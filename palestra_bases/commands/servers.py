@@ -85,24 +85,20 @@ def _run(arguments: argparse.Namespace) -> int:
     from palestra_bases.serving import BaseOptions, serve_base
 
     check_positive(arguments, "lease_seconds", "max_policies")
-    models, tinker = model_options(arguments, [arguments.model]), None
+    shared, tinker = model_options(arguments, [arguments.model]), None
     if arguments.tinker_port is not None:
         tinker = tinker_options(arguments, arguments.dir / TINKER, arguments.tinker_port)
     elif (given := given_tinker_option(arguments)) is not None:
         raise ConfigError(f"{given} is of the Tinker API, which is served with --tinker-port")
     options = BaseOptions(
-        model=arguments.model,
+        shared=shared,
         folder=arguments.dir,
         port=arguments.port,
         host=arguments.host,
         runs=arguments.runs,
         tenants=arguments.tenant or ["default"],
-        engine=models.engine,
-        trainer=models.trainer,
-        deterministic=models.deterministic,
         lease_seconds=arguments.lease_seconds,
         most_policies=arguments.max_policies,
-        loaded_adapters=models.loaded_adapters,
         tinker=tinker,
     )
 

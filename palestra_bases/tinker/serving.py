@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,8 +144,5 @@ async def serve_tinker(
     """Serve until `stop` is set."""
     async with tinker_server(options, shared_models(models)) as server:
         ready(server)
-        await race(_stopped(stop), tinker_failure(server))
-
-
-async def _stopped(stop: asyncio.Event) -> None:
-    await stop.wait()
+        entrants: tuple[Awaitable[Any], ...] = (stop.wait(), tinker_failure(server))
+        await race(*entrants)

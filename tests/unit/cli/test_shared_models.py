@@ -25,3 +25,16 @@ def test_an_option_that_can_not_be_used_is_refused_in_one_line(words, said, caps
     assert said in line
     assert line.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_options_of_the_model_reach_the_server_of_a_base(monkeypatch):
+    served = []
+
+    async def serve(options, ready, stop):
+        served.append(options.shared)
+
+    monkeypatch.setattr("palestra_bases.serving.serve_base", serve)
+    monkeypatch.setattr("palestra.models.device.tune_malloc", lambda: None)
+    assert main(["base", "tiny-random", "--slots", "2", "--loaded-adapters", "3", "--threads", "1"]) == 0
+    (shared,) = served
+    assert (shared.slots, shared.loaded_adapters, shared.engine.threads, shared.trainer.threads) == (2, 3, 1, 1)

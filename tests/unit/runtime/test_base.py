@@ -12,6 +12,7 @@ from palestra.trainer.base import PolicySpec
 from palestra.types.calls import PolicyVersion, SamplingParams
 from palestra_bases.base import SamplerSpec
 from palestra_bases.link import Link
+from palestra_bases.models import SharedModelOptions
 from palestra_bases.remote import RemoteEngine, RemoteTrainer
 from palestra_bases.serving import BaseOptions, base_server
 from unit.building import engine_request
@@ -22,7 +23,8 @@ SPEC = PolicySpec(model="tiny-random", adapter=ADAPTER)
 
 async def test_each_tenant_has_a_folder_of_its_own(tmp_path):
     runs, keys = tmp_path / "runs", tmp_path / "base" / "keys"
-    options = BaseOptions(model="tiny-random", folder=tmp_path / "base", runs=runs, port=0, tenants=("ada", "ben"))
+    shared = SharedModelOptions(models=("tiny-random",))
+    options = BaseOptions(shared=shared, folder=tmp_path / "base", runs=runs, port=0, tenants=("ada", "ben"))
     async with base_server(options) as (server, _):
         links = {name: Link(server.address, (keys / name).read_text().strip(), "job") for name in ("ada", "ben")}
         for link in links.values():
