@@ -208,16 +208,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         """Return every change of the job's state, with its time and reason."""
         await plane.job(by, job_id, Action.JOB_READ)
         found = await store.changes(by.tenant, job_id, after)
-        return [
-            ChangeView(
-                number=change.number,
-                at=change.at,
-                previous=change.previous,
-                following=change.following,
-                reason=change.reason,
-            )
-            for change in found
-        ]
+        return [ChangeView.model_validate(change, from_attributes=True) for change in found]
 
 
 def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
