@@ -18,11 +18,12 @@ from palestra.trainer.base import Trainer
 from palestra.types.clock import Clock, SystemClock
 from palestra.waiting import cancelled
 from palestra_bases.tinker.bases import Bases
+from palestra_bases.tinker.copies import Copies
 from palestra_bases.tinker.journal import Completion, Journal
 from palestra_bases.tinker.models import Models
 from palestra_bases.tinker.records import SAMPLER, SCHEME, TRAINING, Checkpoint, FutureRequest, TinkerLimits
 from palestra_bases.tinker.samples import Samples, Sampling
-from palestra_bases.tinker.saved import Copies, Saved
+from palestra_bases.tinker.saved import Saved
 from palestra_bases.tinker.sessions import TinkerSessions
 from palestra_bases.tinker.tables import PENDING
 from palestra_bases.tinker.training import TrainingContext, check_ttl, files_of, usable
