@@ -195,6 +195,7 @@ async def test_an_attempt_that_ends_gives_its_seat_back_and_the_next_one_goes_on
         await first.abandon()
         second = first()
         await second.setup()
+        assert second._client is first._client, "one client, so that one of them says what is wrong with the other job"
         await second.reset({})
         found = await asyncio.wait_for(second.observe(), 10)
         assert [message.role for message in found.content] == ["user", "assistant", "user"]
@@ -203,7 +204,10 @@ async def test_an_attempt_that_ends_gives_its_seat_back_and_the_next_one_goes_on
         end = await asyncio.wait_for(second.observe(), 10)
         assert end.terminated
         assert end.reward == pytest.approx(float(end.content[0].text.split()[-1]), abs=1e-3)
-        await asyncio.gather(first.close(), second.close())
+        await first.close()
+        assert second._other._client is not None, "it is still used"
+        await second.close()
+        assert second._other._client is None
 
 
 async def test_a_subagent_without_an_answer_leaves_the_seat(tmp_path):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 from palestra.client.async_client import AsyncClient
 from palestra.client.control import data_plane_of
 from palestra.client.exchange import checked_key, checked_url
+from palestra.client.plain_values import checked_amount
 from palestra.client.seat import AsyncSeat
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.errors import ConfigError, ConnectionLost, EnvironmentFailed, JobOver, RolloutFailed
@@ -20,6 +22,45 @@ from palestra.types.states import SEAT_LOST
 
 KEY_VARIABLE = "PALESTRA_SEAT_KEY"
 RETRY_SECONDS = 300.0
+
+
+class _OtherJob:
+    """The job whose seat is played, and one client of it for all environments of a process."""
+
+    def __init__(self, role: str, url: str | None, key: str | None, job: str | None, retry_seconds: float) -> None:
+        self.where = url or f"job {job}"
+        self._role, self._url, self._key, self._job, self._retry_seconds = role, url, key, job, retry_seconds
+        self._client: AsyncClient | None = None
+        self._users = 0
+        self._opening = asyncio.Lock()
+
+    async def open(self) -> AsyncClient:
+        """Return the client, for an environment that will `leave` it; wait until a service's job runs."""
+        if not self._users:
+            self._opening = asyncio.Lock()  # an earlier one may be of another event loop
+        self._users += 1
+        try:
+            async with self._opening:
+                self._client = self._client or await self._connected()
+        except BaseException:
+            self._users -= 1
+            raise
+        return self._client
+
+    async def leave(self) -> None:
+        """Close the client if no environment is left."""
+        self._users -= 1
+        if not self._users and self._client is not None:
+            client, self._client = self._client, None
+            await client.close()
+
+    async def _connected(self) -> AsyncClient:
+        find = None if self._job is None else data_plane_of(self._job)
+        url, key = (self._url, self._key) if find is None else await in_thread(find)
+        assert url is not None
+        # A worker holds one seat of an episode, so two seats of a game have two names.
+        name = f"{self._role}-{os.uname().nodename}-{os.getpid()}"
+        return AsyncClient(url, key, worker_id=name, retry_seconds=self._retry_seconds, find=find)
 
 
 class SeatEnvironment(ConcurrentEnvironment):
@@ -74,8 +115,8 @@ class SeatEnvironment(ConcurrentEnvironment):
                 raise ConfigError(f"no key of the seat: pass key=… or set {KEY_VARIABLE} (palestra seat-key prints it)")
             key = checked_key(key)
         self.roles = (role,)
-        self._role, self._url, self._key, self._job = role, url, key, job
-        self._retry_seconds = retry_seconds
+        self._role = role
+        self._other = _OtherJob(role, url, key, job, checked_amount("retry_seconds", retry_seconds, endless=True))
         self._client: AsyncClient | None = None
         self._answer: asyncio.Future[ChatMessage] | None = None  # of the observation that is shown
         self._acted_on: dict[str, str] = {}  # by agent: its last observation
@@ -83,9 +124,10 @@ class SeatEnvironment(ConcurrentEnvironment):
 
     def __call__(self) -> SeatEnvironment:
         """Return another environment of the same seat, for an episode at the same time."""
-        return SeatEnvironment(
-            self._role, self._url, self._key, job=self._job, retry_seconds=self._retry_seconds, clock=self.clock
-        )
+        made = copy(self)
+        made._client, made.calls = None, []
+        made._clear()
+        return made
 
     async def setup(self) -> None:
         """Make a client of the other job; wait until it runs if it is a service's.
@@ -94,18 +136,14 @@ class SeatEnvironment(ConcurrentEnvironment):
             NotFound: the service has no such job, or your key may not see it.
             JobOver: the job has ended.
         """
-        find = None if self._job is None else data_plane_of(self._job)
-        url, key = (self._url, self._key) if find is None else await in_thread(find)
-        assert url is not None
-        # A worker holds one seat of an episode, so two seats of a game have two names.
-        name = f"{self._role}-{os.uname().nodename}-{os.getpid()}"
-        self._client = AsyncClient(url, key, worker_id=name, retry_seconds=self._retry_seconds, find=find)
+        self._client = await self._other.open()
 
     async def close(self) -> None:
-        """Give the seat back, and close the client."""
+        """Give the seat back, and leave the client."""
         await self.abandon()
         if self._client is not None:
-            await self._client.close()
+            self._client = None
+            await self._other.leave()
 
     async def start(self, task: Mapping[str, Any]) -> None:
         """Begin to play one game of the other job."""
@@ -132,7 +170,7 @@ class SeatEnvironment(ConcurrentEnvironment):
         """Claim a seat and play it to the end; claim again if it is lost before this player was asked anything."""
         client = self._client
         assert client is not None, "`setup` was called"
-        where = self._url or f"job {self._job}"
+        where = self._other.where
         try:
             while not self._acted_on:
                 async with client.seat(self._role) as seat:
