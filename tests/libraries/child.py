@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[2] / ".venv-peers" / "libraries"
 ROOT = Path(__file__).parents[2]
+# dill pickles a module by its name only where its path says that it is installed; it cannot pickle what pyarrow has.
+FOLDER = ROOT / ".venv-peers" / "libraries" / "site-packages"
 
 
 def missing() -> bool:
