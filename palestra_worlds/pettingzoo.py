@@ -122,7 +122,8 @@ class PettingZooEnvironment(MultiAgentEnvironment):
             while world.agents and (terminated.get(world.agent_selection) or truncated.get(world.agent_selection)):
                 world.step(None)  # PettingZoo wants an agent that is out to be stepped once more
         ended = {role for role in self.roles if terminated.get(role) or truncated.get(role)} - self._ended
-        paid = {role: float(reward) for role, reward in rewards.items() if role not in self._ended and reward}
+        earned = {role: float(reward) for role, reward in rewards.items() if role not in self._ended}
+        paid = {role: reward for role, reward in earned.items() if reward or role in ended}  # a draw is a score, too
         self._ended |= ended
         cut = bool(ended) and not any(terminated.get(role) for role in ended)
         over = not self._world.agents
