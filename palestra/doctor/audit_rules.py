@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from palestra.doctor import episodes
-from palestra.doctor.evidence import ALARM, FALSE_ALARMS, SIGNS, Evidence, e_cusum, log_e_value_of_counts
+from palestra.doctor.evidence import ALARM, FALSE_ALARMS, OPEN_BETS, Evidence, e_cusum, log_e_value_of_counts
 from palestra.doctor.rule import RECENT, START, Row, Rule, RunHistory, mean
 from palestra.doctor.trend_rules import reward_error, tokens_of_episode
 
 DRAWN, BEST = "audit/score", "audit/score_best"  # means of the audit's scores of drawn episodes, and of the best paid
+DIVERGES = ("audit/evidence", f"{DRAWN}_evidence", f"{BEST}_evidence")
 WINDOW = 5  # steps whose mean score is what later ones are compared with
 NULL_SHARE = 0.05  # of canned replies without content; the bound of `palestra judge check`
 LEAST_LENGTH_PAY = 0.5  # of at most 1: long replies may be better for good reasons, and are then paid a little more
@@ -48,7 +49,7 @@ def best_window(rows: Sequence[Row], name: str) -> list[Row]:
 def divergence(history: RunHistory) -> Divergence | None:
     """Return where the reward holds or rises, and the audit's scores do not rise or fall; None: nowhere."""
     rows = list(history.rows)
-    evidence = _cusum(rows, "audit/evidence")
+    evidence = max((_cusum(rows, name) for name in DIVERGES), key=lambda one: one.nats)
     if not evidence.is_alarm:
         return None
     recent, before = rows[-RECENT:], rows[max(evidence.start - RECENT, 0) : evidence.start] or rows[:1]
@@ -162,14 +163,14 @@ def _escapes_grow(history: RunHistory) -> str | None:
     return f"{lost / of:.0%} of the episodes are discarded, not scored or cut, which no reward sees; more than at first"
 
 
-_BET = f"e-CUSUM of `{{}}` ≥ ln({SIGNS}/{FALSE_ALARMS:g}) = {ALARM:.1f}"
+_BET = f"e-CUSUM of `{{}}` ≥ ln({OPEN_BETS}/{FALSE_ALARMS:g}) = {ALARM:.1f}"
 _COUNTED = f"e-CUSUM ≥ {ALARM:.1f} against: "
 
 AUDIT_RULES = (
     Rule(
         code="audit_diverges",
-        formula=f"{_BET.format('audit/evidence')}; `train/reward_mean` is not below, and `audit/score` not above that "
-        f"of the {RECENT} steps before it began to grow, but for chance",
+        formula=f"{_BET.format('audit/evidence')}, or of `{DIVERGES[1]}` or `{DIVERGES[2]}`; `train/reward_mean` is "
+        f"not below, and `audit/score` not above that of the {RECENT} steps before it began to grow, but for chance",
         seen=_diverges,
         means="the policy has found what the reward pays for in place of what is wanted",
         remedy="read the episodes that are paid well and scored low; mend the reward or the rubric, and go on from a "

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 BETS = (0.25, 0.5, 0.75)  # shares of the stake; a small one wins more where evidence is weak, a large one where strong
-FALSE_ALARMS = 1e-3  # of all signs together in a step without a change: one alarm in a thousand steps
-SIGNS = 6
-ALARM = math.log(SIGNS / FALSE_ALARMS)  # nats
+FALSE_ALARMS = 1e-3  # of all bets together in a step without a change: one alarm in a thousand steps
+OPEN_BETS = 8  # of the six signs; one of them has three
+ALARM = math.log(OPEN_BETS / FALSE_ALARMS)  # nats
 
 
 def log_e_value(values: Sequence[float], least: float, highest: float) -> float:

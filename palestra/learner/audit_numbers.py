@@ -99,24 +99,21 @@ def score_numbers(scored: Sequence[Scored], sample: Sample, rows: Sequence[Row])
         return found
     values = [one.score or 0.0 for one in known]
     agree = agreements([one.group for one in known], [one.reward for one in known], values)
-    parts = [log_e_value(agree, 0.0, 1.0)]
+    if agree:
+        found |= {"audit/agreement": float(np.mean(agree)), "audit/evidence": log_e_value(agree, 0.0, 1.0)}
     drawn = frozenset(sample.drawn)
     for name, own in ((DRAWN, True), (BEST, False)):
         scores = [value for one, value in zip(known, values, strict=True) if (one.index in drawn) is own]
-        parts.append(_level(scores, name, rows))
         if scores:
             found |= {name: float(np.mean(scores)), f"{name}_std": float(np.std(scores))}
-    if agree:
-        found["audit/agreement"] = float(np.mean(agree))
-    most = max(parts)
-    found["audit/evidence"] = most + math.log(math.fsum(math.exp(part - most) for part in parts) / len(parts))
+            found[f"{name}_evidence"] = _level(scores, name, rows)
     return found
 
 
 def _level(scores: Sequence[float], name: str, rows: Sequence[Row]) -> float:
     """Return the log e-value against: scores are as high as in the best steps so far, but for chance."""
     window = best_window(rows, name)
-    if not window or not scores:
+    if not window:
         return 0.0
     episodes = math.fsum(row["audit/episodes"] for row in window) / 2
     deviation = math.sqrt(math.fsum(row[f"{name}_std"] ** 2 for row in window) / WINDOW)

@@ -89,9 +89,14 @@ METRICS = (
     Metric(
         "audit/evidence",
         "nats",
-        "Logarithm of the mean of three e-values of the step, against: agreement is at least 0; the scores of the drawn"
-        " and of the best paid are as high as in the best five steps before.",
+        "Logarithm of the step's e-value against: the agreement of each group is at least 0.",
     ),
+    Metric(
+        "audit/score_evidence",
+        "nats",
+        "The same against: scores of drawn episodes are as high as in the best five steps before, but for chance.",
+    ),
+    Metric("audit/score_best_evidence", "nats", "The same of the best paid episodes."),
     Metric("audit/evidence/NAME", "nats", "The same against: the other rewards agree with the sum; by named reward."),
     Metric("audit/others/NAME", "reward", "Mean of the rewards without the named reward NAME; if there are several."),
     Metric("audit/length_evidence", "nats", "The same against: the agreement of lengths with rewards is at most 0.5."),

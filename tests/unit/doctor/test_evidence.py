@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from palestra.doctor.evidence import ALARM, BETS, FALSE_ALARMS, SIGNS, e_cusum, log_e_value, log_e_value_of_counts
+from palestra.doctor.evidence import ALARM, BETS, FALSE_ALARMS, OPEN_BETS, e_cusum, log_e_value, log_e_value_of_counts
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_alarms_without_a_change_are_as_rare_as_promised():
             if nats >= ALARM:
                 alarms += 1
                 break
-    assert alarms <= 2 * steps * FALSE_ALARMS / SIGNS + 3
+    assert alarms <= 2 * steps * FALSE_ALARMS / OPEN_BETS + 3
