@@ -21,7 +21,7 @@ from palestra.config.harness import HarnessConfig
 from palestra.config.job import JobConfig
 from palestra.config.judge import JudgeConfig
 from palestra.config.policy import PolicyConfig
-from palestra.config.section import Mistake, explain, explain_all, key_parts, sections_of
+from palestra.config.section import Mistake, Section, explain, explain_all, key_parts, sections_of
 from palestra.errors import ConfigError
 
 
@@ -168,7 +168,7 @@ def resolve_paths(table: dict[str, Any], folder: Path, names: bool = True) -> No
 @cache
 def path_keys() -> frozenset[str]:
     """Return the keys whose values are paths, in any table."""
-    kinds = sections_of(EngineConfig) + sections_of(JudgeConfig) + sections_of(HarnessConfig)
+    kinds: list[type[Section]] = [*sections_of(EngineConfig), *sections_of(JudgeConfig), *sections_of(HarnessConfig)]
     return frozenset(
         {"run_dir", "train", "validation"}
         | {key for kind in kinds for key, field in kind.model_fields.items() if _is_path(field.annotation)}

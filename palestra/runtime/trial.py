@@ -41,6 +41,7 @@ from palestra.runtime.starting_points import newest_checkpoints
 from palestra.runtime.tasks import task_of
 from palestra.store.browsing import browse, list_episodes
 from palestra.store.tables import chats
+from palestra.threads import in_thread
 from palestra.types.metrics import row_of_policy
 from palestra.waiting import race
 
@@ -332,22 +333,16 @@ async def _until_over(job: LocalJob, rollout: Rollout | None, concurrency: int) 
     if rollout is None:
         await job.run()
         return
-    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    loop = asyncio.get_running_loop()
 
     async def play() -> None:
         async with AsyncClient(job.url, job.api_key, worker_id="palestra-check") as client:
             await Worker(client, rollout, concurrency).run()
 
-    def main() -> None:
-        try:
-            asyncio.run(play())
-        except Exception as error:  # noqa: BLE001 - raised where the job runs
-            wrong = error
-            loop.call_soon_threadsafe(failed.set_exception, wrong)
+    async def playing() -> None:
+        await in_thread(lambda: asyncio.run(play()), "palestra-check")
+        await asyncio.Event().wait()  # the job's own end is that of the trial
 
-    threading.Thread(target=main, name="palestra-check", daemon=True).start()
-    await race(job.run(), failed)
+    await race(job.run(), playing())
 
 
 def _plays_outside(config: JobConfig) -> bool:
