@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection
 from functools import cached_property, lru_cache
@@ -150,19 +151,19 @@ class ControlText:
         return places
 
 
-def plain_encoder(tokenizer: Any) -> Callable[[str], tuple[int, ...]]:
+def plain_encoder(tokenizer: Any) -> Callable[[str], array[int]]:
     """Return a function from text to ids that never produces a control token."""
     encode = _encoder(tokenizer)
     cached = lru_cache(maxsize=4096)(encode)
     return lambda text: cached(text) if len(text) <= _CACHED_LENGTH else encode(text)
 
 
-def _encoder(tokenizer: Any) -> Callable[[str], tuple[int, ...]]:
+def _encoder(tokenizer: Any) -> Callable[[str], array[int]]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # ByteTokenizer, for instance, finds no special tokens in text
-        return lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
+        return lambda text: array("i", tokenizer.encode(text, add_special_tokens=False))
     control = ControlText(control_tokens(backend), backend)
-    return lambda text: tuple(control.encode_plain(text))
+    return lambda text: array("i", control.encode_plain(text))
 
 
 def _one_of(names: Collection[str], ahead: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -30,31 +31,31 @@ class PromptWriter:
         model reads text only; `room` limits the tokens.
         """
         self._encode, self._long, self._pictures, self._room = encode, long, pictures, room
-        self._ids, self._media = list(before), list[MediaSpan]()
+        self._ids, self._media = array("i", before), list[MediaSpan]()  # NumPy reads a list a hundred times slower
 
     def turn(self, pieces: Pieces, start: Iterable[int] = (), end: Iterable[int] = ()) -> None:
         """Append a turn: the tokens that start it, its texts and pictures, and the tokens that end it."""
-        self._ids += start
+        self._ids.extend(start)
         for piece in pieces:
             if isinstance(piece, ImagePart):
                 if self._pictures is None:
                     raise ValueError("this model reads text only, and a message has a picture")
                 shown = self._pictures.ids(piece.digest)
                 self._media.append(MediaSpan(len(self._ids), len(shown), piece.digest))
-                self._ids += shown
+                self._ids.extend(shown)
             elif self._room is None or len(piece) <= PIECE:
-                self._ids += self._encode(piece)
+                self._ids.extend(self._encode(piece))
             else:
-                self._ids += self._long.encode(piece, max(self._room - len(self._ids), 0))
-        self._ids += end
+                self._ids.extend(self._long.encode(piece, max(self._room - len(self._ids), 0)))
+        self._ids.extend(end)
         if self._room is not None and len(self._ids) > self._room:
             raise TooManyTokens(len(self._ids))
         check_wanted()
 
     def sequence(self, opening: Iterable[int] = ()) -> TokenSequence:
         """Return the result, int32 [N], with its pictures, and with the tokens that open the next turn."""
-        self._ids += opening
-        return TokenSequence(np.asarray(self._ids, np.int32), tuple(self._media))
+        self._ids.extend(opening)
+        return TokenSequence(np.array(self._ids, np.int32), tuple(self._media))
 
 
 def pieces_of(message: ChatMessage) -> Pieces:

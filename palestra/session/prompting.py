@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -16,6 +15,7 @@ from palestra.renderers import Renderer
 from palestra.renderers.long_text import TooManyTokens
 from palestra.renderers.probes import Unseen
 from palestra.session.history import CallHistory, Match, Sameness
+from palestra.session.seeds import prompt_digest
 from palestra.threads import WorkPool
 from palestra.tokens import TokenTrie, common_tokens
 from palestra.types.calls import Chat, Fork, ForkReason, Ids, MediaSpan, TokenSequence
@@ -274,7 +274,7 @@ class PromptBuilder:
         # A short prompt is tokenised whole, so that the error for one that does not fit has its exact length.
         whole = await _in(pool, renderer.render, messages, tools, None if pool is None else room)
         exact = match.call is not None and common_tokens(whole, match.call.sequence) == match.call.tokens
-        digest = b"" if whole.media else blake2b(whole.ids.tobytes(), digest_size=16).digest()
+        digest = b"" if whole.media else prompt_digest(whole.ids)
         known = (match.call, match.call.tokens) if match.call and exact else None
         parent, shared = known or past.longest(call.policy, whole, digest)
         fork = None

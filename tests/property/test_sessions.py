@@ -20,7 +20,7 @@ from unit.session.conftest import STOP, Bench
 from palestra.engine.fake.driver import FakeEngine
 from palestra.session import EpisodeSession
 from palestra.session.prompting import PromptBuilder
-from palestra.session.registry import call_seed, prompt_digest
+from palestra.session.seeds import call_seed, prompt_digest
 from palestra.store.tables import chats as chats_table
 from palestra.tokens import TokenTrie
 from palestra.types.calls import Chat

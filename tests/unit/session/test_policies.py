@@ -11,7 +11,8 @@ from palestra.config import PolicyConfig, Roles
 from palestra.errors import ContextOverflow, NotFound, UnsupportedField
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import PolicyRuntime, PolicySet, SessionContext
-from palestra.session.registry import CallRegistry, call_seed, prompt_digest
+from palestra.session.registry import CallRegistry
+from palestra.session.seeds import call_seed, prompt_digest
 from palestra.types.calls import ForkReason
 from unit.building import ids
 from unit.session.conftest import Bench, call, says

@@ -6,7 +6,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from palestra.session.registry import CallRegistry, call_seed, prompt_digest
+from palestra.session.registry import CallRegistry
+from palestra.session.seeds import call_seed, prompt_digest
 from palestra.types.messages import GenerationRequest
 from unit.building import ids, make_chat
 
