@@ -225,7 +225,7 @@ class Long(Talk):
     """Black is told more than its context can hold."""
 
     def _show(self, name, text, *parents):
-        super()._show(name, text * 500 if name == "black" else text, *parents)
+        super()._show(name, "long " * 500 if name == "black" else text, *parents)
 
 
 @pytest.mark.slow
