@@ -20,7 +20,7 @@ INDENT = "    "
 TRAINED = "trained in"  # column of the step whose batch has the episode
 RIGHT = ("reward", "calls", "cut", "tokens", "attempts", TRAINED)
 TASK = 24  # the longest name of a task on a terminal
-SHORTEST_TASK = 8  # where the terminal is narrow
+SHORTENED, SHORTEST = ("players", "forks", "task", "held by"), 5  # columns and their width where the terminal is narrow
 AGENTS = 4  # whose rewards are listed
 
 
@@ -48,8 +48,9 @@ def episode_lines(
     ]
     sizes = {name: max(len(name), *(len(cell[name]) for cell in cells)) for name in columns}
     if width is not None:
-        over = sum(sizes.values()) + 2 * (len(columns) - 1) - width
-        sizes["task"] = min(sizes["task"], max(sizes["task"] - over, SHORTEST_TASK))
+        for name in (name for name in SHORTENED if name in sizes):
+            over = sum(sizes.values()) + 2 * (len(columns) - 1) - width
+            sizes[name] = min(sizes[name], max(sizes[name] - over, SHORTEST))
     left = None if width is None else width - sum(sizes.values()) - 2 * len(columns)
     beside = left is None or left >= NOTE
     yield Text(_line({name: name for name in columns} | {"note": "note"}, columns, sizes, beside), style="bold")

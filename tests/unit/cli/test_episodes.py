@@ -9,7 +9,9 @@ import sqlite3
 import pytest
 
 from palestra.cli import episode_view
+from palestra.cli.episode_list import episode_lines
 from palestra.cli.main import main
+from palestra.dashboard.episode_line import episode_line
 from palestra.store import browsing
 from unit.dashboard.recorded import REWARDS, record
 
@@ -113,6 +115,17 @@ def test_the_list_says_how_many_replies_were_cut(folder, capsys):
     end = header.index("cut") + len("cut")
     assert {line.split()[0]: line[:end].rpartition("  ")[2].strip() for line in found}["train-000000-01"] == "2"
     assert [one["cut"] for one in lines(capsys, folder, "--kind", "train")][:3] == [0, 2, 0]
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_list_fits_into_a_terminal_with_an_ellipsis_where_it_is_cut(folder, width):
+    with browsing.browse(folder / "run.db") as connection:
+        rows = [episode_line(one) for one in browsing.list_episodes(connection, None, None, 40)]
+    lines = [line.plain for line in episode_lines(rows, 0.0, width)]
+    assert max(map(len, lines)) <= width
+    whole = sum("1 edited message" in line for line in lines)
+    assert (whole, sum("…" in line for line in lines) > 0) == ((3, False) if width == 100 else (0, True))
+    assert all(name in lines[0] for name in ("episode", "task", "state", "reward", "attempts", "forks"))
 
 
 def test_one_episode_has_its_calls_and_why_it_was_trained(folder, capsys):
