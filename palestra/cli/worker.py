@@ -173,7 +173,7 @@ def add_worker(commands: Any) -> None:
     parser.add_argument(
         "--score",
         metavar="FILE.PY",
-        help="with --harness: a file whose function `score(task, result)` returns the reward, or FILE.PY:NAME",
+        help="a file whose function `score(task, result)` returns the reward, or FILE.PY:NAME; without --harness, none",
     )
     parser.add_argument(
         "--settings",

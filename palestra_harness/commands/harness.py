@@ -22,7 +22,7 @@ def add_harness(commands: Any) -> None:
         "exit code of check: 0 it plays, 1 it does not, 2 it is not installed",
     )
     parser.add_argument("what", choices=["list", "check"], help="what to do")
-    parser.add_argument("name", nargs="?", help="with check: the harness")
+    parser.add_argument("name", nargs="?", help="the harness to check; `list` is without one")
 
 
 def _run(arguments: argparse.Namespace) -> int:
