@@ -95,7 +95,6 @@ async def test_a_gamed_judge_is_found_within_ten_steps_of_the_onset(bias, seed):
     assert found is not None
     assert found <= onset(oracle) + 10
     assert oracle[found - 1] > 0.8 * max(oracle)
-    print(bias.mark, seed, found, onset(oracle), oracle[found - 1] / max(oracle))
 
 
 @pytest.mark.slow
