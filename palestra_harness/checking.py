@@ -174,7 +174,11 @@ def installed_version(harness: Harness) -> str:
 def lines_of(check: HarnessCheck) -> list[str]:
     """Return what a check has found, a line for each thing."""
     tried, version = check.harness.tried, check.version or "of unknown version"
-    other = f"; tried was {tried}, and another version may speak otherwise" if tried not in ("", version) else ""
+    other = (
+        f"; tried was {tried}, and another version may speak otherwise"
+        if check.version and tried not in ("", version)
+        else ""
+    )
     tokens = f"{check.first_tokens:,} {'tokens' if check.real_tokens else 'bytes'}"
     found = [
         f"{check.harness.name} {version}{other}",
