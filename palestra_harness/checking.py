@@ -22,7 +22,7 @@ from palestra.threads import in_thread
 from palestra.types.records import Task, Trajectory
 from palestra_harness.harness import Harness, HarnessResult, Score
 from palestra_harness.rollout import HarnessRollout, episode_calls
-from palestra_harness.scripted import COMMAND, FILE, WORD, scripted_parts
+from palestra_harness.scripted import COMMAND, ENGINE, FILE, WORD, scripted_parts
 
 CONTEXT, REPLY = 262_144, 4096  # tokens
 VERSION_SECONDS = 60.0
@@ -97,7 +97,7 @@ async def _check(made: HarnessCheck, timeout_seconds: float) -> HarnessCheck:
                 "name": "check",
                 "run_dir": str(Path(folder) / "run"),
                 "server": {"port": 0, "unknown_fields": made.unknown_fields},
-                "engine": {"kind": "fake"},
+                "engine": {"kind": ENGINE},
                 "policies": {"policy": {"max_context": CONTEXT, "sampling": {"max_tokens": REPLY}}},
                 "evaluation": {"every_steps": 0},
             }

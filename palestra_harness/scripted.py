@@ -18,6 +18,7 @@ from palestra.session import PolicyRuntime, PolicySet
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.calls import Ids, SamplingParams
 
+ENGINE = "fake"  # the kind of engine that replies from a script
 FILE, WORD = "palestra.txt", "palestra"
 COMMAND = f"echo {WORD} > {FILE}"
 DONE = "The file is written."

@@ -30,13 +30,13 @@ def test_one_is_shown_with_formula_paper_needs_and_every_setting_with_its_defaul
     for text in (about.formula, about.paper, *about.needs):
         assert " ".join(text.split()) in shown
     assert ("kl = none" in shown) == (name != "dpo"), "pairs need a reference"
-    assert ('kl.estimator = "k3"' in shown) == (name != "sac")
+    assert ('kl.estimator = "k3"' in shown) == (name not in ("sac", "reward_model"))
     settings = type(parse_config({"algorithm": {"name": name}}).algorithm).model_fields
     for key, field in settings.items():
         if isinstance(field.default, BaseModel):  # a table of its own
             for inner, of_inner in type(field.default).model_fields.items():
                 value = "" if isinstance(of_inner.default, BaseModel) else shown_default(of_inner)
-                assert f"{key}.{inner} = {value}" in shown or f"{key}.{inner}.learning_rate = 5e-05" in shown
+                assert f"{key}.{inner} = {value}" in shown or f"{key}.{inner}.learning_rate = " in shown
         elif key != "name":
             assert f"{key} = {shown_default(field)} {' '.join(field.description.split())}" in shown
 

@@ -316,7 +316,10 @@ async def test_a_server_that_refuses_and_a_spent_budget_end_the_job():
         ),
         ({"kind": "relative"}, "give one of them"),
         ({"kind": "relative", "url": "h:1"}, "is no URL of a server"),
-        ({"kind": "ranking", "url": "http://h:1"}, "kind is 'ranking' (known kinds: 'relative', 'rubric')"),
+        (
+            {"kind": "ranking", "url": "http://h:1"},
+            "known kinds: 'relative', 'reward_model', 'rubric'",
+        ),
         ({"kind": "relative", "url": "http://h:1", "criteria": []}, "'judge.criteria' is a key of kind = 'rubric'"),
     ],
 )
