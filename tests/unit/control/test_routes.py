@@ -329,8 +329,7 @@ async def test_a_long_body_is_parsed_in_a_thread_and_a_short_one_is_not(plane, m
     run = plane.pool.run
 
     async def noted(function, *arguments):
-        if isinstance(arguments[0], bytes):  # a body, and not what is made of it
-            in_threads.append(len(arguments[0]))
+        in_threads.extend(len(one) for one in arguments if isinstance(one, bytes))  # a body, and not what is made of it
         return await run(function, *arguments)
 
     monkeypatch.setattr(plane.pool, "run", noted)
