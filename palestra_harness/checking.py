@@ -184,9 +184,9 @@ def lines_of(check: HarnessCheck) -> list[str]:
         f"{check.harness.name} {version}{other}",
         f"plays:       {'yes' if check.speaks else 'no'}, {check.calls} calls in {check.seconds:.1f} s",
         f"first call:  {tokens}",
-        f"refused:     {counted(check.refused)}",
-        f"ignored:     {counted(check.ignored)}",
-        f"forks:       {counted(check.forks)}",
+        f"refused:     {counts_text(check.refused)}",
+        f"ignored:     {counts_text(check.ignored)}",
+        f"forks:       {counts_text(check.forks)}",
         f"not trained: {check.untrained} calls, such as for a title",
     ]
     if check.unknown_fields == "ignore":
@@ -199,6 +199,6 @@ def lines_of(check: HarnessCheck) -> list[str]:
     return found
 
 
-def counted(counts: Mapping[str, int]) -> str:
+def counts_text(counts: Mapping[str, int]) -> str:
     """Return counts in a line."""
     return ", ".join(f"{name} ({count})" for name, count in sorted(counts.items())) or "none"

@@ -158,7 +158,7 @@ def find_harness(name: str) -> Harness:
     Raises:
         ConfigError: there is none of this name.
     """
-    found = installed.find_harness(name)
+    found = installed.installed_harness(name)
     if not isinstance(found, Harness):
         raise ConfigError(f"{name!r} of {installed.GROUP} is a {type(found).__name__}, and has to be a Harness")
     return found

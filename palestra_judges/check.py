@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from palestra.client.task_files import read_task_file
-from palestra.envs.judge import share_of
+from palestra.envs.judge import weighted_share
 from palestra.errors import ConfigError, JudgeFailed
 from palestra.types.records import Verdict, VerdictKey
 from palestra.waiting import together
@@ -237,7 +237,7 @@ def _same_pairs(first: Sequence[Sequence[float]], second: Sequence[Sequence[floa
 def _share(config: Rubric, choices: Mapping[str, int]) -> float:
     """Return what a work has of the largest weighted sum; 0 without weights."""
     scores = {one.name: choices[one.name] / (len(one.choices) - 1) for one in config.criteria}
-    return share_of(scores, config.reward_weights) if any(config.reward_weights.values()) else 0.0
+    return weighted_share(scores, config.reward_weights) if any(config.reward_weights.values()) else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from palestra.envs.judge import JudgedGroup, VerdictBook, share_of
+from palestra.envs.judge import JudgedGroup, VerdictBook, weighted_share
 from palestra.types.records import Verdict
 from palestra_judges.bounds import doubts
 from palestra_judges.model import JudgeModel
@@ -67,7 +67,7 @@ class RubricJudge:
             return self.ask({**asked, **null_work(null_reply(null, asked.get("question", "")), sees)}, name)
 
         found = await null_verdicts(group.key(self.rubric, self._model.version), book, ask)
-        return [share_of(verdict.scores[name], self._config.reward_weights) for name, verdict in found]
+        return [weighted_share(verdict.scores[name], self._config.reward_weights) for name, verdict in found]
 
     async def ask(self, data: Mapping[str, Any], name: str, repeat: int = 0, mirrored: bool = False) -> Verdict:
         """Return the verdict on one work.

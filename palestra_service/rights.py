@@ -74,8 +74,8 @@ class RequestRates:
         self._buckets: OrderedDict[str, tuple[KeyLimits, TokenBucket]] = OrderedDict()
 
     def count(self, key_id: str, limits: KeyLimits) -> None:
-        """Count one request of a key. `limits`: a change starts a new bucket. Raises TooManyRequests if the error says
-        how long to wait.
+        """Count one request of a key; a change of `limits` starts a new bucket. Raises TooManyRequests, which says how
+        long to wait, if the bucket is empty.
         """
         known, bucket = self._buckets.pop(key_id, (None, None))
         if bucket is None or known != limits:

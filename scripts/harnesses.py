@@ -13,7 +13,7 @@ from pathlib import Path
 
 from palestra.errors import ConfigError
 from palestra.terminal import say
-from palestra_harness.checking import HarnessCheck, check_harness, counted, lines_of
+from palestra_harness.checking import HarnessCheck, check_harness, counts_text, lines_of
 from palestra_harness.harness import Harness, known_harnesses
 
 _HEADER = """# Harnesses that were tried
@@ -59,7 +59,7 @@ def row(check: HarnessCheck) -> str:
     if check.unknown_fields == "ignore":
         plays += ', with `server.unknown_fields = "ignore"`'
     cells = (check.harness.name, check.version, plays, check.calls, f"{check.first_tokens:,}")
-    more = (counted(check.refused), counted(check.ignored), counted(check.forks), check.untrained)
+    more = (counts_text(check.refused), counts_text(check.ignored), counts_text(check.forks), check.untrained)
     return "| " + " | ".join(map(str, (*cells, *more))) + " |\n"
 
 

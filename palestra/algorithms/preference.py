@@ -100,7 +100,7 @@ class DPO(Algorithm):
         return LossSpec.of(CrossEntropyLoss())
 
 
-class RewardModel(Algorithm):
+class RewardModeling(Algorithm):
     """A model of rewards, on pairs of conversations, or on the best and the worst episode of each group of a run.
 
     Bradley and Terry 1952; Ouyang et al. 2022, "Training language models to follow instructions", equation 1. The

@@ -10,7 +10,7 @@ from palestra.algorithms.base import Algorithm, StepOrder
 from palestra.algorithms.batch_baselines import RAE, ReinforcePP
 from palestra.algorithms.group_relative import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO
 from palestra.algorithms.imitation import SFT, Distill
-from palestra.algorithms.preference import DPO, RewardModel
+from palestra.algorithms.preference import DPO, RewardModeling
 from palestra.algorithms.sac import SAC
 from palestra.config import AlgorithmConfig
 from palestra.config.algorithm import GROUP
@@ -31,7 +31,7 @@ ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
     "sac": SAC,
     "sft": SFT,
     "dpo": DPO,
-    "reward_model": RewardModel,
+    "reward_model": RewardModeling,
     "distill": Distill,
 }
 

@@ -37,21 +37,16 @@ def add_doctor(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Print the run's findings; return 1 if there are any, or if all episodes failed before the first step."""
+    from dataclasses import asdict
+
     from palestra.doctor.examination import examine  # reads a run store, which the client alone can't
 
     found = examine(arguments.run_dir)
     if arguments.json:
-        say(as_json(found))
+        say(json.dumps(asdict(found)))  # control characters of the terminal are escaped
     else:
         _print(arguments.run_dir, found)
     return 1 if found.findings or found.reason else 0
-
-
-def as_json(found: Examination) -> str:
-    """Return an examination as JSON with terminal control characters escaped."""
-    from dataclasses import asdict
-
-    return json.dumps(asdict(found))
 
 
 def _print(folder: Path, found: Examination) -> None:

@@ -37,7 +37,7 @@ class HarnessProgram(Protocol):
         ...
 
 
-def find_harness(name: str) -> HarnessProgram:
+def installed_harness(name: str) -> HarnessProgram:
     """Return an installed harness.
 
     Raises:
@@ -73,16 +73,16 @@ def harness_rollout(
         raise ConfigError(_NO_SCORE)
     if not callable(found):
         raise ConfigError(f"the score is a {type(found).__name__}, and has to be a function (task, result) -> reward")
-    return (program or find_harness(settings.name)).rollout(found, settings)
+    return (program or installed_harness(settings.name)).rollout(found, settings)
 
 
-def check_harness(settings: HarnessConfig) -> None:
+def check_harness_config(settings: HarnessConfig) -> None:
     """Raise ConfigError for a job whose harness could not play; its score function is not imported."""
     if settings.score is None:
         raise ConfigError(_NO_SCORE)
     if not Path(place := _reference(settings.score).rpartition(":")[0]).is_file():
         raise ConfigError(f"harness.score: there is no file {place}")
-    find_harness(settings.name).rollout(lambda task, result: None, settings)
+    installed_harness(settings.name).rollout(lambda task, result: None, settings)
 
 
 def _reference(score: Path) -> str:

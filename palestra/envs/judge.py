@@ -112,7 +112,7 @@ class ProbedJudge(Judge, Protocol):
         ...
 
 
-def share_of(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
+def weighted_share(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Return what named scores have of the largest weighted sum; one with a negative weight counts the other way.
 
     Args:

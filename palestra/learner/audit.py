@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 from palestra.config import AuditConfig, JudgeAccess
 from palestra.doctor.audit_rules import divergence
 from palestra.doctor.rule import JobSize, RunHistory
-from palestra.envs.judge import Judge, JudgedGroup, ProbedJudge, share_of, spoken_calls
+from palestra.envs.judge import Judge, JudgedGroup, ProbedJudge, spoken_calls, weighted_share
 from palestra.errors import ConfigError, JudgeFailed, PalestraError, VersionQuarantined, place_of
 from palestra.faults import fault_point
 from palestra.learner.audit_numbers import (
-    Sample,
+    AuditSample,
     Scored,
     component_numbers,
     repeat_numbers,
@@ -54,7 +54,7 @@ class _Step:
     number: int
     trajectories: list[Trajectory]
     rewards: list[float]
-    sample: Sample
+    sample: AuditSample
     asked: list[int] = field(default_factory=list)  # indices of the episodes that the judge was asked about
     scores: dict[int, float] = field(default_factory=dict)  # by index of the episode
 
@@ -207,7 +207,7 @@ class Audit:
         for scores in await together(*(self._ask(judge.judge(group, book)) for group in groups)):
             for name, named in (scores or {}).items():
                 if name in names:
-                    step.scores[names[name]] = share_of(named, weights)
+                    step.scores[names[name]] = weighted_share(named, weights)
 
     async def _ask(self, question: Coroutine[Any, Any, T]) -> T | None:
         """Return what a judge answers; None: it has failed."""

@@ -23,14 +23,14 @@ NGRAM = 8  # tokens
 MOST_TOKENS = 512  # of a reply that are compared with others
 
 
-class Sample(NamedTuple):
+class AuditSample(NamedTuple):
     """Indices of the audited episodes of a step: drawn ones, and those with the highest rewards of the rest."""
 
     drawn: list[int]
     best: list[int]
 
 
-def sample_of(seed: int, step: int, rewards: Sequence[float], count: int) -> Sample:
+def sample_of(seed: int, step: int, rewards: Sequence[float], count: int) -> AuditSample:
     """Return which episodes of a step are audited, the same whenever it is asked.
 
     Args:
@@ -42,7 +42,7 @@ def sample_of(seed: int, step: int, rewards: Sequence[float], count: int) -> Sam
     order = np.random.Generator(np.random.Philox(key=key, counter=step)).permutation(len(rewards)).tolist()
     half = count - count // 2
     rest = sorted(order[half:], key=lambda index: -rewards[index])
-    return Sample(order[:half], rest[: count // 2])
+    return AuditSample(order[:half], rest[: count // 2])
 
 
 def agreement(rewards: Sequence[float], values: Sequence[float]) -> float | None:
@@ -87,7 +87,7 @@ class Scored:
     score: float | None
 
 
-def score_numbers(scored: Sequence[Scored], sample: Sample, rows: Sequence[Row]) -> dict[str, float]:
+def score_numbers(scored: Sequence[Scored], sample: AuditSample, rows: Sequence[Row]) -> dict[str, float]:
     """Return the numbers of a step's scores by full name; without scores there are none.
 
     Args:

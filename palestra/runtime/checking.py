@@ -16,7 +16,7 @@ from typing import Any
 from palestra.agents import named_agents
 from palestra.algorithms.base import RecordedEpisodes
 from palestra.algorithms.registry import create_algorithm
-from palestra.client.harness import check_harness
+from palestra.client.harness import check_harness_config
 from palestra.config import DEFAULT_CONTEXT, JobConfig
 from palestra.engine.driver import driver_of
 from palestra.envs.catalog import catalog_entry
@@ -189,7 +189,7 @@ def _harness(config: JobConfig) -> Iterator[CheckFinding]:
     """Check that the harness is installed, and that its score function can be found."""
     try:
         if config.harness is not None:
-            check_harness(config.harness)
+            check_harness_config(config.harness)
     except ConfigError as error:
         yield CheckFinding(key="harness", text=str(error))
 

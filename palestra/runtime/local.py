@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from palestra.algorithms.base import Algorithm
-from palestra.client.harness import check_harness
+from palestra.client.harness import check_harness_config
 from palestra.config import JobConfig, JudgeAccess, past_name
 from palestra.engine.cards import gpus_of_job
 from palestra.faults import fault_point
@@ -133,7 +133,7 @@ def _algorithms(config: JobConfig, play: RolloutSpec | None, terms: JobTerms, kn
     if play is None:
         plays_of(config, None)
         if config.harness is not None and terms.plays:
-            check_harness(config.harness)
+            check_harness_config(config.harness)
     if not known:
         check_played_roles(config, play)
     return found

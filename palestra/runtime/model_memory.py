@@ -215,8 +215,7 @@ def check_memory(config: JobConfig, weights: Mapping[str, str], places: JobPlace
 def check_more(config: JobConfig, weights: Mapping[str, str], count: int) -> None:
     """Raise Conflict if more inference workers do not fit into the machine's memory.
 
-    The job's engine is embedded; workers on GPUs are counted by `worker_cards`. Raises Conflict if the message says how
-    much is missing.
+    The message says how much is missing. The job's engine is embedded; workers on GPUs are counted by `worker_cards`.
     """
     if any(map(is_on_card, _engine_devices(config))):
         return

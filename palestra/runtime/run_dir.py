@@ -115,8 +115,8 @@ def weights_of_policy(
 
 
 def checkpoints_of_run(run_dir: Path, policy: str | None, option: str | None = None) -> Path:
-    """Return the folder of a trained policy's checkpoints. `policy` = None: the only trained policy. `option` is the
-    command, which names a policy, for the error message, if any.
+    """Return the folder of a trained policy's checkpoints. `policy` = None: the only trained policy. `option`: the
+    command's option that names a policy, for the error message, if it has one.
     """
     from palestra.trainer.checkpoint import found
 

@@ -46,8 +46,8 @@ class Identity:
     limits: KeyLimits
 
     def may(self, action: Action, owner: str | None = None) -> bool:
-        """Return whether an action is allowed; a private job must also be visible (`sees`). `owner` has the action's
-        object; None: the sender or no particular user.
+        """Return whether an action is allowed; a private job must also be visible (`sees`). `owner`: the user who owns
+        the action's object; None: the sender or no particular user.
         """
         if action in OPERATOR and self.tenant != OPERATOR_TENANT:
             return False

@@ -14,7 +14,7 @@ from palestra.algorithms.base import Group
 from palestra.algorithms.group_relative import DAPO
 from palestra.algorithms.loss import LossInputs
 from palestra.algorithms.losses import CISPOLoss, GSPOLoss, PPOClipLoss
-from palestra.algorithms.preference import DPO, RewardModel
+from palestra.algorithms.preference import DPO, RewardModeling
 from palestra.config import DAPOConfig, DPOConfig, RewardModelConfig
 from palestra.tokens import token_weights
 from unit.building import make_chat, make_sample, make_trajectory
@@ -128,7 +128,7 @@ def test_the_gradient_of_a_model_of_rewards_is_that_of_trl(recorded):
     for place, column in zip(order, values, strict=True):
         column[-1] = recorded["rewards"][place]
     config = RewardModelConfig(center_rewards_coefficient=recorded["coefficient"])
-    found = RewardModel(config).advantages(groups, {"action_values": values})
+    found = RewardModeling(config).advantages(groups, {"action_values": values})
     assert found.importance_weights is not None
     assert found.returns is not None
     weights = token_weights([tokens[place] for place in order], "seq-mean-token-mean", 12)

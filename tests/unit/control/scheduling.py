@@ -17,9 +17,37 @@ async def submit(store, *arguments, **values):
     return await building.submit(store, *arguments, **values)
 
 
+class Fence:
+    """Calls a launcher, and notes which acts in the cluster do not directly follow a confirmation of the lock."""
+
+    def __init__(self, store, launcher) -> None:
+        self._launcher, self._confirmed, self._now = launcher, store.confirmed, set()
+        self.unconfirmed: list[str] = []
+        store.confirmed = self._confirm
+
+    async def _confirm(self) -> None:
+        await self._confirmed()
+        task = asyncio.current_task()
+        self._now.add(task)
+        asyncio.get_running_loop().call_soon(self._now.discard, task)  # runs as soon as the task waits for anything
+
+    def __getattr__(self, name: str):
+        method = getattr(self._launcher, name)
+        if name not in ("start", "find", "stop"):
+            return method
+
+        async def act(*arguments):
+            if asyncio.current_task() not in self._now:
+                self.unconfirmed.append(name)
+            return await method(*arguments)
+
+        return act
+
+
 @asynccontextmanager
 async def scheduling(store, folder, launcher, **more):
-    scheduler = JobScheduler(store, launcher, folder / "jobs", PlacementPolicy(), **more)
+    confirmed, fence = store.confirmed, Fence(store, launcher)
+    scheduler = JobScheduler(store, fence, folder / "jobs", PlacementPolicy(), **more)
     task = asyncio.ensure_future(scheduler.run())
     try:
         yield scheduler
@@ -28,6 +56,8 @@ async def scheduling(store, folder, launcher, **more):
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        store.confirmed = confirmed
+    assert fence.unconfirmed == []
 
 
 def in_state(store, job_id: str, *states: JobState):

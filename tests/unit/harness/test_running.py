@@ -177,9 +177,19 @@ async def test_a_program_that_is_not_installed_says_how_to_install_it(tmp_path):
     ("limits", "ends"),
     [({"max_calls": 3}, True), ({"max_tokens": 70}, True), ({"max_calls": 4, "max_tokens": 71}, False), ({}, False)],
 )
-async def test_a_program_that_has_used_up_its_calls_or_tokens_is_ended_and_scored(monkeypatch, counted, limits, ends):
+async def test_a_program_that_has_used_up_its_calls_or_tokens_is_ended_and_scored(
+    tmp_path, monkeypatch, counted, limits, ends
+):
     monkeypatch.setattr("palestra_harness.running.LOOK_SECONDS", 0.05)
-    code = f"import time; open('a.txt', 'w').write('half'); time.sleep({60 if ends else 0.3})"
+    begun, ask = tmp_path / "begun", rollout._ask
+
+    async def ask_of_begun(http, endpoint):
+        return await ask(http, endpoint) if begun.exists() else EpisodeCalls(answered=0)
+
+    monkeypatch.setattr(rollout, "_ask", ask_of_begun)
+    code = (
+        f"import time; open('a.txt', 'w').write('half'); open({str(begun)!r}, 'w'); time.sleep({60 if ends else 0.3})"
+    )
     seen = []
 
     def score(task, result):

@@ -16,7 +16,7 @@ from judge_server import Asked, judging
 from palestra.config import JudgeAccess
 from palestra.doctor.audit_rules import divergence
 from palestra.doctor.rule import JobSize, RunHistory
-from palestra.envs.judge import share_of
+from palestra.envs.judge import weighted_share
 from palestra.learner.audit_numbers import Scored, sample_of, score_numbers
 from palestra.waiting import together
 from palestra_judges import Criterion, Rubric
@@ -60,7 +60,7 @@ async def alarm(bias: Bias, seed: int, steps: int = STEPS) -> tuple[int | None, 
                 for index in chosen
             ]
             verdicts = await together(*(judge.ask(work, "e") for work in works))
-            scores = [share_of(verdict.scores["e"], rubric.reward_weights) for verdict in verdicts]
+            scores = [weighted_share(verdict.scores["e"], rubric.reward_weights) for verdict in verdicts]
             scored = [
                 Scored(index=index, group=index // SIZE, reward=played.rewards[index], score=score)
                 for index, score in zip(chosen, scores, strict=True)

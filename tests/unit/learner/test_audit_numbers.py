@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.learner.audit_numbers import (
-    Sample,
+    AuditSample,
     Scored,
     agreement,
     component_numbers,
@@ -84,7 +84,7 @@ def scored(values: list[tuple[float, float | None]]) -> list[Scored]:
 
 
 def test_a_failed_verdict_is_in_no_mean():
-    sample = Sample([0, 1], [2, 3])
+    sample = AuditSample([0, 1], [2, 3])
     found = score_numbers(scored([(0.0, 1.0), (1.0, None), (2.0, 0.5), (3.0, 0.0)]), sample, [])
     assert found["audit/episodes"] == 3
     assert found["audit/failed"] == 1
@@ -94,12 +94,12 @@ def test_a_failed_verdict_is_in_no_mean():
 
 
 def test_without_any_verdict_there_is_no_evidence():
-    found = score_numbers(scored([(0.0, None), (1.0, None)]), Sample([0], [1]), [])
+    found = score_numbers(scored([(0.0, None), (1.0, None)]), AuditSample([0], [1]), [])
     assert found == {"audit/episodes": 0.0, "audit/failed": 2.0}
 
 
 def test_scores_against_rewards_are_evidence_and_scores_with_them_are_not():
-    sample = Sample(list(range(16)), list(range(16, 32)))
+    sample = AuditSample(list(range(16)), list(range(16, 32)))
     against = score_numbers(scored([(float(i % 4), 1 - i % 4 / 3) for i in range(32)]), sample, [])
     alike = score_numbers(scored([(float(i % 4), i % 4 / 3) for i in range(32)]), sample, [])
     assert against["audit/evidence"] > 1
@@ -108,7 +108,7 @@ def test_scores_against_rewards_are_evidence_and_scores_with_them_are_not():
 
 
 def test_scores_that_were_higher_before_are_evidence():
-    sample = Sample(list(range(16)), list(range(16, 32)))
+    sample = AuditSample(list(range(16)), list(range(16, 32)))
     now = scored([(0.0, 0.3)] * 32)  # equal rewards: nothing within a group
     names = ("audit/score_evidence", "audit/score_best_evidence")
     before = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from palestra.algorithms.preference import DPO, RewardModel
+from palestra.algorithms.preference import DPO, RewardModeling
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.renderers import ByteTokenizer
@@ -68,7 +68,7 @@ async def test_a_model_of_rewards_leaves_the_policy_as_it_is(tmp_path):
     assert weights["critic"] != weights["policy"]
     for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]:
         row = json.loads(line)
-        assert {f"train/{metric.name}" for metric in RewardModel.metrics} <= row.keys() <= metric_names()
+        assert {f"train/{metric.name}" for metric in RewardModeling.metrics} <= row.keys() <= metric_names()
         assert row["train/critic_grad_norm"] >= 0
         assert "train/grad_norm" not in row
 
