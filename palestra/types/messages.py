@@ -75,12 +75,17 @@ class ToolSpec(BaseModel):
 
 Text = Annotated[str, AfterValidator(without_surrogates)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-_ROLES = frozenset(get_args(Role))
+_ROLES = get_args(Role)
 # required: the reply has to be tool calls; none: the reply is not searched for tool calls.
 ToolChoice = Literal["auto", "none", "required"]
 StepReward = float | Mapping[str, float | None]
 """A reward: one number, or several by name, of which None was not scored."""
 MAX_NAMED = 32  # rewards of an episode by name
+
+
+def _is_a(value: object, *kinds: type) -> bool:
+    """Return whether code has given a value of the kind that its type says."""
+    return isinstance(value, kinds)
 
 
 class TextPart(Value, frozen=True, kw_only=True):
@@ -105,6 +110,10 @@ class ImagePart(Value, frozen=True, kw_only=True):
     # Only the digest is kept here: bytes in every record of a conversation would be stored again with each call.
     digest: Annotated[str, Field(description="sha256 of the encoded image, in hex.")]
 
+    def __post_init__(self) -> None:
+        if not _is_a(self.digest, str):
+            self.check()
+
 
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
@@ -127,6 +136,8 @@ class ToolCall(Value, frozen=True, kw_only=True):
     function: FunctionCall
 
     def __post_init__(self) -> None:
+        if not _is_a(self.function, FunctionCall):
+            self.check()
         self.clean("id")
 
 
@@ -172,10 +183,17 @@ class ChatMessage(Value, frozen=True, kw_only=True, omit_defaults=True):
     tool_call_id: str | None = None
 
     def __post_init__(self) -> None:
-        if self.content.__class__ is not tuple or self.tool_calls.__class__ is not tuple or self.role not in _ROLES:
+        content, calls = self.content, self.tool_calls
+        known = content.__class__ is tuple and calls.__class__ is tuple and self.role in _ROLES
+        for part in content if known else ():
+            known = known and (part.__class__ is TextPart or _is_a(part, TextPart, ImagePart))
+        for call in calls if known else ():
+            known = known and _is_a(call, ToolCall)
+        if not known:
             self.check()
         if self.name is not None or self.reasoning_content is not None or self.tool_call_id is not None:
-            self.clean("name", "reasoning_content", "tool_call_id")
+            texts = ("name", "reasoning_content", "tool_call_id")
+            self.clean(*(name for name in texts if getattr(self, name) is not None))
 
     @property
     def text(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self, get_type_hints
 
 import msgspec
 import orjson
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, SerializationInfo, TypeAdapter
+from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, SerializationInfo, TypeAdapter
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
@@ -17,7 +17,7 @@ from pydantic_core import CoreSchema, core_schema
 class Value(msgspec.Struct, frozen=True, kw_only=True):
     """A frozen record, validated where it is read, and not where this process makes one of values with good types.
 
-    Its methods are those of pydantic's models. Fields of pydantic's models may have its subclasses as types.
+    Its methods do what those of pydantic's models do. Fields of pydantic's models may have its subclasses as types.
     """
 
     others: ClassVar[Literal["ignore", "forbid"]] = "ignore"  # what is done with unknown keys
@@ -104,11 +104,9 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, name, getattr(found, name))
 
     def clean(self, *names: str) -> None:
-        """Replace lone surrogates in fields, text or None, of a record that is being made."""
+        """Replace lone surrogates in fields with text of a record that is being made."""
         for name in names:
             text = getattr(self, name)
-            if text is None:
-                continue
             if not isinstance(text, str):
                 self.check()  # raises
             msgspec.structs.force_setattr(self, name, without_surrogates(text))
@@ -129,8 +127,8 @@ def without_surrogates(text: str) -> str:
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _adapter(kind: type[Value]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(title=kind.__name__))  # by which errors name it
 
 
 @cache

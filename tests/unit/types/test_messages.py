@@ -72,21 +72,51 @@ def test_lone_surrogates_which_no_tokenizer_takes_become_question_marks(text):
     [
         lambda: ChatMessage(role="critic"),
         lambda: ChatMessage(role="user", content=3),
+        lambda: ChatMessage(role=["user"]),
         lambda: ChatMessage(role="user", content=[3]),
+        lambda: ChatMessage(role="user", content=("hi",)),
+        lambda: ChatMessage(role="assistant", tool_calls=({"id": "c"},)),
         lambda: ChatMessage(role="user", name=3),
         lambda: TextPart(text=3),
+        lambda: ImagePart(digest=3),
         lambda: FunctionCall(name="f", arguments={}),
+        lambda: FunctionCall(name=None, arguments="{}"),
+        lambda: ToolCall(id=None, function=CALL.function),
+        lambda: ToolCall(id="c", function={}),
     ],
 )
 def test_what_no_template_can_show_is_refused_where_code_makes_it(make):
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError) as refused:
         make()
+    assert refused.value.title in ("ChatMessage", "TextPart", "ImagePart", "FunctionCall", "ToolCall")
 
 
-@pytest.mark.parametrize("content", ["hi", [{"type": "text", "text": "hi"}], [TextPart(text="hi")]])
+@pytest.mark.parametrize(
+    "content", ["hi", [{"type": "text", "text": "hi"}], ({"type": "text", "text": "hi"},), [TextPart(text="hi")]]
+)
 def test_code_gives_content_in_the_forms_that_requests_have(content):
     assert ChatMessage(role="user", content=content) == text_message("user", "hi")
     assert ChatMessage(role="user", content=None, tool_calls=None) == ChatMessage(role="user")
+
+
+def test_code_gives_calls_of_tools_in_the_forms_that_requests_have():
+    function = {"name": "f", "arguments": "{}"}
+    assert ToolCall(id="c", function=function) == CALL
+    for calls in (({"id": "c", "function": function},), [CALL], (CALL,)):
+        assert ChatMessage(role="assistant", tool_calls=calls) == ChatMessage(role="assistant", tool_calls=(CALL,))
+
+
+def test_types_derived_from_a_part_and_a_call_stay_what_they_are():
+    class Marked(TextPart, frozen=True, kw_only=True):
+        mark: int
+
+    class Counted(ToolCall, frozen=True, kw_only=True):
+        count: int
+
+    part, call = Marked(text="hi", mark=3), Counted(function=CALL.function, count=2)
+    message = ChatMessage(role="assistant", content=[part], tool_calls=[call])
+    assert message.content == (part,)
+    assert message.tool_calls == (call,)
 
 
 def test_a_message_is_written_without_fields_that_say_nothing():
