@@ -121,7 +121,7 @@ class RewardHeadConfig(Section):
 class RewardModelConfig(_PairsConfig):
     """A model of rewards (Bradley and Terry 1952) from recorded pairs; the policy itself is not trained."""
 
-    trained_networks: ClassVar[int] = 2
+    copied_networks: ClassVar[int] = 1
     trains_policy: ClassVar[bool] = False
 
     name: Literal["reward_model"] = Field("reward_model", description=NAME)

@@ -24,6 +24,7 @@ from palestra.errors import ConfigError
 from palestra.learner.groups import Gathered, TasksOf
 from palestra.learner.open_run import OpenRun
 from palestra.pictures.blobs import FOLDER, Blobs
+from palestra.renderers import shown_reply
 from palestra.renderers.long_text import TooManyTokens
 from palestra.session import PolicyRuntime
 from palestra.store import RunStore
@@ -314,17 +315,13 @@ class Recordings:
             prompt = renderer.render(before, tools, room).ids
             shared = 0 if last is None else common_tokens(TokenSequence(prompt), TokenSequence(last.ids))
             tail = prompt[shared:]
-        # Only a template with a message after the reply shows how the reply ends; what follows its end token is
-        # not the reply's.
-        whole = renderer.render((*shown, reply, text_message("user", "x")), offered).ids
-        rest = whole[len(prompt) :]
-        ends = np.flatnonzero(np.isin(rest, renderer.stop_ids))
-        if not np.array_equal(whole[: len(prompt)], prompt) or not len(ends):
+        completion = shown_reply(renderer, prompt, shown, reply, offered)
+        if completion is None:
             raise ConfigError(
                 f"task {task.task_id!r}: this model's template does not show reply {len(before)} after the prompt "
                 "that the model would have been given"
             )
-        return shared, tail, rest[: int(ends[0]) + 1]
+        return shared, tail, completion
 
 
 def _check_conversations(tasks: Iterable[Task], pairs: bool) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from palestra.errors import ConfigError, JudgeFailed
+from palestra.errors import ConfigError, JudgeFailed, PalestraError
 from palestra.models.causal_lm import load_tokenizer
 from palestra.models.quiet import quiet_transformers
-from palestra.renderers.selection import select_renderer
+from palestra.renderers import select_renderer, shown_reply
 from palestra.types.calls import Chat
-from palestra.types.messages import text_message
 
 
 class RewardModelReader:
@@ -44,15 +44,15 @@ class RewardModelReader:
         """
         renderer, config = self._renderer, self._model.config.get_text_config()
         try:
-            # Only a template with a message after the reply shows how the reply ends.
-            prompt = len(renderer.render(answer.messages, answer.tools).ids)
-            whole = renderer.render((*answer.messages, answer.reply, text_message("user", "x")), answer.tools).ids
-        except (ValueError, KeyError) as error:
+            prompt = renderer.render(answer.messages, answer.tools).ids
+            reply = shown_reply(renderer, prompt, answer.messages, answer.reply, answer.tools)
+        except (PalestraError, ValueError, KeyError, TemplateError) as error:
             raise JudgeFailed(f"the model of rewards can't be shown the reply: {error}") from error
-        ends = np.flatnonzero(np.isin(whole[prompt:], renderer.stop_ids))
-        if not len(ends):
-            raise JudgeFailed("the model of rewards does not show how the reply ends")
-        ids = whole[: prompt + int(ends[0]) + (answer.finish_reason != "length")]  # a reply that was cut has no end
+        if reply is None:
+            raise JudgeFailed("the template of the model of rewards does not show the reply after its prompt")
+        if answer.finish_reason == "length":  # a reply that was cut has no end
+            reply = reply[:-1]
+        ids = np.concatenate((prompt, reply))
         if len(ids) > (most := int(config.max_position_embeddings)):
             raise JudgeFailed(f"the reply ends after {len(ids):,} tokens, and the model of rewards reads {most:,}")
         with torch.inference_mode():

@@ -8,6 +8,7 @@ from palestra.renderers.base import (
     Reply,
     ReplyForm,
     ReplyStream,
+    shown_reply,
     whole_message,
 )
 from palestra.renderers.chatml import ChatMLConfig, ChatMLRenderer
@@ -36,5 +37,6 @@ __all__ = [
     "Vocabulary",
     "layout_of",
     "select_renderer",
+    "shown_reply",
     "whole_message",
 ]

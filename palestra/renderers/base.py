@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from palestra.renderers.picture_layout import PictureLayout
 from palestra.renderers.probes import Unseen
 from palestra.renderers.reply_grammar import CallFormat, json_rule, text_rule, with_ordinary_tokens
@@ -264,6 +266,23 @@ def reply_of(reasoning: str | None, content: str, attempts: Sequence[Attempt], c
         message = message.model_copy(update={"reasoning_content": reasoning, "tool_calls": calls})
     problems = tuple(f"tool call {k}: {a.problem}" for k, a in enumerate(attempts) if a.problem is not None)
     return Reply(message=message, malformed=problems)
+
+
+def shown_reply(
+    renderer: Renderer, prompt_ids: Ids, messages: Sequence[ChatMessage], reply: ChatMessage, tools: Tools
+) -> Ids | None:
+    """Return the ids of a given reply to its end token, int32 [C], as the format shows them after its prompt, [P].
+
+    None: with the reply, the format shows the messages before it by other ids. Raises what `Renderer.render` does.
+    """
+    # Only a template with a message after the reply shows how the reply ends; what follows its end token is not the
+    # reply's.
+    whole = renderer.render((*messages, reply, text_message("user", "x")), tools).ids
+    rest = whole[len(prompt_ids) :]
+    ends = np.flatnonzero(np.isin(rest, renderer.stop_ids))
+    if not np.array_equal(whole[: len(prompt_ids)], prompt_ids) or not len(ends):
+        return None
+    return rest[: int(ends[0]) + 1]
 
 
 def whole_message(message: ChatMessage) -> MessageDelta:

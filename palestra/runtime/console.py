@@ -20,7 +20,7 @@ from palestra.config import JobConfig
 from palestra.engine.driver import driver_of
 from palestra.runtime.watchdog import STALLED_SECONDS, PlainLines, describe_situation, situation_of
 from palestra.terminal import TerminalConsole, one_line
-from palestra.trainer.checkpoint import best_weights
+from palestra.trainer.checkpoint import FOLDER_OF_REWARDS, best_weights
 from palestra.trainer.quarantine import read_quarantine
 from palestra.types.metrics import of_policies
 from palestra.types.states import LOSSES, STUCK, TurnState
@@ -111,7 +111,10 @@ class Console:
         self._out.print(Text.assemble(("\ndone", "bold"), f": {folder / 'curve.png'}, {folder / 'metrics.jsonl'}"))
         for policy, path in checkpoints.items():
             whose = f"{policy}: " if len(checkpoints) > 1 else ""
-            self._out.print(f"model:  {whose}{path}  (load it with transformers)")
+            if self._config.algorithm_of(policy).trains_policy:
+                self._out.print(f"model:  {whose}{path}  (load it with transformers)")
+            else:
+                self._out.print(f"model:  {path / FOLDER_OF_REWARDS}  (of rewards: name it in judge.path)")
             held = read_quarantine(path.parent)
             if held is not None:
                 self._out.print(f"held:   versions from step {held.since} on; export takes them with --force")

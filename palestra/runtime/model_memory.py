@@ -321,7 +321,8 @@ def _shortage(config: JobConfig, needed: int, free: int, whose: str, whole: int)
     """Return the error for models that take `needed` bytes of a memory with `free` of `whole` bytes."""
     trains, workers = config.kind == "training", config.engine.started_count
     remedies = ["choose a smaller model"]
-    if trains and any(config.policies[name].adapter is None for name in config.trained_policies):
+    whole_weights = [name for name in config.trained_policies if config.policies[name].adapter is None]
+    if trains and any(config.algorithm_of(name).trains_policy for name in whole_weights):
         remedies.append("train an adapter")
     remedies += ["use fewer inference workers"] if workers > 1 else []
     remedies += ["set trainer.devices lower"] if trains and config.trainer.devices > 1 else []

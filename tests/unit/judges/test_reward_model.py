@@ -8,13 +8,16 @@ import shutil
 
 import pytest
 import torch
+from jinja2 import TemplateError
 from safetensors.torch import load_file, save_file
 
 import palestra
-from palestra.errors import ConfigError
+from palestra.errors import ConfigError, ControlTokenInText, JudgeFailed
+from palestra.models.reward_model import RewardModelReader
 from palestra.renderers.selection import select_renderer
 from palestra.trainer.checkpoint import FOLDER_OF_REWARDS
 from palestra_judges import RewardModel
+from unit.building import make_chat
 from unit.judges.test_jobs import TASKS, config, rows
 from unit.trainer.networks import networks
 from unit.trainer.test_reward_model import set_head
@@ -70,3 +73,26 @@ def test_what_is_no_model_of_rewards_is_one_line(folder, tmp_path):
         settings = config(tmp_path / f"run-{path.name}")
         with pytest.raises(ConfigError, match=said):
             palestra.train(reward=RewardModel(path=path), tasks=TASKS, config=settings, quiet=True)
+
+
+def test_a_reply_that_the_model_is_not_shown_as_it_was_said_is_a_failure_of_the_judge(folder, monkeypatch):
+    reader, chat = RewardModelReader(folder), make_chat()
+    reader.score(chat)
+    render = reader._renderer.render
+
+    def fails_with(error):
+        def fails(messages, tools=(), room=None):
+            if len(messages) > 1:
+                raise error
+            return render(messages, tools, room)
+
+        return fails
+
+    def changes_the_prompt(messages, tools=(), room=None):
+        return render(messages[1:] if len(messages) > 1 else messages, tools, room)
+
+    refused = [fails_with(error) for error in (ControlTokenInText("a message", "<end>"), TemplateError("no"))]
+    for broken in (*refused, changes_the_prompt):
+        monkeypatch.setattr(reader._renderer, "render", broken)
+        with pytest.raises(JudgeFailed):
+            reader.score(chat)

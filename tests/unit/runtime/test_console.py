@@ -32,6 +32,13 @@ def test_names_with_markup_are_printed_as_they_are():
         assert text in shown
 
 
+def test_the_model_that_was_trained_is_named():
+    for algorithm, said in (("dpo", "runs/step-000002  (load"), ("reward_model", "runs/step-000002/reward_model  (of")):
+        config = JobConfig.model_validate({"name": "a", "algorithm": {"name": algorithm}})
+        shown = printed(config, lambda console: console.finished("completed", {"policy": Path("runs/step-000002")}))
+        assert f"model:  {said}" in shown
+
+
 def test_commands_can_be_pasted_into_a_shell():
     folder = "my runs/it's $HOME; ls"
     shown = printed(JobConfig(name="a", run_dir=Path(folder)), lambda console: console.finished("completed", {}))

@@ -26,6 +26,8 @@ SEVERAL = ["http://a:30000", "http://b:30000", "http://c:30000"]
         ({"engine": {"replicas": 3, "dtype": "float32"}}, 3 * 4 + 4 + 16, 0),
         (FROZEN, 2 + 16 + 2, 0),
         (FROZEN | {"engine": {"replicas": 2}}, 2 * 2 + 2 + 16 + 2 * 2, 0),
+        ({"algorithm": {"name": "ppo"}}, 2 + 2 * 16, 0),
+        ({"algorithm": {"name": "reward_model"}}, 2 + 4 + 16, 0),  # of the policy, which is not trained, weights alone
         (ADAPTER, 2, 0),  # engine and trainer share the base
         (ADAPTER | {"engine": {"replicas": 2}}, 2 * 2 + 2, 0),
         ({"trainer": {"devices": 2}}, 2 + 16, 2),
