@@ -6,14 +6,17 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from palestra.cli.options import JOB_ID, RUN, add_command, add_control, run_folder
 from palestra.errors import Conflict
 from palestra.terminal import say
+
+if TYPE_CHECKING:
+    from palestra.client.job import Job
 
 DTYPES = ("float32", "bfloat16", "float16")
 OPTION = "--policy"  # names the policy whose checkpoint is copied
@@ -71,22 +74,32 @@ def _run(arguments: argparse.Namespace) -> None:
         places = {artifact.path: artifact.place_in(Path(folder)) for artifact in job.artifacts()}
         (Path(folder) / "run.db").touch()  # `run_folder` knows the folder of a run by this file
         job.download("config.toml", places["config.toml"])
-        chosen = _chosen_of(Path(folder), arguments.policy, places, arguments.step)
+        chosen = _chosen_of(job, places, Path(folder), arguments)
         for path, place in places.items():
             if chosen is not None and path.startswith(f"{chosen}/"):
                 job.download(path, place)
         _copy(Path(folder), arguments)
 
 
-def _chosen_of(run_dir: Path, policy: str | None, paths: Iterable[str], step: int | None) -> str | None:
+def _chosen_of(job: Job, places: Mapping[str, Path], run_dir: Path, arguments: argparse.Namespace) -> str | None:
     """Return the path of a policy's best weights, newest checkpoint, or that of a step, among a job's files; None: not
-    found.
+    found, or an audit holds it back.
     """
     from palestra.runtime.run_dir import checkpoints_of_run
-    from palestra.trainer.checkpoint import BEST, newest_name
+    from palestra.trainer.checkpoint import BEST, INDEX, newest_name
+    from palestra.trainer.quarantine import FILE, read_quarantine
 
-    below = f"{checkpoints_of_run(run_dir, policy, OPTION).relative_to(run_dir)}/"
-    names = {path.removeprefix(below).split("/")[0] for path in paths if path.startswith(below)}
+    checkpoints, step = checkpoints_of_run(run_dir, arguments.policy, OPTION), arguments.step
+    below = f"{checkpoints.relative_to(run_dir)}/"
+    names = {path.removeprefix(below).split("/")[0] for path in places if path.startswith(below)}
+    if below + FILE in places and not arguments.force:
+        job.download(below + FILE, places[below + FILE])
+        if (held := read_quarantine(checkpoints)) is not None:
+            names = {name for name in names if not (name[5:].isdecimal() and held.holds(int(name[5:])))}
+            if (index := places.get(f"{below}{BEST}/{INDEX}")) is not None:
+                job.download(f"{below}{BEST}/{INDEX}", index)
+                names -= {BEST} if held.holds(int(json.loads(index.read_bytes())["step"])) else set()
+                index.unlink()  # a folder with nothing else is damaged
     wanted = [BEST] if step is None else [f"step-{step:06d}", BEST]  # `best` may be of this step
     chosen = next((name for name in wanted if name in names), newest_name(names) if step is None else None)
     return None if chosen is None else below + chosen

@@ -47,6 +47,25 @@ HOW_ON = (
 T = TypeVar("T")
 
 
+def restore_quarantine(run: OpenRun) -> None:
+    """Hold back what was held back before a restart, also in a job that is not audited any more.
+
+    Raises:
+        VersionQuarantined: the job pauses then.
+    """
+    action = "hold" if run.config.audit is None else run.config.audit.action
+    for policy in run.policies.trained:
+        folder = checkpoints_of(run.folder.path, policy, run.config)
+        if (held := read_quarantine(folder)) is None:
+            continue
+        if action == "warn":
+            lift_quarantine(folder)
+            continue
+        run.policies.held[policy] = held
+        if action == "pause":
+            raise VersionQuarantined(f"{held}; {HOW_ON}")
+
+
 @dataclass(slots=True)
 class _Step:
     """A step that is audited: its episodes, and those of them that are scored."""
@@ -85,26 +104,6 @@ class Audit:
         self._probed: ProbedJudge | None = None
         self._paid_low: list[str] = []  # ids of episodes of the newest step
         self._ended = False  # whether the judge could not be asked any more, which a job that only warns survives
-
-    @property
-    def holds(self) -> bool:
-        """Return whether the newest version is in quarantine."""
-        return self._policy in self._run.policies.held
-
-    def restore(self) -> None:
-        """Hold back what was held back before a restart.
-
-        Raises:
-            VersionQuarantined: the job pauses then.
-        """
-        if (held := read_quarantine(self._folder)) is None:
-            return
-        if self._config.action == "warn":
-            lift_quarantine(self._folder)
-            return
-        self._run.policies.held[self._policy] = str(held)
-        if self._config.action == "pause":
-            raise VersionQuarantined(f"{held}; {HOW_ON}")
 
     async def open(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Open the judges, on an event loop of their own.
@@ -253,14 +252,16 @@ class Audit:
             VersionQuarantined: they do, and the job pauses.
         """
         self._history.add(row)
-        if self._config.action == "warn" or self.holds or (found := divergence(self._history)) is None:
+        if self._config.action == "warn" or self._policy in self._run.policies.held:
+            return
+        if (found := divergence(self._history)) is None:
             return
         step = int(row["step"])
         held = Quarantine(since=found.since, step=step, reason=found.seen)
         fault_point("before_quarantine")
         await in_thread(partial(write_quarantine, self._folder, held))
         fault_point("after_quarantine")
-        self._run.policies.held[self._policy] = str(held)
+        self._run.policies.held[self._policy] = held
         text = f"version {step} is {held}; episodes: {', '.join(self._paid_low)}"
         await self._run.event("version_quarantined", {"step": step, "text": text, "episodes": self._paid_low})
         if self._config.action == "pause":

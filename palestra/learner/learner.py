@@ -17,7 +17,7 @@ from typing import Any
 from palestra.algorithms.base import Algorithm
 from palestra.errors import ConfigError
 from palestra.faults import fault_point
-from palestra.learner.audit import Audit
+from palestra.learner.audit import Audit, restore_quarantine
 from palestra.learner.engine_check import check_engine
 from palestra.learner.evaluation import validate
 from palestra.learner.groups import DynamicSampling, Gathered, gather_groups
@@ -183,8 +183,7 @@ class Learner:
         known = await self._known_digest()
         if known is None:
             await self._run.store.log.set_fact("config_digest", self._run.config.digest())
-        if self._audit is not None:
-            self._audit.restore()  # before anything is published
+        restore_quarantine(self._run)  # before anything is published
         state = await self._checkpoints.load()
         # Also without a checkpoint: a job that has lost its base server has made steps in this process already.
         self._run.progress.step = 0 if state is None else int(state["step"])
@@ -413,7 +412,7 @@ class Learner:
             await self._run.event("evaluated", {"step": step, **found})
             self._run.progress.evaluation_seconds.append(found["time/validation_seconds"])
             self._run.progress.evaluations_left = self._evaluations_left(step)
-            if self._audit is None or not self._audit.holds:
+            if not self._run.policies.held:
                 await self._checkpoints.keep_best(step, found)
         elif step == 0:
             return True

@@ -106,7 +106,7 @@ def weights_of_policy(
     chosen = good(folder, step) if held is None or step is not None else newest_good_before(folder, held.since)
     if chosen is not None:
         return chosen[0], step_of(chosen[0])
-    if held is not None and step is None and (best or found(folder)):
+    if held is not None and step is None:
         raise VersionQuarantined(f"all weights that {run_dir} has are {held}; `palestra export --force` takes them")
     steps = sorted({*map(step_of, found(folder)), *([] if best is None else [best[1]])})
     if not steps:

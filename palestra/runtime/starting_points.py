@@ -10,7 +10,7 @@ from palestra.config import SAVED_CONFIG, UNSET, JobConfig, load_config, load_sa
 from palestra.errors import ConfigError
 from palestra.learner.reporting import CHECKPOINTS, checkpoints_of
 from palestra.runtime.run_dir import weights_of_policy, weights_of_run
-from palestra.trainer.checkpoint import found, newest_path, step_of
+from palestra.trainer.checkpoint import newest_path, served, step_of
 
 
 class RunCheckpoint(NamedTuple):
@@ -22,11 +22,15 @@ class RunCheckpoint(NamedTuple):
 
 
 def all_checkpoints(config: JobConfig, run_dir: Path) -> dict[str, RunCheckpoint]:
-    """Return the checkpoints of a run by names such as `policy@step-20`, each policy's newest first."""
+    """Return the checkpoints of a run that no audit holds back.
+
+    Their names are such as `policy@step-20`, each policy's newest first.
+    """
+    known = {policy: checkpoints_of(run_dir, policy, config) for policy in config.trained_policies}
     return {
         f"{policy}@step-{step_of(path)}": RunCheckpoint(policy, step_of(path), path)
-        for policy in config.trained_policies
-        for path in reversed(found(checkpoints_of(run_dir, policy, config)))
+        for policy, folder in known.items()
+        for path in reversed(served(folder))
     }
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from palestra.config import JobConfig, PolicyConfig, Roles
+from palestra.config import JobConfig, PolicyConfig, Roles, past_of
 from palestra.engine.base import Engine, EngineLoad
 from palestra.errors import NotFound
 from palestra.grammars.pool import Grammars
 from palestra.renderers import Renderer
 from palestra.renderers.probes import Unseen
 from palestra.types.calls import PolicyVersion
+
+if TYPE_CHECKING:
+    from palestra.trainer.quarantine import Quarantine
 
 NO_PLAYERS: Mapping[str, str] = MappingProxyType({})
 
@@ -51,13 +54,13 @@ class PolicySet:
         runtimes: in the order of the configuration.
         roles: assigns policies to agents, and marks frozen ones.
         past: past versions in the engine, by names such as `white@5`, oldest first; see `add_past`.
-        held: why the newest version of a policy plays the job's own episodes alone, by name; see `learner.audit`.
+        held: policies whose newest version plays the job's own episodes alone; see `why_held`.
     """
 
     runtimes: Mapping[str, PolicyRuntime]
     roles: Roles
     past: dict[str, PolicyRuntime] = field(default_factory=dict)
-    held: dict[str, str] = field(default_factory=dict)
+    held: dict[str, Quarantine] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: JobConfig, runtimes: Mapping[str, PolicyRuntime]) -> Self:
@@ -100,6 +103,13 @@ class PolicySet:
         if runtime is None:
             raise NotFound(f"there is no model {name!r} here; this job has {', '.join(map(repr, self.names))}")
         return runtime
+
+    def why_held(self, name: str) -> str | None:
+        """Return why an audit keeps a policy, or a past version, for the job's own episodes; None: it does not."""
+        # The chat playground's checkpoints are named after steps as well: `white@step-20`.
+        policy, step = past_of(name.replace("@step-", "@")) or (name, None)
+        held = self.held.get(policy)
+        return None if held is None or (step is not None and not held.holds(step)) else str(held)
 
     def unseen(self, name: str) -> Unseen:
         """Return the parts of messages that a policy's model is not shown; empty for a removed policy."""

@@ -261,7 +261,7 @@ class Session:
 
     def _check_served(self, policy: str) -> None:
         """Raise an error if an audit holds a policy back from calls outside the job's own episodes."""
-        if self.kind == "adhoc" and (why := self._context.policies.held.get(policy)) is not None:
+        if self.kind == "adhoc" and (why := self._context.policies.why_held(policy)) is not None:
             raise VersionQuarantined(f"{policy!r} is {why}")
 
     def _seeded_for(self, policy: str, agent: str) -> tuple[str, str]:

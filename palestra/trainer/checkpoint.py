@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from palestra.disk import make_folders, put_back, rename_whole, sync, sync_tree, write_whole
-from palestra.errors import CheckpointError
+from palestra.errors import CheckpointError, VersionQuarantined
 from palestra.faults import fault_point
 from palestra.trainer.quarantine import read_quarantine
 
@@ -49,11 +49,10 @@ def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mappin
 
 def keep_newest(folder: Path, keep: int) -> None:
     """Remove all finished checkpoints in a folder but the newest, and the newest that no audit holds back."""
-    held, there = read_quarantine(folder), found(folder)
-    served = [path for path in there if held is not None and not held.holds(step_of(path))][-1:]
-    for old in there[:-keep]:
-        if old not in served:
-            shutil.rmtree(old, ignore_errors=True)
+    kept = {*found(folder)[-keep:], *served(folder)[-1:]}
+    for path in found(folder):
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def write_weights_folder(folder: Path, step: int, fill: Callable[[Path], object], state: Mapping[str, Any]) -> None:
@@ -215,6 +214,12 @@ def found(folder: Path) -> list[Path]:
     return sorted((p for p in folder.glob("step-*") if p.name[5:].isdecimal()), key=step_of)
 
 
+def served(folder: Path) -> list[Path]:
+    """Return the finished checkpoints that no audit holds back, oldest first."""
+    held = read_quarantine(folder)
+    return [path for path in found(folder) if held is None or not held.holds(step_of(path))]
+
+
 def step_of(path: Path) -> int:
     """Return the step of a finished checkpoint, read from the name of its folder."""
     return _number(path.name)
@@ -229,7 +234,13 @@ def link_model(folder: Path, step: int, target: Path) -> None:
     """Copy the model of a checkpoint to the folder `target`, atomically.
 
     Files are hard links where the file system allows it: they take no space and survive the deletion of the checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged, or gone, or can't be copied.
+        VersionQuarantined: an audit holds it back.
     """
+    if (held := read_quarantine(folder)) is not None and held.holds(step):
+        raise VersionQuarantined(f"the checkpoint of step {step} is {held}; start from an earlier one")
     temporary = target.with_name(f".{target.name}")
     try:
         shutil.rmtree(temporary, ignore_errors=True)

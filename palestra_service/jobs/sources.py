@@ -14,12 +14,13 @@ import sqlalchemy as sa
 
 from palestra.config import SAVED_CONFIG, dump_config, load_config, not_frozen
 from palestra.disk import sync, sync_tree, write_whole, writing
-from palestra.errors import NotFound
+from palestra.errors import NotFound, VersionQuarantined
 from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.store.browsing import browse
 from palestra.store.run_store import store_error
 from palestra.store.tables import episodes
 from palestra.trainer import checkpoint
+from palestra.trainer.quarantine import read_quarantine
 from palestra.types.jobs import JobRecord
 from palestra.types.states import EpisodeState
 
@@ -93,9 +94,16 @@ def checkpoint_folders(run: Path, policies: Collection[str]) -> dict[str, Path]:
 
 
 def step_meant(run: Path, job_id: str, wanted: int | None, policies: Collection[str]) -> int:
-    """Return the step of another job's checkpoint. `wanted` = None: the newest that all of the policies have."""
+    """Return the step of another job's checkpoint that no audit holds back.
+
+    Args:
+        wanted: None: the newest that all of the policies have.
+    """
     folders = set(checkpoint_folders(run, policies).values())
-    steps = sorted(set.intersection(*({checkpoint.step_of(path) for path in checkpoint.found(f)} for f in folders)))
+    steps = sorted(set.intersection(*({checkpoint.step_of(path) for path in checkpoint.served(f)} for f in folders)))
+    for held in filter(None, map(read_quarantine, folders)):
+        if not steps or (wanted is not None and held.holds(wanted)):
+            raise VersionQuarantined(f"the weights of job {job_id} are {held}; start from an earlier step")
     if not steps:
         raise NotFound(f"job {job_id} has no checkpoint to start from; it writes one every checkpoint.every_steps")
     if wanted is None:

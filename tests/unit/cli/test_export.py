@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from palestra.client.job import Job
 from palestra.config import dump_config, parse_config
 from palestra.errors import ConfigError, VersionQuarantined
 from palestra.runtime.run_dir import weights_of_run
+from palestra.runtime.starting_points import all_checkpoints
 from palestra.trainer import checkpoint
 from palestra.trainer.quarantine import Quarantine, write_quarantine
 from palestra.types.control_wire import ArtifactView
@@ -146,6 +149,38 @@ def test_of_a_job_the_best_weights_are_fetched(options, wanted, tmp_path, monkey
     assert fetched_of(names, {}, tmp_path, monkeypatch, *options) == ["config.toml", f"checkpoints/{wanted}/w"]
 
 
+@pytest.mark.parametrize(
+    ("since", "options", "from_where", "code"),
+    [
+        (3, (), {"best"}, 0),
+        (1, (), set(), 2),
+        (3, ("--step", "2"), {"step-000002"}, 0),
+        (3, ("--step", "3"), {"best"}, 2),  # which may be of this step
+        (1, ("--step", "3", "--force"), {"step-000003"}, 0),
+        (1, ("--force",), {"best"}, 0),
+    ],
+)
+def test_of_a_job_nothing_is_fetched_that_an_audit_holds_back(
+    since, options, from_where, code, tmp_path, monkeypatch, capsys
+):
+    best_of(tmp_path)
+    write_quarantine(tmp_path / "checkpoints", Quarantine(since=since, step=4, reason="the reward is gamed"))
+    files = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
+
+    def download(self, path, to):
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tmp_path / path, to)
+        fetched.append(path)
+
+    fetched: list[str] = []
+    monkeypatch.setattr(Job, "artifacts", lambda self: [ArtifactView(path=p, bytes=1, modified_at=0.0) for p in files])
+    monkeypatch.setattr(Job, "download", download)
+    where = ["--control", "http://127.0.0.1:1"]
+    assert main(["export", "job-0000000000000000", str(tmp_path / "out" / "model"), *where, *options]) == code
+    assert {Path(path).parent.name for path in fetched if path.endswith(".safetensors")} == from_where
+    assert ("quarantined since step" in capsys.readouterr().err) == (code == 2)
+
+
 def test_what_an_audit_holds_back_is_exported_with_force_only(tmp_path, capsys):
     best_of(tmp_path)
     write_quarantine(tmp_path / "checkpoints", Quarantine(since=3, step=4, reason="the reward is gamed"))
@@ -159,3 +194,4 @@ def test_what_an_audit_holds_back_is_exported_with_force_only(tmp_path, capsys):
     checkpoint.write_weights_folder(tmp_path / "checkpoints" / checkpoint.BEST, 3, lambda path: weights(path, 3), {})
     write_quarantine(tmp_path / "checkpoints", Quarantine(since=3, step=4, reason="the reward is gamed"))
     assert weights_of_run(str(tmp_path)) == str(tmp_path / "checkpoints" / "step-000002")
+    assert list(all_checkpoints(parse_config({}), tmp_path)) == ["policy@step-2"]  # of the chat playground

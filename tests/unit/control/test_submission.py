@@ -10,6 +10,7 @@ import pytest
 
 from palestra.config import parse_config
 from palestra.trainer import checkpoint
+from palestra.trainer.quarantine import Quarantine, write_quarantine
 from palestra_service.api import submission
 from palestra_service.jobs.scheduler import RUN
 from palestra_service.rights import KeyLimits
@@ -153,6 +154,16 @@ async def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(htt
     source = await trained(plane, 4, 6)
     assert "it has those of 4, 6" in await refused(http, 404, from_job=source, from_step=5)
     assert "no checkpoint to start from" in await refused(http, 404, from_job=await trained(plane))
+
+
+async def test_a_checkpoint_that_an_audit_holds_back_starts_no_job(http, plane):
+    source = await trained(plane, 4, 6)
+    checkpoints = plane.scheduler.folder_of(source) / RUN / "checkpoints"
+    write_quarantine(checkpoints, Quarantine(since=5, step=6, reason="gamed"))
+    assert (await made(http, from_job=source))["from_step"] == 4
+    assert "quarantined since step 5" in await refused(http, 409, from_job=source, from_step=6)
+    write_quarantine(checkpoints, Quarantine(since=2, step=6, reason="gamed"))
+    assert "quarantined since step 2" in await refused(http, 409, from_job=source)
 
 
 async def test_the_job_of_another_tenant_is_as_one_that_does_not_exist(http, plane):

@@ -24,7 +24,7 @@ from palestra.doctor import evidence
 from palestra.doctor.examination import examine
 from palestra.errors import ConfigError, VersionQuarantined
 from palestra.runtime.local import local_job
-from palestra.trainer.quarantine import read_quarantine
+from palestra.trainer.quarantine import Quarantine, read_quarantine, write_quarantine
 from palestra.types.records import Task
 from palestra_judges import Criterion, Rubric
 from unit.judges.test_jobs import TASKS, rows, weights
@@ -235,7 +235,7 @@ async def test_a_held_version_answers_nobody_but_the_jobs_own_episodes(tmp_path,
         settings = settings.model_copy(update={"server": settings.server.model_copy(update={"port": 0})})
         answered: list[int] = []
         async with local_job(settings, lambda kind, data: None) as job:
-            job.opened.policies.held["policy"] = "quarantined since step 3"
+            job.opened.policies.held["policy"] = Quarantine(since=3, step=5, reason="gamed")
             await job.plane.store.tasks.push("train", [Task(task_id="t", data={"prompt": "say"})], "chunk")
             running = asyncio.create_task(job.run())
             await _until(job, {"running"})
@@ -247,6 +247,20 @@ async def test_a_held_version_answers_nobody_but_the_jobs_own_episodes(tmp_path,
     assert refused.status_code == 409
     assert refused.json()["error"]["code"] == "version_quarantined"
     assert answered == [200]
+
+
+async def test_a_resumed_job_without_an_audit_holds_back_what_was_held(tmp_path):
+    settings = judged(tmp_path / "run", steps=1)
+    palestra.train(reward=odd, tasks=TASKS, config=settings, quiet=True)
+    write_quarantine(tmp_path / "run" / "checkpoints", held := Quarantine(since=1, step=1, reason="gamed"))
+    settings = settings.model_copy(update={"server": settings.server.model_copy(update={"port": 0}), "steps": 2})
+    async with local_job(settings, lambda kind, data: None) as job:
+        running = asyncio.create_task(job.run())
+        await _until(job, {"running"})
+        assert job.opened.policies.held == {"policy": held}
+        assert (await _chat(job)).status_code == 409
+        running.cancel()
+        await asyncio.wait((running,))
 
 
 @pytest.mark.parametrize(

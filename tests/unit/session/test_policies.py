@@ -13,6 +13,7 @@ from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import PolicyRuntime, PolicySet, SessionContext
 from palestra.session.registry import CallRegistry
 from palestra.session.seeds import call_seed, prompt_digest
+from palestra.trainer.quarantine import Quarantine
 from palestra.types.calls import ForkReason
 from unit.building import ids
 from unit.session.conftest import Bench, call, says
@@ -152,3 +153,10 @@ def test_a_request_is_answered_by_the_policy_that_it_names_or_by_that_of_its_age
     with pytest.raises(NotFound, match=r"no model 'gpt' here; this job has 'policy', 'old'"):
         policies.asked("gpt", "opponent")
     assert {name: str(version) for name, version in policies.versions.items()} == {"policy": "0.0", "old": "0.0"}
+
+
+def test_versions_are_held_from_a_step_on_and_so_are_checkpoints_of_the_playground(bench):
+    policies = bench.new_context().policies
+    policies.held["policy"] = Quarantine(since=4, step=6, reason="gamed")
+    asked = ["policy", "policy@3", "policy@4", "policy@step-3", "policy@step-20", "old", "old@9"]
+    assert [name for name in asked if policies.why_held(name)] == ["policy", "policy@4", "policy@step-20"]

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from palestra import disk
-from palestra.errors import CheckpointError
+from palestra.errors import CheckpointError, VersionQuarantined
 from palestra.trainer import checkpoint
 from palestra.trainer.quarantine import Quarantine, read_quarantine, write_quarantine
 
@@ -283,6 +283,17 @@ def test_the_newest_checkpoint_that_no_audit_holds_back_is_kept(tmp_path):
     for step in range(4, 8):
         write(tmp_path, step, keep=2)
     assert names(tmp_path) == ["quarantine.json", "step-000003", "step-000006", "step-000007"]
+
+
+def test_what_an_audit_holds_back_starts_no_other_job(tmp_path):
+    for step in (1, 2):
+        write(tmp_path / "c", step)
+    write_quarantine(tmp_path / "c", Quarantine(since=2, step=3, reason="so"))
+    assert checkpoint.served(tmp_path / "c") == [tmp_path / "c" / "step-000001"]
+    checkpoint.link_model(tmp_path / "c", 1, tmp_path / "one")
+    with pytest.raises(VersionQuarantined):
+        checkpoint.link_model(tmp_path / "c", 2, tmp_path / "two")
+    assert not (tmp_path / "two").exists()
 
 
 def test_a_quarantine_that_cannot_be_read_holds_all_back(tmp_path):
