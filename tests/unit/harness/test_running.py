@@ -184,7 +184,7 @@ async def test_a_program_that_has_used_up_its_calls_or_tokens_is_ended_and_score
     begun, ask = tmp_path / "begun", rollout._ask
 
     async def ask_of_begun(http, endpoint):
-        return await ask(http, endpoint) if begun.exists() else EpisodeCalls(answered=0)
+        return await ask(http, endpoint) if begun.exists() else EpisodeCalls(answered=0, refused={})
 
     monkeypatch.setattr(rollout, "_ask", ask_of_begun)
     code = (
