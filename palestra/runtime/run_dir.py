@@ -62,11 +62,23 @@ def _can_be_served_from(folder: Path) -> bool:
 def weights_of_run(model: str) -> str:
     """Return a model's name or folder unchanged; for a run's folder, the checkpoint from `weights_of_policy`.
 
-    `RUN/checkpoints/NAME` names one of several trained policies. Raises NotFound if the run has no checkpoint.
+    `RUN/checkpoints/NAME` names one of several trained policies.
+
+    Raises:
+        NotFound: the run has no checkpoint.
+        ConfigError: the run has trained a model of rewards, and its policy is as it was.
     """
     folder = Path(model)
     if (folder / "run.db").is_file():
-        return str(weights_of_policy(folder, None)[0])
+        from palestra.trainer.checkpoint import FOLDER_OF_REWARDS
+
+        weights, _ = weights_of_policy(folder, None)
+        if (weights / FOLDER_OF_REWARDS).is_dir():
+            raise ConfigError(
+                f"the run in {folder} has trained a model of rewards, which says nothing itself: `palestra export` "
+                "copies it for [judge], and the policy is still the model that the run began with"
+            )
+        return str(weights)
     run = folder.parent.parent
     if folder.parent.name == CHECKPOINTS and (run / "run.db").is_file():
         from palestra.trainer.checkpoint import found

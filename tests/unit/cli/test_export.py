@@ -97,6 +97,24 @@ def test_a_run_with_several_policies_is_a_model_by_the_folder_of_one(tmp_path):
     assert weights_of_run(str(tmp_path / "plain" / "checkpoints" / "white")).endswith("plain/checkpoints/white")
 
 
+def test_of_a_run_that_learned_rewards_their_model_is_exported_and_no_policy_is_played(tmp_path, capsys):
+    def fill(path):
+        (path / "weights.txt").write_text("policy")
+        (path / "reward_model").mkdir()
+        (path / "reward_model" / "weights.txt").write_text("rewards")
+
+    (tmp_path / "run.db").touch()
+    (tmp_path / "config.toml").write_text(dump_config(parse_config({"algorithm": {"name": "reward_model"}})))
+    checkpoint.write(tmp_path / "checkpoints", 4, fill, {"step": 4}, keep=1)
+    assert main(["export", str(tmp_path), str(tmp_path / "rewards")]) == 0
+    assert (tmp_path / "rewards" / "weights.txt").read_text() == "rewards"
+    assert "the model of rewards after step 4" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="has trained a model of rewards"):
+        weights_of_run(str(tmp_path))
+    step = str(tmp_path / "checkpoints" / "step-000004")
+    assert weights_of_run(step) == step, "who names the step means its policy"
+
+
 def best_of(folder) -> None:
     """A run with checkpoints of steps 2 and 3, of which an earlier one, 1, validated best."""
     (folder / "run.db").touch()
