@@ -8,16 +8,18 @@ from __future__ import annotations
 import asyncio
 import atexit
 import fcntl
+import logging
 import os
-import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
+from palestra.process.keeper import remove_tree
 from palestra.threads import in_thread
 
+log = logging.getLogger("palestra.harness")
 PREFIX = "palestra-harness-"
 _LOCK = "lock"
 
@@ -26,11 +28,12 @@ _LOCK = "lock"
 async def temporary_folder(prefix: str) -> AsyncIterator[Path]:
     """Make a folder that is removed after the block, in a thread: programs leave many files."""
     top = await in_thread(lambda: process_folder(Path(tempfile.gettempdir())))
-    made = tempfile.TemporaryDirectory(prefix=prefix, dir=top)
+    made = tempfile.mkdtemp(prefix=prefix, dir=top)
     try:
-        yield Path(made.name)
+        yield Path(made)
     finally:
-        await asyncio.shield(in_thread(made.cleanup))
+        if not await asyncio.shield(in_thread(partial(remove_tree, made))):  # what was played counts all the same
+            log.warning("%s can't be removed as a whole", made)
 
 
 @cache
@@ -64,16 +67,6 @@ def _remove(folder: Path) -> None:
     with suppress(FileNotFoundError):  # somebody else has removed it
         for path in folder.iterdir():
             if path.name != _LOCK:
-                _remove_tree(path)
+                remove_tree(str(path))
         if {path.name for path in folder.iterdir()} <= {_LOCK}:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_tree(path: Path) -> None:
-    """Remove a folder, with folders below it that a program has closed to everybody."""
-    for folder, names, _ in os.walk(path):
-        for name in names:
-            below = os.path.join(folder, name)
-            if not os.path.islink(below):
-                os.chmod(below, 0o700)
-    shutil.rmtree(path, ignore_errors=True)
+            remove_tree(str(folder))

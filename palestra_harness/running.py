@@ -98,7 +98,8 @@ async def run_harness(
     async with temporary_folder("home-") as folder:
         home, snapshot = folder / "home", folder / "snapshot"
         (home / TEMPORARY).mkdir(parents=True)
-        values = {"task": task, "workspace": workspace, "home": home} | {
+        text = f" {task}" if task.startswith("-") else task  # no option of the program
+        values = {"task": text, "workspace": workspace, "home": home} | {
             **{name: getattr(endpoint, name) for name in ("base_url", "anthropic_url", "api_key", "model")},
             "max_tokens": endpoint.max_tokens or MAX_TOKENS,
             "max_context": endpoint.max_context or MAX_CONTEXT,
@@ -184,6 +185,10 @@ async def _watched(
         for left in members_of(process.pid) if open_still else ():
             with suppress(ProcessLookupError):
                 os.kill(left, signal.SIGKILL)
+    if open_still:
+        await asyncio.wait((reading,), timeout=LAST_SECONDS)
+        if not reading.done():  # it has left the session as well
+            raise RolloutFailed("agent_failed", f"{name} has left a process that can't be found and ended")
     code, output, written = await reading
     if written > limits.output_bytes:
         raise RolloutFailed("output", f"{name} wrote more than {limits.output_bytes:,} bytes")
@@ -227,9 +232,14 @@ def _files_at(workspace: Path, name: bytes) -> Iterator[bytes]:
         yield name
         return
     top = os.fsencode(workspace)
-    for folder, folders, files in os.walk(os.path.join(top, name)):
-        yield from (os.path.relpath(os.path.join(folder, one), top) for one in (*folders, *files) if one != b".git")
-        folders[:] = [one for one in folders if one != b".git"]
+    below = [os.path.join(top, name)]
+    while below:  # `os.walk` of Python 3.11 recurs, and a program may make deep folders
+        with suppress(OSError):  # closed, or too long a path
+            for entry in list(os.scandir(below.pop())):
+                if entry.name != b".git" and entry.is_dir(follow_symlinks=False):
+                    below.append(entry.path)
+                elif entry.name != b".git":
+                    yield os.path.relpath(entry.path, top)
 
 
 def _can_be_read(path: bytes) -> bool:

@@ -60,11 +60,8 @@ def _main() -> int:
     if not ended:
         status = os.waitpid(child, 0)[1]
     _kill_others()
-    if folders:
-        import shutil
-
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in folders:
+        remove_tree(folder)
     return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
@@ -128,6 +125,39 @@ def _others() -> list[int]:
         below = {process for process, parent, _ in running if parent in below} - found
         found |= below
     return [process for process, _, session in running if process != own and (process in found or session == own)]
+
+
+def remove_tree(path: str) -> bool:
+    """Remove a file or a folder that a program has left, however deep and closed; return whether nothing is left.
+
+    Folders are moved to the top one, so that no path becomes too long, and nothing recurs.
+    """
+    if os.path.islink(path) or not os.path.isdir(path):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        return not os.path.lexists(path)
+    below, moved, mark = [path], 0, os.urandom(8).hex()
+    while below:
+        folder = below.pop()
+        with contextlib.suppress(OSError):
+            os.chmod(folder, 0o700)
+            for entry in list(os.scandir(folder)):
+                with contextlib.suppress(OSError):
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry.path)
+                        continue
+                    place = entry.path
+                    if folder != path:
+                        place, moved = os.path.join(path, f"{mark}-{moved}"), moved + 1
+                        os.chmod(entry.path, 0o700)  # a folder is only moved by who may write to it
+                        os.rename(entry.path, place)
+                    below.append(place)
+        if folder != path:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
+    return not os.path.lexists(path)
 
 
 def members_of(session: int) -> list[int]:

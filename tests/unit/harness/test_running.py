@@ -16,6 +16,7 @@ import pytest
 from palestra.client import ModelEndpoint
 from palestra.config import HarnessConfig
 from palestra.errors import ConfigError, InvalidRequest, RolloutFailed
+from palestra.process.keeper import remove_tree
 from palestra.types.wire import EpisodeCalls
 from palestra_harness import Harness, HarnessRollout, find_harness, known_harnesses, rollout
 from palestra_harness.folders import PREFIX, process_folder, remove_leftovers
@@ -123,12 +124,79 @@ async def test_a_program_that_writes_on_after_a_signal_is_killed_at_once(tmp_pat
     assert time.monotonic() - begun < GRACE_SECONDS
 
 
+ESCAPES = """
+import os, subprocess, time
+left = subprocess.Popen(["sleep", "60"], start_new_session=True)
+open("half", "w").write(str(left.pid))
+os.rename("half", "escaped")
+os.kill(os.getppid(), 9)
+time.sleep(60)
+"""
+
+
+async def test_a_process_that_escapes_fails_the_episode_and_does_not_hold_the_worker(tmp_path, monkeypatch):
+    for name in ("GRACE_SECONDS", "LAST_SECONDS", "LOOK_SECONDS"):
+        monkeypatch.setattr(f"palestra_harness.running.{name}", 0.1)
+
+    async def reached() -> bool:
+        return (tmp_path / "escaped").exists()
+
+    try:
+        async with asyncio.timeout(30):
+            with pytest.raises(RolloutFailed) as caught:
+                await run_harness(python(ESCAPES), ENDPOINT, "x", tmp_path, reached=reached)
+        assert caught.value.termination == "agent_failed"
+    finally:
+        os.kill(int((tmp_path / "escaped").read_text()), 9)
+
+
+DEEP = """
+import os
+for name in ("a", "b"):
+    os.mkdir(name)
+    os.chdir(name)
+    for _ in range(1100):
+        os.mkdir("deep")
+        os.chdir("deep")
+    open("file", "w").close()
+    os.chmod("..", 0)
+    os.chdir(os.environ["HOME"] if name == "a" else "/")
+"""
+
+
+async def test_a_tree_deeper_than_a_path_is_removed_and_the_episode_is_scored(counted):
+    seen = []
+
+    def score(task, result):
+        seen.append((result.exit_code, result.workspace.parent))
+        return 1.0
+
+    assert (await HarnessRollout(python(DEEP), score)({"prompt": "x"}, ENDPOINT)).reward == 1.0
+    ((code, folder),) = seen
+    assert code == 0
+    assert os.listdir(folder.parent) == ["lock"]  # neither the workspace nor the home
+
+
+async def test_a_deep_repository_in_the_workspace_is_in_the_diff(tmp_path):
+    code = "import os, subprocess; subprocess.run(['git', 'init', '-q', 'inner'], check=True); os.chdir('inner')\n"
+    code += "for _ in range(1100): os.mkdir('a'); os.chdir('a')\nopen('file', 'w').write('deep')"
+    try:
+        assert "+deep" in (await run_harness(python(code), ENDPOINT, "x", tmp_path)).diff
+    finally:
+        remove_tree(str(tmp_path / "inner"))  # pytest could not
+
+
 async def test_the_key_of_an_episode_is_in_no_result(tmp_path):
     code = "import sys; print(sys.argv[1] * 20_000, end=''); open('a.txt', 'w').write(sys.argv[1])"
     found = await run_harness(python(code, "{api_key}"), ENDPOINT, "x", tmp_path)
     assert "(key)" in found.output
     assert "(key)" in found.diff
     assert "pe-key" not in found.output + found.diff
+
+
+async def test_a_task_that_begins_with_a_dash_is_no_option(tmp_path):
+    harness = python("import sys; print(sys.argv[1:])", "{task}")
+    assert "[' - a list']" in (await run_harness(harness, ENDPOINT, "- a list", tmp_path)).output
 
 
 @pytest.mark.parametrize("task", ["a\0b", "x" * 200_000, "\ud800"])

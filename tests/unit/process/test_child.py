@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from palestra.process.child import MALLOC_VARIABLE, computing, kept_command, kept_ending, malloc_without_caches, popen
-from palestra.process.keeper import members_of
+from palestra.process.keeper import members_of, remove_tree
 
 PROGRAM = """
 import os, socket, sys
@@ -78,6 +78,22 @@ def test_a_keeper_ends_all_that_a_program_has_left_and_says_how_that_ended(numbe
     assert kept_ending(kept.wait(30)) == words
     assert not members_of(kept.pid)
     os.close(ours)
+
+
+def test_a_folder_is_removed_with_all_in_it_and_what_links_lead_to_stays(tmp_path):
+    other, top = tmp_path / "other", tmp_path / "top"
+    (other / "below").mkdir(parents=True)
+    (top / "a" / "b" / "c").mkdir(parents=True)
+    (top / "a" / "b" / "closed").mkdir(mode=0)
+    (top / "a" / "b" / "link").symlink_to(other)
+    (top / "a" / "dangling").symlink_to("nowhere")
+    os.mkfifo(top / "a" / "b" / "pipe")
+    (tmp_path / "link").symlink_to(other)
+    assert remove_tree(str(top))
+    assert remove_tree(str(tmp_path / "link"))
+    assert remove_tree(str(tmp_path / "none"))
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    assert [path.name for path in other.iterdir()] == ["below"]
 
 
 DAEMON = """
