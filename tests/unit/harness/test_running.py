@@ -164,6 +164,7 @@ for name in ("a", "b"):
 """
 
 
+@pytest.mark.slow
 async def test_a_tree_deeper_than_a_path_is_removed_and_the_episode_is_scored(counted):
     seen = []
 
@@ -177,6 +178,7 @@ async def test_a_tree_deeper_than_a_path_is_removed_and_the_episode_is_scored(co
     assert os.listdir(folder.parent) == ["lock"]  # neither the workspace nor the home
 
 
+@pytest.mark.slow
 async def test_a_deep_repository_in_the_workspace_is_in_the_diff(tmp_path):
     code = "import os, subprocess; subprocess.run(['git', 'init', '-q', 'inner'], check=True); os.chdir('inner')\n"
     code += "for _ in range(1100): os.mkdir('a'); os.chdir('a')\nopen('file', 'w').write('deep')"
