@@ -203,8 +203,8 @@ class Engine(Protocol):
         ...
 
     async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
-        """Add a policy whose model is of the same kind as another's; an existing one gets the new weights. The model is
-        of the same kind as that of `like`, whose present weights it gets without a source.
+        """Add a policy whose model is of the same kind as that of `like`, and has its present weights without a source;
+        an existing policy gets the new weights.
 
         Raises:
             ModelError: the weights do not fit the model.

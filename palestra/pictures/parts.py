@@ -28,7 +28,7 @@ class Picture(ImagePart, frozen=True, kw_only=True, eq=False):
         return isinstance(other, ImagePart) and other.digest == self.digest
 
     def __hash__(self) -> int:
-        return hash(self.digest)
+        return hash(ImagePart(digest=self.digest))  # to which it is equal
 
     @classmethod
     def of(cls, value: Any) -> Self:

@@ -97,6 +97,15 @@ async def test_tools_return_pictures():
     assert text.text == "plain"
 
 
+def test_a_picture_with_its_file_is_the_same_part_in_a_set_as_without_it():
+    picture = Picture.of(RED)
+    stored = ImagePart(digest=picture.digest)
+    assert stored == picture
+    assert {ChatMessage(role="user", content=(part,)) for part in (stored, picture)} == {
+        ChatMessage(role="user", content=(stored,))
+    }
+
+
 def test_a_picture_travels_with_its_file_once():
     picture = Picture.of(RED)
     seen = Observation(id="o1", parents=(), agent="a", content=(ChatMessage(role="user", content=(picture,)),))
