@@ -194,9 +194,16 @@ class JobConfig(Section):
     def _has_weights_of_rewards(self) -> JobConfig:
         for name in self.trained_policies:
             algorithm = self.algorithm_of(name)
-            if not algorithm.trains_policy and self.policies[name].adapter is not None:
+            if algorithm.trains_policy:
+                continue
+            if self.policies[name].adapter is not None:
                 raise ValueError(
                     f"{algorithm.name!r} trains all weights of a copy of the model; leave policies.{name}.adapter out"
+                )
+            if self.tasks.validation is not None and self.evaluation.is_on:
+                raise ValueError(
+                    f"validation plays with the policy, and {algorithm.name!r} does not train it; leave "
+                    "tasks.validation out"
                 )
         return self
 

@@ -278,3 +278,8 @@ class EvaluationConfig(Section):
         description="Evaluate after each step that passes a multiple of so many sampled tokens, before the first step "
         "and after the last; `every_steps` is not used then. None: by steps.",
     )
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether there are evaluations, if there are tasks for them."""
+        return self.every_steps > 0 or self.every_tokens is not None

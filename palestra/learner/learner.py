@@ -216,8 +216,7 @@ class Learner:
     async def _wait_for_tasks(self) -> None:
         """Wait for all tasks: from files, or pushed by a client that has marked the last push."""
         self._run.progress.enter("waiting for tasks")
-        evaluation = self._run.config.evaluation
-        validates = evaluation.every_steps > 0 or evaluation.every_tokens is not None
+        validates = self._run.config.evaluation.is_on
         if not self._run.config.brings_tasks or validates:
             await self._run.store.tasks.wait_sealed()
         config, stored = self._run.config, self._run.store.tasks

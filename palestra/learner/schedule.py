@@ -89,7 +89,7 @@ class TrainingBudget:
     def evaluations_after(self, step: int) -> int:
         """Estimate the number of evaluations after this step, the newest finished one."""
         config, budget, steps = self._config.evaluation, self._config.token_budget, self._config.steps
-        if self.is_over(step) or not (config.every_steps or config.every_tokens):
+        if self.is_over(step) or not config.is_on:
             return 0
         if config.every_tokens is not None:
             rate = self.sampled / step if step else 0.0
@@ -102,7 +102,7 @@ class TrainingBudget:
     def evaluation_is_due(self, step: int) -> bool:
         """Return whether to evaluate the policies after this step, the newest counted one."""
         config = self._config.evaluation
-        if not config.every_steps and config.every_tokens is None:
+        if not config.is_on:
             return False
         if step == 0 or self.is_over(step):
             return True

@@ -59,6 +59,20 @@ async def test_pairs_write_their_metrics_and_none_that_compares_with_what_was_sa
         assert not {"train/logprob_gap_mean", "train/sampling_kl", "train/kl_at_sampling"} & row.keys()
 
 
+@pytest.mark.parametrize("key", ["policies.policy.adapter", "tasks.validation"])
+def test_a_model_of_rewards_has_neither_an_adapter_nor_validation(key):
+    more = {
+        "policies.policy.adapter": {"policies": {"policy": {"adapter": {"rank": 4}}}},
+        "tasks.validation": {"tasks": {"validation": "held-out.jsonl"}},
+    }
+    with pytest.raises(ValidationError, match=f"leave {key} out"):
+        JobConfig.model_validate({"name": "j", "algorithm": {"name": "reward_model"}, **more[key]})
+    JobConfig.model_validate({"name": "j", "algorithm": {"name": "dpo"}, **more[key]})
+    off = {"evaluation": {"every_steps": 0}}
+    if key == "tasks.validation":
+        JobConfig.model_validate({"name": "j", "algorithm": {"name": "reward_model"}, **more[key], **off})
+
+
 async def test_a_model_of_rewards_leaves_the_policy_as_it_is(tmp_path):
     settings = config(algorithm={"name": "reward_model"}, steps=2, evaluation={"every_steps": 0})
     job = ScriptedJob(tmp_path, settings, tasks=[PAIR])
