@@ -27,7 +27,7 @@ Scored = float | Mapping[str, float] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Harness:
+class Harness(installed.HarnessProgram):
     """An agent that is a program.
 
     In the command, the variables and the files, these names in braces stand for values: `{base_url}` (it ends with

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from palestra.envs.judge import JudgedGroup, VerdictBook
+from palestra.envs.judge import JudgedGroup, ProbedJudge, VerdictBook
 from palestra.errors import JudgeFailed
 from palestra.types.records import Verdict
 from palestra.waiting import together
@@ -34,7 +34,7 @@ VERDICT = {
 Entry = tuple[Any, tuple[str, ...]]  # what was done, and the episodes that have done it
 
 
-class RelativeJudge:
+class RelativeJudge(ProbedJudge):
     """Asks about whole groups."""
 
     whole_groups = True

@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from palestra.envs.judge import JudgedGroup, VerdictBook, weighted_share
+from palestra.envs.judge import JudgedGroup, ProbedJudge, VerdictBook, weighted_share
 from palestra.types.records import Verdict
 from palestra_judges.bounds import doubts
 from palestra_judges.model import JudgeModel
@@ -22,7 +22,7 @@ TASK = "Judge the reply by each of these criteria, in this order:\n"
 VERDICT = {"id": "{id}", "criteria": [{"name": "…", "reason": "one sentence, before you choose", "choice": "…"}]}
 
 
-class RubricJudge:
+class RubricJudge(ProbedJudge):
     """Asks about one episode at a time."""
 
     whole_groups = False

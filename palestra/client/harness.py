@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from palestra.client.worker import Rollout
 from palestra.config import HarnessConfig
@@ -15,15 +16,16 @@ GROUP = "palestra.harnesses"
 _NO_SCORE = "nothing says how a workspace is scored: name a file with a function `score(task, result)` in harness.score"
 
 
-@runtime_checkable
-class HarnessProgram(Protocol):
-    """What an entry point of `palestra.harnesses` leads to, such as a `palestra_harness.Harness`."""
+class HarnessProgram(ABC):
+    """Base of what an entry point of `palestra.harnesses` leads to, such as a `palestra_harness.Harness`.
 
-    @property
-    def name(self) -> str:
-        """Return the name that users write."""
-        ...
+    Attributes:
+        name: what users write.
+    """
 
+    name: str
+
+    @abstractmethod
     def rollout(self, score: Callable[..., Any], settings: HarnessConfig) -> Rollout:
         """Return a rollout function that plays each task with the program.
 
@@ -34,7 +36,6 @@ class HarnessProgram(Protocol):
         Raises:
             ConfigError: the program is not installed, or `settings.folder` does not exist.
         """
-        ...
 
 
 def installed_harness(name: str) -> HarnessProgram:

@@ -6,9 +6,10 @@ is the table `[judge]` of a job, and whose `make` returns the judge. See `palest
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from palestra.config import Roles
 from palestra.errors import ConfigError
@@ -99,17 +100,16 @@ class Judge(Protocol):
         ...
 
 
-@runtime_checkable
-class ProbedJudge(Judge, Protocol):
-    """A judge whose verdicts on replies that say nothing can be asked for; an audit does so from time to time."""
+class ProbedJudge(ABC):
+    """Base of a judge whose verdicts on canned replies can be asked for, as an audit does from time to time."""
 
+    @abstractmethod
     async def probe(self, group: JudgedGroup, book: VerdictBook) -> list[float]:
         """Return the scores of canned replies to the task of a group, each from 0 to 1; without those that failed.
 
         Raises:
             PalestraError: it cannot judge any more.
         """
-        ...
 
 
 def weighted_share(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from palestra.errors import ConfigError, JudgeFailed, PalestraError
 from palestra.models.causal_lm import load_tokenizer
-from palestra.models.quiet import quiet_transformers
+from palestra.models.quiet import NO_CODE, NO_PICKLE, quiet_transformers
 from palestra.renderers import select_renderer, shown_reply
 from palestra.types.calls import Chat
 
@@ -24,10 +24,10 @@ class RewardModelReader:
         """Load the model of a folder. Raises ConfigError: it is no model of rewards."""
         try:
             with quiet_transformers():
-                if (labels := AutoConfig.from_pretrained(path).num_labels) != 1:
+                if (labels := AutoConfig.from_pretrained(path, **NO_CODE).num_labels) != 1:
                     raise ConfigError(f"judge.path: the model in {path} has {labels} classes; such a model has one")
                 model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                    path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+                    path, dtype=torch.float32, output_loading_info=True, **NO_PICKLE
                 )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"judge.path: {path} is no model for the classification of sequences: {error}") from error

@@ -218,7 +218,7 @@ async def test_the_critic_has_an_adapter_of_its_own_on_the_same_base(critic):
         nets = [critic_of(trainer)._net, critic_of(trainer)._target]
         own = {name: p.data_ptr() for name, p in model_of(trainer).named_parameters() if ".lora_" not in name}
         for net in nets[: 1 if critic == "states" else 2]:
-            body = {name: p.data_ptr() for name, p in net._model.named_parameters() if ".lora_" not in name}
+            body = {name: p.data_ptr() for name, p in net.model.named_parameters() if ".lora_" not in name}
             assert body == own
             assert all("lora_" in name or name.startswith("value_head.") for name, _ in net.named_parameters())
         if critic == "actions":
