@@ -27,13 +27,19 @@ _LOCK = "lock"
 @asynccontextmanager
 async def temporary_folder(prefix: str) -> AsyncIterator[Path]:
     """Make a folder that is removed after the block, in a thread: programs leave many files."""
-    top = await in_thread(lambda: process_folder(Path(tempfile.gettempdir())))
-    made = tempfile.mkdtemp(prefix=prefix, dir=top)
+    made = await in_thread(partial(_new_folder, prefix))
     try:
         yield Path(made)
     finally:
         if not await asyncio.shield(in_thread(partial(remove_tree, made))):  # what was played counts all the same
             log.warning("%s can't be removed as a whole", made)
+
+
+def _new_folder(prefix: str) -> str:
+    top = Path(tempfile.gettempdir())
+    if not (process_folder(top) / _LOCK).exists():  # a program has emptied the folder of temporary files
+        process_folder.cache_clear()
+    return tempfile.mkdtemp(prefix=prefix, dir=process_folder(top))
 
 
 @cache

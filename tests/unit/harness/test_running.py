@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -413,6 +414,18 @@ async def test_a_program_and_its_folders_end_with_a_worker_that_is_killed_and_th
     assert len(list(top.iterdir())) == 1
     remove_leftovers(top)
     assert list(top.iterdir()) == []
+
+
+async def test_a_program_that_empties_the_folder_of_temporary_files_harms_no_later_episode(
+    tmp_path, monkeypatch, counted
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    emptied = python(
+        f"import shutil; shutil.rmtree({str(tmp_path)!r}, ignore_errors=True); import os; os.mkdir({str(tmp_path)!r})"
+    )
+    with pytest.raises(RolloutFailed):
+        await HarnessRollout(emptied, lambda *_: 1.0)({"prompt": "x"}, ENDPOINT)
+    assert (await HarnessRollout(python(""), lambda *_: 1.0)({"prompt": "x"}, ENDPOINT)).reward == 1.0
 
 
 def test_folders_of_processes_that_live_and_of_others_stay(tmp_path):
