@@ -136,6 +136,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> JobConfig:
     """Return the evaluation's configuration, with models and environment from the arguments."""
     from palestra.config import load_config, name_settings, parse_config
+    from palestra.runtime.arguments import with_harness_of_run
     from palestra.runtime.starting_points import config_of_run, with_checkpoints, with_models
 
     settings, ships = overrides(arguments.set), arguments.environment is not None and ":" not in arguments.environment
@@ -148,11 +149,10 @@ def _config(arguments: argparse.Namespace) -> JobConfig:
             say(f"as in the run: {name_settings(config) or 'its settings are the defaults'}", file=sys.stderr)
     else:
         config = parse_config({}, settings)
-    played: dict[str, Any] = {"environment": config.environment.model_copy(update={"name": environment})}
-    if config.harness is not None:  # of a run; --reward scores what it leaves
-        scored = config.harness.model_copy(update={"score": None})
-        played["harness"] = None if arguments.reward is None else scored
-    config = config.model_copy(update=played)
+    other = arguments.rollout is not None or arguments.environment is not None
+    config = with_harness_of_run(config, scored=arguments.reward is not None and not other)
+    played = config.environment.model_copy(update={"name": environment})
+    config = config.model_copy(update={"environment": played})
     config = with_checkpoints(with_models(with_models(config, arguments.checkpoint), _models(arguments.model)))
     if arguments.policy is not None and arguments.policy not in config.trained_policies:
         known = " and ".join(map(repr, config.trained_policies))

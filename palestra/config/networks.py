@@ -98,7 +98,11 @@ class CriticConfig(Section):
     """The critic: a copy of the policy's model, or an adapter of its own, with a value head and its own optimizer."""
 
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-5)
-    epochs: Positive = Field(1, description="Optimizer steps of the critic made from one batch.")
+    epochs: Positive = Field(
+        1,
+        description="Optimizer steps of the critic made from one batch. Those after the first leave out values that "
+        "have moved by more than 0.2 already, so scale larger rewards down.",
+    )
     warmup_steps: int = Field(
         0,
         ge=0,

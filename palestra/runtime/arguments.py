@@ -77,6 +77,15 @@ def with_harness(config: JobConfig, harness: object) -> JobConfig:
     return config.model_copy(update={"harness": settings})
 
 
+def with_harness_of_run(config: JobConfig, scored: bool) -> JobConfig:
+    """Return a run's settings for an evaluation: its harness plays if the caller scores what that leaves.
+
+    No score function of the run is imported: its folder may be another user's.
+    """
+    harness = None if config.harness is None or not scored else config.harness.model_copy(update={"score": None})
+    return config.model_copy(update={"harness": harness})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Play:
     """How a user says what to play: one of the first four, or the configuration does.

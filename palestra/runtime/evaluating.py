@@ -29,6 +29,7 @@ from palestra.runtime.arguments import (
     resolve_rollout,
     resolve_tasks,
     task_check,
+    with_harness_of_run,
     with_judge,
 )
 from palestra.runtime.console import Console, models_of
@@ -80,7 +81,7 @@ def evaluate(
             adapts: actions are read from the reply's text.
         reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or a function in TRL's form.
             Either may have parameters named `finish_reason`, `messages`, `calls`, `prompt_tokens`, `completion_tokens`
-            and `completion_ids`.
+            and `completion_ids`. In the configuration of a run with a harness: scores what its harness leaves.
         random: names of agents that choose a random legal move (`Observation.choices`) instead of calling their policy;
             their rewards are not counted. Only for environments.
         trajectories: whether each outcome includes its trajectory: messages, tokens, logprobs, steps.
@@ -97,11 +98,11 @@ def evaluate(
         PalestraError: the model cannot be loaded, or many episodes in a row have failed.
         KeyboardInterrupt, SystemExit: after SIGINT, or SIGTERM (exit code 143); episodes stay in `run_dir`.
     """
-    environment = adapted(environment)
+    play = Play(rollout=rollout, environment=adapted(environment), reward=reward)
     found, interrupts = evaluate_until_stopped(
-        Play(rollout=rollout, environment=environment, reward=reward),
+        play,
         tasks,
-        config_to_score(config, model, environment),
+        config_to_score(config, model, play),
         random=random,
         trajectories=trajectories,
         concurrency=concurrency,
@@ -145,13 +146,14 @@ def play_episode(
     return outcome.trajectory
 
 
-def config_to_score(
-    config: JobConfig | None, model: str | Mapping[str, str] | None, environment: EnvironmentMaker | str | None
-) -> JobConfig:
+def config_to_score(config: JobConfig | None, model: str | Mapping[str, str] | None, play: Play) -> JobConfig:
     """Return the configuration of the job whose policies are scored; arguments and errors are those of `evaluate`."""
     if config is None and isinstance(model, str):
-        config = config_of_run(model, environment if isinstance(environment, str) else None)
-    return resolve_config(config, model, environment)
+        named = play.environment if isinstance(play.environment, str) else None
+        if (config := config_of_run(model, named)) is not None:
+            other = play.rollout is not None or play.environment is not None
+            config = with_harness_of_run(config, scored=play.reward is not None and not other)
+    return resolve_config(config, model, play.environment)
 
 
 def evaluate_until_stopped(

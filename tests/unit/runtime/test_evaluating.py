@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.config import JobConfig
+from palestra.config import JobConfig, dump_saved_config
+from palestra.envs import TaskEnvironment
 from palestra.errors import ConfigError, NotFound
-from palestra.runtime.evaluating import Evaluation, TaskOutcome, evaluate
+from palestra.runtime.arguments import Play
+from palestra.runtime.evaluating import Evaluation, TaskOutcome, config_to_score, evaluate
 from palestra.runtime.job_thread import TrainResult
 from palestra.runtime.run_dir import weights_of_run
 from palestra.trainer import checkpoint
@@ -94,6 +96,26 @@ def test_the_folder_of_a_run_stands_for_its_newest_good_checkpoint(tmp_path):
     assert weights_of_run(str(tmp_path)) == str(tmp_path / "checkpoints" / "step-000012")
     assert weights_of_run("tiny-random") == "tiny-random"
     assert weights_of_run(str(tmp_path / "checkpoints" / "step-000003")).endswith("step-000003")
+
+
+def test_the_harness_of_a_run_plays_if_the_caller_scores_what_it_leaves(tmp_path):
+    (tmp_path / "run.db").touch()
+    harness = {"name": "pi", "score": str(tmp_path / "score.py"), "max_calls": 9}
+    (tmp_path / "config.toml").write_text(dump_saved_config(JobConfig.model_validate({"harness": harness})))
+    checkpoint.write(tmp_path / "checkpoints", 3, lambda folder: (folder / "a").write_text("b"), {"step": 3}, 5)
+    played = {
+        "nothing": Play(),
+        "a function": Play(rollout=lambda task, endpoint: 1.0),
+        "an environment": Play(environment="gomoku"),
+        "a class": Play(environment=TaskEnvironment),
+        "a reward": Play(reward=lambda task, result: 1.0),
+    }
+    found = {what: config_to_score(None, str(tmp_path), play).harness for what, play in played.items()}
+    assert [what for what, one in found.items() if one is not None] == ["a reward"]
+    assert (found["a reward"].score, found["a reward"].max_calls) == (None, 9)
+    own = JobConfig.model_validate({"harness": harness})
+    with pytest.raises(ConfigError, match="rollout and harness"):
+        evaluate(lambda task, endpoint: 1.0, [{"prompt": "?"}], own, quiet=True)
 
 
 def test_several_environments_are_refused():
