@@ -10,7 +10,7 @@ from palestra.config import SAVED_CONFIG, UNSET, JobConfig, load_config, load_sa
 from palestra.errors import ConfigError
 from palestra.learner.reporting import CHECKPOINTS, checkpoints_of
 from palestra.runtime.run_dir import weights_of_policy, weights_of_run
-from palestra.trainer.checkpoint import newest_path, served, step_of
+from palestra.trainer.checkpoint import newest_path, not_held, step_of
 
 
 class RunCheckpoint(NamedTuple):
@@ -30,7 +30,7 @@ def all_checkpoints(config: JobConfig, run_dir: Path) -> dict[str, RunCheckpoint
     return {
         f"{policy}@step-{step_of(path)}": RunCheckpoint(policy, step_of(path), path)
         for policy, folder in known.items()
-        for path in reversed(served(folder))
+        for path in reversed(not_held(folder))
     }
 
 

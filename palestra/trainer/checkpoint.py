@@ -49,7 +49,7 @@ def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mappin
 
 def keep_newest(folder: Path, keep: int) -> None:
     """Remove all finished checkpoints in a folder but the newest, and the newest that no audit holds back."""
-    kept = {*found(folder)[-keep:], *served(folder)[-1:]}
+    kept = {*found(folder)[-keep:], *not_held(folder)[-1:]}
     for path in found(folder):
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
@@ -214,7 +214,7 @@ def found(folder: Path) -> list[Path]:
     return sorted((p for p in folder.glob("step-*") if p.name[5:].isdecimal()), key=step_of)
 
 
-def served(folder: Path) -> list[Path]:
+def not_held(folder: Path) -> list[Path]:
     """Return the finished checkpoints that no audit holds back, oldest first."""
     held = read_quarantine(folder)
     return [path for path in found(folder) if held is None or not held.holds(step_of(path))]

@@ -100,7 +100,7 @@ def step_meant(run: Path, job_id: str, wanted: int | None, policies: Collection[
         wanted: None: the newest that all of the policies have.
     """
     folders = set(checkpoint_folders(run, policies).values())
-    steps = sorted(set.intersection(*({checkpoint.step_of(path) for path in checkpoint.served(f)} for f in folders)))
+    steps = sorted(set.intersection(*({checkpoint.step_of(path) for path in checkpoint.not_held(f)} for f in folders)))
     for held in filter(None, map(read_quarantine, folders)):
         if not steps or (wanted is not None and held.holds(wanted)):
             raise VersionQuarantined(f"the weights of job {job_id} are {held}; start from an earlier step")

@@ -289,7 +289,7 @@ def test_what_an_audit_holds_back_starts_no_other_job(tmp_path):
     for step in (1, 2):
         write(tmp_path / "c", step)
     write_quarantine(tmp_path / "c", Quarantine(since=2, step=3, reason="so"))
-    assert checkpoint.served(tmp_path / "c") == [tmp_path / "c" / "step-000001"]
+    assert checkpoint.not_held(tmp_path / "c") == [tmp_path / "c" / "step-000001"]
     checkpoint.link_model(tmp_path / "c", 1, tmp_path / "one")
     with pytest.raises(VersionQuarantined):
         checkpoint.link_model(tmp_path / "c", 2, tmp_path / "two")
