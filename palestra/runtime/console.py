@@ -140,7 +140,10 @@ class Console:
         # Of several trained policies each has a reward; the name of the only one says whose it is beside frozen ones.
         sole = self._config.players.default if len(self._config.policies) > 1 else ""
         rewards = of_policies(row, "train/reward_mean").items()
-        text += "   ".join(f"{policy or sole} reward {mean:5.2f}".lstrip() for policy, mean in rewards)
+        if (right := row.get("train/pair_accuracy")) is None:
+            text += "   ".join(f"{policy or sole} reward {mean:5.2f}".lstrip() for policy, mean in rewards)
+        else:  # the rewards of a pair only say which reply was chosen
+            text += f"pairs {right:4.0%} right"
         rate = row.get("rollout/tokens_per_second")
         text += f"   {'-' if rate is None else f'{rate:.0f}':>6} tok/s   {row['time/step_seconds']:5.1f} s"
         if of_policies(row, "validation/reward_mean"):

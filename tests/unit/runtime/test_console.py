@@ -53,3 +53,10 @@ def test_what_computes_is_a_line_and_a_reason_a_warning():
         assert "computes on p" in shown
         assert "warning: layers are computed without compiled functions" in shown
         assert "there is no C compiler (cc)" in shown
+
+
+def test_a_step_of_pairs_says_how_many_were_right_and_no_reward():
+    row = {"step": 1.0, "train/reward_mean": 0.5, "train/pair_accuracy": 0.75, "time/step_seconds": 2.0}
+    shown = printed(JobConfig(name="a", steps=3), lambda console: console.report("step", row))
+    assert "step 1/3   pairs  75% right" in shown
+    assert "reward" not in shown
