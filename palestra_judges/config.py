@@ -165,6 +165,8 @@ class Relative(ModelJudge):
 class RewardModel(JudgeConfig):
     """A judge that is a model of rewards, such as `algorithm.name = "reward_model"` trains; no words are asked."""
 
+    bounded: ClassVar[bool] = False
+
     kind: Literal["reward_model"] = Field("reward_model", description="The kind of judge.")
     path: Path = Field(
         description="Folder with the model, as `palestra export` writes it: one of transformers for the classification "

@@ -38,3 +38,9 @@ class AuditConfig(Section):
         if self.action != "warn" and self.judge is None:
             raise ValueError(f"action = {self.action!r} needs the scores of a second judge: add [audit.judge]")
         return self
+
+    @model_validator(mode="after")
+    def _has_scores_with_bounds(self) -> AuditConfig:
+        if self.judge is not None and not self.judge.bounded:
+            raise ValueError(f"an audit needs scores from 0 to 1, and a judge of kind {self.judge.kind!r} gives others")
+        return self

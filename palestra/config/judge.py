@@ -41,11 +41,13 @@ class JudgeConfig(Section, ABC):
 
     Attributes:
         not_judged: keys that change no verdict, so that a run may go on with other values.
+        bounded: whether each score lies from 0 to 1, as an audit needs it.
     """
 
     model_config = ConfigDict(defer_build=True)  # the kinds are known when the first configuration is checked
 
     not_judged: ClassVar[frozenset[str]] = frozenset({"url", "key_variable", "wait_seconds"})
+    bounded: ClassVar[bool] = True
 
     kind: str = Field(description="The kind of judge; each has keys of its own.")
     url: str | None = Field(

@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from safetensors.torch import load_file, save_file
 
 import palestra
+from palestra.config.audit import AuditConfig
 from palestra.errors import ConfigError, ControlTokenInText, JudgeFailed
 from palestra.models.reward_model import RewardModelReader
 from palestra.renderers.selection import select_renderer
@@ -55,6 +56,11 @@ def test_each_reply_has_the_reward_of_transformers_for_the_conversation_up_to_it
             wanted = float(model(torch.tensor([ids[:end]])).logits)
         assert json.loads(row["named_rewards"])["preference"] == pytest.approx(wanted, abs=1e-5)
     assert len(rows(tmp_path / "run", "SELECT * FROM verdicts")) == 16
+
+
+def test_an_audit_needs_scores_with_bounds(tmp_path):
+    with pytest.raises(ConfigError, match="scores from 0 to 1"):
+        AuditConfig(judge=RewardModel(path=tmp_path))
 
 
 def test_what_is_no_model_of_rewards_is_one_line(folder, tmp_path):
