@@ -18,6 +18,7 @@ import httpx2
 import pytest
 
 from palestra.cli.main import main
+from palestra.cli.top_folder import WatchedFolder
 from palestra.cli.top_view import view_of
 from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.routes import Search, create_page_app
@@ -125,7 +126,7 @@ def readers(folder: Path, newest: int) -> Iterator[dict[str, Callable[[], None]]
 
         paths = [*addresses(app), f"/dashboard/api/runs/run/metrics?after={newest - 1}"]
         found = {path: (lambda path=path: get(path)) for path in paths}
-        found["top"] = lambda: view_of([run], 100, 2e9)
+        found["top"] = lambda: view_of([WatchedFolder(run)], 100, 2e9)
         for options in ([], ["--claimed"], ["--state", "discarded"], ["--kind", "train"], ["--json", "--limit", "9"]):
             found[f"episodes {options}"] = lambda options=options: main(["episodes", str(folder), *options])
         for options in ([], ["--text"], ["--json"]):

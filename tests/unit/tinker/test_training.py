@@ -12,6 +12,7 @@ import safetensors.numpy
 from rich.console import Console
 
 from palestra.cli.main import main
+from palestra.cli.top_folder import WatchedFolder
 from palestra.cli.top_view import view_of
 from palestra.dashboard.runs import runs_of
 from palestra.models.adapter_files import read_adapter
@@ -196,7 +197,7 @@ def test_a_run_folder_is_like_that_of_any_job(server, ada, tmp_path):
     (run,) = runs_of([folder])
     assert run.config.policies["policy"].adapter.rank == 4
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(view_of([run], 100, time.time()))
+    console.print(view_of([WatchedFolder(run)], 100, time.time()))
     assert folder.name in console.export_text()
     assert main(["export", str(folder), str(tmp_path / "out")]) == 0
     assert read_adapter(tmp_path / "out").config.rank == 4
