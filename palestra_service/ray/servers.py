@@ -46,7 +46,8 @@ from palestra_service.jobs.launcher import (
 from palestra_service.model_server import ModelServer
 from palestra_service.placement.fitting import Node
 from palestra_service.ray import memory_watch
-from palestra_service.ray.cluster import NAMESPACE, GpuWatch, disconnect
+from palestra_service.ray.cluster import NAMESPACE, disconnect
+from palestra_service.ray.gpu_watch import GpuWatch
 from palestra_service.ray.job_environment import limit_environment
 from palestra_service.ray.runners import beside_job, places_of
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import stat
+import subprocess
 import sys
 import types
 
@@ -10,6 +11,23 @@ from palestra.errors import ConfigError, Superseded
 from palestra_service.jobs.scheduler import JobScheduler
 from palestra_service.ray import serve
 from unit.control.launching import FakeLauncher
+
+
+def test_ray_is_imported_after_its_environment_is_set_and_missed_in_words():
+    """So nothing that `palestra serve` imports before `connect` needs it."""
+    code = """
+import sys
+sys.modules["ray"] = None  # as where it is not installed
+from pathlib import Path
+from palestra.errors import ConfigError
+from palestra_service.ray import serve
+try:
+    serve.connect(None, Path("/nowhere"), serve.LocalRay())
+except ConfigError as error:
+    print("palestra[cluster]" in str(error))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
 
 
 async def test_a_scheduler_that_is_superseded_ends_the_server_with_the_reason(tmp_path, monkeypatch):
