@@ -48,7 +48,7 @@ log = logging.getLogger("palestra.base")
 HELLO_SECONDS = 20.0  # from a connection to its first message
 
 
-class BackendServer:
+class HostedJobs:
     """The jobs of one base server."""
 
     def __init__(

@@ -28,7 +28,7 @@ from palestra_bases.models import (
     SharedModels,
     shared_models,
 )
-from palestra_bases.server import BackendServer
+from palestra_bases.server import HostedJobs
 from palestra_bases.tinker.serving import TinkerOptions, TinkerServer, tinker_failure, tinker_server
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class BaseServer:
 
     address: str
     tenants: Tenants
-    jobs: BackendServer
+    jobs: HostedJobs
     tinker: TinkerServer | None = None
 
 
@@ -183,7 +183,7 @@ async def base_server(options: BaseOptions) -> AsyncIterator[tuple[BaseServer, L
             base = await in_thread(lambda: LoadedBase(options, shared, own_folders=own))
             stack.callback(base.close)
             start.succeeded = True
-            server = BackendServer(base, tenants.of, options.lease_seconds, options.most_policies)
+            server = HostedJobs(base, tenants.of, options.lease_seconds, options.most_policies)
             socket = options.folder / SOCKET if options.port is None else None
             address = await stack.enter_async_context(server.listen(socket, options.host, options.port or 0))
             yield BaseServer(address=address, tenants=tenants, jobs=server, tinker=tinker), base

@@ -19,7 +19,7 @@ from palestra.types.jobs import BaseLoad
 from palestra.waiting import race
 from palestra_bases.admissions import FILE, Admissions
 from palestra_bases.models import SharedModelOptions, shared_models
-from palestra_bases.server import BackendServer
+from palestra_bases.server import HostedJobs
 from palestra_bases.serving import BaseOptions, LoadedBase
 from palestra_service.jobs.launcher import ENDED_FILE, BaseOrder, Ended, Ending, ending_of, write_ended
 from palestra_service.model_server import open_log, start_failure
@@ -37,7 +37,7 @@ class BaseProcess:
         self._stop = asyncio.Event()
         self._address: str | None = None
         self._base: LoadedBase | None = None
-        self._server: BackendServer | None = None
+        self._server: HostedJobs | None = None
         self._log: IO[str] | None = None
 
     async def start(self, order: BaseOrder, host: str) -> str:
@@ -110,7 +110,7 @@ class BaseProcess:
                 base = self._base = await in_thread(lambda: LoadedBase(options, shared, own_folders=True))
                 start.succeeded = True
                 try:
-                    server = self._server = BackendServer(base, admissions.of, LEASE_SECONDS, options.most_policies)
+                    server = self._server = HostedJobs(base, admissions.of, LEASE_SECONDS, options.most_policies)
                     port = 0 if order.address is None else urlsplit(order.address).port
                     async with server.listen(None, host, port or 0) as address:
                         self._address = address
@@ -126,7 +126,7 @@ class BaseProcess:
             self._log.write(text)
 
 
-async def _follow(admissions: Admissions, base: LoadedBase, server: BackendServer) -> None:
+async def _follow(admissions: Admissions, base: LoadedBase, server: HostedJobs) -> None:
     """Apply changes of the admissions file: shares of jobs, and ended admissions."""
     while True:
         try:

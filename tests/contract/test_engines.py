@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from backends import served
+from bases import served
 from unit.building import engine_request
 from unit.engine.engine_servers import ScriptedSglang, ScriptedVllm, on_server
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from backends import served
+from bases import served
 from unit.building import make_sample
 
 from palestra.algorithms.loss import LossSpec

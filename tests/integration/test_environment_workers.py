@@ -205,7 +205,7 @@ def test_runners_end_with_a_job_that_is_killed(tmp_path):
 
 @pytest.mark.slow
 def test_what_the_server_refuses_is_said_in_one_line(tmp_path, fleet):
-    """What can be known without a server is in `unit/cli/test_played.py`."""
+    """What can be known without a server is in `unit/cli/test_worker.py`."""
     with Job(tmp_path / "job", SCRIPTED) as job:
         job.start()
         key = tmp_path / "key"

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from backends import served
+from bases import served
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st

@@ -16,7 +16,7 @@ from palestra.errors import ConfigError, InvalidAlgorithm, NotFound
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra_bases.training.queue import REQUEST_TOKENS, TrainingQueue
 from palestra_bases.training.tenant_trainer import TenantTrainer
-from unit.backend.test_merged import LOSSES, PARAMS, TINY, VALUE, Tenants, rows, tenants_of
+from unit.bases.test_merged import LOSSES, PARAMS, TINY, VALUE, Tenants, rows, tenants_of
 from unit.trainer.test_critic import same
 
 SMALL = {"micro_batch_tokens": 24}

@@ -14,7 +14,7 @@ from palestra.types.calls import FIRST_VERSION
 from palestra_bases.base import BaseDescription, SamplerSpec
 from palestra_bases.link import Link
 from palestra_bases.remote import RemoteEngine, RemoteTrainer
-from palestra_bases.server import BackendServer
+from palestra_bases.server import HostedJobs
 
 KEYS = {"key-of-ada": "ada", "key-of-ben": "ben"}
 
@@ -83,7 +83,7 @@ class Whole:
 class Served:
     """A base server, and what stands for its engine and trainer in jobs."""
 
-    def __init__(self, server: BackendServer, address: str, folder: Path) -> None:
+    def __init__(self, server: HostedJobs, address: str, folder: Path) -> None:
         self.server, self.address, self.folder = server, address, folder
         self._links: list[Link] = []
 
@@ -107,7 +107,7 @@ async def served(
     engine: Any, trainer: Any, folder: Path, socket: str = "socket", **options: Any
 ) -> AsyncIterator[Served]:
     """A base server on a Unix socket in `folder`, where the files of all tenants are."""
-    server = BackendServer(GivenBase(engine, trainer, folder), tenant_of, **options)
+    server = HostedJobs(GivenBase(engine, trainer, folder), tenant_of, **options)
     async with server.listen(folder / socket) as address:
         made = Served(server, address, folder)
         try:

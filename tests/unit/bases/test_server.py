@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from backends import GivenBase, Whole, served, tenant_of
+from bases import GivenBase, Whole, served, tenant_of
 from websockets.asyncio.client import unix_connect
 from websockets.exceptions import InvalidStatus
 
@@ -39,7 +39,7 @@ from palestra_bases.job_channel import JobChannel
 from palestra_bases.link import Link
 from palestra_bases.protocol import PROTOCOL, Hello, Welcome, event, first, pack_messages, unpack_messages
 from palestra_bases.remote import RemoteEngine, RemoteTrainer
-from palestra_bases.server import BackendServer
+from palestra_bases.server import HostedJobs
 from unit.building import engine_request, make_sample
 
 SPEC = SamplerSpec(model="given")
@@ -376,7 +376,7 @@ async def test_a_server_that_was_started_again_has_to_be_given_everything_again(
             wanted = await reply(engine)
             waiting = asyncio.ensure_future(reply(engine))
             await asyncio.sleep(0.05)
-        second = BackendServer(GivenBase(FakeEngine(digits_script(12, 258)), FakeTrainer(2), tmp_path), tenant_of)
+        second = HostedJobs(GivenBase(FakeEngine(digits_script(12, 258)), FakeTrainer(2), tmp_path), tenant_of)
         await stack.enter_async_context(second.listen(tmp_path / "socket"))
         await asyncio.wait_for(connection.lost(), 30)
         with pytest.raises(BaseServerLost):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from backends import served
+from bases import served
 
 from palestra.engine.fake.driver import FakeEngine, digits_script
 from palestra.errors import NotFound, PalestraError, StoreError, Unauthorized
