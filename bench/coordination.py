@@ -18,9 +18,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from harvest import Harvest
+
 from palestra.envs import AgentProtocol, MultiAgentEnvironment, simultaneous
 from palestra.envs.continuous import LoopClock, run_virtual
-from palestra.envs.harvest import Harvest
 from palestra.errors import EpisodeOver
 from palestra.types.messages import ChatMessage, Observation, text_message
 

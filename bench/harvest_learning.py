@@ -51,8 +51,9 @@ def main() -> None:
 
 def run(seed: int, barriers: bool, steps: int) -> tuple[float, float, float, float]:
     """Train; returns mean rewards of the first steps and of the last, half an interval, and actions a second."""
+    from harvest import Harvest
+
     import palestra
-    from palestra.envs.harvest import Harvest
 
     class Thinker(palestra.ModelAgent):
         """Thinks for a while, and then asks the model."""

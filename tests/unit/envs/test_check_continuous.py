@@ -10,9 +10,9 @@ import time
 import pytest
 
 from palestra.envs import Outcome, check_environment
-from palestra.envs.harvest import Harvest
 from palestra.envs.protocols import turns
 from palestra.errors import InvalidEnvironment
+from unit.envs.harvest import Harvest
 
 LONG = {"tick_seconds": 240.0, "ticks": 25}
 

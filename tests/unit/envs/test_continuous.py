@@ -8,9 +8,9 @@ import time
 import pytest
 
 from palestra.envs.continuous import LoopClock, run_virtual
-from palestra.envs.harvest import Harvest
 from palestra.errors import EpisodeOver
 from palestra.types.messages import text_message
+from unit.envs.harvest import Harvest
 
 TAKE = text_message("assistant", "t")
 

@@ -1,4 +1,4 @@
-"""Environment `harvest`: fruit ripens by the clock, and the agents take it when they act."""
+"""A world with a clock of its own: fruit ripens at each tick, and the agents take it when they act."""
 
 from __future__ import annotations
 
