@@ -96,12 +96,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 class _TrialEnd:
-    """Signals, which end the trial as its time does, so that what it has measured is printed.
+    """Ends a running trial at a signal as at its time limit, so that its measurements are still printed.
 
     Attributes:
-        asked: gets an item from each signal; an event's lock could be held where the handler of a signal runs.
-        trying: whether the trial runs; before that, a signal ends the command at once.
-        code: exit code; 0: no signal came.
+        asked: gets an item at a signal. A queue, because a signal handler must not wait for the lock of an event.
+        trying: whether the trial has begun. Until then there is nothing to print, and a signal exits immediately.
+        code: exit code of the last signal; 0: no signal came.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class _TrialEnd:
 
     @contextlib.contextmanager
     def of_signals(self) -> Iterator[None]:
-        """Handle SIGINT, SIGTERM and SIGHUP in the block; the second one ends the command at once."""
+        """Handle SIGINT, SIGTERM and SIGHUP while the block is open: the first ends the trial, the second exits."""
 
         def leave(number: int, _frame: FrameType | None) -> None:
             again, self.code = self.code, 128 + number

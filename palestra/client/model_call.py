@@ -22,6 +22,8 @@ class ModelCall:
 
     Attributes:
         choices: the allowed replies; (): any.
+        max_tokens: None: the job's limit.
+        temperature: used if the job does not fix it; None: the job's.
         time_step: TimeStep of the call; None: the call is its own TimeStep.
     """
 

@@ -22,8 +22,9 @@ MADE_BY_A_START = ("secret", "api_key", ".keys", "run.db", "run.db-wal", "run.db
 def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] = lambda text: None) -> JobConfig:
     """Return the configuration with the run's folder: the configured one, or a new `runs/<name>`, `runs/<name>-2`, …
 
-    A job that only serves continues in the folder of an earlier one, under the same key, even without `resume`. `say`:
-    called with a sentence if a folder other than `runs/<name>` is chosen.
+    `resume` continues the run in the configured folder, or else the newest of the job's name. A job that only serves
+    continues in the folder of an earlier one, under the same key, even without `resume`. `say`: called with a sentence
+    if a folder other than `runs/<name>` is chosen.
     """
     serves = config.kind == "inference"  # an address and a key, with which clients go on after a restart
     if config.run_dir is None:

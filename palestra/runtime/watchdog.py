@@ -221,8 +221,8 @@ class Watchdog:
         self._config, self._plane, self._plays_itself, self._clock = config, plane, plays_itself, clock
 
     async def run(self) -> None:
-        """Watch until the job has been stuck for too long; a disabled watchdog never returns. Raises JobStuck if no
-        progress for `seconds`; the message names the stuck part.
+        """Watch until the job has been stuck for too long; a disabled watchdog never returns. Raises JobStuck after
+        `seconds` without progress; the message names the stuck part.
         """
         if not self._config.seconds:
             await asyncio.Event().wait()
