@@ -9,6 +9,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 
 from palestra.errors import ConfigError
@@ -28,6 +29,7 @@ them: [harnesses](../how-to/harnesses.md).
 - **forks**: calls that could not reuse the exact tokens of the call before.
 - **first call**: its prompt, in tokens of SmolLM2. `NAME-lean` has few tools and a short system message.
 - **not trained**: calls beside the task, such as for a title.
+- **version**: as `--version` says, or else pip; empty: not recorded. Harnesses without a line have not been played.
 
 | harness | version | plays | calls | first call | refused | ignored | forks | not trained |
 |---|---|---|--:|--:|---|---|---|--:|
@@ -53,12 +55,20 @@ def install(harness: Harness, folder: Path) -> None:
     (folder / "bin" / harness.command[0]).symlink_to(Path("..") / harness.name / "bin" / harness.command[0])
 
 
-def row(check: HarnessCheck) -> str:
-    """Return the line of a harness in the table."""
+def package_version(harness: Harness, folder: Path) -> str:
+    """Return the version of a harness's package in the environment that `install` made of it; empty: it has none."""
+    name = harness.install.split()[-1].partition("==")[0]
+    found = distributions(name=name, path=[str(path) for path in (folder / harness.name).glob("lib/*/site-packages")])
+    return next((one.version for one in found), "")
+
+
+def row(check: HarnessCheck, folder: Path) -> str:
+    """Return the line of a harness in the table. `folder`: where it was installed."""
     plays = "yes" if check.speaks else "no"
     if check.unknown_fields == "ignore":
         plays += ', with `server.unknown_fields = "ignore"`'
-    cells = (check.harness.name, check.version, plays, check.calls, f"{check.first_tokens:,}")
+    version = check.version or package_version(check.harness, folder)
+    cells = (check.harness.name, version, plays, check.calls, f"{check.first_tokens:,}")
     more = (counts_text(check.refused), counts_text(check.ignored), counts_text(check.forks), check.untrained)
     return "| " + " | ".join(map(str, (*cells, *more))) + " |\n"
 
@@ -81,7 +91,7 @@ def main() -> int:
             continue
         for line in lines_of(checks[-1]):
             say(line)
-    page.write_text(_HEADER + "".join(map(row, checks)), encoding="utf-8")
+    page.write_text(_HEADER + "".join(row(check, folder) for check in checks), encoding="utf-8")
     return 0 if len(checks) == len(known_harnesses()) and all(check.speaks for check in checks) else 1
 
 
