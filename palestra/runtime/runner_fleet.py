@@ -160,15 +160,14 @@ class RunnerFleet:
 # Runners on this machine
 
 
-async def play_harness(url: str, key: str, worker_id: str, concurrency: int, harness: HarnessConfig) -> None:
-    """Play episodes with a program until the job is over."""
+async def play_episodes(
+    url: str, key: str, worker_id: str, concurrency: int, harness: HarnessConfig | None = None
+) -> None:
+    """Play episodes until the job is over; arguments as in `RunnerOrder`. Raises ConfigError: nothing can be played."""
     async with AsyncClient(url, key, worker_id=worker_id) as client:
-        await Worker(client, harness_rollout(harness), concurrency).run()
-
-
-async def play_environment(url: str, key: str, worker_id: str, concurrency: int) -> None:
-    """Play episodes in an environment until the job is over."""
-    async with AsyncClient(url, key, worker_id=worker_id) as client:
+        if harness is not None:
+            await Worker(client, harness_rollout(harness), concurrency).run()
+            return
         facts = await client.facts()
         if facts.environment is None:
             raise ConfigError("the job names no environment (environment.name)")
@@ -206,10 +205,7 @@ def _main() -> int:
     with_owner(lambda _: os._exit(1))
     try:
         played = (url, os.environ.pop(KEY_VARIABLE), worker_id, int(concurrency))
-        if harness:
-            asyncio.run(play_harness(*played, HarnessConfig.model_validate_json(harness)))
-        else:
-            asyncio.run(play_environment(*played))
+        asyncio.run(play_episodes(*played, HarnessConfig.model_validate_json(harness) if harness else None))
     except PalestraError as error:
         say(f"{worker_id}: {error}", file=sys.stderr)
         return 2

@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from palestra.runtime.runner_fleet import RunnerDied, RunnerOrder, RunnerStarter, play_environment
+from palestra.runtime.runner_fleet import RunnerDied, RunnerOrder, RunnerStarter, play_episodes
 from palestra.runtime.terms import JobPlaces
 from palestra.types.jobs import Role
 from palestra_service.jobs.launcher import ServerOrder
@@ -34,7 +34,7 @@ class _Runner:
             memory.watch(os.getpid())
 
     async def play(self, url: str, key: str, worker_id: str, concurrency: int) -> None:
-        await play_environment(url, key, worker_id, concurrency)
+        await play_episodes(url, key, worker_id, concurrency)
 
 
 def runner_actors(pass_env: Collection[str], bundles: Bundles | None, beside: Path) -> RunnerStarter:
