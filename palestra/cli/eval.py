@@ -149,8 +149,7 @@ def _config(arguments: argparse.Namespace) -> JobConfig:
             say(f"as in the run: {name_settings(config) or 'its settings are the defaults'}", file=sys.stderr)
     else:
         config = parse_config({}, settings)
-    other = arguments.rollout is not None or arguments.environment is not None
-    config = with_harness_of_run(config, scored=arguments.reward is not None and not other)
+    config = with_harness_of_run(config, arguments.reward, arguments.rollout, arguments.environment)
     played = config.environment.model_copy(update={"name": environment})
     config = config.model_copy(update={"environment": played})
     config = with_checkpoints(with_models(with_models(config, arguments.checkpoint), _models(arguments.model)))

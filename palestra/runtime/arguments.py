@@ -77,11 +77,13 @@ def with_harness(config: JobConfig, harness: object) -> JobConfig:
     return config.model_copy(update={"harness": settings})
 
 
-def with_harness_of_run(config: JobConfig, scored: bool) -> JobConfig:
-    """Return a run's settings for an evaluation: its harness plays if the caller scores what that leaves.
+def with_harness_of_run(config: JobConfig, reward: object, *others: object) -> JobConfig:
+    """Return a run's settings for an evaluation: its harness plays if the caller only gives a `reward`.
 
-    No score function of the run is imported: its folder may be another user's.
+    No score function of the run is imported: its folder may be another user's. `others`: a rollout or an environment
+    that the caller gives, or None.
     """
+    scored = reward is not None and all(other is None for other in others)
     harness = None if config.harness is None or not scored else config.harness.model_copy(update={"score": None})
     return config.model_copy(update={"harness": harness})
 

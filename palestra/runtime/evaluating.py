@@ -151,8 +151,7 @@ def config_to_score(config: JobConfig | None, model: str | Mapping[str, str] | N
     if config is None and isinstance(model, str):
         named = play.environment if isinstance(play.environment, str) else None
         if (config := config_of_run(model, named)) is not None:
-            other = play.rollout is not None or play.environment is not None
-            config = with_harness_of_run(config, scored=play.reward is not None and not other)
+            config = with_harness_of_run(config, play.reward, play.rollout, play.environment)
     return resolve_config(config, model, play.environment)
 
 
