@@ -171,15 +171,8 @@ MINI_SWE_AGENT = Harness(
     tried="2.4.6",
     install="pip install mini-swe-agent==2.4.6",
     command=(
-        "mini",
-        "-m",
-        "openai/{model}",
-        "-t",
-        "{task}",
-        "-y",
-        "--exit-immediately",
-        "-o",
-        "{home}/trajectory.json",
+        *("mini", "-m", "openai/{model}", "-t", "{task}", "-y", "--exit-immediately"),
+        *("-o", "{home}/trajectory.json"),
     ),
     variables={
         "OPENAI_API_KEY": "{api_key}",

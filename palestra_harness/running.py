@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from palestra.client import ModelEndpoint
 from palestra.errors import ConfigError, InvalidRequest, RolloutFailed
-from palestra.process.child import kept_command
+from palestra.process.child import kept_code, kept_command
 from palestra.process.keeper import LAST_SECONDS, members_of
 from palestra.threads import in_thread
 from palestra_harness.folders import temporary_folder
@@ -121,7 +121,7 @@ async def run_harness(
         await _add_all(snapshot, workspace)
         diff = await _git(snapshot, workspace, "diff", "--cached", "HEAD", most=4 * MAX_DIFF)
         return HarnessResult(
-            exit_code=128 - code if 128 < code <= 192 else code,
+            exit_code=kept_code(code),
             output=_without_key(output, endpoint.api_key)[-KEPT_BYTES:],
             workspace=workspace,
             diff=_without_key(diff.decode(errors="replace"), endpoint.api_key)[:MAX_DIFF],

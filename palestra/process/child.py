@@ -205,9 +205,14 @@ def kept_command(lifeline: int, seconds: float, command: Sequence[str], folders:
     return [sys.executable, "-I", "-S", keeper.__file__, str(lifeline), str(seconds), *removed, *command]
 
 
+def kept_code(code: int) -> int:
+    """Return the exit code of a program that a `keeper` has run, or minus its signal, by the keeper's exit code."""
+    return 128 - code if 128 < code <= 192 else code  # 255 is a code that programs end with
+
+
 def kept_ending(code: int) -> str:
     """Return how a program has ended that a `keeper` has run, by the keeper's exit code."""
-    return ending(128 - code if 128 < code <= 192 else code)  # 255 is a code that programs end with
+    return ending(kept_code(code))
 
 
 def last_line(log: Path) -> str:

@@ -120,11 +120,8 @@ def _reaped(child: int) -> tuple[int, int]:
 def _others() -> list[int]:
     """Return the running processes of this session, and those below this process in other sessions."""
     own, running = os.getpid(), _running()
-    below, found = {own}, {own}
-    while below:
-        below = {process for process, parent, _ in running if parent in below} - found
-        found |= below
-    return [process for process, _, session in running if process != own and (process in found or session == own)]
+    below = _below(own, running)
+    return [process for process, _, session in running if process != own and (process in below or session == own)]
 
 
 def remove_tree(path: str) -> bool:
@@ -158,6 +155,19 @@ def remove_tree(path: str) -> bool:
     with contextlib.suppress(OSError):
         os.rmdir(path)
     return not os.path.lexists(path)
+
+
+def descendants_of(process: int) -> set[int]:
+    """Return the running processes below a process, in any session; none where the system does not tell."""
+    return _below(process, _running())
+
+
+def _below(process: int, running: list[tuple[int, int, int]]) -> set[int]:
+    below, found = {process}, set[int]()
+    while below:
+        below = {one for one, parent, _ in running if parent in below} - found
+        found |= below
+    return found
 
 
 def members_of(session: int) -> list[int]:

@@ -32,6 +32,7 @@ from palestra.config import JobConfig, SeatsConfig, UpdatesConfig
 from palestra.disk import in_new_folder
 from palestra.envs import Environment
 from palestra.errors import EngineFailure, ModelError, StoreError, WorkerCrashLoop
+from palestra.process.keeper import descendants_of
 from palestra.rollout import RolloutSpec
 from palestra.runtime.checking import existing_parent
 from palestra.runtime.event_loop import run_on_uvloop
@@ -83,21 +84,8 @@ class MemoryPeak:
         while not self._over.wait(LOOK_SECONDS):
             self.peak = max(self.peak, self.now())
             if time.monotonic() >= due:
-                self.others = max(self.others, sum(map(_share, child_processes(os.getpid()))))
+                self.others = max(self.others, sum(map(_share, descendants_of(os.getpid()))))
                 due = time.monotonic() + OTHERS_SECONDS
-
-
-def child_processes(process: int) -> list[int]:
-    """Return the descendants of a process; empty without /proc."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            parent = int(path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    found = [process]
-    for parent in found:  # the list grows during the loop
-        found.extend(children.get(parent, ()))
-    return found[1:]
 
 
 def _share(process: int) -> int:
