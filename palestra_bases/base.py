@@ -83,8 +83,8 @@ class SharedBase(Protocol):
         ...
 
     def check(self, spec: PolicySpec) -> None:
-        """Check whether the trainer may have a policy. Raises ConfigError if a model has another base; the message
-        names both; or there is no adapter to train.
+        """Check whether the trainer may have a policy. Raises ConfigError if a model has another base, which
+        the message names, or if there is no adapter to train.
         """
         ...
 

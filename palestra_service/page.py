@@ -39,6 +39,8 @@ class JobAccess(Protocol):
 
     Attributes:
         any_key: route dependency that any valid key passes.
+        listing: dependency of a route that lists jobs.
+        reading: dependency of a route that reads the job of the path parameter `run`.
     """
 
     any_key: Callable[..., Any]

@@ -1,5 +1,7 @@
 """Keys of users, the limits of one key, and what each role may do.
 
+An admin may do everything in its tenant. A member may not do what is in `ADMIN`, and what is in `OWN` only to its own.
+
 A secret is 32 random bytes, shown once. Its SHA-256 is stored: 2^256 secrets can't be tried, so a slow hash, needed for
 passwords, would only slow down every request.
 """

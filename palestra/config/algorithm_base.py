@@ -113,8 +113,8 @@ class AlgorithmConfig(Section):
 
 
 def weighted_sum(named_rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
-    """Return the weighted sum of the scored named rewards. `named_rewards` = None: not scored. `weights`: 1 for missing
-    names.
+    """Return the weighted sum of the named rewards that are not None (not scored); the weight of a name that `weights`
+    lacks is 1.
     """
     scored = {name: value for name, value in sorted(named_rewards.items()) if value is not None}
     return float(sum(weights.get(name, 1.0) * value for name, value in scored.items()))

@@ -38,8 +38,8 @@ from palestra.config.rollout import (
     PlayedEnvironment,
     RolloutConfig,
     TasksConfig,
-    check_alone,
     check_environments,
+    check_no_environment,
 )
 from palestra.config.section import Identifier, Positive, Section
 from palestra.errors import ConfigError
@@ -129,7 +129,7 @@ class JobConfig(Section):
         description="Scores each episode in addition to the environment's own reward (`environment` among the named "
         "rewards). None: the environment's reward alone counts.",
     )
-    audit: AuditConfig | None = Field(None, description="Watches whether the reward is gamed. None: nothing does.")
+    audit: AuditConfig | None = Field(None, description="Watches whether the reward is gamed. None: no audit.")
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     engine: EngineConfig = Field(default_factory=default_engine)
@@ -180,7 +180,7 @@ class JobConfig(Section):
     def _can_choose_tasks(self) -> JobConfig:
         check_environments(self.environments, self.environment, self.tasks)
         if self.harness is not None:
-            check_alone(self.environments, self.environment, self.seats)
+            check_no_environment(self.environments, self.environment, self.seats)
         algorithms = [self.algorithm_of(name) for name in self.trained_policies]
         if any(each.brings_tasks or each.learns_conversations for each in algorithms):
             for key, chosen in (("environments", self.environments), ("curriculum", self.curriculum)):
@@ -386,7 +386,7 @@ class JobConfig(Section):
         left_out["tasks"] = {"train", "validation"} if self.environments else True
         if self.curriculum is None:
             left_out["curriculum"] = True
-        left_out["harness"] = True if self.harness is None else {"score", "folder", "timeout_seconds"}  # as above
+        left_out["harness"] = True if self.harness is None else {"score", "folder", "timeout_seconds"}  # files may move
         left_out["engine"] = self.engine.not_trained()  # a server may move, and every worker gives the same reply
         left_out["trainer"] = {"rank_timeout_seconds"}  # it changes no number
         # These change the order of sums alone, so that a run may go on with other values, unless it counts every bit.

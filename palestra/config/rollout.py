@@ -166,7 +166,9 @@ def check_environments(environments: Sequence[MixedEnvironment], alone: Environm
             )
 
 
-def check_alone(environments: Sequence[MixedEnvironment], alone: EnvironmentConfig, seats: SeatsConfig) -> None:
+def check_no_environment(
+    environments: Sequence[MixedEnvironment], alone: EnvironmentConfig, seats: SeatsConfig
+) -> None:
     """Raise ValueError for keys of environments in a job whose episodes a harness plays."""
     named = ["environments"] if environments else []
     named += [f"environment.{key}" for key in _keys_set(alone)]

@@ -294,7 +294,7 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
         return await reader.read(found, lambda: read_tokens(found, reading, row, start, count))
 
 
-MOST_BYTES = 1024  # of a body; no route of this room takes one
+MOST_BYTES = 1024  # of a body; no route of the page takes one
 
 
 def create_page_app(

@@ -47,7 +47,7 @@ class SeatAgent(Agent):
 
 
 def with_seats(agents: Mapping[str, Agent], table: SeatTable, roles: tuple[str, ...]) -> dict[str, Agent]:
-    """Return the agents of an episode, with a `SeatAgent` for each external player. "" in `agents` plays all others."""
+    """Return the agents of an episode, with a `SeatAgent` for each external player. The agent "" plays all others."""
     players = {role: agents.get(role) or agents.get("") or ModelAgent() for role in roles}
     return {**agents, **{role: SeatAgent(table, role, player) for role, player in players.items()}}
 

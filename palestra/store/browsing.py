@@ -195,7 +195,7 @@ def newest_rows(connection: Connection, kind: str | None, state: str | None, lim
 def last_of_states(
     connection: Connection, kinds: Iterable[str], states: Iterable[str], limit: int, *columns: Column[Any]
 ) -> list[Any]:
-    """Return columns of those episodes of each kind and state that are last in the canonical order.
+    """Return columns of the episodes that are last in the canonical order, at most `limit` of each kind and state.
 
     Episodes are claimed in this order, so those that were claimed or that ended last are among them; an index has it.
     """

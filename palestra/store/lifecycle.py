@@ -297,7 +297,7 @@ def live(connection: Connection) -> list[EpisodeRecord]:
 def set_state(
     connection: Connection, episode: EpisodeRecord, following: EpisodeState, values: Mapping[str, Any]
 ) -> None:
-    """Set an episode's state and other columns. Beside it, `_COMPLETE` and `_TAKE_NEXT` write a state."""
+    """Set an episode's state and other columns. Only `_COMPLETE` and `claiming.take` write a state without it."""
     check_transition(f"episode {episode.episode_id}", episode.state, following)
     known = {"b_id": episode.episode_id, "b_fence": episode.fence, "b_state": following.value}
     _changing(tuple(values)).change(connection, known | {f"v_{name}": value for name, value in values.items()})

@@ -100,6 +100,7 @@ class RunStore:
     A context manager that closes the store.
 
     Attributes:
+        audits: verdicts of the audit's judge, which are no rewards.
         trained: logprobs of tokens when they were trained, of the newest steps.
         pictures: of the calls, which name them by digest; files next to the database.
     """
@@ -182,6 +183,10 @@ UNUSED_SECONDS = 3600.0  # beyond the longest attempt: workers upload a picture 
 async def remove_unnamed_pictures(store: RunStore, max_episode_seconds: float) -> int:
     """Remove pictures that no recorded call names and that were not used recently, and return how many. Only this
     process may write to the store.
+
+    A call names its pictures when it is recorded, at most one attempt after they were put or renewed. Pictures are kept
+    until then, and for `UNUSED_SECONDS` more, so running calls need not be known, and a killed process leaves only
+    pictures for the next removal.
     """
     pictures, seconds = store.pictures, max_episode_seconds + UNUSED_SECONDS
     unused = await in_thread(lambda: pictures.unused(seconds))

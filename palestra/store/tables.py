@@ -172,9 +172,8 @@ _namedtuple = cast(Any, namedtuple)  # the columns are not known to a type check
 
 
 SCHEMA = Schema(store="run store", metadata=metadata)
-OF_GROUP = (groups.c.kind == episodes.c.kind) & (
-    groups.c.group_index == episodes.c.group_index
-)  # joins groups and their episodes
+# Joins groups and their episodes.
+OF_GROUP = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
 # Joins episodes and the calls of their last lease.
 OF_LAST_LEASE = (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence)
 

@@ -47,7 +47,7 @@ class RunRecord:
         self._rows = self._tokens = 0
 
     def add(self, loss: float, rows: int, tokens: int, seconds: float) -> None:
-        """Count one `forward_backward`."""
+        """Count one `forward_backward`, whose `loss` is summed over its tokens."""
         self._loss, self._seconds = self._loss + loss, self._seconds + seconds
         self._rows, self._tokens = self._rows + rows, self._tokens + tokens
 

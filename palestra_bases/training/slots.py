@@ -103,7 +103,7 @@ def _unpark(policy: TorchPolicy, folder: Path) -> None:
 
 
 def park(optimizer: Optimizer, folder: Path, prefix: str) -> None:
-    """Write weights, gradient and moments into files of a folder; `let_go` may then drop them."""
+    """Write weights, gradient and moments into files of an existing folder; `let_go` may then drop them."""
     tensors = [(f"{_WEIGHT}.{name}", p.detach()) for name, p in optimizer.parameters]
     tensors += [(f"{_GRADIENT}.{name}", p.grad) for name, p in optimizer.parameters if p.grad is not None]
     write_named(folder, f"{prefix}-{_WEIGHT}", tensors)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.cli.options import add_command
 from palestra.errors import ConfigError, StoreError
-from palestra.extensions import load_function
-from palestra.terminal import say
+from palestra.extensions import load_function, nearest
+from palestra.terminal import TerminalConsole, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,7 +82,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
         return run_recorded(arguments.config, load_function)
     from palestra.client.control import ControlClient
-    from palestra.terminal import TerminalConsole
     from palestra_lab.comparison.execution import GridRunner, GridStopped, check_records, child_command, locked
     from palestra_lab.comparison.kept import KeptResults
     from palestra_lab.comparison.one_run import AGAIN, cause_of
@@ -167,8 +166,6 @@ def _resources(arguments: argparse.Namespace) -> ResourcesBody:
 
 def _chosen(only: Sequence[str], runs: Sequence[PlannedRun]) -> list[PlannedRun]:
     """Return the runs that `--only` names, all of them if it was not given."""
-    from palestra.extensions import nearest
-
     known = dict.fromkeys(name for each in runs for name in (each.scenario, f"{each.scenario}/{each.algorithm}"))
     for name in only:
         if name not in known:

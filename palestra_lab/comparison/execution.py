@@ -64,7 +64,7 @@ class GridRunner:
         progress: GridProgress,
         finished: Callable[[], None],
     ) -> None:
-        """Prepare the grid; `run` executes it."""
+        """Prepare the grid; `run` executes it. `checkpoints` of a finished run to keep: `newest` or `none`."""
         self._runs, self._command, self._checkpoints = runs, command, checkpoints
         self._progress, self._finished = progress, finished
         self._signals = StopSignals()

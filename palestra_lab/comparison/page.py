@@ -30,6 +30,7 @@ class Curve:
     """One algorithm's validations, averaged over its seeds at equal numbers of sampled tokens.
 
     Attributes:
+        tokens: [N], from 0 on.
         rewards: [N], mean over seeds with its interval.
     """
 

@@ -26,6 +26,7 @@ class Point:
     """One validation of a run.
 
     Attributes:
+        seconds: of all steps before it, without validations.
         reward: mean over the validation tasks.
     """
 
@@ -41,6 +42,7 @@ class RunResult:
     Attributes:
         points: its validations, oldest first, beginning with the untrained model; at least one.
         tokens: sampled in the whole run.
+        seconds: of all steps, without validations.
     """
 
     seed: int
@@ -90,6 +92,7 @@ class Results:
 
     Attributes:
         finished: by (scenario, algorithm, policy), in order of the seeds; the policy is "" if only one is trained.
+        open: number of runs that are neither finished nor failed.
     """
 
     finished: Mapping[tuple[str, str, str], Sequence[RunResult]]

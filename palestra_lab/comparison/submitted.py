@@ -35,7 +35,7 @@ class SubmittedGrid:
         finished: Callable[[], None],
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
-        """Prepare the grid; `run` executes it."""
+        """Prepare the grid; `run` executes it. `checkpoints` of a finished run to download: `newest` or `none`."""
         self._runs, self._control, self._resources, self._checkpoints = runs, control, resources, checkpoints
         self._say, self._finished, self._poll_seconds = say, finished, poll_seconds
         self._seen: dict[Path, str] = {}  # what was said last of a run, by its record

@@ -18,7 +18,7 @@ from sqlalchemy import Connection
 from palestra.agents import Agent, ModelAgent
 from palestra.agents.agent import Moves, RandomAgent
 from palestra.client.plain_values import checked_count, plain_task
-from palestra.config import JobConfig, PolicyConfig, Roles, past_name, past_of
+from palestra.config import SAVED_CONFIG, JobConfig, PolicyConfig, Roles, load_config, past_name, past_of
 from palestra.errors import ConfigError, NotFound, RolloutFailed
 from palestra.learner.reporting import checkpoints_of
 from palestra.rollout import RolloutSpec
@@ -54,8 +54,6 @@ def versions_of(run_dir: Path | str, policy: str | None = None) -> dict[str, str
     Raises:
         NotFound: the folder is not a run, or has no version.
     """
-    from palestra.config import SAVED_CONFIG, load_config
-
     folder = Path(run_dir)
     if not (folder / "run.db").is_file():
         raise NotFound(f"{folder} is not the folder of a run (it has no run.db)")
@@ -198,8 +196,6 @@ def _models(players: Mapping[str, str] | Path | str) -> dict[str, str]:
 
 def _config(players: Mapping[str, str] | Path | str, config: JobConfig | None, seed: int | None) -> JobConfig:
     """Return the settings to play with: given ones, or those of the run whose versions play."""
-    from palestra.config import SAVED_CONFIG, load_config
-
     if config is None:
         config = JobConfig() if isinstance(players, Mapping) else load_config(Path(players) / SAVED_CONFIG)
     return config if seed is None else config.model_copy(update={"seed": seed})

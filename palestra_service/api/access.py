@@ -45,7 +45,7 @@ class ControlPlane:
     async def who(self, request: Request) -> Identity:
         """Return the sender of a request, and count the request against its key's limits.
 
-        Without keys, raises what `check_local` raises.
+        Without keys, raises Forbidden or InvalidRequest; see `check_local`.
         """
         known: Identity | None = request.scope.get(_IDENTITY)
         if known is not None:
@@ -63,7 +63,7 @@ class ControlPlane:
     async def body(self, kind: type[B], request: Request) -> B:
         """Read and validate the body of a request. Routes call it after checking the caller's permission.
 
-        Raises what `http.bodies` raises.
+        Raises InvalidRequest or ClientDisconnect; see `http.bodies`.
         """
         return await read_request(kind, request, self.pool)
 

@@ -137,7 +137,9 @@ class BaseServers:
     # Base servers
 
     async def adopt(self, live: Iterable[JobRecord], devices: Callable[[str, Any], tuple[GpuShare, ...]]) -> None:
-        """Watch the base servers of an earlier scheduler again."""
+        """Watch the base servers of an earlier scheduler again. `devices` returns the GPUs of something that uses an
+        unknown choice of them on a node.
+        """
         for record in await self._store.read(stored.all_bases):
             if record.base_id in self._bases:
                 continue

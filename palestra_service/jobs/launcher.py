@@ -236,7 +236,7 @@ class Launcher(Protocol):
         ...
 
     async def stop(self, job_id: str, grace_seconds: float) -> None:
-        """Ask a server to save and end, and wait until its resources are released."""
+        """Ask a server to save and end, kill it after `grace_seconds`, and wait until its resources are released."""
         ...
 
     async def close(self) -> None:

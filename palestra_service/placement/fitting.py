@@ -53,6 +53,7 @@ class Node:
     Attributes:
         memory_gib: 0: unknown.
         draining: whether running jobs continue, but none starts.
+        gpu_kind: such as `H100`; None: none, or unknown.
     """
 
     node_id: str

@@ -73,6 +73,7 @@ def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path, beside:
     """Watch a process until it ends, or kill it; return whether it was killed.
 
     Args:
+        limit_bytes: of the process and its children together.
         ended: file for the job's ending; written before the process is killed.
         text: content of `ended`, with the placeholder `USED`.
         log: the job's log, to which the text is appended.

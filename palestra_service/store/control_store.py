@@ -45,6 +45,8 @@ class ControlStore:
     Every method may raise StoreError or StoreUnreachable. One that writes may raise Superseded: another process has
     taken over the store, and this one must change nothing more, in or outside the store.
 
+    A `tenant` of None is any tenant: only the scheduler passes it.
+
     Attributes:
         changed: notified when a job or the policy changes, or when another process takes over.
     """
@@ -137,7 +139,7 @@ class ControlStore:
         )
 
     async def job(self, tenant: str | None, job_id: str) -> JobRecord:
-        """Return one job. `tenant`: the owner's; None: any, only for the scheduler."""
+        """Return one job."""
         _check_job_id(job_id)
         return await self.read(lambda c: jobs.read_job(c, tenant, job_id))
 
