@@ -146,7 +146,7 @@ def _blocks(trajectory: Trajectory, show: Show) -> Iterator[RenderableType]:
     for chat in trajectory.chats:
         title = f"── call {chat.index}, {chat.agent}, step {chat.time_step}"
         if before is not None and chat.parent is not before:
-            title += " (from the beginning)" if chat.parent is None else f" (goes on from call {chat.parent.index})"
+            title += " (begins anew)" if chat.parent is None else f" (begins like call {chat.parent.index})"
         yield Text(f"{title} ──", style="dim")
         for message in chat.new_messages:
             yield from _message(message, chat.policy, show)

@@ -79,7 +79,7 @@ def episode_texts(found: EpisodeDetail) -> Iterator[Text]:
 
 
 def _call(call: CallAnswer) -> Iterator[Text]:
-    after = "" if call.after is None else f", goes on from call {call.after}"
+    after = "" if call.after is None else f", begins like call {call.after}"
     sizes = f"{call.prompt_tokens - call.reused} read + {call.sampled} sampled, {call.seconds:.2f} s"
     yield Text(f"── call {call.index}, {call.agent}, step {call.time_step}{after}: {sizes} ──", style="dim")
     if call.fork is not None:

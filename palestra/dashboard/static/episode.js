@@ -86,11 +86,11 @@ function node(call, several) {
 }
 
 function callPart(run, call, before, several, tokens, talkFrom) {
-  const goesOn = call.after === null ? (before === undefined ? "" : "from the beginning") : before !== undefined && call.after === before.index ? "" : `goes on from call ${call.after}`;
+  const begins = call.after === null ? (before === undefined ? "" : "begins anew") : before !== undefined && call.after === before.index ? "" : `begins like call ${call.after}`;
   const details = [["policy", `${call.policy}, ${call.versions.map(([version, count]) => (call.versions.length > 1 ? `${version} (${plural(count, "token")})` : version)).join(", ")}`], ["temperature", number(call.temperature)], ["most tokens", whole(call.max_tokens)], ["seed", call.seed],
     ...Object.entries(call.sampling).map(([name, value]) => [words(name), json(value)]), ["tools offered", call.tools.join(", ")], ["stop string", call.stop], ["began", clock(call.started_at)], ["took", duration(call.seconds)], ["mean logprob", number(call.mean_logprob)]];
   return h("article", { class: "call", id: `call-${call.index}`, tabindex: "-1" },
-    h("h3", {}, `call ${call.index}`, h("span", { class: "muted" }, several.agents ? ` ${call.agent},` : "", ` step ${call.time_step}`, several.policies ? `, ${call.policy}` : "", goesOn ? `, ${goesOn}` : ""),
+    h("h3", {}, `call ${call.index}`, h("span", { class: "muted" }, several.agents ? ` ${call.agent},` : "", ` step ${call.time_step}`, several.policies ? `, ${call.policy}` : "", begins ? `, ${begins}` : ""),
       tokens === null ? null : h("button", { type: "button", class: "link", onclick: () => tokens.toCall(call.index) }, "tokens")),
     call.fork === null ? null : h("p", { class: `forkline ${call.fork.drift ? "drift" : ""}` }, [badge("forked", call.fork.drift ? "warn" : "plain"), ` ${words(call.fork.reason)}: ${call.fork.text}`], call.fork.call === null ? "" : ` (call ${call.fork.call}, message ${call.fork.message}, token ${whole(call.fork.position)})`),
     call.messages.length === 0 ? empty(call.messages_before === 0 ? "a prompt of token ids or raw text" : "no new message: an earlier call begins with this prompt, too") : call.messages.map((message, place) => messagePart(run, message, "", talkFrom(call, call.messages_before + place + 1), call.policy)),

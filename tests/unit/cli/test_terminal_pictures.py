@@ -98,7 +98,7 @@ def test_a_prompt_that_is_sent_again_is_no_prompt_of_token_ids():
         "(no new message: call 0 begins with this prompt, too)",
         "[assistant]",
         "reply",
-        "── call 2, agent, step 2 (from the beginning) ──",
+        "── call 2, agent, step 2 (begins anew) ──",
         "(a prompt of token ids or raw text)",
         "[assistant]",
         "reply",
