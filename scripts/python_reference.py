@@ -20,6 +20,7 @@ import palestra_worlds
 from palestra import errors
 from palestra.client import exchange, job
 from palestra.client.worker import Worker
+from palestra.types.values import Value
 
 FURTHER: tuple[Any, ...] = (Worker, job.Job, job.JobEvent)  # what the exported names give back, or are made for
 BESIDE: tuple[ModuleType, ...] = (palestra_worlds, palestra_screens, palestra_harness, palestra_judges, palestra_lab)
@@ -89,6 +90,8 @@ def _entry(found: Any, home: str) -> Iterator[str]:
     if dataclasses.is_dataclass(found):
         described, meanings = _without_attributes(described)
     yield from described
+    if issubclass(found, Value):
+        yield from ("", *_described(Value))
     if not dataclasses.is_dataclass(found) and "__init__" in vars(found) and found.__init__.__doc__:
         yield from ("", *_described(found.__init__))
     if dataclasses.is_dataclass(found):

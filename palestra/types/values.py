@@ -1,4 +1,4 @@
-"""Records that pydantic validates as it does its own models, and that are made and written in a tenth of the time."""
+"""Records validated by pydantic like its own models, but made in a fourth and written in an eighth of the time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pydantic_core import CoreSchema, core_schema
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
-    """A frozen record, validated where it is read, and not where this process makes one of values with good types.
+    """A frozen record, which pydantic validates where it is read from a mapping or from JSON.
 
-    Its methods do what those of pydantic's models do. Fields of pydantic's models may have its subclasses as types.
+    It has pydantic's methods `model_validate`, `model_copy` and `model_dump`, and may be a field of a pydantic model.
     """
 
     others: ClassVar[Literal["ignore", "forbid"]] = "ignore"  # what is done with unknown keys
