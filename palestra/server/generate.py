@@ -47,7 +47,6 @@ class GenerateHandler:
 
     def __init__(self, plane: DataPlane, dialect: Dialect[Any]) -> None:
         self._plane, self._sessions, self._dialect = plane, plane.sessions, dialect
-        self._check = None if type(dialect).check is Dialect.check else dialect.check
 
     async def generate(self, request: Request) -> JsonAnswer | Response:
         """Sample the requested replies.
@@ -58,7 +57,7 @@ class GenerateHandler:
             ClientDisconnect: the client has disconnected; only replies that were complete before are recorded.
         """
         caller: Caller = request.scope[CALLER]
-        asked, runtime = await _read(self._plane, caller, request, self._dialect.parse, self._check)
+        asked, runtime = await _read(self._plane, caller, request, self._dialect.parse, self._dialect.check)
         if asked.stream:
             writer = self._dialect.sse(asked, runtime, self._plane.store.clock.now())
             return StreamedAnswer(self._sessions, caller, asked.calls, writer, self._dialect.error_body)
@@ -127,11 +126,10 @@ async def _read(
     caller: Caller,
     request: Request,
     parse: Callable[[bytes, Mapping[str, str]], DialectRequest[Any]],
-    check: Callable[[DialectRequest[Any], PolicyRuntime], None] | None,
+    check: Callable[[DialectRequest[Any], PolicyRuntime], None],
 ) -> tuple[DialectRequest[Any], PolicyRuntime]:
     """Return the parsed request and the runtime of the policy that answers it."""
-    if caller.__class__ is not EpisodeKey or plane.config.kind == "inference":
-        require_model(caller, plane.config.kind)
+    require_model(caller, plane.config.kind)
     body = await request.body()
     if len(body) < LONG_BODY:
         asked = parse(body, request.headers)
@@ -158,8 +156,7 @@ async def _read(
             asked = asked.of_policy(runtime.name)
     if asked.others is not NO_OTHERS:
         plane.take_others(asked.others)
-    if check is not None:
-        check(asked, runtime)
+    check(asked, runtime)
     if asked.pictures:
         settling = plane.pictures.settle(asked, runtime, plane.picture_charge(caller))
         asked = await until_disconnect(request.scope, settling)

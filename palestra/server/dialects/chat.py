@@ -192,7 +192,7 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
             choice: dict[str, Any] = {
                 "index": number,
                 "message": message,
-                "finish_reason": _finish_reason(chat) if reply.tool_calls else chat.finish_reason,
+                "finish_reason": _finish_reason(chat),
                 "logprobs": None,
             }
             if with_logprobs:
