@@ -39,7 +39,7 @@ async def null_verdicts(
     """Return the verdicts on all canned replies, each with the name of its reply; without those that failed.
 
     Args:
-        key: of a verdict on what was played; the first member is replaced.
+        key: of a verdict on what was played; each canned reply takes the place of its members.
         ask: of name and text of a canned reply.
     """
 
@@ -48,9 +48,12 @@ async def null_verdicts(
         own = replace(key, members=((name, key.members[0][1]),))
         if (verdict := await book.known(own)) is None:
             try:
-                verdict = await ask(name, null)
+                said = await ask(name, null)
             except JudgeFailed:
                 return None
+            # A ranking has scores of the episodes as well, which are not what an audit thinks of them.
+            reasons = {name: said.reasons[name]} if name in said.reasons else {}
+            verdict = replace(said, scores={name: said.scores[name]}, reasons=reasons)
             await book.record(own, verdict)
         return name, verdict
 

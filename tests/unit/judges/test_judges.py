@@ -16,7 +16,7 @@ import pytest
 from judge_server import Asked, judging
 
 from palestra.config import JudgeAccess, parse_config
-from palestra.envs.judge import JudgedGroup
+from palestra.envs.judge import JudgedGroup, ProbedJudge
 from palestra.errors import ConfigError, JudgeBudgetSpent, JudgeFailed, JudgeUnavailable
 from palestra.types.messages import text_message
 from palestra.types.records import Trajectory, Verdict, VerdictKey
@@ -24,6 +24,7 @@ from palestra.types.states import EpisodeState
 from palestra_judges import Criterion, Relative, Rubric
 from palestra_judges import model as judge_model
 from palestra_judges.agreement import tau_b
+from palestra_judges.nulls import NULLS
 from unit.building import make_chat, make_episode, make_trajectory
 
 ACCESS = JudgeAccess(url="", key=str)
@@ -386,3 +387,16 @@ async def test_half_of_a_surrogate_pair_in_a_reason_is_replaced():
 def test_a_policy_that_is_not_there_cant_judge():
     with pytest.raises(ConfigError, match="is no frozen policy of the job"):
         Rubric(policy="judge", criteria=[GOOD]).make(JudgeAccess(url="http://h:1", key=str, frozen=("other",)))
+
+
+async def test_a_probe_keeps_what_is_said_of_its_canned_reply_and_not_of_the_episodes():
+    """Their ranks are those of the job's judge, and no scores of the audit."""
+    with judging(lambda asked: asked.rank(len)) as server:
+        judge, book = Relative(url=server.url, name="best").make(ACCESS), Book()
+        assert isinstance(judge, ProbedJudge)
+        await judge.open(book)
+        scores = await judge.probe(group(["four", "it is four"]), book)
+        await judge.close()
+    assert len(scores) == len(book.rows) == len(NULLS)
+    for key, verdict in book.rows.items():
+        assert [name for name, _ in key.members] == list(verdict.scores)
