@@ -7,7 +7,7 @@ is the table `[judge]` of a job, and whose `make` returns the judge. See `palest
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -138,3 +138,8 @@ def spoken_calls(trajectory: Trajectory, players: Roles) -> list[Chat]:
     """Return the calls of the agents that learn."""
     roles = players.of_episode(trajectory.episode.players)
     return [chat for step in trajectory.steps for chat in step.chats if roles.learns(chat.agent)]
+
+
+def last_speakers(trajectories: Sequence[Trajectory], players: Roles) -> dict[str, str]:
+    """Return by episode the agent that learns and spoke last; without episodes in which none spoke."""
+    return {one.episode.episode_id: calls[-1].agent for one in trajectories if (calls := spoken_calls(one, players))}

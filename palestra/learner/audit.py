@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from palestra.config import AuditConfig, JudgeAccess
 from palestra.doctor.audit_rules import divergence
 from palestra.doctor.rule import JobSize, RunHistory
-from palestra.envs.judge import Judge, JudgedGroup, ProbedJudge, spoken_calls, weighted_share
+from palestra.envs.judge import Judge, JudgedGroup, ProbedJudge, last_speakers, weighted_share
 from palestra.errors import ConfigError, JudgeFailed, PalestraError, VersionQuarantined, place_of
 from palestra.faults import fault_point
 from palestra.learner.audit_numbers import (
@@ -30,6 +30,7 @@ from palestra.learner.audit_numbers import (
 )
 from palestra.learner.open_run import OpenRun
 from palestra.learner.reporting import checkpoints_of
+from palestra.learner.shares import played_by_policies, rewards_of
 from palestra.threads import in_thread, on_loop, own_loop
 from palestra.trainer.quarantine import Quarantine, lift_quarantine, read_quarantine, write_quarantine
 from palestra.types.records import Trajectory
@@ -134,12 +135,10 @@ class Audit:
 
     async def numbers(self, number: int, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Return the numbers of a step's audit by full name; verdicts that were given before are not asked again."""
-        roles = self._run.policies.roles
-        rewards = [
-            float(sum(roles.trained_rewards(one.episode.rewards or {}).values(), start=0.0)) for one in trajectories
-        ]
-        sample = sample_of(self._run.config.seed, number, rewards, self._config.episodes)
-        step = _Step(number, list(trajectories), rewards, sample)
+        played = [one for one in trajectories if played_by_policies([one.episode])]
+        algorithm = self._run.config.algorithm_of(self._policy)
+        rewards = rewards_of([one.episode for one in played], self._run.policies.roles, algorithm)
+        step = _Step(number, played, rewards, sample_of(self._run.config.seed, number, rewards, self._config.episodes))
         nulls: list[float] = []
         if not self._ended:
             try:
@@ -221,17 +220,13 @@ class Audit:
             raise ConfigError(f"audit: {type(error).__name__}: {error}{place_of(error)}") from error
 
     def _group(self, trajectories: Sequence[Trajectory]) -> JudgedGroup:
-        players = self._run.config.players
-        spoken = {
-            one.episode.episode_id: calls[-1].agent for one in trajectories if (calls := spoken_calls(one, players))
-        }
         return JudgedGroup(
             kind="train",
             group_index=trajectories[0].episode.group_index,
             trajectories=tuple(trajectories),
             waiting=frozenset(one.episode.episode_id for one in trajectories),
             seed=self._run.config.seed,
-            judged=spoken,
+            judged=last_speakers(trajectories, self._run.config.players),
         )
 
     async def _probe(self, judge: ProbedJudge, step: _Step) -> list[float]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from palestra.algorithms.named_rewards import reward_means
 from palestra.doctor.audit_rules import BEST, DRAWN, LEAST_LENGTH_PAY, WINDOW, best_window
 from palestra.doctor.evidence import log_e_value
 from palestra.doctor.rule import Row
@@ -17,6 +18,7 @@ from palestra.types.records import Trajectory
 
 STREAM = 0x6175646974  # apart from other generators with the job's seed
 SURE = 2.5  # standard errors: the best of a hundred means lies above the true one by chance
+SAME = 1e-9  # values that differ by less, as a share of the largest number, differ by rounding
 LOSS = 0.01  # of the score; less is no loss
 LEAST_SPREAD = 0.2  # of scores below the highest: where nearly all are perfect, one bad reply is no proof
 NGRAM = 8  # tokens
@@ -63,13 +65,25 @@ def agreement(rewards: Sequence[float], values: Sequence[float]) -> float | None
     return float((differences * (v[:, None] - v[None, :])).sum() / whole) if whole > 0 else None
 
 
-def agreements(groups: Sequence[int], rewards: Sequence[float], values: Sequence[float]) -> list[float]:
-    """Return the agreement of each group in which there is one."""
-    members = defaultdict(list)
+def agreements(
+    groups: Sequence[int], rewards: Sequence[float], values: Sequence[float], scaled: bool = False
+) -> list[float]:
+    """Return the agreement of each group in which there is one. `scaled`: values may have any bounds, and the largest
+    difference of a group counts as 1.
+    """
+    members = defaultdict[int, list[int]](list)
     for index, group in enumerate(groups):
         members[group].append(index)
-    found = (agreement([rewards[i] for i in own], [values[i] for i in own]) for own in members.values())
-    return [one for one in found if one is not None]
+    found = list[float]()
+    for own in members.values():
+        of_group = [values[i] for i in own]
+        if (one := agreement(paid := [rewards[i] for i in own], of_group)) is None:
+            continue
+        if scaled:
+            spread = max(of_group) - min(of_group)
+            one = one / spread if spread > SAME * max(map(abs, (*paid, *of_group))) else 0.0
+        found.append(one)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +139,7 @@ def reward_numbers(trajectories: Sequence[Trajectory], rewards: Sequence[float])
     """Return the evidence that lengths are paid, by full name, from all episodes of a step."""
     lengths = [float(sum(len(chat.completion_ids) for chat in one.chats)) for one in trajectories]
     groups = [one.episode.group_index for one in trajectories]
-    paid = agreements(groups, rewards, _scaled(lengths, groups))
+    paid = agreements(groups, rewards, lengths, scaled=True)
     # Bets on large values: of the negated ones, below the negated bound.
     return {"audit/length_evidence": log_e_value([-one for one in paid], -LEAST_LENGTH_PAY, 1.0)} if paid else {}
 
@@ -136,33 +150,22 @@ def component_numbers(
     """Return by each named reward the mean of the others, and the evidence that what it pays is what they lose.
 
     Args:
+        rewards: their weighted sums, with the mean of the others for a missing one.
         weights: of the named rewards; 1 if a name has none.
     """
-    named = [one.episode.named_rewards or {} for one in trajectories]
-    names = sorted({name for one in named for name in one if weights.get(name, 1.0) != 0.0})
+    named = [one.episode.named_rewards for one in trajectories]
+    names = sorted({name for own in named for name in own or () if weights.get(name, 1.0) != 0.0})
     if len(names) < 2:
         return {}
     groups, found = [one.episode.group_index for one in trajectories], dict[str, float]()
+    means = reward_means(named)
+    given = [{} if own is None else {**means, **{k: v for k, v in own.items() if v is not None}} for own in named]
     for name in names:
-        rest = [
-            reward - weights.get(name, 1.0) * (own.get(name) or 0.0) for reward, own in zip(rewards, named, strict=True)
-        ]
+        weight = weights.get(name, 1.0)
+        rest = [reward - weight * own.get(name, 0.0) for reward, own in zip(rewards, given, strict=True)]
         found[f"audit/others/{name}"] = math.fsum(rest) / len(rest)
-        against = agreements(groups, rewards, _scaled(rest, groups))
+        against = agreements(groups, rewards, rest, scaled=True)
         found[f"audit/evidence/{name}"] = log_e_value(against, 0.0, 1.0) if against else 0.0
-    return found
-
-
-def _scaled(values: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """Return values so that those of a group lie from 0 to 1."""
-    bounds: dict[int, tuple[float, float]] = {}
-    for group, value in zip(groups, values, strict=True):
-        low, high = bounds.get(group, (value, value))
-        bounds[group] = min(low, value), max(high, value)
-    found = []
-    for group, value in zip(groups, values, strict=True):
-        low, high = bounds[group]
-        found.append((value - low) / (high - low) if high > low else 0.0)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from palestra.config import JudgeAccess, JudgeConfig
 from palestra.database import WAKE_SECONDS
-from palestra.envs.judge import Judge, JudgedGroup, spoken_calls
+from palestra.envs.judge import Judge, JudgedGroup, last_speakers, spoken_calls
 from palestra.envs.rewards import checked_names
 from palestra.errors import ConfigError, JudgeFailed, PalestraError, place_of
 from palestra.learner import OpenRun
@@ -89,16 +89,13 @@ class Judging:
                 members.insert(0, first)
         members.sort(key=lambda episode: (episode.group_index, episode.sample_index))
         trajectories = await store.calls.trajectories([episode.episode_id for episode in members])
-        players = self._run.config.players
         asked = JudgedGroup(
             kind=group.kind,
             group_index=group.group_index,
             trajectories=tuple(trajectories),
             waiting=frozenset(episode.episode_id for episode in waiting),
             seed=self._run.config.seed,
-            judged={
-                one.episode.episode_id: said[-1].agent for one in trajectories if (said := spoken_calls(one, players))
-            },
+            judged=last_speakers(trajectories, self._run.config.players),
         )
         scores: Mapping[str, Mapping[str, float]] = {}
         reason = "the judge left it out"

@@ -127,7 +127,7 @@ def test_scores_that_were_higher_before_are_evidence():
     assert "audit/evidence" not in enough
 
 
-def played(group: int, sample: int, reward: float, ids: list[int], **named: float):
+def played(group: int, sample: int, reward: float, ids: list[int], **named: float | None):
     made = make_trajectory(group, sample, reward, [make_chat(completion=ids)])
     task = Task(task_id=f"t{group}", data={})
     return replace(made, episode=replace(made.episode, task=task, named_rewards=named or None))
@@ -149,6 +149,18 @@ def test_a_component_that_pays_for_what_the_others_lose_is_named():
     assert found["audit/evidence/true"] < 0
     assert found["audit/others/kind"] == -1.5
     assert component_numbers(one, rewards, {"true": 0.0}) == {}  # a measured one is no reward
+
+
+def test_a_component_is_no_evidence_where_the_others_differ_by_rounding_only():
+    rewards = [kind + 0.2 for kind in (0.4, 0.5)]
+    assert rewards[0] - 0.4 > rewards[1] - 0.5
+    pairs = [played(g, s, 0.0, [7], kind=kind, form=0.2) for g in range(8) for s, kind in enumerate((0.4, 0.5))]
+    assert component_numbers(pairs, rewards * 8, {})["audit/evidence/kind"] == 0.0
+
+
+def test_a_missing_component_is_the_mean_of_the_others():
+    trajectories = [played(0, s, 0.0, [7], kind=kind, true=1.0) for s, kind in enumerate((1.0, 3.0, None))]
+    assert component_numbers(trajectories, [2.0, 4.0, 3.0], {})["audit/others/kind"] == 1.0
 
 
 def test_replies_that_stand_in_others_are_counted_but_not_those_of_the_same_task():
