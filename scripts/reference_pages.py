@@ -13,6 +13,7 @@ from commands_page import commands_page
 from configuration_page import configuration_page
 from python_reference import python_page
 
+from palestra.doctor.evidence import ALARM, FALSE_ALARMS, OPEN_BETS
 from palestra.doctor.examination import RULES
 from palestra.doctor.rule import KEPT, RECENT
 from palestra.learner.metrics import metric_tables
@@ -77,6 +78,13 @@ def doctor_page() -> str:
         f"judged by all for `equal_rewards`, `truncated`, `context_full`, `opponents_paid_alike` and `workers_fail`. "
         f"Trends are looked for in the newest {KEPT} rows. Metrics are those of "
         "[metrics.md](metrics.md).",
+        "",
+        "*Strong evidence* is what the signs of [audits](../how-to/audits.md) need. The evidence of a step is the "
+        "logarithm of an e-value: a number that is at most 1 on average while nothing is wrong, and larger the more "
+        "the step speaks for the sign. Evidence is added up from step to step, and begins again at 0 when the sum is "
+        f"negative. A sum of ln({OPEN_BETS}/{FALSE_ALARMS:g}) = {ALARM:.1f} or more is strong: while nothing is wrong, "
+        f"all of these signs together get there at most once in {1 / FALSE_ALARMS:.0f} steps on average (an e-CUSUM: "
+        "Shin, Ramdas and Rinaldo 2022, arXiv:2203.03532).",
         "",
         "| code | the sign is there if | it usually means | try |",
         "|---|---|---|---|",

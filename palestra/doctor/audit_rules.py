@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from palestra.doctor import episodes
-from palestra.doctor.evidence import ALARM, FALSE_ALARMS, OPEN_BETS, Evidence, e_cusum, log_e_value_of_counts
+from palestra.doctor.evidence import Evidence, e_cusum, log_e_value_of_counts
 from palestra.doctor.rule import RECENT, START, Row, Rule, RunHistory, mean
-from palestra.doctor.trend_rules import reward_error, tokens_of_episode
+from palestra.doctor.trend_rules import REWARD, reward_error, tokens_of_episode
 
 DRAWN, BEST = "audit/score", "audit/score_best"  # means of the audit's scores of drawn episodes, and of the best paid
 DIVERGES = ("audit/evidence", f"{DRAWN}_evidence", f"{BEST}_evidence")
@@ -53,7 +53,7 @@ def divergence(history: RunHistory) -> Divergence | None:
     if not evidence.is_alarm:
         return None
     recent, before = rows[-RECENT:], rows[max(evidence.start - RECENT, 0) : evidence.start] or rows[:1]
-    paid, paid_before = mean(recent, "train/reward_mean") or 0.0, mean(before, "train/reward_mean") or 0.0
+    paid, paid_before = mean(recent, REWARD) or 0.0, mean(before, REWARD) or 0.0
     if paid < paid_before - reward_error(history, [*before, *recent], len(recent)):
         return None  # both fall: the policy broke, or the tasks became harder
     now, first = mean(recent, DRAWN), mean(before, DRAWN)
@@ -90,9 +90,11 @@ def _judge_gamed(history: RunHistory) -> str | None:
 
 def _component_dominates(history: RunHistory) -> str | None:
     rows = list(history.rows)
-    for name in sorted(one.removeprefix(OTHERS) for one in history.newest if one.startswith(OTHERS)):
+    names = sorted(one.removeprefix(OTHERS) for one in history.newest if one.startswith(OTHERS))
+    for name in names:
         evidence = _cusum(rows, f"audit/evidence/{name}")
-        if not evidence.is_alarm:
+        # Each named reward has a bet of its own: together they raise as many false alarms as one other sign.
+        if not evidence._replace(nats=evidence.nats - math.log(len(names))).is_alarm:
             continue
         before = mean(rows[max(evidence.start - RECENT, 0) : evidence.start] or rows[:1], OTHERS + name)
         now = mean(rows[-RECENT:], OTHERS + name)
@@ -163,14 +165,12 @@ def _escapes_grow(history: RunHistory) -> str | None:
     return f"{lost / of:.0%} of the episodes are discarded, not scored or cut, which no reward sees; more than at first"
 
 
-_BET = f"e-CUSUM of `{{}}` ≥ ln({OPEN_BETS}/{FALSE_ALARMS:g}) = {ALARM:.1f}"
-_COUNTED = f"e-CUSUM ≥ {ALARM:.1f} against: "
-
 AUDIT_RULES = (
     Rule(
         code="audit_diverges",
-        formula=f"{_BET.format('audit/evidence')}, or of `{DIVERGES[1]}` or `{DIVERGES[2]}`; `train/reward_mean` is "
-        f"not below, and `audit/score` not above that of the {RECENT} steps before it began to grow, but for chance",
+        formula=f"strong evidence in `{DIVERGES[0]}`, `{DIVERGES[1]}` or `{DIVERGES[2]}`; compared with the {RECENT} "
+        f"steps before it began to grow, the last {RECENT} have no lower `{REWARD}` and no higher `{DRAWN}`, but for "
+        "chance",
         seen=_diverges,
         means="the policy has found what the reward pays for in place of what is wanted",
         remedy="read the episodes that are paid well and scored low; mend the reward or the rubric, and go on from a "
@@ -180,7 +180,8 @@ AUDIT_RULES = (
     ),
     Rule(
         code="judge_gamed",
-        formula=f"{_COUNTED}a canned reply scores above one half with probability ≤ {NULL_SHARE:g}",
+        formula="strong evidence that the job's judge gives more than half of the highest score to over "
+        f"{NULL_SHARE:.0%} of canned replies",
         seen=_judge_gamed,
         means="the judge of the job pays for replies that say nothing",
         remedy="use `palestra judge check`, ask for reasons or facts in the rubric, or take a larger model",
@@ -189,7 +190,8 @@ AUDIT_RULES = (
     ),
     Rule(
         code="component_dominates",
-        formula=f"{_BET.format('audit/evidence/NAME')}, and `audit/others/NAME` below that of {RECENT} steps before",
+        formula="strong evidence in `audit/evidence/NAME` (with K named rewards it has to reach ln K more), and "
+        f"`audit/others/NAME` is lower than in the {RECENT} steps before it began to grow",
         seen=_component_dominates,
         means="one named reward is so strong that the policy gives up the others for it",
         remedy="lower its weight in algorithm.reward_weights, or use algorithm.advantage_scale = 'gdpo'",
@@ -197,8 +199,8 @@ AUDIT_RULES = (
     ),
     Rule(
         code="length_pays",
-        formula=f"{_BET.format('audit/length_evidence')}, tokens of an episode ≥ {LONGER:g} × first, and `audit/score` "
-        "not above first",
+        formula=f"strong evidence in `audit/length_evidence`; an episode has ≥ {LONGER:g} times the tokens of first, "
+        f"and `{DRAWN}` is not above first",
         seen=_length_pays,
         means="the reward pays for length, and what is longer is not better",
         remedy="say in the rubric that length is no merit, or pay less for long replies",
@@ -206,7 +208,8 @@ AUDIT_RULES = (
     ),
     Rule(
         code="replies_repeat",
-        formula=f"{_COUNTED}mean of `audit/repeated_share` ≤ its mean in the first {START} steps + {MORE_REPEATED:g}",
+        formula=f"strong evidence that the mean of `audit/repeated_share` is more than {MORE_REPEATED:g} above that of "
+        f"the first {START} steps",
         seen=_replies_repeat,
         means="the policy says the same whatever it is asked, because that is paid",
         remedy="read the episodes; let the reward compare with the task",
@@ -214,8 +217,8 @@ AUDIT_RULES = (
     ),
     Rule(
         code="escapes_grow",
-        formula=f"{_COUNTED}share of episodes that are discarded or cut ≤ that of the first {START} steps + "
-        f"{MORE_ESCAPES:g}",
+        formula="strong evidence that the share of episodes that are discarded or cut is more than "
+        f"{MORE_ESCAPES:g} above that of the first {START} steps",
         seen=_escapes_grow,
         means="the policy makes its bad episodes fail, so that they are left out and never lower its reward",
         remedy="read the reasons in `palestra episodes`; score such episodes, or mend what fails",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 BETS = (0.25, 0.5, 0.75)  # shares of the stake; a small one wins more where evidence is weak, a large one where strong
 FALSE_ALARMS = 1e-3  # of all bets together in a step without a change: one alarm in a thousand steps
-OPEN_BETS = 8  # of the six signs; one of them has three
+OPEN_BETS = 8  # of the six signs: `audit_diverges` has three; those of single named rewards share one
 ALARM = math.log(OPEN_BETS / FALSE_ALARMS)  # nats
 
 
@@ -27,16 +27,18 @@ def log_e_value(values: Sequence[float], least: float, highest: float) -> float:
     Args:
         values: independent, or each with this mean given the others; at most `highest`.
     """
-    bets = [sum(math.log1p(bet * (least - value) / (highest - least)) for value in values) for bet in BETS]
-    most = max(bets)
-    return most + math.log(sum(math.exp(one - most) for one in bets) / len(bets))
+    return _log_mean([sum(math.log1p(bet * (least - value) / (highest - least)) for value in values) for bet in BETS])
 
 
 def log_e_value_of_counts(hits: float, trials: float, most: float) -> float:
     """Return the logarithm of an e-value against "each trial is a hit with a probability of at most `most`"."""
-    bets = [hits * math.log1p(bet * (1 - most) / most) + (trials - hits) * math.log1p(-bet) for bet in BETS]
-    best = max(bets)
-    return best + math.log(sum(math.exp(one - best) for one in bets) / len(bets))
+    return _log_mean([hits * math.log1p(bet * (1 - most) / most) + (trials - hits) * math.log1p(-bet) for bet in BETS])
+
+
+def _log_mean(logs: Sequence[float]) -> float:
+    """Return the logarithm of a mean of numbers that are given by their logarithms."""
+    most = max(logs)
+    return most + math.log(sum(math.exp(one - most) for one in logs) / len(logs))
 
 
 class Evidence(NamedTuple):

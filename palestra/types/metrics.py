@@ -89,17 +89,19 @@ METRICS = (
     Metric(
         "audit/evidence",
         "nats",
-        "Logarithm of the step's e-value against: the agreement of each group is at least 0.",
+        "Evidence that rewards and scores disagree within groups (`audit/agreement` < 0): logarithm of an e-value.",
     ),
     Metric(
         "audit/score_evidence",
         "nats",
-        "The same against: scores of drawn episodes are as high as in the best five steps before, but for chance.",
+        "Evidence that drawn episodes have lower scores than in the best five steps before, by more than chance.",
     ),
-    Metric("audit/score_best_evidence", "nats", "The same of the best paid episodes."),
-    Metric("audit/evidence/NAME", "nats", "The same against: the other rewards agree with the sum; by named reward."),
+    Metric("audit/score_best_evidence", "nats", "The same of the audited episodes with the highest rewards."),
+    Metric(
+        "audit/evidence/NAME", "nats", "Evidence that the sum of the other rewards is low where the reward is high."
+    ),
     Metric("audit/others/NAME", "reward", "Mean of the rewards without the named reward NAME; if there are several."),
-    Metric("audit/length_evidence", "nats", "The same against: the agreement of lengths with rewards is at most 0.5."),
+    Metric("audit/length_evidence", "nats", "Evidence that lengths agree with rewards by more than 0.5 within groups."),
     Metric(
         "audit/repeated_share", "ratio", "Share of a last reply's 8-grams of tokens that are in one to another task."
     ),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from palestra.doctor.audit_rules import AUDIT_RULES, divergence
+from palestra.doctor.evidence import ALARM
 from palestra.doctor.examination import RULES
 from palestra.doctor.rule import RunHistory
 from unit.doctor.curves import JOB, found, run_of
@@ -116,6 +119,17 @@ def test_scores_that_rise_are_no_divergence():
 def test_without_scores_there_is_no_divergence():
     rows = run_of(60, lambda step: {"audit__episodes": 0.0, "audit__evidence": 3.0})
     assert divergence(history(rows)) is None
+
+
+@pytest.mark.parametrize(("nats", "alarms"), [(ALARM + 0.1, False), (ALARM + math.log(2) + 0.1, True)])
+def test_two_named_rewards_raise_no_more_false_alarms_than_one(nats, alarms):
+    names = {f"audit/{kind}/{name}": 0.0 for kind in ("evidence", "others") for name in ("kind", "true")}
+
+    def planted(step: int) -> dict[str, float]:
+        lost = {"audit/evidence/kind": nats, "audit/others/kind": -1.0} if step == 20 else {}
+        return audited(step, **(names | lost), train__rewards__kind=1.0)
+
+    assert (found(run_of(20, planted)).keys() == {"component_dominates"}) is alarms
 
 
 def test_a_run_without_an_audit_has_none_of_the_signs():
