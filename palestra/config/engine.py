@@ -2,7 +2,7 @@
 
 Drivers are loaded when a configuration is first checked: their modules import this package.
 
-The kinds' sections are in `palestra.engine.<kind>.config`, or in other packages; see `engine_kinds`.
+The kinds' sections are in `palestra.engine.<kind>.config`, or in other packages; see `sections`.
 """
 
 from __future__ import annotations

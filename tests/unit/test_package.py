@@ -45,7 +45,7 @@ def test_the_server_without_a_model_loads_no_torch():
 
 
 def test_the_process_of_a_job_with_the_fake_engine_loads_no_torch(tmp_path):
-    """Ray starts it from `runtime.ray.servers`; hundreds of them fit on a machine because of this."""
+    """Ray starts it from `palestra_service.ray.servers`; hundreds of them fit on a machine because of this."""
     code = f"""
 import asyncio, sys
 import palestra_service.ray.servers
