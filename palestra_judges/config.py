@@ -163,7 +163,7 @@ class Relative(ModelJudge):
 
 
 class RewardModel(JudgeConfig):
-    """A judge that is a model of rewards, such as `algorithm.name = "reward_model"` trains; no words are asked."""
+    """A judge that is a reward model, such as `algorithm.name = "reward_model"` trains; no words are asked."""
 
     bounded: ClassVar[bool] = False
 
@@ -179,7 +179,7 @@ class RewardModel(JudgeConfig):
     def _asks_no_server(self) -> RewardModel:
         for key in ("url", "key_variable", "wait_seconds"):
             if getattr(self, key) is not None:
-                raise ValueError(f"{key} has no effect on a model of rewards, which the job's process runs")
+                raise ValueError(f"{key} has no effect on a reward model, which the job's process runs")
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""`RewardModelJudge`: the reward of an episode is what a trained model of rewards gives its last reply."""
+"""`RewardModelJudge`: the reward of an episode is what a trained reward model gives its last reply."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from palestra.models.reward_model import RewardModelReader
     from palestra_judges.config import RewardModel
 
-RUBRIC = "model of rewards"  # what is asked, in the key of a verdict
+RUBRIC = "reward model"  # what is asked, in the key of a verdict
 
 
 class RewardModelJudge:
@@ -51,7 +51,7 @@ class RewardModelJudge:
         if (verdict := await book.known(key)) is None:
             answer = next((chat for chat in reversed(trajectory.chats) if agent in (None, chat.agent)), None)
             if answer is None:
-                raise JudgeFailed("nothing was said that a model of rewards could read")
+                raise JudgeFailed("nothing was said that a reward model could read")
             started = time.monotonic()
             assert self._model is not None, "opened before"
             async with self._lock:

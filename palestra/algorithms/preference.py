@@ -1,4 +1,4 @@
-"""Learning from pairs which of two recorded replies is better: directly (DPO), or as a model of rewards.
+"""Learning from pairs which of two recorded replies is better: directly (DPO), or as a reward model.
 
 A step makes one update, with the weights before it, so that the gradient is exact wherever a pair's rows are: what a
 pair's loss is differentiated by is known, and the trainer's loss of each reply is its number times that derivative.
@@ -101,7 +101,7 @@ class DPO(Algorithm):
 
 
 class RewardModeling(Algorithm):
-    """A model of rewards, on pairs of conversations, or on the best and the worst episode of each group of a run.
+    """A reward model, on pairs of conversations, or on the best and the worst episode of each group of a run.
 
     Bradley and Terry 1952; Ouyang et al. 2022, "Training language models to follow instructions", equation 1. The
     reward r of a reply is the value of its last token. With m = r(chosen) - r(rejected), s = r(chosen) + r(rejected)
@@ -115,7 +115,7 @@ class RewardModeling(Algorithm):
         formula="loss = -log sigmoid(r(chosen) - r(rejected)) + c (r(chosen) + r(rejected))^2, "
         "c = center_rewards_coefficient",
         paper="Ouyang et al. 2022, Training language models to follow instructions, arXiv:2203.02155",
-        needs=(_PAIRS, "memory for a second model with its optimizer: the model of rewards"),
+        needs=(_PAIRS, "memory for a second model with its optimizer: the reward model"),
     )
     metrics = _METRICS
     needs = frozenset({"action_values"})

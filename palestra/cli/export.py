@@ -119,7 +119,7 @@ def _copy(run_dir: Path, arguments: argparse.Namespace) -> None:
         raise Conflict(f"{target} exists already; choose another folder")
     # The names of adapters' files are looked at without torch, whose import takes seconds.
     if not (path / "adapter_config.json").is_file():
-        kind = "model of rewards" if path.name == FOLDER_OF_REWARDS else "model"
+        kind = "reward model" if path.name == FOLDER_OF_REWARDS else "model"
     elif arguments.merged:
         kind = "model, with its adapter merged,"
         _merge(path, target)

@@ -33,7 +33,7 @@ class AlgorithmConfig(Section):
     rewards_tokens: ClassVar[bool] = False  # whether a single token may have a reward, such as a penalty
     trained_networks: ClassVar[int] = 1  # of the policy's size, each with gradient and moments: 2 with a critic
     copied_networks: ClassVar[int] = 0  # of the policy's size, float32, which no optimizer updates
-    trains_policy: ClassVar[bool] = True  # False: only a model of rewards is trained
+    trains_policy: ClassVar[bool] = True  # False: only a reward model is trained
     learns_pairs: ClassVar[bool] = False  # whether recorded episodes are pairs of a chosen and a rejected one
 
     name: str = Field(description=NAME)

@@ -119,7 +119,7 @@ class RewardHeadConfig(Section):
 
 
 class RewardModelConfig(_PairsConfig):
-    """A model of rewards (Bradley and Terry 1952) from recorded pairs; the policy itself is not trained."""
+    """A reward model (Bradley and Terry 1952) from recorded pairs; the policy itself is not trained."""
 
     copied_networks: ClassVar[int] = 1
     trains_policy: ClassVar[bool] = False

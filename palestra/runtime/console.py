@@ -114,7 +114,7 @@ class Console:
             if self._config.algorithm_of(policy).trains_policy:
                 self._out.print(f"model:  {whose}{path}  (load it with transformers)")
             else:
-                self._out.print(f"model:  {path / FOLDER_OF_REWARDS}  (of rewards: name it in judge.path)")
+                self._out.print(f"model:  {path / FOLDER_OF_REWARDS}  (a reward model: name it in judge.path)")
             held = read_quarantine(path.parent)
             if held is not None:
                 self._out.print(f"held:   versions from step {held.since} on; export takes them with --force")

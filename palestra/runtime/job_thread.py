@@ -104,7 +104,7 @@ class TrainResult:
         run_dir: the run's folder.
         metrics: the rows of metrics.jsonl.
         checkpoints: newest checkpoint of each trained policy, by name; it loads in transformers. Policies without a
-            checkpoint are left out. A model of rewards is in the folder `reward_model` of the checkpoint.
+            checkpoint are left out. A reward model is in the folder `reward_model` of the checkpoint.
     """
 
     state: str

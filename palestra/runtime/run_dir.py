@@ -67,7 +67,7 @@ def weights_of_run(model: str) -> str:
 
     Raises:
         NotFound: the run has no checkpoint.
-        ConfigError: the run has trained a model of rewards, and its policy is as it was.
+        ConfigError: the run has trained a reward model, and its policy is as it was.
     """
     folder = Path(model)
     if (folder / "run.db").is_file():
@@ -76,7 +76,7 @@ def weights_of_run(model: str) -> str:
         weights, _ = weights_of_policy(folder, None)
         if (weights / FOLDER_OF_REWARDS).is_dir():
             raise ConfigError(
-                f"the run in {folder} has trained a model of rewards, which says nothing itself: `palestra export` "
+                f"the run in {folder} has trained a reward model, which says nothing itself: `palestra export` "
                 "copies it for [judge], and the policy is still the model that the run began with"
             )
         return str(weights)

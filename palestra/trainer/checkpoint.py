@@ -23,7 +23,7 @@ from palestra.trainer.quarantine import read_quarantine
 log = logging.getLogger("palestra.checkpoint")
 INDEX = "checkpoint.json"
 BEST = "best"  # folder of the weights that validated best, beside the checkpoints
-FOLDER_OF_REWARDS = "reward_model"  # of a checkpoint: the model of rewards, as transformers loads it
+FOLDER_OF_REWARDS = "reward_model"  # of a checkpoint: the reward model, as transformers loads it
 NOT_THE_MODEL = (
     "optimizer-*.safetensors",
     "optimizer-shards",

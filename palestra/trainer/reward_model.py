@@ -1,4 +1,4 @@
-"""The files of a model of rewards: transformers' model for the classification of sequences, with one class.
+"""The files of a reward model: transformers' model for the classification of sequences, with one class.
 
 Its input ends with the last token of the reply. The configuration names no padding token, because a reply may end with
 the one of its tokenizer, and the model would then read the value of the token before: pass one sequence at a time.
@@ -61,11 +61,11 @@ def read_reward_model(checkpoint: Path, model: CausalLM, names: Iterable[str]) -
         names: of the critic's parameters.
 
     Raises:
-        CheckpointError: the checkpoint has no model of rewards.
+        CheckpointError: the checkpoint has no reward model.
     """
     file, body = checkpoint / FOLDER_OF_REWARDS / _FILE, f"{model.model.base_model_prefix}."
     if not file.is_file():
-        raise CheckpointError(f"{checkpoint} has no model of rewards")
+        raise CheckpointError(f"{checkpoint} has no reward model")
     found = safetensors.torch.load_file(file)
     own = {name: _file_name(name, body) for name in names}
     return {name: found[there] for name, there in own.items() if there in found}

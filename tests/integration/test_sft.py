@@ -113,7 +113,7 @@ def test_a_model_of_rewards_is_exported_and_judges_as_it_was_taught(taught, tmp_
     assert last["train/pair_loss"] < 0.1
     assert abs(last["train/chosen_reward"] + last["train/rejected_reward"]) < 0.5 * last["train/pair_margin"]
     main(["export", str(result.run_dir), str(tmp_path / "rewards")])
-    assert "the model of rewards after step 40" in capsys.readouterr().out
+    assert "the reward model after step 40" in capsys.readouterr().out
     judge = palestra_judges.RewardModel(path=tmp_path / "rewards")
     grpo = job(tmp_path / "judged", 1, {"name": "grpo"}, model=str(taught.checkpoint))
     judged = palestra.train(reward=judge, tasks=TASKS, config=grpo, quiet=True)

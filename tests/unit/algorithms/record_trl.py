@@ -1,4 +1,4 @@
-"""Record what TRL computes for its GRPO family, DPO and models of rewards: values and gradients, on tensors drawn here.
+"""Record what TRL computes for its GRPO family, DPO and reward models: values and gradients, on tensors drawn here.
 
 In an environment of its own, with CPU torch:
 

@@ -108,8 +108,8 @@ def test_of_a_run_that_learned_rewards_their_model_is_exported_and_no_policy_is_
     checkpoint.write(tmp_path / "checkpoints", 4, fill, {"step": 4}, keep=1)
     assert main(["export", str(tmp_path), str(tmp_path / "rewards")]) == 0
     assert (tmp_path / "rewards" / "weights.txt").read_text() == "rewards"
-    assert "the model of rewards after step 4" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="has trained a model of rewards"):
+    assert "the reward model after step 4" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="has trained a reward model"):
         weights_of_run(str(tmp_path))
     step = str(tmp_path / "checkpoints" / "step-000004")
     assert weights_of_run(step) == step, "who names the step means its policy"

@@ -1,4 +1,4 @@
-"""A job whose rewards are given by a trained model of rewards."""
+"""A job whose rewards are given by a trained reward model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_audit_needs_scores_with_bounds(tmp_path):
 
 def test_what_is_no_model_of_rewards_is_one_line(folder, tmp_path):
     for change in ({"url": "http://127.0.0.1:1"}, {"wait_seconds": 3.0}):
-        with pytest.raises(ConfigError, match="no effect on a model of rewards"):
+        with pytest.raises(ConfigError, match="no effect on a reward model"):
             RewardModel(path=folder, **change)
     two, headless = (shutil.copytree(folder, tmp_path / name) for name in ("two", "headless"))
     settings = json.loads((two / "config.json").read_text())
