@@ -107,8 +107,8 @@ class PPO(ActorCritic):
         formula="A = sum over l of (gamma lambda)^l delta_(t+l), delta_t = r_t + gamma V_(t+1) - V_t, "
         "which with advantage_scale = std (the default) becomes (A - mean(A)) / (std(A) + 1e-8) over the batch's "
         "tokens; loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi(token) / pi_old(token); "
-        "critic: max((V - R)^2, (clip(V, V_old - 0.2, V_old + 0.2) - R)^2) / 2, R = A + V_old with A "
-        "as estimated",
+        f"critic: max((V - R)^2, (clip(V, V_old - {VALUE_CLIP:g}, V_old + {VALUE_CLIP:g}) - R)^2) / 2, "
+        "R = A + V_old with A as estimated",
         paper="Schulman et al. 2017, Proximal Policy Optimization Algorithms, arXiv:1707.06347",
         needs=("memory for a second model with its optimizer: the critic",),
     )

@@ -135,7 +135,7 @@ class SAC(Algorithm):
         formula="y = r + gamma V'(s'), V(s) = sum over choices of pi(a) (Q(s, a) - alpha log pi(a)), Q the smaller of "
         "two heads, V' with the critic's copy; critic: sum over heads of (Q - y)^2 / 2 at the choice that was taken; "
         "policy: loss = -sum over choices of sg(pi(a) (Q(s, a) - alpha log pi(a) - V(s))) log pi(a); "
-        "log alpha <- log alpha - 0.002 (H - target_entropy x log A), H = entropy of the A choices",
+        f"log alpha <- log alpha - {TEMPERATURE_RATE:g} (H - target_entropy x log A), H = entropy of the A choices",
         paper="Haarnoja et al. 2018, Soft Actor-Critic Algorithms and Applications, arXiv:1812.05905; Christodoulou "
         "2019, Soft Actor-Critic for Discrete Action Settings, arXiv:1910.07207",
         needs=(

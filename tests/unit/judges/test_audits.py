@@ -93,6 +93,17 @@ def test_an_audit_that_fails_has_no_score(tmp_path):
     assert row["train/episodes"] == 16
 
 
+def test_a_missing_reward_counts_in_an_audit_as_in_the_step(tmp_path):
+    def named(task: dict[str, Any], answer: str) -> dict[str, float | None]:
+        return {"odd": odd(task, answer), "full": None if digits(answer) % 2 else 1.0}
+
+    settings = judged(tmp_path / "run", steps=1, audit={})
+    row = palestra.train(reward=named, tasks=TASKS, config=settings, quiet=True).metrics[-1]
+    assert 0 < row["train/rewards/odd"] < 1
+    assert row["audit/others/odd"] == pytest.approx(1.0)
+    assert row["audit/others/full"] == pytest.approx(row["train/rewards/odd"])
+
+
 @pytest.mark.parametrize("action", ["warn", "hold"])
 def test_an_audit_that_cannot_be_asked_ends_a_job_only_if_it_may_hold(tmp_path, action):
     with judging(lambda asked: (401, b"who are you")) as server:
