@@ -112,8 +112,8 @@ def reward_function(function: Callable[..., Any] | Mapping[str, Callable[..., An
 
 @contextmanager
 def reward_failures() -> Iterator[None]:
-    """Mark exceptions of a reward function as its own failure: an unreachable judge is not the agent's loss. Raises
-    RewardFailed if for any exception that is not Palestra's own.
+    """Raise RewardFailed for any exception of a reward function that is not Palestra's own: an unreachable judge is not
+    the agent's loss.
     """
     try:
         yield

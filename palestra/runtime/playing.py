@@ -96,15 +96,13 @@ def _concurrency(config: JobConfig) -> int:
 
 
 def plays_apart(config: JobConfig) -> bool:
-    """Return whether processes of their own play what the job names."""
-    return config.environment.runners is not None or config.harness is not None
+    """Return whether processes of their own play what the job names; a served model plays nothing."""
+    return config.kind != "inference" and (config.environment.runners is not None or config.harness is not None)
 
 
-def fleet_of(config: JobConfig, plane: DataPlane, url: str, starter: RunnerStarter) -> RunnerFleet | None:
-    """Return the processes that play the job's environment or harness; None: a served model plays nothing."""
-    count = 1 if config.harness is not None else config.environment.runners
-    if count is None or config.kind == "inference":
-        return None
+def fleet_of(config: JobConfig, plane: DataPlane, url: str, starter: RunnerStarter) -> RunnerFleet:
+    """Return the processes of a job that `plays_apart`: runners of its environment, or one for its harness."""
+    count = config.environment.runners or 1
     order = RunnerOrder(
         url=url,
         key=lambda: plane.keys.job_key,

@@ -99,9 +99,7 @@ def _share(process: int) -> int:
 
 T = TypeVar("T")
 STEPS = 2  # the first step makes the optimizer's moments and warms up
-NO_LEARNING = (
-    5e-324  # the least number above 0, as the configuration wants it; in float32, in which weights change, it is 0
-)
+NO_LEARNING = 5e-324  # the configuration wants a number above 0; in float32, in which weights change, this is 0
 CLOSE_SECONDS = 5.0  # what an unfinished trial may take to end; then it is left behind
 WORDS = 200  # of a prompt where nothing says what prompts are like
 
