@@ -179,10 +179,12 @@ class Direct(Request):
         self._headers = headers  # type: ignore[assignment]
 
     async def take(self, guard: RequestGuard, most: int) -> None:
-        """Read the body.
+        """Read the body, which may have `most` bytes.
 
         Raises:
             ClientDisconnect: the client closed the connection.
+            PayloadTooLarge, TooManyRequests, InvalidRequest: it is too large, alone or with those of other requests, or
+                too late.
         """
         connection = self.scope.get(CONNECTION)
         if connection is not None and connection.has_whole_body:

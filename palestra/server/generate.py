@@ -20,8 +20,9 @@ from palestra.http.protocol import until_disconnect
 from palestra.server.auth import CALLER, Caller, EpisodeKey, PlaygroundKey, require_model, session_of
 from palestra.server.dialects.agents import caller_name
 from palestra.server.dialects.base import Dialect, DialectRequest, GenerationResult, TokenCounter
-from palestra.server.dialects.fields import AGENT_HEADER, agent_of
+from palestra.server.dialects.fields import AGENT_HEADER, agent_of, may_show_pictures
 from palestra.server.dialects.others import NO_OTHERS
+from palestra.server.dialects.sent_pictures import pictures_in
 from palestra.server.respond import OVERRULED, StreamedAnswer, sample_calls
 from palestra.server.state import DataPlane
 from palestra.session import CallMaker, PolicyRuntime, SeatKey
@@ -32,6 +33,7 @@ from palestra.types.calls import TokenSequence
 # Answers with more tokens (counting `top_logprobs`) are written as JSON in a thread, not on the event loop.
 MANY_TOKENS = 4096
 _TOP_LOGPROBS = attrgetter("top_logprobs")
+Parse = Callable[[bytes, Mapping[str, str]], DialectRequest[Any]]
 
 
 def add_dialect_routes(app: GuardedApp, plane: DataPlane, dialects: Sequence[Dialect[Any]]) -> None:
@@ -125,17 +127,17 @@ async def _read(
     plane: DataPlane,
     caller: Caller,
     request: Request,
-    parse: Callable[[bytes, Mapping[str, str]], DialectRequest[Any]],
+    parse: Parse,
     check: Callable[[DialectRequest[Any], PolicyRuntime], None],
 ) -> tuple[DialectRequest[Any], PolicyRuntime]:
     """Return the parsed request and the runtime of the policy that answers it."""
     require_model(caller, plane.config.kind)
     body = await request.body()
     if len(body) < LONG_BODY:
-        asked = parse(body, request.headers)
+        asked = _parsed(parse, body, request.headers)
     else:
         pool = plane.sessions.context.pool
-        asked = await until_disconnect(request.scope, pool.run(parse, body, request.headers))
+        asked = await until_disconnect(request.scope, pool.run(_parsed, parse, body, request.headers))
     policies, players = plane.sessions.context.policies, NO_PLAYERS
     if isinstance(caller, PlaygroundKey):  # it names the policy and has no role
         runtime = policies.runtime(asked.policy)
@@ -161,6 +163,14 @@ async def _read(
         settling = plane.pictures.settle(asked, runtime, plane.picture_charge(caller))
         asked = await until_disconnect(request.scope, settling)
     return asked, runtime
+
+
+def _parsed(parse: Parse, body: bytes, headers: Mapping[str, str]) -> DialectRequest[Any]:
+    """Return a dialect's parsed request, with the pictures of its messages."""
+    asked = parse(body, headers)
+    if may_show_pictures(body):
+        asked = replace(asked, pictures=pictures_in(asked.calls[0].messages))
+    return asked
 
 
 def _agent_of(seat: str, request: Request) -> str:

@@ -28,7 +28,6 @@ from palestra.server.dialects.fields import (
     StopStrings,
     Temperature,
     call_fields,
-    pictures_shown,
 )
 from palestra.server.dialects.others import OtherFields, other_fields
 from palestra.session import PolicyRuntime, ReplyPiece
@@ -196,7 +195,7 @@ class CountTokens(TokenCounter[CountRequest]):
         """Parse a request for counting. See `Dialect.parse`."""
         wanted = parse_body(CountRequest, body)
         call = GenerationRequest(**_prompt_fields(wanted), **call_fields(body, headers, self.path))
-        return DialectRequest(body=wanted, calls=(call,), others=_others(wanted), pictures=pictures_shown(body, call))
+        return DialectRequest(body=wanted, calls=(call,), others=_others(wanted))
 
     def render(self, tokens: int) -> dict[str, int]:
         """Return the number of tokens in Anthropic's format."""
@@ -241,8 +240,7 @@ Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, wh
             **_prompt_fields(wanted),
             **call_fields(body, headers, self.path),
         )
-        pictures = pictures_shown(body, call)
-        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream), others=others, pictures=pictures)
+        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream), others=others)
 
     def check(self, request: DialectRequest[Any], runtime: PolicyRuntime) -> None:
         """Raise UnsupportedField for a request to reason if the model does not reason."""

@@ -34,7 +34,7 @@ class DialectRequest(Generic[B]):
         stream: whether the answer is sent as events during sampling.
         scored: whether the answer has logprobs of the prompts' tokens.
         others: fields that the dialect does not act on; the server refuses or counts them.
-        pictures: of the first call's messages, in order.
+        pictures: of the first call's messages, in order; not set by `parse`.
     """
 
     body: B

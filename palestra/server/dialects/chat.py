@@ -27,7 +27,7 @@ from palestra.server.dialects.fields import (
     may_show_pictures,
 )
 from palestra.server.dialects.others import NO_OTHERS, other_fields
-from palestra.server.dialects.sent_pictures import SentPicture, pictures_in, with_places
+from palestra.server.dialects.sent_pictures import with_places
 from palestra.session import PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
 from palestra.types.messages import MAX_TOOLS, FunctionName, GenerationRequest, Schema, ToolSpec
@@ -151,16 +151,11 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
         others = other_fields(wanted, _UNUSED, _HARMLESS, _WISHES) if wanted.model_extra else NO_OTHERS
         if wanted.top_logprobs and not wanted.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs = true", "top_logprobs")
-        messages = wanted.messages
-        pictures: tuple[SentPicture, ...] = ()
-        if may_show_pictures(body):
-            messages = with_places(messages)
-            pictures = pictures_in(messages)
         choice = wanted.tool_choice
         named = choice.function.name if isinstance(choice, NamedTool) else None
         call = GenerationRequest(
             policy=wanted.model,
-            messages=messages,
+            messages=with_places(wanted.messages) if may_show_pictures(body) else wanted.messages,
             max_tokens=wanted.max_completion_tokens or wanted.max_tokens,
             top_logprobs=wanted.top_logprobs or 0,
             tools=() if wanted.tools is None else tuple(tool.model_dump(exclude_unset=True) for tool in wanted.tools),
@@ -172,7 +167,7 @@ what a reply has in `<think>`. A stop string is looked for in the reply as the m
             **wanted.sampling(),
             **call_fields(body, headers, self.path),
         )
-        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream), others=others, pictures=pictures)
+        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream), others=others)
 
     def render(
         self, request: DialectRequest[ChatRequest], result: GenerationResult, runtime: PolicyRuntime

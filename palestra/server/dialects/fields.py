@@ -14,10 +14,10 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from palestra.config import MAX_AGENT, is_agent_name
 from palestra.errors import InvalidRequest
 from palestra.http.bodies import UNSUPPORTED
-from palestra.server.dialects.sent_pictures import SentPicture, chat_content, pictures_in
+from palestra.server.dialects.sent_pictures import chat_content
 from palestra.session.registry import KEYED
 from palestra.types.calls import LARGEST_BIAS, MOST_LISTED, SAMPLING_RANGES
-from palestra.types.messages import ChatMessage, GenerationRequest, TextPart
+from palestra.types.messages import ChatMessage, TextPart
 from palestra.types.records import SOLE_AGENT
 from palestra.types.values import field_schemas
 
@@ -126,11 +126,6 @@ class _FromChat:
 def may_show_pictures(body: bytes) -> bool:
     """Return whether a body, in any dialect, may show a picture; the name of such a part may be written in escapes."""
     return b"image" in body or b"\\u" in body
-
-
-def pictures_shown(body: bytes, call: GenerationRequest) -> tuple[SentPicture, ...]:
-    """Return the pictures of a call's messages, in order; see `pictures_in`."""
-    return pictures_in(call.messages) if may_show_pictures(body) else ()
 
 
 Message = Annotated[ChatMessage, _FromChat()]

@@ -20,7 +20,6 @@ from palestra.server.dialects.fields import (
     Probability,
     Temperature,
     call_fields,
-    pictures_shown,
 )
 from palestra.server.dialects.others import MAX_NAME, OtherFields, other_fields
 from palestra.server.dialects.responses_items import (
@@ -173,7 +172,7 @@ class InputTokens(TokenCounter[InputRequest]):
         """Parse a request for counting. See `Dialect.parse`."""
         wanted = parse_body(InputRequest, body)
         call = GenerationRequest(**_prompt_fields(wanted), **call_fields(body, headers, self.path))
-        return DialectRequest(body=wanted, calls=(call,), others=_others(wanted), pictures=pictures_shown(body, call))
+        return DialectRequest(body=wanted, calls=(call,), others=_others(wanted))
 
     def render(self, tokens: int) -> dict[str, Any]:
         """Return the number of tokens in OpenAI's format."""
@@ -207,8 +206,7 @@ Streamed, function calls come after the text, when the reply is complete."""
             **call_fields(body, headers, self.path),
         )
         wanted.echo  # noqa: B018 - computed now: long bodies are parsed in a thread, but answers begin on the event loop
-        pictures = pictures_shown(body, call)
-        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream), others=others, pictures=pictures)
+        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream), others=others)
 
     def render(
         self, request: DialectRequest[ResponsesRequest], result: GenerationResult, runtime: PolicyRuntime
