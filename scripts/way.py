@@ -105,7 +105,9 @@ def play(job: LocalJob) -> dict[str, list[Counts]]:
             with counted(found["end"] if sample + 1 < GROUP else found["training step"]):
                 client.post("/end_episode", own, end)
                 if sample + 1 == GROUP:
-                    time.sleep(0.5)
+                    while job.progress.step <= step:  # on a busy machine a step takes long
+                        time.sleep(settle)
+                    time.sleep(0.3)
     return found
 
 
