@@ -16,6 +16,7 @@ An entry point's name is what users write, and it leads to one object:
 | `palestra.judges` | a class derived from `palestra.config.JudgeConfig`; see `palestra.envs.judge` |
 | `palestra.kernels` | a function that returns a `palestra.models.kernels.Kernels` |
 | `palestra.rewards` | a function, as `reward=` of `palestra.train` takes it |
+| `palestra.sandboxes` | a class of `palestra.sandbox.SandboxProvider`, called without arguments |
 | `palestra.tools` | tools of an agent; see `palestra.tools.manager` |
 | `palestra.trackers` | a `palestra.tracking.registry.Tracker` |
 """

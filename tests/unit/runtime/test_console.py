@@ -33,7 +33,10 @@ def test_names_with_markup_are_printed_as_they_are():
 
 
 def test_the_model_that_was_trained_is_named():
-    for algorithm, said in (("dpo", "runs/step-000002  (load"), ("reward_model", "runs/step-000002/reward_model  (a reward model")):
+    for algorithm, said in (
+        ("dpo", "runs/step-000002  (load"),
+        ("reward_model", "runs/step-000002/reward_model  (a reward model"),
+    ):
         config = JobConfig.model_validate({"name": "a", "algorithm": {"name": algorithm}})
         shown = printed(config, lambda console: console.finished("completed", {"policy": Path("runs/step-000002")}))
         assert f"model:  {said}" in shown
