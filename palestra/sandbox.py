@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 from palestra.errors import ConfigError
 from palestra.extensions import extensions, load_extension, nearest
@@ -174,7 +174,6 @@ class Sandbox(Protocol):
         ...
 
 
-@runtime_checkable
 class SandboxProvider(Protocol):
     """Makes boxes. An entry point of `palestra.sandboxes` leads to a class, which is called without arguments.
 
@@ -212,9 +211,10 @@ def sandbox_provider(spec: SandboxSpec, name: str | None = None) -> SandboxProvi
     wanted = name or ("bubblewrap" if spec.image is None and spec.build is None else "container")
     if wanted not in known:
         raise ConfigError(f"there is no sandbox provider {wanted!r}{nearest(wanted, known)}; installed: {list(known)}")
-    provider = load_extension(known[wanted])()
-    if not isinstance(provider, SandboxProvider):
-        raise ConfigError(f"{wanted!r} of {GROUP} makes a {type(provider).__name__}, and has to make a SandboxProvider")
+    made = load_extension(known[wanted])()
+    if not all(callable(getattr(made, method, None)) for method in ("check", "open")):
+        raise ConfigError(f"{wanted!r} of {GROUP} makes a {type(made).__name__}, and has to make a SandboxProvider")
+    provider: SandboxProvider = made
     provider.check(spec)
     return provider
 
