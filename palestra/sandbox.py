@@ -79,6 +79,8 @@ class SandboxSpec:
             raise ConfigError(f"limits of a sandbox are above 0: {limits}")
         if self.image is not None and self.build is not None:
             raise ConfigError("a sandbox has an image or a folder to build one from, not both")
+        if self.image is not None and (not self.image or self.image.startswith("-")):
+            raise ConfigError(f"{self.image!r} is no name of an image")
         if (self.network == "endpoint") != (self.endpoint is not None):
             raise ConfigError('the endpoint of a sandbox and network = "endpoint" belong together')
         if self.workdir is not None and not self.workdir.startswith("/"):
@@ -107,7 +109,11 @@ class Finished:
 
 
 class Sandbox(Protocol):
-    """An open box. All methods raise EnvironmentFailed if the box itself does not work any more."""
+    """An open box.
+
+    All methods raise EpisodeForfeited once the box was ended at a limit, by what ran in it, and EnvironmentFailed if it
+    does not work for another reason.
+    """
 
     @property
     def workdir(self) -> str:

@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import partial
 
 from palestra.envs.catalog import CatalogEntry, settings_checked
+from palestra_sandboxes.bubblewrap.program import check_bubblewrap
 from palestra_screens.browser.chromium import chromium_path
 from palestra_screens.browser.miniwob import MiniWoB, miniwob_tasks, pages_folder
 from palestra_screens.desktop.display import check_desktop
 from palestra_screens.desktop.environment import DesktopEnvironment, desktop_tasks
 from palestra_screens.terminal.environment import TerminalEnvironment
-from palestra_screens.terminal.sandbox import check_sandbox
 from palestra_screens.terminal.tasks import terminal_tasks
 
 
@@ -37,7 +37,7 @@ TERMINAL = CatalogEntry(
     summary="small tasks in a shell: find, count, edit, git, mend a function; in a sandbox",
     make=settings_checked("terminal", TerminalEnvironment),
     generate=terminal_tasks,
-    check_installed=check_sandbox,
+    check_installed=check_bubblewrap,
     starts_programs=True,
 )
 

@@ -55,7 +55,7 @@ def pytest_collection_finish() -> None:
 
 # `pytest --core`: the core alone, as if nothing beside it were installed. Tests of what is beside it are left out: all
 # that name one of its packages or what these bring, or import a helper which does; and `bench`, which measures all.
-_PACKAGE = re.compile(r"\bpalestra_(?:bases|cpu|engines|harness|judges|lab|screens|service|worlds)\b")
+_PACKAGE = re.compile(r"\bpalestra_(?:bases|cpu|engines|harness|judges|lab|sandboxes|screens|service|worlds)\b")
 _POINTS = [point for point in distribution("palestra").entry_points if _PACKAGE.match(point.value)]
 _NAMED = re.compile(_PACKAGE.pattern + rf"""|["'`/](?:{"|".join(point.name for point in _POINTS)})["'`/]""")
 _HELPERS = re.compile(r"^(?:from|import) ((?:unit|integration)\.[\w.]+|[a-z_]+)", re.MULTILINE)

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from palestra.disk import write_whole
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited, PalestraError
 from palestra.threads import in_thread
-from palestra_screens.terminal.sandbox import family_of, own_memory
+from palestra_sandboxes.bubblewrap.program import family_of, own_memory
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Playwright

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited
-from palestra_screens.terminal import sandbox
-from palestra_screens.terminal.sandbox import Descriptors, Sandbox, SandboxLimits, readable, start_sandbox
+from palestra_sandboxes.bubblewrap import program
+from palestra_sandboxes.bubblewrap.program import ProgramLimits, SandboxedProgram, start_program
+from palestra_sandboxes.child import Descriptors, readable
 
 _PROGRAM = Path(__file__).parent / "window.py"
 _TKINTER = "python3*/lib-dynload/_tkinter*.so"  # of the machine's own Python, below /usr/lib
@@ -34,7 +35,7 @@ def check_desktop() -> None:
         raise ConfigError(
             f"this environment needs {', '.join(missing)} in /usr; run: apt-get install xvfb xdotool python3-tk"
         )
-    sandbox.check_sandbox()
+    program.check_bubblewrap()
 
 
 class Display:
@@ -42,7 +43,9 @@ class Display:
     with this process.
     """
 
-    def __init__(self, box: Sandbox, owned: Descriptors, *, requests: int, answers: int, size: tuple[int, int]) -> None:
+    def __init__(
+        self, box: SandboxedProgram, owned: Descriptors, *, requests: int, answers: int, size: tuple[int, int]
+    ) -> None:
         """Take a started screen; `start_display` starts one. `requests`: pipe for lines of JSON to the window's
         program. `answers`: pipe with its answers, a line each.
         """
@@ -104,10 +107,10 @@ async def start_display(window: Mapping[str, Any], size: tuple[int, int]) -> Dis
     try:
         (asked, requests), (answers, answered) = owned.pipe(), owned.pipe()
         command = ("/usr/bin/python3", "-I", _PROGRAM.name, json.dumps({**window, "size": size}), str(answered))
-        box = await start_sandbox(
+        box = await start_program(
             command,
             {_PROGRAM.name: _PROGRAM.read_bytes()},
-            SandboxLimits(),
+            ProgramLimits(),
             stdin=asked,
             stdout=subprocess.DEVNULL,
             pass_fds=(answered,),

@@ -10,13 +10,14 @@ from pydantic import Field
 
 from palestra.envs.acting import DONE, ActingEnvironment, Actions, Progress
 from palestra.envs.tasks import final_answers
-from palestra.errors import EnvironmentFailed, InvalidEnvironment
+from palestra.errors import EnvironmentFailed, EpisodeForfeited, InvalidEnvironment, InvalidRequest
+from palestra.sandbox import SandboxLimits, SandboxSpec, sandbox
 from palestra.tools import tool
-from palestra_screens.terminal.sandbox import SandboxLimits, UnfitFiles, check_sandbox, run_once
+from palestra_sandboxes.bubblewrap.program import ProgramLimits, check_bubblewrap
 from palestra_screens.terminal.shell import MAX_COMMAND, Shell, start_shell
 
 Files = Mapping[str, bytes]
-_SECONDS = 20.0
+_CHECKED = SandboxSpec(limits=SandboxLimits(processes=64, disk_mib=64, seconds=20.0, output_bytes=100_000))
 # The function is called in a program of our own, which knows arguments and no expected values.
 _CALL = """import importlib, json, sys
 sys.path.insert(0, ".")
@@ -65,8 +66,10 @@ async def _printed(command: Sequence[str], files: Files) -> bytes:
     An agent could create such files, with holes or long names, and must not gain a retry of its episode.
     """
     try:
-        return await run_once(command, files, SandboxLimits(), seconds=_SECONDS)
-    except UnfitFiles:
+        async with sandbox(_CHECKED, "bubblewrap") as box:
+            await box.put(files, box.workdir)
+            return (await box.run(command)).output
+    except (InvalidRequest, EpisodeForfeited):
         return b""
 
 
@@ -85,8 +88,8 @@ MAX_SECONDS = 60.0  # of one command
 class TerminalEnvironment(ActingEnvironment):
     """A task in a shell: the agent runs commands, and finishes with an answer.
 
-    Each episode has its own sandbox (`Sandbox`). All processes are killed before the task is scored, from the remaining
-    files and the answer: 1 if the task is solved, else 0.
+    Each episode has its own sandbox. All processes are killed before the task is scored, from the remaining files and
+    the answer: 1 if the task is solved, else 0.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class TerminalEnvironment(ActingEnvironment):
             ConfigError: bubblewrap, or a program that the tasks need, is not installed.
             ValueError: a number makes no sense.
         """
-        check_sandbox()
+        check_bubblewrap()
         if not 0 < command_seconds <= MAX_SECONDS or min(memory_mib, disk_mib, processes) < 8:
             raise ValueError(
                 f"command_seconds is above 0 and at most {MAX_SECONDS:g}; memory_mib, disk_mib and processes at least 8"
@@ -123,7 +126,7 @@ class TerminalEnvironment(ActingEnvironment):
             [tool(self.run), tool(self.keys)], actions=actions, max_steps=max_steps, tool_seconds=command_seconds + 10
         )
         self._seconds = command_seconds
-        self._limits = SandboxLimits(memory_mib=memory_mib, disk_mib=disk_mib, processes=processes)
+        self._limits = ProgramLimits(memory_mib=memory_mib, disk_mib=disk_mib, processes=processes)
         self._task: Mapping[str, Any] = {}
         self._shell: Shell | None = None
 

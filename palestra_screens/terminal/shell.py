@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from palestra.errors import EnvironmentFailed
 from palestra.terminal import printable
 from palestra.tools import BadArguments
-from palestra_screens.terminal.sandbox import Descriptors, Sandbox, SandboxLimits, start_sandbox
+from palestra_sandboxes.bubblewrap.program import ProgramLimits, SandboxedProgram, start_program
+from palestra_sandboxes.child import Descriptors
 
 # CSI, OSC and the other strings (ended by BEL or ST), escape with one more character.
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)|\x1b[ -/]*[0-~]?", re.DOTALL)
@@ -85,7 +86,7 @@ class Shell:
     """A shell in a sandbox. An agent's action that ends it, such as `exit`, is not a failure."""
 
     def __init__(
-        self, sandbox: Sandbox, owned: Descriptors, *, terminal: int, status: int, commands: int, take: str
+        self, sandbox: SandboxedProgram, owned: Descriptors, *, terminal: int, status: int, commands: int, take: str
     ) -> None:
         """Take a started shell; `start_shell` starts one. `status`: pipe with the exit code of each command.
         `commands`: pipe from which the shell reads commands. `take`: typed text that makes it read one.
@@ -241,7 +242,7 @@ class Shell:
             asyncio.get_running_loop().remove_reader(descriptor)
 
 
-async def start_shell(files: Mapping[str, bytes], limits: SandboxLimits) -> Shell:
+async def start_shell(files: Mapping[str, bytes], limits: ProgramLimits) -> Shell:
     """Start bash on a pseudo-terminal in a new sandbox, and wait until it accepts commands.
 
     Commands come through a pipe instead of the terminal, where a line cannot exceed 4,096 bytes and an open quote would
@@ -257,7 +258,7 @@ async def start_shell(files: Mapping[str, bytes], limits: SandboxLimits) -> Shel
             *("setsid", "--ctty", "bash", "--noprofile", "--norc", "--noediting", "-i"),
         )
         inherited = (status_in, commands_out)
-        sandbox = await start_sandbox(bash, files, limits, stdin=program_end, stdout=program_end, pass_fds=inherited)
+        sandbox = await start_program(bash, files, limits, stdin=program_end, stdout=program_end, pass_fds=inherited)
         owned.close(program_end, *inherited)
     except BaseException:
         owned.close_all()

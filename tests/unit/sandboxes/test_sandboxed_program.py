@@ -17,19 +17,33 @@ import uvloop
 from machine import require
 
 from palestra.errors import ConfigError, EnvironmentFailed
-from palestra_screens.terminal import sandbox as sandboxes
-from palestra_screens.terminal.sandbox import SandboxLimits, check_sandbox, run_once, start_sandbox
+from palestra_sandboxes.bubblewrap import program as sandboxes
+from palestra_sandboxes.bubblewrap.program import ProgramLimits, check_bubblewrap, start_program
+from palestra_sandboxes.child import Descriptors, read_pipe
 
 require("bwrap", "git")
-SMALL = SandboxLimits(memory_mib=256, disk_mib=8, files=500, processes=20, cpu_seconds=2)
+SMALL = ProgramLimits(memory_mib=256, disk_mib=8, files=500, processes=20, cpu_seconds=2)
 
 
-async def said(command: str, files=None, limits: SandboxLimits = SMALL, seconds: float = 10.0) -> str:
+async def run_once(command, files, limits, *, seconds, max_bytes=100_000) -> bytes:
+    """Return the beginning of a program's output; a program that writes more is killed."""
+    with Descriptors() as ours:
+        output, written = ours.pipe()
+        async with await start_program(command, files, limits, stdin=subprocess.DEVNULL, stdout=written):
+            ours.close(written)
+            try:
+                async with asyncio.timeout(seconds):
+                    return await read_pipe(output, max_bytes)
+            except TimeoutError:
+                return b""
+
+
+async def said(command: str, files=None, limits: ProgramLimits = SMALL, seconds: float = 10.0) -> str:
     return (await run_once(["bash", "-c", command], files or {}, limits, seconds=seconds)).decode(errors="replace")
 
 
-async def left(command: str, limits: SandboxLimits = SMALL) -> dict[str, bytes]:
-    sandbox = await start_sandbox(
+async def left(command: str, limits: ProgramLimits = SMALL) -> dict[str, bytes]:
+    sandbox = await start_program(
         ["bash", "-c", command], {"a/b": b"hello"}, limits, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
     async with sandbox:
@@ -89,7 +103,7 @@ async def test_links_out_of_the_sandbox_are_not_followed(tmp_path):
 
 async def test_a_fork_bomb_stays_small_and_ends_with_the_sandbox():
     bomb = "bomb() { bomb | bomb & }; bomb; sleep 60"
-    sandbox = await start_sandbox(["bash", "-c", bomb], {}, SMALL, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    sandbox = await start_program(["bash", "-c", bomb], {}, SMALL, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     async with sandbox:
         await asyncio.sleep(0.5)
         inside = psutil.Process(sandbox.process.pid).children(recursive=True)
@@ -118,7 +132,7 @@ async def test_deep_folders_do_not_hurt_their_reader():
 async def test_memory_is_limited_for_one_process_and_for_all_together():
     assert "MemoryError" in await said("python3 -c 'bytearray(400 << 20)' 2>&1")
     each = "python3 -c 'import time; x = bytearray(100 << 20); time.sleep(20)' & "
-    sandbox = await start_sandbox(
+    sandbox = await start_program(
         ["bash", "-c", each * 4 + "wait"], {}, SMALL, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
     async with sandbox:
@@ -189,7 +203,7 @@ async def test_sockets_lead_nowhere_and_stay_small():
     """Those between a virtual machine and its host (AF_VSOCK, 40) know no namespaces."""
     assert await said("python3 a.py 2>&1", {"a.py": SOCKETS.encode()}) == "EPERM EPERM\nTrue\nTrue\nconnected\n"
     many = "import socket, time; kept = [socket.socketpair() for _ in range(40)]; time.sleep(20)"
-    sandbox = await start_sandbox(
+    sandbox = await start_program(
         ["python3", "-c", many], {}, SMALL, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
     async with sandbox:
@@ -200,7 +214,7 @@ async def test_sockets_lead_nowhere_and_stay_small():
 @pytest.mark.parametrize("folder", ["/work", "/tmp"])
 async def test_a_sandbox_of_very_many_files_is_ended(folder):
     many = f"cd {folder}; for i in $(seq 4000); do : > f$i; done; sleep 20"
-    sandbox = await start_sandbox(["bash", "-c", many], {}, SMALL, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    sandbox = await start_program(["bash", "-c", many], {}, SMALL, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     async with sandbox:
         await asyncio.wait_for(sandbox.process.wait(), 15)
         assert sandbox.ended_for == "more than 500 files"
@@ -246,9 +260,9 @@ def test_it_has_its_own_descriptors_only_on_any_event_loop(new_loop):  # jobs ru
 async def test_a_sandbox_ends_with_the_process_that_made_it():
     script = """
 import asyncio, subprocess
-from palestra_screens.terminal.sandbox import SandboxLimits, start_sandbox
+from palestra_sandboxes.bubblewrap.program import ProgramLimits, start_program
 async def main():
-    await start_sandbox(["sleep", "4321"], {}, SandboxLimits(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    await start_program(["sleep", "4321"], {}, ProgramLimits(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     print("started", flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
@@ -272,4 +286,4 @@ async def test_what_can_not_be_started_is_a_failure_of_the_environment():
 def test_a_machine_without_the_library_of_filters_is_told_which_one(monkeypatch):
     monkeypatch.setattr(sandboxes, "has_filters", lambda: False)
     with pytest.raises(ConfigError, match="libseccomp"):
-        check_sandbox()
+        check_bubblewrap()

@@ -1,4 +1,4 @@
-"""`Sandbox`: a program in namespaces of its own (bubblewrap), with a folder in memory that is read after its end."""
+"""`SandboxedProgram`: a program in namespaces of its own (bubblewrap), and its folder in memory."""
 
 from __future__ import annotations
 
@@ -10,94 +10,19 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from palestra.errors import ConfigError, EnvironmentFailed
 from palestra.threads import in_thread
-from palestra_screens.terminal.program import LIBRARY, Program, call_filter, has_filters
-
-
-class Descriptors:
-    """Owned file descriptors.
-
-    A number closed twice may belong to another file by then, so each is forgotten when closed.
-    """
-
-    def __init__(self) -> None:
-        self._open: set[int] = set()
-
-    def add(self, descriptor: int) -> int:
-        """Take ownership of a descriptor and return it."""
-        self._open.add(descriptor)
-        return descriptor
-
-    def pipe(self) -> tuple[int, int]:
-        """Return both ends of a new pipe, the read end first."""
-        reading, writing = os.pipe()
-        return self.add(reading), self.add(writing)
-
-    def filled_pipe(self, data: bytes) -> int:
-        """Return the read end of a new pipe with the data and an end; at most 4,096 bytes."""
-        reading, writing = self.pipe()
-        os.write(writing, data)
-        self.close(writing)
-        return reading
-
-    def close(self, *descriptors: int) -> None:
-        """Close some of the descriptors now; closed ones are ignored."""
-        for descriptor in descriptors:
-            if descriptor in self._open:
-                self._open.remove(descriptor)
-                os.close(descriptor)
-
-    def close_all(self) -> None:
-        """Close all that are open."""
-        self.close(*self._open)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close_all()
-
-
-async def read_pipe(descriptor: int, most: int = 10_000) -> bytes:
-    """Read a pipe to its end, or its first bytes, without a thread that could not be stopped."""
-    loop, found = asyncio.get_running_loop(), bytearray()
-    os.set_blocking(descriptor, False)
-    while len(found) < most:
-        await readable(loop, descriptor)
-        try:
-            chunk = os.read(descriptor, most - len(found))
-        except BlockingIOError:
-            continue
-        if not chunk:
-            break
-        found += chunk
-    return bytes(found)
-
-
-async def readable(loop: asyncio.AbstractEventLoop, descriptor: int) -> None:
-    """Wait until a descriptor can be read from."""
-    waiting: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not waiting.done():
-            waiting.set_result(None)
-
-    loop.add_reader(descriptor, wake)
-    try:
-        await waiting
-    finally:
-        loop.remove_reader(descriptor)
-
+from palestra_sandboxes.bubblewrap.filters import LIBRARY, call_filter, has_filters
+from palestra_sandboxes.child import Descriptors, Program, read_pipe
 
 HOME = "/work"  # the only place, beside /tmp, at which a process in a sandbox can write
+VARIABLES = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": HOME, "TERM": "dumb", "PAGER": "cat"}
 _START_SECONDS = 30.0
 _WATCH_SECONDS = 0.25
 _MIB = 1024 * 1024
@@ -112,7 +37,7 @@ _BEGIN = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SandboxLimits:
+class ProgramLimits:
     """Resource limits of a sandbox's processes."""
 
     memory_mib: int = 512  # resident memory of all processes together
@@ -127,7 +52,7 @@ class UnfitFiles(EnvironmentFailed):
     """The files do not fit into a home folder, or have invalid names."""
 
 
-class Sandbox:
+class SandboxedProgram:
     """A running program without access to the network and to the machine's files, except for read-only programs.
 
     Files are copied in before the program starts, and read after all processes have ended, through a descriptor of the
@@ -136,14 +61,16 @@ class Sandbox:
     Attributes:
         process: bubblewrap's process on the machine.
         ended_for: limit that ended the sandbox; None: it was not ended.
+        end_processes: called in place of the end, with the limit, when processes are over one of memory or sockets.
     """
 
-    def __init__(self, process: Program, init: int, home: int, limits: SandboxLimits) -> None:
-        """Take a started program; `start_sandbox` starts one. `init`: pid, on the machine, of the first process in the
+    def __init__(self, process: Program, init: int, home: int, limits: ProgramLimits) -> None:
+        """Take a started program; `start_program` starts one. `init`: pid, on the machine, of the first process in the
         sandbox. `home`: descriptor of the home folder, taken over by the sandbox.
         """
         self.process = process
         self.ended_for: str | None = None
+        self.end_processes: Callable[[str], None] | None = None
         self._init, self._home, self._limits = init, home, limits
         self._watching = asyncio.ensure_future(self._watch())
 
@@ -184,15 +111,23 @@ class Sandbox:
         while self.running:
             if any(found.f_files - found.f_ffree > self._limits.files for found in self._folders()):
                 self.ended_for = f"more than {self._limits.files} files"
-            elif _sockets(self._init) > self._limits.sockets:
-                self.ended_for = f"more than {self._limits.sockets} sockets"
-            elif _resident(self._init) > self._limits.memory_mib * _MIB:
-                self.ended_for = f"more than {self._limits.memory_mib} MiB of memory"
+            elif (over := self._processes_over()) is not None and self.end_processes is None:
+                self.ended_for = over
+            elif over is not None and self.end_processes is not None:
+                self.end_processes(over)
             if self.ended_for is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._init, signal.SIGKILL)
                 return
             await asyncio.sleep(_WATCH_SECONDS)
+
+    def _processes_over(self) -> str | None:
+        """Return the limit that all processes together are over."""
+        if _sockets(self._init) > self._limits.sockets:
+            return f"more than {self._limits.sockets} sockets"
+        if _resident(self._init) > self._limits.memory_mib * _MIB:
+            return f"more than {self._limits.memory_mib} MiB of memory"
+        return None
 
     def _folders(self) -> Iterator[os.statvfs_result]:
         """Yield the file systems that a process can write to; empty without a process."""
@@ -207,17 +142,21 @@ class Sandbox:
         await self.close()
 
 
-async def start_sandbox(
+async def start_program(
     command: Sequence[str],
     files: Mapping[str, bytes],
-    limits: SandboxLimits,
+    limits: ProgramLimits,
     *,
     stdin: int,
     stdout: int,
     pass_fds: Iterable[int] = (),
-) -> Sandbox:
-    """Start a program in its own sandbox. Its working folder is the home folder, which has `files` by relative path."""
-    check_sandbox()
+    privileged: bool = False,
+) -> SandboxedProgram:
+    """Start a program in its own sandbox. Its working folder is the home folder, which has `files` by relative path.
+
+    A `privileged` program may make namespaces of processes, and limits its own children (`inside.py`).
+    """
+    check_bubblewrap()
     with Descriptors() as ours:
         (info, info_in), (ready, ready_in), (go_out, go) = (ours.pipe() for _ in range(3))
         names, calls = ours.filled_pipe(_PASSWD.encode()), ours.filled_pipe(call_filter())
@@ -226,13 +165,16 @@ async def start_sandbox(
         process = Program.start(
             [
                 *_bubblewrap(limits, info_in, names, calls),
+                *(("--cap-add", "CAP_SYS_ADMIN") if privileged else ()),
                 *("bash", "-c", _BEGIN, str(ready_in), str(go_out), str(archive)),
-                *("prlimit", *_rlimits(limits), "--", *command),
+                *(() if privileged else ("prlimit", *(f"--{name}={n}" for name, n in rlimits(limits).items()), "--")),
+                *command,
             ],
             stdin=stdin,
             stdout=stdout,
             pass_fds=(*theirs, *pass_fds),
-            variables={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": HOME, "TERM": "dumb", "PAGER": "cat"},
+            variables=VARIABLES,
+            unprivileged=True,
         )
         ours.close(*theirs)
         try:
@@ -250,32 +192,10 @@ async def start_sandbox(
             if isinstance(error, OSError | ValueError | TimeoutError):
                 raise EnvironmentFailed(f"no sandbox was started: {str(error) or 'it took too long'}") from error
             raise
-        return Sandbox(process, init, home, limits)
+        return SandboxedProgram(process, init, home, limits)
 
 
-async def run_once(
-    command: Sequence[str],
-    files: Mapping[str, bytes],
-    limits: SandboxLimits,
-    *,
-    seconds: float,
-    max_bytes: int = 100_000,
-) -> bytes:
-    """Run a program in a new sandbox with a timeout, and return the beginning of its output. `max_bytes`: limit of the
-    output; a program that writes more is killed.
-    """
-    with Descriptors() as ours:
-        output, written = ours.pipe()
-        async with await start_sandbox(command, files, limits, stdin=subprocess.DEVNULL, stdout=written):
-            ours.close(written)
-            try:
-                async with asyncio.timeout(seconds):
-                    return await read_pipe(output, max_bytes)
-            except TimeoutError:
-                return b""
-
-
-def check_sandbox() -> None:
+def check_bubblewrap() -> None:
     """Check that this machine has bubblewrap, and that a sandbox has the tasks' programs."""
     missing = [name for name in ("bwrap", "bash", "git", "python3") if shutil.which(name, path="/usr/bin:/bin") is None]
     if not sys.platform.startswith("linux") or missing:
@@ -289,7 +209,7 @@ def check_sandbox() -> None:
         )
 
 
-def _bubblewrap(limits: SandboxLimits, info: int, names: int, calls: int) -> list[str]:
+def _bubblewrap(limits: ProgramLimits, info: int, names: int, calls: int) -> list[str]:
     """Return the command that makes the namespaces."""
     size = str(limits.disk_mib * _MIB)
     known = [f"--ro-bind-try /{name} /{name}" for name in ("etc/alternatives", "etc/ld.so.cache", "etc/ld.so.conf.d")]
@@ -307,8 +227,9 @@ def _bubblewrap(limits: SandboxLimits, info: int, names: int, calls: int) -> lis
     ]
 
 
-def _rlimits(limits: SandboxLimits) -> list[str]:
-    bounds = {
+def rlimits(limits: ProgramLimits) -> dict[str, int]:
+    """Return the kernel's limits of each process, by their names in `prlimit`."""
+    return {
         "nproc": limits.processes,
         "as": limits.memory_mib * _MIB,
         "fsize": limits.disk_mib * _MIB,
@@ -316,7 +237,6 @@ def _rlimits(limits: SandboxLimits) -> list[str]:
         "nofile": 256,
         "core": 0,
     }
-    return [f"--{name}={value}" for name, value in bounds.items()]
 
 
 def _archive(files: Mapping[str, bytes]) -> int:
@@ -331,7 +251,7 @@ def _archive(files: Mapping[str, bytes]) -> int:
     return descriptor
 
 
-def _files(home: int, limits: SandboxLimits) -> dict[str, bytes]:
+def _files(home: int, limits: ProgramLimits) -> dict[str, bytes]:
     """Return the regular files below a folder's descriptor, without following links.
 
     Files that could harm the reader are left out: unreadable ones, folders deeper than `_MAX_DEPTH`, and those beyond

@@ -1,0 +1,99 @@
+"""Files of a box as tar archives, which go in and come out in one stream."""
+
+from __future__ import annotations
+
+import io
+import posixpath
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from palestra.errors import EnvironmentFailed, InvalidRequest, PayloadTooLarge
+
+MAX_FILES = 20_000
+OVERHEAD_BYTES = 8 << 20  # of an archive beside the files' content: names, empty files, folders
+Owner = tuple[int, int]  # numbers of user and group
+
+
+def archive_of(files: Mapping[str, bytes], below: str = "", owner: Owner = (0, 0)) -> bytes:
+    """Return an archive with executable files.
+
+    Args:
+        files: content by path.
+        below: folder in the archive, without an entry: who unpacks it makes the folder, or leaves it as it is.
+
+    Raises:
+        InvalidRequest: a path leads out of the folder.
+    """
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w") as archive:
+        folders: dict[str, None] = {}
+        for path in files:
+            if not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
+                raise InvalidRequest(f"the file {path[:200]!r} would be outside of its folder", "files")
+            folders |= dict.fromkeys(_folders(posixpath.dirname(path)))
+        for folder in folders:
+            archive.addfile(_entry(posixpath.join(below, folder), owner, tarfile.DIRTYPE))
+        for path, data in files.items():
+            entry = _entry(posixpath.join(below, path), owner, tarfile.REGTYPE)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    return written.getvalue()
+
+
+def archive_of_folder(folder: Path, below: str = "", owner: Owner = (0, 0)) -> bytes:
+    """Return an archive of a folder of this machine; links stay links. `below`: its folder in the archive."""
+
+    def owned(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        entry.uid, entry.gid = owner
+        entry.uname = entry.gname = ""
+        return entry if entry.isreg() or entry.isdir() or entry.issym() else None
+
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w", dereference=False) as archive:
+        for path in sorted(folder.iterdir()):
+            archive.add(path, posixpath.join(below, path.name), filter=owned)
+    return written.getvalue()
+
+
+def files_of(archive: bytes, most_bytes: int) -> dict[str, bytes]:
+    """Return the regular files of an archive by their path below its folder.
+
+    Raises:
+        PayloadTooLarge: there are more bytes, or too many files.
+        EnvironmentFailed: it is no whole archive.
+    """
+    found: dict[str, bytes] = {}
+    room = most_bytes
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
+            for entry in opened:
+                if not entry.isreg():
+                    continue
+                room -= entry.size
+                if room < 0 or len(found) >= MAX_FILES:
+                    raise too_large(most_bytes)
+                file = opened.extractfile(entry)
+                assert file is not None
+                found[posixpath.normpath(entry.name)] = file.read()
+    except (tarfile.TarError, ValueError) as error:
+        raise EnvironmentFailed(f"the files of a sandbox can't be read: {error}") from error
+    return found
+
+
+def too_large(most_bytes: int) -> PayloadTooLarge:
+    """Return the error for a folder that is too large."""
+    return PayloadTooLarge(f"a folder of the sandbox has more than {most_bytes:,} bytes, or {MAX_FILES:,} files")
+
+
+def _folders(path: str) -> list[str]:
+    """Return a relative path and all above it, the top one first."""
+    parts = [part for part in path.strip("/").split("/") if part not in ("", ".")]
+    return ["/".join(parts[: number + 1]) for number in range(len(parts))]
+
+
+def _entry(path: str, owner: Owner, kind: bytes) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(path.lstrip("/"))
+    entry.type, entry.mode = kind, 0o755
+    entry.uid, entry.gid = owner
+    return entry

@@ -1,0 +1,1 @@
+"""Boxes of podman or docker."""

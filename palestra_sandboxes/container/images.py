@@ -1,0 +1,128 @@
+"""Images of boxes: by name, from an archive, or built from a folder with a Dockerfile, each made once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from palestra.errors import ConfigError
+from palestra.sandbox import SandboxSpec
+from palestra.threads import in_thread
+from palestra_sandboxes.container.engine import ContainerEngine, last_lines
+
+REPOSITORY = "localhost/palestra-sandbox"  # whose images are a cache; their tags are digests of what they are made of
+BUILD_SECONDS = 1800.0
+_ARCHIVES = (".tar", ".tar.gz", ".tgz")
+_OF_IMAGES = ("manifest.json", "index.json", "oci-layout")  # in an archive of an image, and not of a root folder
+_Key = tuple[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Image:
+    """An image that is here: how it is called, and what its commands get; user and folder may be empty."""
+
+    reference: str
+    user: str
+    workdir: str
+
+
+_known: dict[_Key, Image] = {}
+_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, asyncio.Lock]] = WeakKeyDictionary()
+
+
+async def image_of(engine: ContainerEngine, spec: SandboxSpec) -> Image:
+    """Return the image of a box; it is loaded, pulled or built if it is not here.
+
+    Raises:
+        ConfigError: it can't be; the message has the last lines that the engine wrote.
+    """
+    source = _source(spec)
+    reference = str(spec.image) if source is None else f"{REPOSITORY}:{await in_thread(lambda: _digest(source))}"
+    key = (engine.program, reference)
+    lock = _locks.setdefault(asyncio.get_running_loop(), {}).setdefault(key, asyncio.Lock())
+    async with lock:
+        if key not in _known:
+            if (found := await _inspect(engine, reference)) is None:
+                await _make(engine, reference, source, spec.build is not None)
+                found = await _inspect(engine, reference)
+            if found is None:
+                raise ConfigError(f"the image {reference} of a sandbox is not there after it was made")
+            _known[key] = found
+        return _known[key]
+
+
+def forget_image(engine: ContainerEngine, image: Image) -> None:
+    """Look for an image again when it is needed: a box could not be started from it."""
+    _known.pop((engine.program, image.reference), None)
+
+
+async def _inspect(engine: ContainerEngine, reference: str) -> Image | None:
+    done = await engine.ask("image", "inspect", "--format", "{{.Config.User}}|{{.Config.WorkingDir}}", reference)
+    if done.code:
+        return None
+    user, _, workdir = done.output.decode().strip().partition("|")
+    return Image(reference=reference, user=user, workdir=workdir)
+
+
+async def _make(engine: ContainerEngine, reference: str, source: Path | None, build: bool) -> None:
+    """Pull an image, build it from a folder, or load or import it from an archive."""
+    if source is None:
+        what, command = f"the image {reference!r} can't be pulled", ["pull", reference]
+    elif build:
+        what, command = f"the image of {source} can't be built", ["build", "--tag", reference, str(source)]
+    elif await in_thread(lambda: _is_image(source)):
+        what, command = f"{source} can't be loaded as an image", ["load", "--input", str(source)]
+    else:
+        what, command = f"{source} can't be imported as an image", ["import", str(source), reference]
+    done = await engine.ask(*command, seconds=BUILD_SECONDS, tail=True)
+    if done.timed_out:
+        raise ConfigError(f"{what}: it took more than {BUILD_SECONDS:g} s; at last it wrote:\n{last_lines(done)}")
+    if not done.code and command[0] == "load":
+        loaded = done.output.decode().strip().splitlines()[-1].partition(": ")[2]
+        done = await engine.ask("tag", loaded, reference)
+    if done.code:
+        raise ConfigError(f"{what}:\n{last_lines(done)}")
+
+
+def _source(spec: SandboxSpec) -> Path | None:
+    """Return the absolute path of the archive or the folder that an image is made from; None: it has a name."""
+    source = Path(spec.image) if spec.image is not None and spec.image.endswith(_ARCHIVES) else spec.build
+    return None if source is None else Path(os.path.abspath(source))
+
+
+def _is_image(archive: Path) -> bool:
+    """Return whether an archive has an image and not a root folder."""
+    try:
+        with tarfile.open(archive) as opened:
+            return any(entry.name.removeprefix("./") in _OF_IMAGES for entry in opened)
+    except (OSError, tarfile.TarError) as error:
+        raise ConfigError(f"{archive} is no archive of an image: {error}") from error
+
+
+def _digest(source: Path) -> str:
+    """Return a digest of an archive, or of all that is in a folder with a Dockerfile."""
+    found = hashlib.sha256()
+    try:
+        if source.is_file():
+            with source.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+        if not any((source / name).is_file() for name in ("Dockerfile", "Containerfile")):
+            raise ConfigError(f"{source}: there is no Dockerfile to build an image from")
+        for folder, folders, files in os.walk(source):
+            folders.sort()
+            for name in sorted([*folders, *files]):
+                path = Path(folder) / name
+                state = path.lstat()
+                content = os.readlink(path).encode() if path.is_symlink() else b""
+                if path.is_file() and not path.is_symlink():
+                    content = path.read_bytes()
+                about = f"{path.relative_to(source)}\0{state.st_mode}\0{len(content)}\0"
+                found.update(about.encode(errors="surrogateescape") + content)
+    except OSError as error:
+        raise ConfigError(f"{source}: no image can be made from it: {error}") from error
+    return found.hexdigest()[:32]

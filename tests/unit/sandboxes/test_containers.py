@@ -1,0 +1,226 @@
+"""Boxes of a container engine: images, limits, and what a killed owner leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from machine import require
+
+from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited
+from palestra.sandbox import SandboxLimits, SandboxSpec, sandbox
+from palestra_sandboxes.container.engine import PREFIX, ContainerEngine, find_engine, owner
+from palestra_sandboxes.container.images import _known, image_of
+
+require("podman", "runc", "busybox", "bash-static")
+LIMITS = SandboxLimits(cpus=1, memory_mib=64, processes=30, disk_mib=32, seconds=30)
+
+
+@pytest.fixture
+def spec(tiny_image) -> SandboxSpec:
+    return SandboxSpec(image=tiny_image, limits=LIMITS)
+
+
+def podman(*words: str) -> str:
+    return subprocess.run(["podman", *words], check=True, capture_output=True, text=True).stdout
+
+
+def boxes(owner: str = owner()) -> list[str]:
+    return podman("ps", "-a", "--filter", f"name=^{PREFIX}{owner}", "--format", "{{.Names}}").split()
+
+
+@pytest.fixture
+async def folder(tiny_image, tmp_path) -> Path:
+    """A folder with a Dockerfile on top of the tiny image; what is built from it is removed."""
+    base = (await image_of(find_engine(), SandboxSpec(image=tiny_image))).reference
+    lines = (f"FROM {base}", "LABEL palestra.test=1", "RUN echo made > /made", "COPY given /app/given", "ENV SAID=yes")
+    (tmp_path / "Dockerfile").write_text("\n".join((*lines, "WORKDIR /app", "USER agent", "")))
+    (tmp_path / "given").write_text("given")
+    yield tmp_path
+    for engine, reference in list(_known):
+        if reference != base:
+            subprocess.run([engine, "rmi", "-f", reference], capture_output=True, check=False)
+            del _known[engine, reference]
+    podman("image", "prune", "-f", "--filter", "label=palestra.test=1")  # of a build that failed
+
+
+async def test_an_image_is_built_once_from_a_dockerfile_and_gives_user_folder_and_variables(folder):
+    spec = SandboxSpec(build=folder, limits=LIMITS)
+    async with sandbox(spec) as box:
+        assert box.workdir == "/app"
+        done = await box.run(["sh", "-c", "id -un; pwd; cat given /made; echo $SAID; touch /made"])
+        assert done.output == b"agent\n/app\ngivenmade\nyes\n"
+        assert done.code != 0
+        await box.put({"a/own": b"1"}, "/tmp/box")
+        assert (await box.run(["stat", "-c", "%u", "/tmp/box/a/own", "/tmp/box/a"])).output == b"1000\n1000\n"
+        assert (await box.run(["id", "-un"], user="root")).output == b"root\n"
+    made = podman("images", "-q", (await image_of(find_engine(), spec)).reference)
+    _known.clear()
+    began = time.monotonic()
+    await image_of(find_engine(), spec)
+    assert time.monotonic() - began < 1
+    assert podman("images", "-q", (await image_of(find_engine(), spec)).reference) == made
+
+
+async def test_an_image_that_does_not_build_is_said_with_its_last_lines(folder):
+    with (folder / "Dockerfile").open("a") as file:
+        file.write("USER root\nRUN yes | head -n 300000; echo the reason >&2; exit 7\n")
+    with pytest.raises(ConfigError, match="the reason") as raised:
+        async with sandbox(SandboxSpec(build=folder)):
+            pass
+    assert len(str(raised.value)) < 3000
+
+
+async def test_an_image_that_is_nowhere_is_a_mistake_of_the_configuration(tmp_path):
+    (tmp_path / "broken.tar").write_bytes(b"no archive")
+    (tmp_path / "empty").mkdir()
+    for wrong in (
+        SandboxSpec(image=str(tmp_path / "broken.tar")),
+        SandboxSpec(image=str(tmp_path / "missing.tar")),
+        SandboxSpec(image="localhost/no-such-image:1"),
+        SandboxSpec(build=tmp_path / "empty"),
+        SandboxSpec(build=tmp_path / "missing"),
+    ):
+        with pytest.raises(ConfigError):
+            async with sandbox(wrong):
+                pass
+
+
+async def test_an_archive_of_an_image_is_loaded(tiny_image, tmp_path):
+    base = (await image_of(find_engine(), SandboxSpec(image=tiny_image))).reference
+    podman("save", "-q", "-o", str(tmp_path / "saved.tar"), base)
+    async with sandbox(SandboxSpec(image=str(tmp_path / "saved.tar"), limits=LIMITS)) as box:
+        assert (await box.run(["echo", "ran"])).output == b"ran\n"
+    (loaded,) = [reference for _, reference in _known if reference != base]
+    podman("rmi", loaded)
+    _known.clear()
+
+
+async def test_what_is_of_the_machine_is_neither_seen_nor_reached(spec, tmp_path, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@127.0.0.1:1")
+    monkeypatch.setenv("API_KEY", "secret")
+    (tmp_path / "secret").write_text("secret")
+    async with sandbox(replace(spec, environment={"OWN": "1"})) as box:
+        done = await box.run(
+            ["sh", "-c", f"env; cat /etc/hosts /etc/hostname; ls {tmp_path}; ls /sys/fs/cgroup/memory"]
+        )
+        assert b"secret" not in done.output
+        assert os.uname().nodename.encode() not in done.output.replace(b"HOSTNAME", b"").splitlines()
+        assert b"OWN=1" in done.output
+        mapped = (await box.run(["cat", "/proc/self/uid_map"])).output.split()
+        assert os.geteuid() != 0 or mapped[:2] == [b"0", b"100000"]  # its root is no one outside
+        done = await box.run(["sh", "-c", "busybox mount -t proc none /tmp || busybox mknod /tmp/disk b 8 0"])
+        assert done.code != 0
+        assert (await box.run(["grep", "-c", "NoNewPrivs:.1", "/proc/self/status"])).output == b"1\n"
+
+
+async def test_processes_are_limited_together(spec):
+    async with sandbox(spec) as box:
+        done = await box.run(["bash", "-c", "for i in {1..60}; do sleep 50 & done 2>&1; jobs | wc -l"], seconds=3)
+        assert done.timed_out or int(done.output.split()[-1]) < LIMITS.processes
+        inside = "ls -d /proc/[0-9]* | wc -l"
+        await box.stop_processes()
+        assert int((await box.run(["sh", "-c", inside])).output) < 8
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        "for i in 1 2 3 4; do dd if=/dev/zero of=/tmp/x$i bs=1M count=20; done; sleep 20",
+        'for i in 3 4 5 6; do eval "exec $i> /tmp/x; rm /tmp/x; dd if=/dev/zero bs=1M count=20 >&$i"; done; sleep 20',
+    ],
+    ids=["files", "files without a name"],
+)
+async def test_a_box_that_fills_the_disk_is_ended_and_it_is_the_agents_doing(spec, fill):
+    async with sandbox(spec) as box:
+        done = await box.run(["sh", "-c", "dd if=/dev/zero of=/tmp/large bs=1M count=100; rm /tmp/large"])
+        assert b"100+0 records out" not in done.errors  # one file is limited by the kernel
+        with pytest.raises(EpisodeForfeited, match="32 MiB"):
+            await box.run(["bash", "-c", fill])
+        with pytest.raises(EpisodeForfeited):
+            await box.run(["true"])
+
+
+async def test_a_box_that_was_removed_from_outside_is_a_failure(spec):
+    async with sandbox(spec) as box:
+        podman("rm", "-f", "-t", "0", box.name)
+        with pytest.raises(EnvironmentFailed):
+            await box.run(["true"])
+        with pytest.raises(EnvironmentFailed):
+            await box.get("/tmp", 10)
+
+
+async def test_ten_boxes_at_once(spec):
+    async def play(number: int) -> bytes:
+        async with sandbox(spec) as box:
+            await box.put({"number": str(number).encode()}, "/tmp/own")
+            return (await box.run(["cat", "/tmp/own/number"])).output
+
+    assert await asyncio.gather(*map(play, range(10))) == [str(number).encode() for number in range(10)]
+    assert not boxes()
+
+
+OWNER = """
+import asyncio, sys
+from palestra.sandbox import SandboxLimits, SandboxSpec, sandbox
+async def main():
+    async with sandbox(SandboxSpec(image=sys.argv[1], limits=SandboxLimits(processes=30, memory_mib=64))) as box:
+        print("open", flush=True)
+        await box.run(["sleep", "4324"], seconds=100)
+asyncio.run(main())
+"""
+
+
+def killed_owner(image: str) -> int:
+    """Kill a process that has a box, and return its number."""
+    with subprocess.Popen([sys.executable, "-c", OWNER, image], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "open\n"
+        assert boxes(f"{owner.pid}-")
+        owner.kill()
+        return owner.pid
+
+
+def test_a_box_ends_with_the_process_that_made_it(tiny_image):
+    process = killed_owner(tiny_image)
+    until = time.monotonic() + 20
+    while (left := boxes(f"{process}-")) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not left
+
+
+async def test_the_next_process_removes_what_a_killed_one_left(spec, monkeypatch):
+    """Its own watcher was killed, too."""
+    name = f"{PREFIX}999999999-1-{os.stat('/proc/self/ns/pid').st_ino}-abc"
+    foreign = f"{PREFIX}999999999-1-1-abc"  # of a process elsewhere, which may live
+    image = (await image_of(find_engine(), spec)).reference
+    for one in (name, foreign):
+        await find_engine().ask(
+            "run", "-d", "--name", one, "--network", "none", *find_engine().limits, image, "sleep", "100"
+        )
+    try:
+        assert {name, foreign} == set(boxes("999999999-"))
+        await ContainerEngine(find_engine().program).remove_orphans()
+        assert boxes("999999999-") == [foreign]
+    finally:
+        podman("rm", "-f", "-t", "0", foreign)
+
+
+def test_a_machine_without_an_engine_is_told_what_to_install(monkeypatch, tmp_path):
+    find_engine.cache_clear()
+    try:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(ConfigError, match="apt-get install podman"):
+            find_engine()
+        (tmp_path / "docker").write_text(f"#!{sys.executable}\nraise SystemExit(1)")
+        (tmp_path / "docker").chmod(0o755)
+        with pytest.raises(ConfigError, match="daemon"):
+            find_engine()
+    finally:
+        find_engine.cache_clear()
