@@ -1,4 +1,4 @@
-"""`palestra environments`: lists the values of `environment.name`, and shows their observations."""
+"""`palestra environments`: lists the values of `environment.name`, shows their observations, and checks them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import argparse
 import contextlib
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import ENVIRONMENT, add_command, load_environment
+from palestra.cli.options import ENVIRONMENT, add_command, environment_settings, load_environment
 from palestra.errors import ConfigError, PalestraError, place_of
 from palestra.terminal import say
 
 if TYPE_CHECKING:
     from palestra.envs import ConcurrentEnvironment, Environment
+
+
+_ALL = 100_000  # tasks of a folder that are checked
 
 
 def add_environments(commands: Any) -> None:
@@ -23,11 +26,15 @@ def add_environments(commands: Any) -> None:
         commands,
         "environments",
         _run,
-        "list the environments that ship, or show one: its settings, a task, and what an agent sees first",
+        "list the environments that ship, show one (its settings, a task, what an agent sees first), or check one",
         "  palestra environments\n  palestra environments gomoku\n  palestra environments kuhn-poker --protocol\n"
-        """  palestra environments nim.py:Nim --task '{"pile": 5}'""",
+        """  palestra environments nim.py:Nim --task '{"pile": 5}'\n"""
+        "  palestra environments check harbor/tasks/   # each task by its solution, and by nothing\n\n"
+        "exit code of check: 0 all tasks are right, 1 one is not",
     )
     parser.add_argument("name", nargs="?", help=f"show this one: {ENVIRONMENT}; without it, all that ship are listed")
+    parser.add_argument("checked", metavar="NAME", nargs="?", help="after `check`: the environment to check")
+    parser.add_argument("--settings", metavar="JSON", default="{}", help="settings of an environment that is checked")
     parser.add_argument(
         "--protocol", action="store_true", help="draw who may act when, of an environment of several agents"
     )
@@ -38,8 +45,53 @@ def add_environments(commands: Any) -> None:
     )
 
 
-def _run(arguments: argparse.Namespace) -> None:
-    """Print the list, or one environment with a task and its agents' first observation."""
+def _run(arguments: argparse.Namespace) -> int:
+    """Print the list, or one environment with a task and its agents' first observation; or check one."""
+    if arguments.name == "check":
+        return _check(arguments)
+    if arguments.checked is not None:
+        raise ConfigError(f"{arguments.checked!r} is one argument too many; to check it: environments check NAME")
+    _list_or_show(arguments)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Check an environment with some of its tasks, or with all if these are a folder's; return the exit code."""
+    from functools import partial
+
+    from palestra.envs import check_environment
+    from palestra.envs.catalog import catalog_entry, catalog_maker
+    from palestra.errors import InvalidEnvironment
+
+    if arguments.checked is None:
+        raise ConfigError("name the environment to check: palestra environments check NAME")
+    named, task = load_environment(arguments.checked), _task(arguments.task)
+    settings = environment_settings(arguments.settings)
+    check: Callable[[Callable[[], Any], Sequence[Mapping[str, Any]]], None] = check_environment
+    tasks: list[dict[str, Any]] = [task or {}]
+    if isinstance(named, str):
+        entry, count = catalog_entry(named), 2
+        entry.check_installed()
+        made = catalog_maker(named, settings)  # a wrong setting is refused now
+        if entry.check is not None:
+            check, count = entry.check, _ALL
+        if task is None:
+            tasks = [*entry.generate("train", count, 0), *entry.generate("validation", count, 0)]
+    else:
+        made = partial(named, **settings)
+    wrong = 0
+    for each in tasks:
+        try:
+            check(made, [each])
+            said = "right"
+        except InvalidEnvironment as error:
+            wrong, said = wrong + 1, f"wrong: {error}"
+        say(f"{str(each.get('id', 'task'))[:60]}: {said}")
+    say(f"{len(tasks) - wrong} of {len(tasks)} tasks are right")
+    return 1 if wrong else 0
+
+
+def _list_or_show(arguments: argparse.Namespace) -> None:
     import asyncio
 
     from palestra.envs import ConcurrentEnvironment, SerialEnvironment

@@ -380,7 +380,7 @@ class JobConfig(Section):
             # It changes no token: a call that one setting refuses is sampled without the fields by the other.
             "untrainable_sampling",
         }
-        moves = {"train_tasks", "validation_tasks", "url", "key_variable"}  # a server may move
+        moves = {"train_tasks", "validation_tasks", "path", "url", "key_variable"}  # files and servers may move
         left_out["environment"] = moves | {"max_concurrency", "timeout_seconds", "runners"}
         left_out["environments"] = {"__all__": moves | {"tasks"}} if self.environments else True
         left_out["tasks"] = {"train", "validation"} if self.environments else True

@@ -170,7 +170,7 @@ def path_keys() -> frozenset[str]:
     """Return the keys whose values are paths, in any table."""
     kinds: list[type[Section]] = [*sections_of(EngineConfig), *sections_of(JudgeConfig), *sections_of(HarnessConfig)]
     return frozenset(
-        {"run_dir", "train", "validation"}
+        {"run_dir", "train", "validation", "path"}
         | {key for kind in kinds for key, field in kind.model_fields.items() if _is_path(field.annotation)}
     )
 

@@ -43,6 +43,9 @@ class PlayedEnvironment(Section):
         "`kuhn-poker`; `palestra environments` lists all. None: remote workers play, or the environment given to "
         "`palestra.train`.",
     )
+    path: Path | None = Field(
+        None, description="Folder of tasks, for an environment that reads them, such as `harbor`; part of its name."
+    )
     settings: dict[str, bool | int | float | str] = Field({}, description="Settings of the environment.")
     agent: str | None = Field(
         None,
@@ -87,6 +90,17 @@ class PlayedEnvironment(Section):
                 "`settings` out"
             )
         return self
+
+    @model_validator(mode="after")
+    def _path_has_a_name(self) -> PlayedEnvironment:
+        if self.path is not None and self.name is None:
+            raise ValueError("environment.path is a folder of tasks for an environment; give environment.name")
+        return self
+
+    @property
+    def full_name(self) -> str | None:
+        """Return the name in the catalogue, `NAME` or `NAME/PATH`; None: no environment is named."""
+        return self.name if self.path is None else f"{self.name}/{self.path}"
 
     @model_validator(mode="after")
     def _settings_have_an_agent(self) -> PlayedEnvironment:

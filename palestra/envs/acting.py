@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from palestra.envs.environment import Environment, Reset, Step, StepMessage
+from palestra.envs.environment import Environment, Info, Reset, Step, StepMessage
 from palestra.envs.tool_environment import final_answer
-from palestra.errors import EpisodeForfeited
+from palestra.errors import EpisodeForfeited, InvalidEnvironment
 from palestra.pictures.parts import parts_of
 from palestra.tools import Finish, Tool, ToolFailure, ToolManager, ToolResult
-from palestra.types.messages import ChatMessage, FunctionCall, TextPart, ToolCall, text_message
+from palestra.types.messages import ChatMessage, FunctionCall, StepReward, TextPart, ToolCall, text_message
 
 Schema = dict[str, Any]
 
@@ -54,7 +54,7 @@ Actions = Literal["tools", "text"]
 class Progress:
     """The state of a task after an action."""
 
-    reward: float = 0.0  # of this action
+    reward: StepReward = 0.0  # of this action
     over: bool = False  # whether the task has ended
 
 
@@ -122,9 +122,13 @@ class ActingEnvironment(Environment):
             EnvironmentFailed: it does not, and no action can be the reason; the episode is retried.
         """
 
-    async def cut_off(self) -> float:
+    async def cut_off(self) -> StepReward:
         """Return the reward of the last action when an episode reaches `max_steps`; by default 0."""
         return 0.0
+
+    def info(self) -> Info:
+        """Return information for people about the last action; by default none."""
+        return {}
 
     # Methods that a rollout calls.
 
@@ -139,7 +143,8 @@ class ActingEnvironment(Environment):
         """Execute the calls of a reply one after another, and show the resulting state."""
         self.check_alive()
         self._steps += 1
-        reward, over = 0.0, False
+        reward: StepReward = 0.0
+        over = False
         results: list[ToolResult] = []
         for number, call in enumerate(action.tool_calls or self._command(action.text)):
             if over or number >= MAX_CALLS:
@@ -152,11 +157,11 @@ class ActingEnvironment(Environment):
             results.append(result)
             answer = final_answer(ChatMessage(role="assistant", content=(), tool_calls=(call,)))
             after = await self.progress(answer)
-            reward, over = reward + after.reward, after.over or answer is not None
+            reward, over = _added(reward, after.reward), after.over or answer is not None
         cut_off = not over and self._steps >= self.max_steps
         if cut_off:
-            reward += await self.cut_off()
-        return await self._shown(action, results, over=over or cut_off), reward, over, cut_off, {}
+            reward = _added(reward, await self.cut_off())
+        return await self._shown(action, results, over=over or cut_off), reward, over, cut_off, self.info()
 
     async def _shown(self, action: ChatMessage, results: list[ToolResult], *, over: bool) -> tuple[ChatMessage, ...]:
         """Return the results of calls, and the world as it is now unless the episode is over."""
@@ -185,6 +190,18 @@ class ActingEnvironment(Environment):
             NotImplementedError: always.
         """
         raise NotImplementedError("an ActingEnvironment takes messages: call step_message")
+
+
+def _added(before: StepReward, more: StepReward) -> StepReward:
+    """Return the sum of rewards of one action, by name if they have names; a 0 without a name adds nothing to these."""
+    if isinstance(before, Mapping) and isinstance(more, Mapping):
+        both = [(name, before.get(name), more.get(name)) for name in {**before, **more}]
+        return {name: b if a is None else a if b is None else a + b for name, a, b in both}
+    if isinstance(before, Mapping) or isinstance(more, Mapping):
+        if before and more:
+            raise InvalidEnvironment(f"an action earned rewards with names and without: {before} and {more}")
+        return before or more
+    return before + more
 
 
 def _not_done(call: ToolCall, reason: str) -> ToolResult:

@@ -6,7 +6,7 @@ Other packages add theirs by entry points of the group `palestra.environments`, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.metadata import EntryPoint
@@ -34,12 +34,18 @@ class CatalogEntry:
     """Returns a new environment, given its settings by keyword. Raises ConfigError for a wrong or unknown setting."""
     generate: Callable[[Split, int, int], list[dict[str, Any]]]
     """(split, count, seed) -> `count` distinct tasks, JSON objects with an `id`. Equal arguments give equal tasks, and
-    no seed gives a task of the other split. Raises ConfigError if the split has fewer than `count` tasks."""
+    no seed gives a task of the other split. Raises ConfigError if the split has fewer than `count` tasks; those of a
+    folder are fewer without an error."""
     check_installed: Callable[[], object] = lambda: None
     """Raises ConfigError if something that the environment needs is not installed; the message says how to get it."""
+    reads_folder: bool = False
+    """Whether it reads a folder of this machine, which a job of a service may not name."""
     starts_programs: bool = False
     """Whether a model acts by programs of the machine: a browser, a sandbox, a screen. A service plays such an
     environment only where its operator allows it."""
+    check: Callable[[Callable[[], Any], Sequence[Mapping[str, Any]]], None] | None = None
+    """(factory, tasks) -> nothing: replaces `check_environment` where tasks say themselves what is right and wrong.
+    Raises InvalidEnvironment for the first mistake. None: `check_environment`."""
     part: Callable[[str], CatalogEntry] | None = None
     """Returns the environment `NAME/PART`, with tasks of this part alone. None: it has no parts."""
 

@@ -149,7 +149,7 @@ def _environments(config: JobConfig) -> Iterator[CheckFinding]:
 
 def _environment(config: JobConfig) -> Iterator[CheckFinding]:
     """Make the environment that the job names, and play it with good and bad actions."""
-    name = config.environment.name
+    name = config.environment.full_name
     try:
         named_agents(config.environment.agent, config.environment.agent_settings)
     except ConfigError as error:
@@ -166,10 +166,11 @@ def _environment(config: JobConfig) -> Iterator[CheckFinding]:
     try:
         make = named_environment(config)
         assert make is not None
-        generated = catalog_entry(name).generate
+        entry = catalog_entry(name)
+        generated = entry.generate
         generated("validation", config.environment.validation_tasks, config.seed)
         tasks = generated("train", config.environment.train_tasks, config.seed)
-        check_environment(make, [_first_task(config) or tasks[0]])
+        (entry.check or check_environment)(make, [_first_task(config) or tasks[0]])
         agents = agents_of(make())
         for key, text in impossible_roles(config, agents):
             yield CheckFinding(key=key, text=text)

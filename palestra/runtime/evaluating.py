@@ -297,8 +297,9 @@ def _tasks(tasks: Tasks, config: JobConfig, check: TaskCheck | None) -> Iterator
         return
     if config.tasks.validation is not None:
         yield from _tasks(config.tasks.validation, config, check)
-    elif environment.name is not None:
-        yield from catalog_entry(environment.name).generate("validation", environment.validation_tasks, config.seed)
+    elif environment.full_name is not None:
+        generate = catalog_entry(environment.full_name).generate
+        yield from generate("validation", environment.validation_tasks, config.seed)
 
 
 class _Console(Console):

@@ -123,7 +123,7 @@ def config_of_run(
         left_out.append("harness")
     changes: dict[str, Any] = dict.fromkeys(left_out, UNSET) | {"environment.name": environment}
     if environment != saved.environment.name:
-        changes |= {"environment.settings": {}, "tasks": UNSET}
+        changes |= {"environment.settings": {}, "environment.path": UNSET, "tasks": UNSET}
     return load_config(run / SAVED_CONFIG, changes | dict(overrides or {}))
 
 

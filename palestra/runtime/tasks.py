@@ -43,9 +43,9 @@ def named_environment(config: JobConfig) -> Callable[[], Environment | Concurren
         return RemoteEnvironment(chosen.url, key, system=chosen.system)
     if chosen.protocol != "palestra":
         raise ConfigError(f"environment.protocol is {chosen.protocol!r}, which is of a server; give environment.url")
-    if chosen.name is None:
+    if chosen.full_name is None:
         return None
-    return catalog_maker(chosen.name, chosen.settings, chosen.system)
+    return catalog_maker(chosen.full_name, chosen.settings, chosen.system)
 
 
 def played_of(config: JobConfig) -> RolloutSpec | None:
@@ -126,14 +126,14 @@ async def _generate(known: Tasks, name: str, job: JobConfig, files: Mapping[str,
     `each_environment`.
     """
     environment = job.environment
-    assert environment.name is not None
-    generate = catalog_entry(environment.name).generate
+    assert environment.full_name is not None
+    generate = catalog_entry(environment.full_name).generate
     counts: dict[Split, int] = {"validation": environment.validation_tasks, "train": environment.train_tasks}
     for split, count in counts.items():
         if split_in(name, split) not in files:
             made = generate(split, count, job.seed) if count else []
             new = [_of_environment(name, task_of(data)) for data in made]
-            await known.push(split_in(name, split), new, environment.name)
+            await known.push(split_in(name, split), new, environment.full_name)
 
 
 def _of_environment(name: str, task: Task) -> Task:

@@ -252,7 +252,7 @@ def _facts(plane: DataPlane) -> RolloutFacts:
         rivals=roles.rivals,
         reward_weights={name: dict(config.algorithm_of(name).reward_weights) for name in config.policies},
         credits_agents=config.algorithm_of(roles.default).credits_agents,
-        environment=chosen.name,
+        environment=chosen.full_name,
         settings=chosen.settings,
         agent=chosen.agent,
         agent_settings=chosen.agent_settings,

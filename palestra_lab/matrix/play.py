@@ -207,7 +207,7 @@ def _environment(
     """Return the environment's factory, and the tasks."""
     from palestra.envs.catalog import catalog_entry
 
-    chosen = config.environment.name if environment is None else environment
+    chosen = config.environment.full_name if environment is None else environment
     if chosen is None:
         raise ConfigError(
             "name the environment that is played, which the configuration does not: a class, a function that makes "

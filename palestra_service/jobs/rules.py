@@ -183,7 +183,9 @@ class Rules:
                 "harness runs a program and your score function, and a service runs neither; leave it out, and play "
                 "with `palestra worker --harness NAME --score FILE.py --job ID`"
             )
-        name = config.environment.name
+        name = config.environment.full_name
+        if name is not None and catalog_entry(name).reads_folder:
+            raise ConfigError(f"environment {name!r} reads a folder of the service's machines, which no job may name")
         if name is not None and catalog_entry(name).starts_programs and not self.programs:
             raise ConfigError(
                 f"environment.name is {name!r}, which starts programs on the service's machines; its operator has to "

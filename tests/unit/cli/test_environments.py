@@ -84,3 +84,26 @@ def test_what_is_wrong_is_said_in_one_line(nim, capsys, name, more, said):
 def test_one_that_ships_is_shown_with_its_roles(name, roles, capsys):
     assert main(["environments", name]) == 0
     assert f"roles:     {roles}\n" in capsys.readouterr().out
+
+
+def test_one_that_is_right_and_one_that_is_wrong_are_checked(nim, capsys):
+    assert main(["environments", "check", "arithmetic"]) == 0
+    assert capsys.readouterr().out.endswith("4 of 4 tasks are right\n")
+    assert main(["environments", "check", f"{nim}:Nim", "--task", '{"pile": 2}']) == 0
+    nim.write_text(NIM.replace("other: -1.0", "other: 0.0"))
+    assert main(["environments", "check", f"{nim}:Nim", "--task", '{"pile": 2, "id": "two"}']) == 1
+    assert "two: wrong: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["check"], "name the environment to check"),
+        (["gomoku", "nim"], "one argument too many"),
+        (["check", "gomuku"], "did you mean 'gomoku'"),
+        (["check", "gomoku", "--settings", '{"size": 1}'], "can't be played"),
+    ],
+)
+def test_what_can_not_be_checked_is_said(arguments, said, capsys):
+    assert main(["environments", *arguments]) == 2
+    assert said in capsys.readouterr().err

@@ -60,6 +60,7 @@ OTHER: dict[str, Any] = {
     "environment.settings": {"size": 5},
     "environment.agent": "tools",
     "environment.agent_settings": {"max_calls": 3},
+    "environment.path": Path("tasks"),
     "environment.url": "http://127.0.0.1:7500",
     "environment.protocol": "openenv",
     "environment.key_variable": "NIM_KEY",
@@ -173,6 +174,7 @@ NOT_TRAINED |= {
         "max_concurrency",
         "timeout_seconds",
         "runners",
+        "path",
         "url",
         "key_variable",
     )
@@ -239,6 +241,7 @@ def test_model_is_refused_where_it_could_be_that_of_several(policies):
 def test_the_digest_changes_exactly_with_what_is_trained(leaf):
     needed = {
         "environment.runners": {"environment.name": "gomoku"},
+        "environment.path": {"environment.name": "harbor"},
         "environment.agent_settings": {"environment.agent": "tools"},
         "trainer.cpu_offload": {"trainer.devices": 2},
     }.get(leaf, {})
@@ -421,6 +424,7 @@ FILE = {"id": "f", "tasks": {"train": "f.jsonl"}}
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"environment": {"path": "tasks"}}, "give environment.name"),
         ({"environments": [SUMS, SUMS]}, "two of environments have the id 'sums'; give each its own"),
         ({"environments": [SUMS], "environment": {"name": "calculator"}}, "environment.name is set"),
         ({"environments": [SUMS], "tasks": {"train": "a.jsonl"}}, "tasks.train is set"),

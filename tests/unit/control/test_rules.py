@@ -273,6 +273,15 @@ async def test_no_job_starts_programs_unless_the_operator_allows_it(http, plane,
     assert answer.status_code == 201, answer.text
 
 
+@pytest.mark.parametrize("environment", [{"name": "harbor", "path": "/etc"}, {"name": "harbor//etc"}])
+async def test_no_job_names_a_folder_of_the_service(http, plane, tmp_path, environment):
+    (tmp_path / "rules.toml").write_text("[environment]\nprograms = true\n")
+    object.__setattr__(plane, "rules", load_rules(tmp_path / "rules.toml"))
+    answer = await http.post("/jobs", json={"config": {"environment": environment}})
+    assert answer.status_code in (400, 422), answer.text
+    assert "which no job may name" in answer.text
+
+
 async def test_no_job_runs_a_harness(http):
     answer = await http.post("/jobs", json={"config": {"harness": {"name": "pi", "score": "score.py"}}})
     assert answer.status_code in (400, 422), answer.text

@@ -1,0 +1,6 @@
+"""Tasks of Harbor's format: an instruction, a container, a verifier that writes rewards."""
+
+from palestra_worlds.harbor.environment import HarborEnvironment
+from palestra_worlds.harbor.task import HarborTask, read_task
+
+__all__ = ["HarborEnvironment", "HarborTask", "read_task"]

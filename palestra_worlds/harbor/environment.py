@@ -1,0 +1,193 @@
+"""Environment `harbor`: the agent works on a task of Harbor's format with a shell in its container."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from palestra.envs.acting import DONE, ActingEnvironment, Actions, Progress
+from palestra.envs.environment import Info
+from palestra.errors import ConfigError, EnvironmentFailed
+from palestra.sandbox import Sandbox
+from palestra.threads import in_thread
+from palestra.tools import tool
+from palestra.types.messages import StepReward
+from palestra_worlds.harbor.boxes import (
+    BoxRules,
+    agent_spec,
+    in_shell,
+    opened,
+    run_script,
+    shown,
+    user_of,
+    verifier_spec,
+)
+from palestra_worlds.harbor.scoring import Verdict, verify
+from palestra_worlds.harbor.task import HarborTask, find_task, resolved
+
+MAX_COMMAND = 32_000  # characters
+MAX_SHOWN = 4_000  # characters of a command's output: its beginning and its end
+_AGENT_SECONDS = 3_600.0  # where task.toml has no agent.timeout_sec
+
+
+class HarborEnvironment(ActingEnvironment):
+    """A task of Harbor's format: the agent runs commands in the task's container, and finishes.
+
+    Each episode has its own box. When the agent has ended, all its processes are ended, and the task's verifier writes
+    the rewards. A verifier that writes none fails the episode, which is then retried without a reward.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        actions: Actions = "tools",
+        max_steps: int = 20,
+        command_seconds: float = 60.0,
+        network: bool = False,
+        variables: str = "",
+        provider: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create the environment; each episode gets a box.
+
+        Args:
+            folder: one task, or a folder of tasks.
+            actions: `tools`, tool calls; `text`, one line such as `shell ls`, which small models write more easily.
+            max_steps: limit of the agent's replies in an episode.
+            command_seconds: limit of one command, which is then ended.
+            network: whether boxes of tasks that ask for the network (`network_mode = "public"`) get it.
+            variables: names of this machine's variables that tasks may read as `${NAME}`, separated by commas.
+            provider: name of the sandbox provider; empty: the container engine.
+            clock: seconds, for the time that the agent's commands take.
+
+        Raises:
+            ValueError: a number makes no sense.
+        """
+        if not 0 < command_seconds <= _AGENT_SECONDS:
+            raise ValueError(f"command_seconds is above 0 and at most {_AGENT_SECONDS:g}")
+        super().__init__([tool(self.shell)], actions=actions, max_steps=max_steps, tool_seconds=command_seconds + 60.0)
+        self._folder, self._seconds, self._clock = folder, command_seconds, clock
+        names = frozenset(filter(None, (name.strip() for name in variables.split(","))))
+        self._rules = BoxRules(network=network, variables=names, provider=provider or None)
+        self._stack = AsyncExitStack()  # closes the box
+        self._box: Sandbox | None = None
+        self._task: HarborTask | None = None
+        self._verdict: Verdict | None = None
+        self._left = 0.0  # seconds of the agent's commands
+
+    async def shell(self, command: Annotated[str, Field(max_length=MAX_COMMAND)]) -> str:
+        """Run a command in the container. Each one starts in the working folder, and has to end by itself.
+
+        Args:
+            command: The command, for the shell.
+        """
+        if self._left <= 0:
+            return "(the time for this task is over)"
+        if "\0" in command or not command.strip():
+            return "(that is no command)"
+        seconds, began = min(self._seconds, self._left), self._clock()
+        text, user = command.encode(errors="replace").decode(), user_of(self._playing().table.agent)
+        done = await self._opened().run(in_shell(text), user=user, seconds=seconds)
+        self._left -= self._clock() - began
+        states = [
+            f"(ended after {seconds:g} s)" if done.timed_out else "",
+            "(ended: it wrote too much)" if done.cut else "",
+            f"(exit code {done.code})" if done.code and not done.timed_out and not done.cut else "",
+        ]
+        return "\n".join(filter(None, [_cut(shown(done)), *states])) or DONE
+
+    async def start(self, task: Mapping[str, Any]) -> str:
+        """Open the task's container, and return its instruction."""
+        await self.close()
+        try:
+            self._task = found = find_task(self._folder, task.get("id"))
+            spec = agent_spec(found, self._rules)
+            verifier_spec(found, self._rules)  # what is not allowed is refused before an episode is played
+        except ConfigError as error:
+            raise EnvironmentFailed(str(error)) from error
+        self._left = found.table.agent.timeout_sec or _AGENT_SECONDS
+        building = opened(found, spec, self._rules, found.table.environment.build_timeout_sec)
+        self._box = await self._stack.enter_async_context(building)
+        if (user := user_of(found.table.agent)) is not None and (await self._box.run(["true"], user=user)).code:
+            raise EnvironmentFailed(f"task {found.name!r}: its image has no user {user!r}, which agent.user names")
+        return found.instruction
+
+    async def observe(self) -> str:
+        """Return "": the results of the commands are enough."""
+        return ""
+
+    async def progress(self, answer: str | None) -> Progress:
+        """Verify the task when the agent has finished, or its time is over."""
+        over = answer is not None or self._left <= 0
+        return Progress(reward=await self._verify(), over=True) if over else Progress()
+
+    async def cut_off(self) -> StepReward:
+        """Verify the task as it is."""
+        return await self._verify()
+
+    def check_alive(self) -> None:
+        """Do nothing: a box that has ended fails the next command."""
+
+    def info(self) -> Info:
+        """Return the end of the verifier's output."""
+        return {} if self._verdict is None else {"verifier": self._verdict.output}
+
+    async def close(self) -> None:
+        """End the box, and remove it."""
+        stack, self._stack = self._stack, AsyncExitStack()
+        self._box = self._task = self._verdict = None
+        await stack.aclose()
+
+    async def solve(self) -> bool:
+        """Run the task's own solution in the open box, as Harbor's agent `oracle` does, and return whether there is
+        one.
+
+        Raises:
+            EnvironmentFailed: it can't be read, or asks for what the job does not allow.
+        """
+        task, box = self._playing(), self._opened()
+        if not task.has_solution:
+            return False
+        try:
+            files = await in_thread(task.solution)
+            variables = resolved(task.table.solution.env, self._rules.variables, f"task {task.name!r}: solution.env")
+        except ConfigError as error:
+            raise EnvironmentFailed(str(error)) from error
+        await box.put(files, "/solution")
+        variables = {"DEBIAN_FRONTEND": "noninteractive"} | variables
+        user = user_of(task.table.agent)
+        await box.run(run_script("/solution/solve.sh"), environment=variables, user=user, seconds=self._left)
+        return True
+
+    async def verdict(self) -> Verdict:
+        """Return the verifier's verdict on the open box; afterwards it is of no use to an agent."""
+        try:
+            self._verdict = await verify(self._playing(), self._opened(), self._rules)
+        except ConfigError as error:
+            raise EnvironmentFailed(str(error)) from error
+        return self._verdict
+
+    async def _verify(self) -> StepReward:
+        return (await self.verdict()).rewards
+
+    def _opened(self) -> Sandbox:
+        if self._box is None:
+            raise EnvironmentFailed("there is no box: the episode has not begun")
+        return self._box
+
+    def _playing(self) -> HarborTask:
+        if self._task is None:
+            raise EnvironmentFailed("there is no task: the episode has not begun")
+        return self._task
+
+
+def _cut(text: str) -> str:
+    """Return a text, or its beginning and its end."""
+    half = MAX_SHOWN // 2
+    return text if len(text) <= MAX_SHOWN else f"{text[:half]}\n… ({len(text):,} characters) …\n{text[-half:]}"

@@ -1,0 +1,5 @@
+draw() {
+    one=$(number) two=$(number)
+    arguments="$one $two"
+    expected=$((one + two))
+}

@@ -1,0 +1,2 @@
+#!/bin/sh
+echo 'grep -c error' > /app/run.sh

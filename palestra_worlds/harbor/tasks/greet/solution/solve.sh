@@ -1,0 +1,2 @@
+#!/bin/sh
+echo 'echo "Hello, $1!"' > /app/run.sh

@@ -1,0 +1,4 @@
+draw() {
+    arguments=$(word)
+    expected="Hello, $arguments!"
+}

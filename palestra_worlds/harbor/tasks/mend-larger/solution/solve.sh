@@ -1,0 +1,2 @@
+#!/bin/sh
+sed -i 's/-lt/-gt/' /app/run.sh

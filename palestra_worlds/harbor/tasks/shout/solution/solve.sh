@@ -1,0 +1,2 @@
+#!/bin/sh
+echo 'tr a-z A-Z' > /app/run.sh

@@ -1,0 +1,4 @@
+draw() {
+    echo "$(word) $(word)" > /tmp/in
+    expected=$(tr a-z A-Z < /tmp/in)
+}

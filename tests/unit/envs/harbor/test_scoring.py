@@ -1,0 +1,199 @@
+"""Rewards of a verifier: what counts, what fails the episode in place of a reward of 0, and what a forger gets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from palestra.envs import catalog_entry
+from palestra.errors import ConfigError, EnvironmentFailed, InvalidEnvironment
+from palestra.sandbox import Finished
+from palestra.types.messages import text_message
+from palestra_worlds.harbor import HarborEnvironment, boxes
+from palestra_worlds.harbor.catalog import check_harbor
+from palestra_worlds.harbor.scoring import read_rewards
+from unit.envs.harbor.tasks import CLOSED, in_memory, write_task, writes
+from unit.envs.playing import calls
+
+TASK = {"id": "t"}
+FINISH = calls(("finish", {"answer": "done"}))
+
+
+def test_named_rewards_come_before_the_plain_one():
+    both = {"reward.json": b'{"reward": 1, "style": 0.25, "fine": true}', "reward.txt": b"7"}
+    assert read_rewards(both) == {"reward": 1.0, "style": 0.25, "fine": 1.0}
+    assert read_rewards({"reward.txt": b" 0.5\n"}) == {"reward": 0.5}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"ctrf.json": b"{}"},
+        *({"reward.txt": text} for text in (b"", b"nan", b"inf", b"one", b"\xff", b"1 2", b"0" * 2**17)),
+        *(
+            {"reward.json": text, "reward.txt": b"1"}
+            for text in (
+                *(b"", b"{}", b"1", b"[1]", b'{"a": NaN}', b'{"a": 1e999}', b'{"a": "1"}', b'{"a": null}', b"\xff"),
+                *(b'{"\\n": 1}', b"[" * 60_000, b'{"a": 1' + b"0" * 400 + b"}", b" " * 2**17),
+            )
+        ),
+    ],
+)
+def test_what_is_no_reward_is_refused_in_one_line(files):
+    with pytest.raises(ValueError, match="its verifier wrote") as found:
+        read_rewards(files)
+    assert len(str(found.value)) < 400
+
+
+async def played(environment, *actions):
+    """The last step of an episode."""
+    await environment.reset(TASK)
+    try:
+        for action in (*actions, FINISH):
+            found = await environment.step_message(action)
+        return found
+    finally:
+        await environment.close()
+
+
+async def test_the_agents_own_reward_file_does_not_count(tmp_path, monkeypatch):
+    write_task(tmp_path / "t")
+    opened = in_memory(monkeypatch, lambda box: None)
+    environment = HarborEnvironment(tmp_path)
+    await environment.reset(TASK)
+    opened[0].files |= {"/logs/verifier/reward.json": b'{"reward": 1}', "/tests/test.sh": b"mine"}
+    with pytest.raises(EnvironmentFailed, match="wrote no reward"):
+        await environment.step_message(FINISH)
+    assert opened[0].files["/tests/test.sh"] == b"#!/bin/sh\n"
+    assert "stop" in opened[0].done
+    await environment.close()
+    assert opened[0].done[-1] == "close"
+
+
+async def test_rewards_come_by_name_and_the_output_for_people(tmp_path, monkeypatch):
+    write_task(tmp_path / "t", f'{CLOSED}[verifier]\nenv = {{MODE = "strict"}}\n')
+    opened = in_memory(monkeypatch, writes(reward_json='{"right": 1, "short": 0.5}'))
+    _, reward, over, cut_off, info = await played(HarborEnvironment(tmp_path))
+    assert (reward, over, cut_off, info) == ({"right": 1.0, "short": 0.5}, True, False, {"verifier": "tested"})
+    assert opened[0].variables == {"MODE": "strict"}
+
+
+async def test_an_episode_that_is_cut_off_is_verified(tmp_path, monkeypatch):
+    write_task(tmp_path / "t")
+    in_memory(monkeypatch, writes(reward_txt="0.25"))
+    environment = HarborEnvironment(tmp_path, max_steps=1)
+    await environment.reset(TASK)
+    found = await environment.step_message(calls(("shell", {"command": "ls"})))
+    assert found[1:4] == ({"reward": 0.25}, False, True)
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (Finished(code=3, output=b"no pytest", errors=b""), "wrote no reward; it ended with 3: no pytest"),
+        (Finished(code=137, output=b"", errors=b"", timed_out=True), "did not end in 600 s"),
+    ],
+)
+async def test_a_verifier_that_fails_fails_the_episode(tmp_path, monkeypatch, end, words):
+    write_task(tmp_path / "t")
+    in_memory(monkeypatch, lambda box: end)
+    with pytest.raises(EnvironmentFailed, match=words):
+        await played(HarborEnvironment(tmp_path))
+
+
+async def test_the_verifiers_own_box_gets_the_artifacts_and_nothing_else(tmp_path, monkeypatch):
+    toml = (
+        f'artifacts = ["/out", {{source = "a/log.txt"}}, "/none"]\n{CLOSED}[verifier]\nenvironment_mode = "separate"\n'
+    )
+    write_task(tmp_path / "t", toml)
+    opened = in_memory(monkeypatch, writes(reward_txt="1"))
+    environment = HarborEnvironment(tmp_path)
+    await environment.reset(TASK)
+    opened[0].files |= {
+        "/logs/verifier/reward.json": b'{"reward": 9}',
+        "/logs/artifacts/x": b"x",
+        "/out/y/z": b"z",
+        "/app/a/log.txt": b"log",
+        "/bin/sh": b"mine",
+    }
+    assert (await environment.step_message(FINISH))[1] == {"reward": 1.0}
+    kept = {path: data for path, data in opened[1].files.items() if not path.startswith(("/tests", "/logs/verifier"))}
+    assert kept == {"/logs/artifacts/x": b"x", "/out/y/z": b"z", "/app/a/log.txt": b"log"}
+    assert opened[1].done[-1] == "close"
+    await environment.close()
+
+
+async def test_the_time_of_the_agent_is_that_of_its_commands(tmp_path, monkeypatch):
+    write_task(tmp_path / "t", f"{CLOSED}[agent]\ntimeout_sec = 10\n")
+    in_memory(monkeypatch, writes(reward_txt="0"))
+    now = iter((0.0, 4.0, 100.0, 108.0))
+    environment = HarborEnvironment(tmp_path, clock=lambda: next(now))
+    await environment.reset(TASK)
+    command = calls(("shell", {"command": "sleep 4"}))
+    assert (await environment.step_message(command))[2] is False
+    assert (await environment.step_message(command))[1:3] == ({"reward": 0.0}, True)
+
+
+async def test_a_box_that_does_not_open_is_a_failure(tmp_path, monkeypatch):
+    write_task(tmp_path / "t")
+
+    class Refuses:
+        async def __aenter__(self):
+            raise ConfigError("no container engine")
+
+    monkeypatch.setattr(boxes, "sandbox", lambda spec, provider: Refuses())
+    environment = HarborEnvironment(tmp_path)
+    with pytest.raises(EnvironmentFailed, match="task 't': no container engine"):
+        await environment.reset(TASK)
+    with pytest.raises(EnvironmentFailed, match=r"no task '\.\./t'"):
+        await environment.reset({"id": "../t"})
+    with pytest.raises(EnvironmentFailed, match="not begun"):
+        await environment.shell("ls")
+
+
+async def test_actions_that_are_none_are_answered(tmp_path, monkeypatch):
+    write_task(tmp_path / "t")
+    opened = in_memory(monkeypatch, writes(reward_txt="0"))
+    environment = HarborEnvironment(tmp_path, actions="text")
+    await environment.reset(TASK)
+    for text in ("Let me think.", "shell", "shell a\0b", "shell \ud800"):
+        messages, *_ = await environment.step_message(text_message("assistant", text.replace("\ud800", "?")))
+        assert messages[-1].text
+    assert len([one for one in opened[0].done if "command -v bash" in one]) == 1
+    await environment.close()
+
+
+def test_a_check_plays_the_solution_and_nothing(tmp_path, monkeypatch):
+    folder = write_task(tmp_path / "t")
+
+    def solved(box):
+        is_oracle = any("/solution/solve.sh" in one for one in box.done)
+        writes(reward_txt=str(int(is_oracle)))(box)
+
+    in_memory(monkeypatch, solved)
+    check_harbor(lambda: HarborEnvironment(tmp_path), [TASK])
+    for reward, words in (("0", "oracle earns 0, and has to earn 1"), ("1", "nop earns 1, and has to earn 0")):
+        in_memory(monkeypatch, writes(reward_txt=reward))
+        with pytest.raises(InvalidEnvironment, match=words):
+            check_harbor(lambda: HarborEnvironment(tmp_path), [TASK])
+    in_memory(monkeypatch, lambda box: None)
+    with pytest.raises(InvalidEnvironment, match="oracle: task 't': its verifier wrote no reward"):
+        check_harbor(lambda: HarborEnvironment(tmp_path), [TASK])
+    (folder / "solution" / "solve.sh").unlink()
+    in_memory(monkeypatch, writes(reward_txt="0"))
+    with pytest.warns(UserWarning, match="only nop"):
+        check_harbor(lambda: HarborEnvironment(tmp_path), [TASK])
+
+
+def test_settings_of_the_catalogue(tmp_path):
+    write_task(tmp_path / "t")
+    entry = catalog_entry(f"harbor/{tmp_path}")
+    assert entry.generate("train", 9, 1) == [{"id": "t", "prompt": "Do it."}]
+    environment = entry.make(actions="text", max_steps=3, variables="A, B")
+    assert (environment.max_steps, environment.reusable) == (3, True)
+    for wrong in ({"command_seconds": 0.0}, {"path": "x"}, {"max_steps": 0}):
+        with pytest.raises(ConfigError):
+            entry.make(**wrong)
+    asyncio.run(environment.close())
