@@ -17,12 +17,13 @@ import palestra_judges
 import palestra_lab
 import palestra_screens
 import palestra_worlds
-from palestra import errors
+from palestra import errors, sandbox
 from palestra.client import exchange, job
 from palestra.client.worker import Worker
 from palestra.types.values import Value
 
 FURTHER: tuple[Any, ...] = (Worker, job.Job, job.JobEvent)  # what the exported names give back, or are made for
+SANDBOXES = ("sandbox", "SandboxSpec", "SandboxLimits", "Sandbox", "Finished", "SandboxProvider")
 BESIDE: tuple[ModuleType, ...] = (palestra_worlds, palestra_screens, palestra_harness, palestra_judges, palestra_lab)
 ATTRIBUTES = "Attributes:"
 SECTIONS = ("Args:", ATTRIBUTES, "Raises:", "Returns:", "Yields:")
@@ -67,6 +68,9 @@ def python_page() -> str:
         lines += ["", f"## Exported by `{package.__name__}`", "", _flowed(package.__doc__ or "")]
         for name in package.__all__:
             lines += _entry(getattr(package, name), package.__name__)
+    lines += ["", "## `palestra.sandbox`"]
+    for name in SANDBOXES:
+        lines += _entry(getattr(sandbox, name), "palestra.sandbox")
     lines += ["", "## Beside them"]
     for found in FURTHER:
         lines += _entry(found, found.__module__)
