@@ -40,6 +40,7 @@ from palestra.learner.metrics import metric_tables
 from palestra.store import open_run_store
 from palestra.store.codec import chat_row
 from palestra.store.search import EpisodeFilter
+from palestra.store.tasks import SPLIT
 from palestra.trainer import checkpoint
 from palestra.types.calls import Chat, PolicyVersion, SamplingParams, VersionSpan
 from palestra.types.messages import text_message
@@ -208,8 +209,8 @@ def rows_of(config: JobConfig, steps: int) -> dict[str, Iterator[dict[str, Any]]
             for key, value in {"tasks_sealed": "yes", "config_digest": config.digest(), "incarnation": "0"}.items()
         ),
         "tasks": (
-            {"split": split, "position": place, "task_id": f"task-{place}", "data": TASK}
-            for split, count in (("train", 300), ("validation", HELD_OUT))
+            {"place": number * SPLIT + place, "split": split, "task_id": f"task-{place}", "data": TASK}
+            for number, (split, count) in enumerate((("train", 300), ("validation", HELD_OUT)))
             for place in range(count)
         ),
         "groups": (

@@ -163,5 +163,5 @@ def is_json(value: Any) -> bool:
     if kind is float:
         return math.isfinite(value)
     if kind is dict:
-        return all(map(is_json, value.values()))
+        return _SCALARS.issuperset(map(type, value.values())) or all(map(is_json, value.values()))
     return kind is list and all(map(is_json, value))

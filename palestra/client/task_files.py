@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import orjson
 from pydantic import ValidationError
@@ -18,11 +19,12 @@ from palestra.types.wire import TaskBody
 
 DEEP = 200  # brackets: a line that has more may be nested deeper than can be stored
 MEMORY = 2**23  # bytes of spooled tasks that stay in memory
+BLOCK = 2**20  # bytes of lines after which the tasks read so far are passed on
 _LONG = b"0" * 19  # as digits, perhaps an integer over 64 bits, which orjson reads as a float
 _DIGITS = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(" ") for byte in range(256))
 TaskRows = Iterable[Mapping[str, Any]]
-TaskCheck = Callable[[Mapping[str, Any], str], object]
-"""Raises an error for a task that can't be played; gets the task, and the place that the error names."""
+TaskCheck = Callable[[Mapping[str, Any]], object]
+"""Raises ConfigError for a task that can't be played; who calls it adds where the task is."""
 
 
 def read_task_file(path: Path) -> list[dict[str, Any]]:
@@ -37,49 +39,48 @@ class TaskFile:
         self.path = path
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (task for _, task, _ in self._numbered())
+        return chain.from_iterable(self.blocks())
 
     def count(self, check: TaskCheck | None = None) -> int:
         """Check all lines, and return the number of tasks."""
         count = 0
-        for number, task, _ in self._numbered():
-            count += 1
+        for numbers, tasks in self._numbered():
+            count += len(tasks)
             if check is not None:
-                check(task, f"{self.path}:{number}")
+                for number, task in zip(numbers, tasks, strict=True):
+                    check_task(check, task, f"{self.path}:", number)
         return count
 
-    def chunks(self, most: int, most_bytes: int) -> Iterator[list[dict[str, Any]]]:
-        """Yield lists of at most `most` tasks, whose lines have at most `most_bytes`, except for a
-        single larger task.
-        """
-        tasks, size = list[dict[str, Any]](), 0
-        for _, task, length in self._numbered():
-            tasks.append(task)
-            size += length
-            if len(tasks) == most or size >= most_bytes:
-                yield tasks
-                tasks, size = [], 0
-        if tasks:
-            yield tasks
+    def blocks(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield the tasks in lists, each of the lines up to one with which they have `BLOCK` bytes."""
+        return (tasks for _, tasks in self._numbered())
 
     def close(self) -> None:
         """Remove what was made to read the tasks."""
 
     @contextmanager
-    def _lines(self) -> Iterator[Iterable[bytes]]:
+    def _open(self) -> Iterator[IO[bytes]]:
         try:
             with self.path.open("rb") as file:
                 yield file
         except OSError as error:
             raise ConfigError(f"tasks file {self.path}: {error.strerror}") from error
 
-    def _numbered(self) -> Iterator[tuple[int, dict[str, Any], int]]:
-        """Yield the number and the task of each line, and its bytes."""
-        with self._lines() as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.isspace():
-                    task = _plain_task(line)
-                    yield number, _task(line, f"{self.path}:{number}") if task is None else task, len(line)
+    def _numbered(self) -> Iterator[tuple[Sequence[int], list[dict[str, Any]]]]:
+        """Yield the tasks of each block of lines, and the numbers of their lines."""
+        first = 1
+        with self._open() as file:
+            while lines := file.readlines(BLOCK):
+                numbers: Sequence[int] = range(first, first + len(lines))
+                first += len(lines)
+                if any(map(bytes.isspace, lines)):
+                    numbers = [number for number, line in zip(numbers, lines, strict=True) if not line.isspace()]
+                    lines = [line for line in lines if not line.isspace()]
+                tasks = _plain_tasks(lines)
+                if tasks is None:
+                    placed = zip(lines, numbers, strict=True)
+                    tasks = [(_plain_tasks([line]) or [_task(line, f"{self.path}:{n}")])[0] for line, n in placed]
+                yield numbers, tasks
 
 
 class SpooledTasks(TaskFile):
@@ -97,13 +98,18 @@ class SpooledTasks(TaskFile):
         super().__init__(Path(name))
         self._file = tempfile.SpooledTemporaryFile(MEMORY, dir=None if folder is None else str(folder))  # noqa: SIM115 - `close` closes it
         self._length = 0
+        lines, size = list[bytes](), 0
         try:
             for number, row in enumerate(rows):
                 task, line = _spooled(row, number, name)
                 if check is not None:
-                    check(task, f"`{name}`, task {number}")
-                self._write(line)
-                self._length += 1
+                    check_task(check, task, f"`{name}`, task ", number)
+                lines.append(line)
+                size += len(line)
+                if size >= BLOCK:
+                    self._write(lines)
+                    lines, size = [], 0
+            self._write(lines)
         except BaseException:
             self.close()
             raise
@@ -115,18 +121,27 @@ class SpooledTasks(TaskFile):
         """Remove the file."""
         self._file.close()
 
-    def _write(self, line: bytes) -> None:
+    def _write(self, lines: Sequence[bytes]) -> None:
         try:
-            self._file.write(line)
+            self._file.write(b"".join(lines))
         except OSError as error:
             raise StoreError(
-                f"`{self.path}`: task {self._length} can't be written to disk: {error.strerror}"
+                f"`{self.path}`: the tasks after the first {self._length} can't be written to disk: {error.strerror}"
             ) from error
+        self._length += len(lines)
 
     @contextmanager
-    def _lines(self) -> Iterator[Iterable[bytes]]:
+    def _open(self) -> Iterator[IO[bytes]]:
         self._file.seek(0)
         yield self._file
+
+
+def check_task(check: TaskCheck, task: Mapping[str, Any], place: str, number: int) -> None:
+    """Check a task. Raises ConfigError with where it is: `place`, such as `tasks.jsonl:`, and its number."""
+    try:
+        check(task)
+    except ConfigError as error:
+        raise ConfigError(f"{place}{number}: {error}") from None
 
 
 def task_source(tasks: TaskRows | str | Path, name: str) -> TaskFile:
@@ -138,11 +153,13 @@ def task_source(tasks: TaskRows | str | Path, name: str) -> TaskFile:
 
 def _spooled(row: Any, number: int, name: str) -> tuple[Mapping[str, Any], bytes]:
     """Return a task as a JSON object, and as a line of a file."""
-    with suppress(TypeError, RecursionError):  # an integer of more than 64 bits, half of a character, …
+    try:
         if type(row) is dict and is_json(row):
-            line = orjson.dumps(row)
-            if line.count(b"[") + line.count(b"{") <= DEEP:
-                return row, line + b"\n"
+            line = orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+            if len(line) <= DEEP or line.count(b"[") + line.count(b"{") <= DEEP:
+                return row, line
+    except (TypeError, RecursionError):  # an integer of more than 64 bits, half of a character, …
+        pass
     try:
         data = TaskBody(data=plain_task(row, number, name)).data
     except ValidationError as error:
@@ -151,15 +168,17 @@ def _spooled(row: Any, number: int, name: str) -> tuple[Mapping[str, Any], bytes
     return data, orjson.dumps(data) + b"\n"
 
 
-def _plain_task(line: bytes) -> dict[str, Any] | None:
-    """Return the task of a line if it certainly is one, in a tenth of the time of `_task`; None: not certain."""
-    if line.count(b"[") + line.count(b"{") > DEEP or _LONG in line.translate(_DIGITS):
+def _plain_tasks(lines: Sequence[bytes]) -> list[dict[str, Any]] | None:
+    """Return the tasks of lines if each certainly is one, in a tenth of the time of `_task`; None: not certain."""
+    whole = b"".join(lines)
+    # Each object has a bracket, so that one has at most DEEP.
+    if whole.count(b"[") + whole.count(b"{") >= DEEP + len(lines) or _LONG in whole.translate(_DIGITS):
         return None
     try:
-        data = orjson.loads(line)
+        found = list(map(orjson.loads, lines))
     except ValueError:
         return None
-    return data if isinstance(data, dict) else None
+    return found if all(type(task) is dict for task in found) else None
 
 
 def _task(line: bytes, place: str) -> dict[str, Any]:

@@ -102,12 +102,15 @@ Prompt = str | Sequence[Any]
 """A question: a text, or a conversation: messages in OpenAI's shape, of which the last is not the model's."""
 
 
+_SCALARS = (str, int, float)
+
+
 def task_prompt(task: Mapping[str, Any]) -> Prompt:
     """Return the task's key `prompt`, the default question of a task."""
     if "prompt" not in task:
         raise InvalidEnvironment(f"the task has no key `prompt`; it has {', '.join(map(repr, task))}")
     prompt = task["prompt"]
-    if isinstance(prompt, str | int | float):
+    if isinstance(prompt, _SCALARS):
         return str(prompt)
     return prompt_messages(prompt)
 

@@ -259,10 +259,10 @@ def task_check(config: JobConfig, reward: RewardFunction | None) -> TaskCheck | 
     return None if reward is None else prompt_check(reward)
 
 
-def _check_text(task: TaskData, place: str) -> None:
+def _check_text(task: TaskData) -> None:
     """Raise ConfigError for a task that no harness can be given."""
     if not isinstance(prompt := task.get("prompt"), str) or not prompt:
-        raise ConfigError(f"{place}, has no `prompt`, which is the text that a harness gets")
+        raise ConfigError("the task has no `prompt`, which is the text that a harness gets")
 
 
 def prompt_check(reward: RewardFunction) -> TaskCheck:
@@ -270,15 +270,16 @@ def prompt_check(reward: RewardFunction) -> TaskCheck:
     functions = reward.values() if isinstance(reward, Mapping) else () if isinstance(reward, JudgeConfig) else (reward,)
     needed = {column for function in functions for column in needed_columns(function)}
 
-    def check(task: TaskData, place: str) -> None:
+    def check(task: TaskData) -> None:
         try:
             task_prompt(task)
         except InvalidEnvironment as error:
-            raise ConfigError(f"{place}: {error}") from None
-        if absent := sorted(needed - task.keys()):
+            raise ConfigError(str(error)) from None
+        if not needed <= task.keys():
+            absent = map(repr, sorted(needed - task.keys()))
             raise ConfigError(
-                f"{place}, has no {' and no '.join(map(repr, absent))}, which the reward function needs; a function "
-                f"may take columns, completions, prompts and {', '.join(FACTS)}"
+                f"the task has no {' and no '.join(absent)}, which the reward function needs; a function may take "
+                f"columns, completions, prompts and {', '.join(FACTS)}"
             )
 
     return check

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from palestra.agents import ModelAgent, RandomAgent
 from palestra.client.plain_values import checked_count, plain_task
-from palestra.client.task_files import TaskCheck
+from palestra.client.task_files import TaskCheck, check_task
 from palestra.client.worker import Rollout
 from palestra.config import JobConfig, Roles, TasksConfig
 from palestra.envs.catalog import adapted, catalog_entry
@@ -290,7 +290,7 @@ def _tasks(tasks: Tasks, config: JobConfig, check: TaskCheck | None) -> Iterator
     for number, task in enumerate(resolve_tasks("tasks", tasks)):
         data = plain_task(task, number, "tasks")
         if check is not None:
-            check(data, f"`tasks`, task {number}")
+            check_task(check, data, "`tasks`, task ", number)
         yield data
     environment = config.environment
     if number >= 0:

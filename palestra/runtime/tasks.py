@@ -80,7 +80,6 @@ def _partner(chosen: EnvironmentConfig, url: str) -> Callable[[], Environment | 
 
 
 Files = dict[str, TaskFile]  # by split in the store
-CHUNK_TASKS, CHUNK_BYTES = 20_000, 2**23  # of a file, which are in memory at a time
 ENVELOPE = 1000  # bytes of a request body around a single task, including its name
 
 
@@ -99,7 +98,7 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Mapping[str, TaskFil
         return
     if await known.sealed():
         for split, file in (read or {}).items():
-            for tasks in file.chunks(CHUNK_TASKS, CHUNK_BYTES):
+            for tasks in file.blocks():
                 await known.require(split, *_texts(tasks, split.partition("/")[2]))
         return
     files = read or read_files(config)
@@ -113,7 +112,7 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Mapping[str, TaskFil
     await known.clear()  # a start that was broken off may have had others
     for split, file in files.items():
         name = split.partition("/")[2]
-        for number, tasks in enumerate(file.chunks(CHUNK_TASKS, CHUNK_BYTES)):
+        for number, tasks in enumerate(file.blocks()):
             await known.push_texts(split, *_texts(tasks, name), f"file {file.path.name}, part {number + 1}")
         file.close()
     for name, job in made.items():

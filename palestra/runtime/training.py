@@ -237,12 +237,9 @@ class _TaskSource:
         spooled = self._stack.enter_context(contextlib.closing(SpooledTasks(rows, name, folder, check)))
         return spooled if len(spooled) else None
 
-    def _conversation(self, task: TaskData, place: str) -> None:
+    def _conversation(self, task: TaskData) -> None:
         """Check a task to learn from."""
-        try:
-            read_conversations(task_of(dict(task)), pairs=self._algorithm.learns_pairs)
-        except ConfigError as error:
-            raise ConfigError(f"{place}: {error}") from None
+        read_conversations(task_of(dict(task)), pairs=self._algorithm.learns_pairs)
 
 
 def _listening(config: JobConfig) -> ServerConfig:

@@ -21,8 +21,8 @@ meta = Table("meta", metadata, Column("key", String, primary_key=True), Column("
 tasks = Table(
     "tasks",
     metadata,
-    Column("split", String, primary_key=True),
-    Column("position", Integer, primary_key=True),
+    Column("place", Integer, primary_key=True),  # position in the split, after `SPLIT` times the split's number
+    Column("split", String, nullable=False),
     Column("task_id", String, nullable=False),
     Column("data", Text, nullable=False),
     Index("tasks_by_id", "split", "task_id", unique=True),

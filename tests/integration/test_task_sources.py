@@ -20,7 +20,6 @@ from palestra import JobConfig
 from palestra.client import task_files
 from palestra.client.task_files import SpooledTasks
 from palestra.errors import ConfigError, Conflict, InvalidRequest
-from palestra.runtime import tasks as loading
 from palestra.runtime.tasks import load_tasks
 from palestra.store.browsing import browse
 from palestra.store.tables import tasks as stored_tasks
@@ -94,7 +93,7 @@ def test_tasks_in_every_form_are_stored_once_and_played(way, tmp_path):
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     assert play(tmp_path, WAYS[way](tmp_path)) == {row["id"] for row in ROWS}
     with browse(tmp_path / "run" / "run.db") as connection:
-        found = [json.loads(row.data) for row in connection.execute(stored_tasks.select().order_by("position"))]
+        found = [json.loads(row.data) for row in connection.execute(stored_tasks.select().order_by("place"))]
     assert found == ROWS
     assert not [path.name for path in (tmp_path / "run").iterdir() if "task" in path.name or "tmp" in path.name]
 
@@ -183,7 +182,7 @@ def test_a_process_that_is_killed_while_it_reads_leaves_nothing(sign, tmp_path):
 
 
 async def test_a_start_that_was_broken_off_begins_again_with_what_an_iterator_gives_now(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "CHUNK_TASKS", 2)
+    monkeypatch.setattr(task_files, "BLOCK", 40)  # two lines
     config = JobConfig.model_validate({"run_dir": tmp_path})
     with open_store(tmp_path, FakeClock()) as store:
         push = store.tasks.push_texts
@@ -205,7 +204,7 @@ async def test_a_start_that_was_broken_off_begins_again_with_what_an_iterator_gi
 
 async def test_an_iterator_of_many_tasks_takes_the_memory_of_a_few(tmp_path, monkeypatch):
     monkeypatch.setattr(task_files, "MEMORY", 2**18)
-    monkeypatch.setattr(loading, "CHUNK_BYTES", 2**18)
+    monkeypatch.setattr(task_files, "BLOCK", 2**18)
     rows = ({"id": f"t{number}", "prompt": "x" * 4000} for number in range(4000))  # 16 MB
     with open_store(tmp_path, FakeClock()) as store:
         tracemalloc.start()
@@ -220,22 +219,59 @@ async def test_an_iterator_of_many_tasks_takes_the_memory_of_a_few(tmp_path, mon
         assert (tmp_path / "run.db-wal").stat().st_size < 8 * 2**20
 
 
+STORED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from integration.test_task_sources import ROWS, play
+from palestra.client import task_files
+from palestra.store import tasks
+
+task_files.BLOCK, insert = 40, tasks._insert  # two lines
+
+def killed(connection, split, place, names, texts):
+    insert(connection, split, place, names, texts)
+    if place == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+tasks._insert = killed
+play(Path(sys.argv[1]), Path(sys.argv[1]) / "tasks.jsonl")
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_stores_begins_again(tmp_path):
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    words = [sys.executable, "-c", STORED, str(tmp_path), str(Path(__file__).parents[1])]
+    killed = subprocess.run(words, check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    with browse(tmp_path / "run" / "run.db") as connection:
+        assert len(connection.execute(stored_tasks.select()).all()) == 2
+    assert play(tmp_path, tmp_path / "tasks.jsonl", resume=True) == {row["id"] for row in ROWS}
+    with browse(tmp_path / "run" / "run.db") as connection:
+        found = [json.loads(row.data) for row in connection.execute(stored_tasks.select().order_by("place"))]
+    assert found == ROWS
+
+
+def started(folder: Path, *words: str) -> list[list[float]]:
+    """Return the figures of `bench/task_start.py`, a row for each way."""
+    bench = Path(__file__).parents[2] / "bench" / "task_start.py"
+    done = subprocess.run(
+        [sys.executable, str(bench), "--folder", str(folder), *words], check=True, capture_output=True, text=True
+    )
+    return [[float(each) for each in re.findall(r"-?\d+(?:\.\d+)?", row)] for row in done.stdout.splitlines()[3:]]
+
+
+@pytest.mark.slow
+def test_a_million_tasks_take_few_seconds_of_processor_time(tmp_path):
+    for figures in started(tmp_path, "file", "iterator"):
+        assert figures[1] <= 10.0, f"seconds: {figures}"
+
+
 @pytest.mark.slow
 def test_a_job_of_a_large_file_starts_with_the_memory_of_a_small_one(tmp_path):
-    bench = Path(__file__).parents[2] / "bench" / "task_start.py"
-    words = [
-        "--tasks",
-        "200000",
-        "--bytes",
-        "200000000",
-        "--folder",
-        str(tmp_path),
-        "large file",
-        "large iterator",
-        "list",
-    ]
-    done = subprocess.run([sys.executable, str(bench), *words], check=True, capture_output=True, text=True)
-    for row in done.stdout.splitlines()[3:]:
-        figures = [float(each) for each in re.findall(r"-?\d+(?:\.\d+)?", row)]
-        assert figures[2] < 150, f"MiB: {row}"
-        assert figures[3] < 64, f"MiB of the log: {row}"
+    for figures in started(
+        tmp_path, "--tasks", "200000", "--bytes", "200000000", "large file", "large iterator", "list"
+    ):
+        assert figures[2] < 150, f"MiB: {figures}"
+        assert figures[3] < 64, f"MiB of the log: {figures}"

@@ -28,11 +28,11 @@ def test_tasks_can_be_read_several_times_whatever_they_come_from(files):
 
 
 def test_what_is_wrong_in_a_file_is_said_with_its_line(files):
-    def check(task, place):
+    def check(task):
         if task.get("prompt") == "y":
-            raise ConfigError(place)
+            raise ConfigError("no")
 
-    with pytest.raises(ConfigError, match=r"train\.jsonl:3$"):
+    with pytest.raises(ConfigError, match=r"train\.jsonl:3: no$"):
         TaskFile(files / "train.jsonl").count(check)
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import tracemalloc
+from collections import Counter
 
 import pytest
 
+from palestra.client import task_files
 from palestra.client.protocol import push_calls
 from palestra.client.task_files import TaskFile
 from palestra.config import JobConfig
 from palestra.errors import Conflict
 from palestra.learner.samplers import Shuffled, TaskPool
 from palestra.runtime import tasks
+from palestra.runtime.arguments import prompt_check
 from palestra.runtime.tasks import load_tasks, read_files, task_of
+from palestra.store import tasks as stored_tasks
 from unit.building import FakeClock, open_store
 
 
@@ -44,9 +50,38 @@ async def test_a_hundred_thousand_tasks_take_little_memory_and_a_short_log(tmp_p
         assert (tmp_path / "run.db-wal").stat().st_size < 2 * size
 
 
+async def test_a_task_of_a_file_is_stored_by_few_functions_and_looked_up_only_if_its_id_is_there_twice(
+    tmp_path, monkeypatch
+):
+    count, called, looked_up = 2000, Counter[str](), list[int]()
+    absent = stored_tasks._absent
+    monkeypatch.setattr(stored_tasks, "_absent", lambda *given: looked_up.append(1) or absent(*given))
+
+    def watch(frame, event, _argument):
+        if event == "call" and "palestra" in frame.f_code.co_filename:
+            called[frame.f_code.co_name] += 1
+
+    config = job(tmp_path, ({"id": f"t{n}", "prompt": f"what is {n}?"} for n in range(count)))
+    threading.setprofile(watch)  # the thread that writes
+    sys.setprofile(watch)
+    try:
+        with open_store(tmp_path, FakeClock()) as store:
+            await load_tasks(store.tasks, config, read_files(config, prompt_check(lambda task, answer: 1.0)))
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    each = {name: calls // count for name, calls in called.items() if calls >= count}
+    assert sum(each.values()) <= 8, each
+    assert not looked_up
+    with open_store(tmp_path / "twice", FakeClock()) as store:
+        await load_tasks(store.tasks, job(tmp_path, [{"id": n % 9, "q": n // 18} for n in range(27)]))
+        assert [task.data["q"] for task in await store.tasks.stored("train")] == [0] * 9 + [1] * 9
+    assert looked_up
+
+
 @pytest.mark.parametrize("renamed", [False, True])
 async def test_of_a_start_that_was_broken_off_between_two_chunks_no_task_is_left(renamed, tmp_path, monkeypatch):
-    monkeypatch.setattr(tasks, "CHUNK_TASKS", 3)
+    monkeypatch.setattr(task_files, "BLOCK", 50)  # three lines
     config = job(tmp_path, [{"id": n, "q": "x"} for n in range(10)])
     with open_store(tmp_path, FakeClock()) as store:
         push, pushed = store.tasks.push_texts, []
@@ -100,7 +135,7 @@ async def test_groups_of_stored_tasks_are_those_of_tasks_in_memory(tmp_path):
             assert set(pools[0].entries_of(names).values()) == set(range(len(pools[0])))
 
 
-def test_tasks_of_a_file_are_named_as_those_that_are_pushed(tmp_path):
+def test_tasks_of_a_file_are_named_as_those_that_are_pushed(tmp_path, monkeypatch):
     rows = [
         {"id": 7, "q": "é\u2028"},
         {"q": [1.5, 1e22, -0.0, None, True]},
@@ -109,10 +144,10 @@ def test_tasks_of_a_file_are_named_as_those_that_are_pushed(tmp_path):
     ]
     file = read_files(job(tmp_path, rows))["train"]
     assert list(file) == rows
-    assert [task for chunk in file.chunks(2, 2**20) for task in chunk] == rows
-    assert [len(chunk) for chunk in file.chunks(3, 10)] == [1, 1, 1, 1]
-    with open_store(tmp_path, FakeClock()):
-        assert [task_of(row).task_id for row in file] == [tasks._name(row) for row in file]
+    assert [task for block in file.blocks() for task in block] == rows
+    assert [task_of(row).task_id for row in file] == [tasks._name(row) for row in file]
+    monkeypatch.setattr(task_files, "BLOCK", 10)
+    assert [len(block) for block in file.blocks()] == [1, 1, 1, 1]
 
 
 def test_a_file_is_pushed_as_it_is_read(tmp_path):
