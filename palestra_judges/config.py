@@ -147,13 +147,18 @@ class Relative(ModelJudge):
     orders: Literal[1, 2, 4, 6, 8] = Field(
         2,
         description="Orders in which a group is shown: each drawn one and its mirror image, of which the ranks are "
-        "averaged. 1: a single one, which keeps the judge's preference for a position.",
+        "averaged. 1: a single one, which keeps the judge's preference for a position; in validation both are asked.",
     )
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
         """Return the name of the reward, with its weight."""
         return {self.name: self.weight}
+
+    @property
+    def compares(self) -> str:
+        """Return the name of the reward; see `JudgeConfig`."""
+        return self.name
 
     def make(self, access: JudgeAccess) -> Judge:
         """Return the judge; see `JudgeConfig.make`."""

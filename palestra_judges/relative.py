@@ -62,7 +62,7 @@ class RelativeJudge(ProbedJudge):
         """Return the mean rank of each waiting episode, from 0 to 1; see `Judge.judge`."""
         asked, done = self._works(group)
         names = [one.episode.episode_id for one in group.trajectories]
-        orders = self.orders(entries_of(names, done), group.seed)
+        orders = self.orders(entries_of(names, done), group.seed, both=group.kind == "validation")
         given = await together(*(self._verdict(group, book, asked, n, one) for n, one in enumerate(orders)))
         name = self._config.name
         return {one: {name: _mean([verdict.scores[one][name] for verdict in given])} for one in group.waiting}
@@ -90,15 +90,18 @@ class RelativeJudge(ProbedJudge):
             asked, done = {}, [{**other, **work} for other, work in works]
         return asked, done
 
-    def orders(self, entries: Sequence[Entry], seed: int) -> list[list[Entry]]:
-        """Return the orders in which entries are shown: each drawn one is followed by its mirror image."""
+    def orders(self, entries: Sequence[Entry], seed: int, both: bool = False) -> list[list[Entry]]:
+        """Return the orders in which entries are shown: each drawn one is followed by its mirror image, with `both`
+        also where one order is configured.
+        """
         draw = random.Random(digest(str(seed), *(canonical(work) for work, _ in entries)))
         found: list[list[Entry]] = []
-        while len(found) < self._config.orders:
+        count = max(self._config.orders, 2 if both else 1)
+        while len(found) < count:
             drawn = list(entries)
             draw.shuffle(drawn)
             found += [drawn, drawn[::-1]]
-        return found[: self._config.orders]
+        return found[:count]
 
     async def _verdict(
         self, group: JudgedGroup, book: VerdictBook, asked: Mapping[str, Any], number: int, entries: Sequence[Entry]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from palestra.terminal import one_line, say
-from palestra.types.metrics import of_policies
+from palestra.types.metrics import of_policies, win_rate_words
 from palestra.types.states import LOSSES
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def _step(row: Mapping[str, Any], policy: str) -> str:
         parts.append(f"{one_line(own) or policy} reward {mean:6.2f}".lstrip())
     for own, mean in of_policies(row, "validation/reward_mean").items():
         parts.append(f"{one_line(own)} validation {mean:5.2f}".lstrip())
+    parts += filter(None, [win_rate_words(row)])
     if "time/step_seconds" in row:
         parts.append(f"{row['time/step_seconds']:6.1f} s")
     return "   ".join(parts)

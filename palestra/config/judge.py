@@ -72,6 +72,13 @@ class JudgeConfig(Section, ABC):
         """Return the names of the rewards that the judge gives, with their weights."""
 
     @property
+    def compares(self) -> str | None:
+        """Return the name of the reward that ranks the episodes of a group: above 0.5 is better than the others, 0.5 is
+        a tie. None: there is no such reward.
+        """
+        return None
+
+    @property
     def asks_policy(self) -> bool:
         """Return whether the judge is a policy of the job, which answers no call before the job samples."""
         return False

@@ -10,9 +10,10 @@ from palestra.algorithms.named_rewards import reward_means
 from palestra.config import AlgorithmConfig, Roles
 from palestra.learner.metrics import validation_metrics
 from palestra.learner.shares import played_by_policies, rewards_of
+from palestra.learner.win_rate import win_rate
 from palestra.store import Groups
 from palestra.threads import in_thread
-from palestra.types.metrics import of_policy
+from palestra.types.metrics import WIN_RATE, of_policy
 from palestra.types.records import EpisodeRecord, Task
 from palestra.types.states import EpisodeState
 
@@ -26,13 +27,15 @@ async def validate(
     roles: Roles,
     algorithm: AlgorithmConfig,
     environments: bool = False,
+    compared: str | None = None,
 ) -> dict[str, float]:
     """Score every validation task once, and return the metrics.
 
     Discarded episodes do not count as 0: the metrics report how many tasks are in the mean. Episodes scored before a
     restart are not repeated. Each task becomes a group of one episode. Rewards of agents played by frozen policies are
     not counted; `algorithm` weights named rewards, if at most one policy is trained. With `environments` the mean
-    rewards of each are reported as well.
+    rewards of each are reported as well. `compared` names the reward that compares an episode with that of the first
+    validation, which has no win rate itself.
     """
     started = time.monotonic()
     known = await groups.of_step("validation", done)
@@ -55,6 +58,7 @@ async def validate(
         "time/validation_seconds": time.monotonic() - started,
     }
     row |= validation_metrics(scored, roles, algorithm) if environments else {}
+    row |= _win_rate(scored, compared) if compared is not None and first > 0 else {}
     return row | (_means_of_rivals(scored, roles) if roles.rivals else _means(scored, roles, algorithm))
 
 
@@ -68,6 +72,15 @@ def _means(episodes: Sequence[EpisodeRecord], roles: Roles, algorithm: Algorithm
     named = reward_means([e.named_rewards for e, _ in played_by_policies(episodes)])
     row = {f"validation/rewards/{name}": mean for name, mean in named.items()}
     return row | ({"validation/reward_mean": sum(rewards) / len(rewards)} if rewards else {})
+
+
+def _win_rate(episodes: Sequence[EpisodeRecord], name: str) -> dict[str, float]:
+    """Return the win rate by a named reward, of which 0.5 is a tie, with its interval; {} without a comparison."""
+    found = [value for e in episodes if e.named_rewards and (value := e.named_rewards.get(name)) is not None]
+    if not found:
+        return {}
+    rate = win_rate(sum(value > 0.5 for value in found), sum(value < 0.5 for value in found), len(found))
+    return {WIN_RATE: rate.mean, f"{WIN_RATE}_low": rate.low, f"{WIN_RATE}_high": rate.high}
 
 
 def _means_of_rivals(episodes: Sequence[EpisodeRecord], roles: Roles) -> dict[str, float]:

@@ -402,8 +402,10 @@ class Learner:
             self._run.progress.enter(_evaluating(step), Phase("validation", step))
             roles = self._run.policies.roles
             algorithm = self._run.config.algorithm_of(roles.default)
-            mixed = bool(self._run.config.environments)
-            evaluation = validate(self._run.store.groups, self._validation_tasks, step, roles, algorithm, mixed)
+            mixed, judge = bool(self._run.config.environments), self._run.config.judge
+            compared = None if judge is None else judge.compares
+            groups = self._run.store.groups
+            evaluation = validate(groups, self._validation_tasks, step, roles, algorithm, mixed, compared)
             found = await self._unless_stopped(evaluation)
             if found is None:
                 return False

@@ -22,7 +22,7 @@ from palestra.runtime.watchdog import STALLED_SECONDS, PlainLines, describe_situ
 from palestra.terminal import TerminalConsole, one_line
 from palestra.trainer.checkpoint import FOLDER_OF_REWARDS, best_weights
 from palestra.trainer.quarantine import read_quarantine
-from palestra.types.metrics import of_policies
+from palestra.types.metrics import of_policies, win_rate_words
 from palestra.types.states import LOSSES, STUCK, TurnState
 
 if TYPE_CHECKING:
@@ -249,7 +249,8 @@ def _validation(row: dict[str, Any]) -> str:
     means = of_policies(row, "validation/reward_mean").items()
     said = ", ".join(f"{policy} {mean:.2f}".lstrip() for policy, mean in means)
     cut = int(row.get("validation/replies_cut", 0))
-    return f"validation {said} on {of} tasks" + (
+    won = win_rate_words(row)
+    return f"validation {said} on {of} tasks{won and f', {won}'}" + (
         f", {cut} of {int(row['validation/replies'])} replies cut" if cut else ""
     )
 

@@ -85,8 +85,14 @@ class Judging:
         store, members = self._run.store, list(waiting)
         if self._judge.whole_groups:
             members += group.judged
-            if group.kind == "validation" and (first := await store.verdicts.first_validated(waiting[0].task.task_id)):
-                members.insert(0, first)
+            if group.kind == "validation":
+                try:
+                    first = await store.verdicts.first_validated(waiting[0].task.task_id, group.step)
+                except JudgeFailed as error:
+                    for episode in waiting:
+                        await store.episodes.judge(episode, None, f"{JUDGE_FAILED}: {error}")
+                    return
+                members += [first] if first is not None else []
         members.sort(key=lambda episode: (episode.group_index, episode.sample_index))
         trajectories = await store.calls.trajectories([episode.episode_id for episode in members])
         asked = JudgedGroup(

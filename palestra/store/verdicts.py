@@ -13,6 +13,7 @@ from sqlalchemy import Connection, func, select
 from sqlalchemy.dialects.sqlite import insert
 
 from palestra.database import Database, to_json
+from palestra.errors import JudgeFailed
 from palestra.store.codec import episode_of
 from palestra.store.tables import OF_GROUP, episodes, groups, verdicts
 from palestra.types.clock import Clock
@@ -20,6 +21,12 @@ from palestra.types.records import AUDIT, EpisodeKind, EpisodeRecord, Verdict, V
 from palestra.types.states import EpisodeState
 
 UNJUDGED, COMPLETED = EpisodeState.UNJUDGED.value, EpisodeState.COMPLETED.value
+_VALIDATED = (
+    select(episodes)
+    .join(groups, OF_GROUP)
+    .where(groups.c.kind == "validation", groups.c.step == sa.bindparam("step"))
+    .where(groups.c.task_id == sa.bindparam("task"), episodes.c.state == COMPLETED)
+)
 _UNPLAYED = (EpisodeState.REGISTERED.value, EpisodeState.CLAIMED.value)
 
 
@@ -115,18 +122,21 @@ class Verdicts:
         """Return the groups that have episodes without a verdict, in canonical order."""
         return await self._db.read(_waiting)
 
-    async def first_validated(self, task_id: str) -> EpisodeRecord | None:
-        """Return the first validation episode of a task that was completed, or None."""
-        wanted = (
-            select(episodes)
-            .where(episodes.c.kind == "validation", episodes.c.task_id == task_id, episodes.c.state == COMPLETED)
-            .order_by(episodes.c.group_index)
-            .limit(1)
-        )
+    async def first_validated(self, task_id: str, step: int) -> EpisodeRecord | None:
+        """Return the episode of a task in the first validation of the run; None: it is that of this step.
+
+        Raises:
+            JudgeFailed: that episode was not completed, so that there is nothing to compare with.
+        """
+        first = select(groups.c.step).where(groups.c.kind == "validation").order_by(groups.c.group_index).limit(1)
 
         def query(connection: Connection) -> EpisodeRecord | None:
-            row = connection.execute(wanted).first()
-            return None if row is None else episode_of(row)
+            if (beginning := connection.execute(first).scalar_one()) == step:
+                return None
+            found = connection.execute(_VALIDATED, {"step": beginning, "task": task_id}).first()
+            if found is None:
+                raise JudgeFailed(f"the task has no reply of version {beginning}, with which later ones are compared")
+            return episode_of(found)
 
         return await self._db.read(query)
 

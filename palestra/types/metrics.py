@@ -233,6 +233,20 @@ METRICS = (
         "reward",
         "Mean of the named reward NAME over the validation episodes in which it was scored; of each such name.",
     ),
+    Metric(
+        "validation/win_rate",
+        "ratio",
+        "With a relative judge: mean over the scored tasks of 1 where the reply is better than that of the first "
+        "validation, which is of version 0, 0.5 where the judge's two orders disagree or the replies are equal, and 0 "
+        "where it is worse.",
+    ),
+    Metric(
+        "validation/win_rate_low",
+        "ratio",
+        "Lower bound of the 95 % interval of `validation/win_rate` over tasks: Tango's score interval of paired "
+        "proportions, which without ties is Wilson's.",
+    ),
+    Metric("validation/win_rate_high", "ratio", "Upper bound of that interval."),
     Metric("validation/scored", "episodes", "Validation episodes that got a reward."),
     Metric("validation/total", "episodes", "Validation episodes in all; the mean is over `scored` of them."),
     Metric("validation/replies", "calls", "Replies in the validation episodes."),
@@ -245,6 +259,8 @@ METRICS = (
     Metric("time/validation_seconds", "s", "The whole evaluation."),
     Metric("wall_seconds", "s", "Seconds since the job was first started, without the time it was stopped."),
 )
+
+WIN_RATE = "validation/win_rate"
 
 # Metrics that are not of one policy, and so have no policy's name before theirs where several policies are trained.
 OF_THE_JOB = frozenset(
@@ -276,6 +292,13 @@ OF_THE_JOB = frozenset(
         "wall_seconds",
     }
 )
+
+
+def win_rate_words(row: Mapping[str, float]) -> str:
+    """Return the win rate of a row with its interval; "" if it has none."""
+    if WIN_RATE not in row:
+        return ""
+    return f"win rate {row[WIN_RATE]:.2f} ({row[f'{WIN_RATE}_low']:.2f} to {row[f'{WIN_RATE}_high']:.2f})"
 
 
 def of_policies(row: Mapping[str, float], name: str) -> dict[str, float]:

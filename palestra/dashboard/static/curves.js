@@ -6,7 +6,7 @@ import { loadMetrics, onChange, state } from "./state.js";
 
 // What is drawn first, in sections; all other metrics follow below.
 const SECTIONS = [
-  ["Reward", [["train/reward_mean", "validation/reward_mean"], ["train/reward_std"], ["train/groups_zero_variance"]]],
+  ["Reward", [["train/reward_mean", "validation/reward_mean"], ["validation/win_rate", "validation/win_rate_low", "validation/win_rate_high"], ["train/reward_std"], ["train/groups_zero_variance"]]],
   ["Learning", [["train/entropy"], ["train/grad_norm"], ["train/ratio_mean"], ["train/clip_fraction"], ["train/logprob_gap_mean", "train/logprob_gap_max"], ["train/learning_rate"]]],
   ["Rollouts", [["rollout/completion_tokens"], ["rollout/truncated_share"], ["rollout/tokens_per_second"], ["rollout/staleness_mean", "rollout/staleness_max"], ["rollout/drift_share"]]],
   ["Time", [["time/step_seconds", "time/rollout_seconds", "time/train_seconds"]]],

@@ -154,10 +154,16 @@ function kindOf(kind) {
   return kind === "warning" || kind === "lease_expired" || kind === "group_dropped" ? "warn" : kind === "completed" ? "good" : "plain";
 }
 
+// The win rate of a row of metrics with its interval, after some words; "" if it has none.
+export function winRate(row, before = "") {
+  const [mean, low, high] = ["", "_low", "_high"].map((end) => row[`validation/win_rate${end}`]);
+  return mean === undefined || mean === null ? "" : `${before}${number(mean, 2)} (${number(low, 2)} to ${number(high, 2)})`;
+}
+
 export function describe(run, event) {
   const data = event.data;
   if (event.kind === "step") return [h("a", { href: href(run, "step", data.step) }, `step ${data.step}`), Object.keys(ofPolicies(data, "train/reward_mean")).length === 0 ? "" : ` reward ${byPolicy(ofPolicies(data, "train/reward_mean"), 3)}`, data["time/step_seconds"] === undefined ? "" : ` in ${duration(data["time/step_seconds"])}`];
-  if (event.kind === "evaluated") return `after step ${data.step}: validation ${byPolicy(ofPolicies(data, "validation/reward_mean"), 3)}`;
+  if (event.kind === "evaluated") return `after step ${data.step}: validation ${byPolicy(ofPolicies(data, "validation/reward_mean"), 3)}${winRate(data, ", win rate ")}`;
   if (event.kind === "warning") return [h("a", { href: href(run, "step", data.step) }, `step ${data.step}`), ` ${visible(String(data.text))}`];
   const episode = typeof data.episode_id === "string" ? [h("a", { href: href(run, "episode", data.episode_id) }, data.episode_id), " "] : [];
   const rest = Object.entries(data).filter(([key]) => key !== "episode_id").map(([key, value]) => `${words(key)} ${typeof value === "number" ? number(value) : typeof value === "string" ? value : json(value)}`);

@@ -3,7 +3,7 @@ import { badge, box, copyable, empty, h, replace, scrolled, visible } from "./do
 import { duration, number, ofPolicies, plural, pretty, signed, whole, words } from "./format.js";
 import { at, get } from "./api.js";
 import { href } from "./curves.js";
-import { advantageBadge, describe, leftOut, timeBar, timeLegend } from "./run.js";
+import { advantageBadge, describe, leftOut, timeBar, timeLegend, winRate } from "./run.js";
 import { state } from "./state.js";
 
 function tile(label, value, title = null) {
@@ -48,7 +48,7 @@ export async function stepView({ run, rest, query }) {
   const counts = ["train/episodes", "train/trained_tokens"];
   const numbers = [...own.flatMap(([label, name]) => Object.entries(ofPolicies(row, name)).map(([policy, value]) =>
     [`${policy} ${label}`.trim(), counts.includes(name) ? whole(value) : number(value, 3), policy === "" ? name : `${policy}/${name}`])),
-    ["tokens/s", number(row["rollout/tokens_per_second"], 3), "rollout/tokens_per_second"], ["time", duration(row["time/step_seconds"]), "time/step_seconds"]];
+    ["win rate", winRate(row) || "–", "validation/win_rate"], ["tokens/s", number(row["rollout/tokens_per_second"], 3), "rollout/tokens_per_second"], ["time", duration(row["time/step_seconds"]), "time/step_seconds"]];
   const out = leftOut(row);
   const events = found.events.filter((event) => event.kind !== "warning"), warnings = found.events.filter((event) => event.kind === "warning");
   return {
