@@ -5,14 +5,12 @@ Messages, tools, calls and results are encoded as plain text: a text that contai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from palestra.renderers.base import Renderer, Reply, Tools, reply_of
 from palestra.renderers.chatml_reply import THINK, ChatMLStream, read_reply, write_thought
-from palestra.renderers.control_text import plain_encoder
-from palestra.renderers.long_text import LongText
 from palestra.renderers.picture_layout import PictureTokens
 from palestra.renderers.probes import NAMES
 from palestra.renderers.prompt_writer import Pieces, PromptWriter, joined, pieces_of, refuse_pictures
@@ -20,7 +18,7 @@ from palestra.renderers.reply_grammar import CallFormat
 from palestra.renderers.tool_calls import RESULT, call_format, offer, write_call
 from palestra.renderers.vocabulary import Vocabulary
 from palestra.types.calls import Ids, TokenSequence
-from palestra.types.messages import ChatMessage, ImagePart, TextPart, text_message
+from palestra.types.messages import ChatMessage, TextPart, text_message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +43,8 @@ class ChatMLRenderer(Renderer):
         """Create a renderer for a tokenizer with the methods of transformers' tokenizers. Without `config` it is plain
         ChatML; without `pictures` the model reads text only.
         """
-        self.config, self._pictures = config or ChatMLConfig(), pictures
+        self.config = config or ChatMLConfig()
+        self._system_roles = ("system",) if self.config.developer == "developer" else ("system", "developer")
         if pictures is not None:
             self.takes_images, self.picture_layout = True, pictures.layout
         self.reasons = self.config.reasons
@@ -60,10 +59,9 @@ class ChatMLRenderer(Renderer):
             end_of_text is not None and tokenizer.decode([end_of_text]) == "<|endoftext|>"
         )  # an unknown token may also get an id
         self.stop_ids = (self._end, end_of_text) if known else (self._end,)
-        self._encode = plain_encoder(tokenizer)
-        self._turn_start, self._turn_end = (self._start,), (self._end, *self._encode("\n"))
-        self._opening = (self._start, *self._encode("assistant\n"))
-        self._long = LongText(tokenizer, self._encode)
+        self._writer = PromptWriter(tokenizer, pictures)
+        self._turn_start, self._turn_end = (self._start,), (self._end, *self._writer.encode("\n"))
+        self._opening = (self._start, *self._writer.encode("assistant\n"))
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:
         """Return the prompt of a conversation, int32 [P]. See `Renderer.render`.
@@ -72,7 +70,16 @@ class ChatMLRenderer(Renderer):
         """
         if not messages:
             raise ValueError("no messages")
-        return self._sequence(self._turns(messages, tools), [], room)
+        pieces: Pieces = []
+        given = messages[0].role in self._system_roles
+        if tools or (not given and self.config.default_system is not None):
+            said = messages[0].text if given else self.config.default_system
+            if given:
+                refuse_pictures(messages[0])
+                messages = messages[1:]
+            system = "\n\n".join(([] if said is None else [said]) + ([offer(tools)] if tools else []))
+            pieces += (self._turn_start, f"system\n{system}", self._turn_end)
+        return self._writer.write([*pieces, *self._turns(messages), self._opening], room)
 
     def extend(
         self,
@@ -86,7 +93,9 @@ class ChatMLRenderer(Renderer):
 
         A reply that was cut at its token limit first gets its end token.
         """
-        return self._sequence(_turns(new_messages, self.config.developer), self._closing(completion_ids), room)
+        stopped = len(completion_ids) > 0 and int(completion_ids[-1]) in self.stop_ids
+        closing = self._turn_end[1:] if stopped else self._turn_end
+        return self._writer.write([closing, *self._turns(new_messages), self._opening], room)
 
     def parse(
         self, completion_ids: Ids, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call"
@@ -109,55 +118,33 @@ class ChatMLRenderer(Renderer):
     def _call_format(self) -> CallFormat:
         return call_format(self.vocabulary.added)
 
-    def _turns(self, messages: Sequence[ChatMessage], tools: Tools) -> list[Pieces]:
-        """Return the turns of a whole conversation; first a system turn if there is a system message or a tool."""
-        given = messages[0].role == "system" or (messages[0].role, self.config.developer) == ("developer", "system")
-        said = messages[0].text if given else self.config.default_system
-        turns = _turns(messages[1:] if given else messages, self.config.developer)
-        if said is None and not tools:
-            return turns
-        if given:
-            refuse_pictures(messages[0])
-        system = "\n\n".join(([] if said is None else [said]) + ([offer(tools)] if tools else []))
-        return [[f"system\n{system}"], *turns]
-
-    def _sequence(self, turns: Iterable[Pieces], before: Sequence[int], room: int | None) -> TokenSequence:
-        """Return `before` followed by the ids of the turns, and the beginning of the assistant's reply."""
-        writer = PromptWriter(self._encode, self._long, self._pictures, room, before)
-        for pieces in turns:
-            writer.turn(pieces, self._turn_start, self._turn_end)
-        return writer.sequence(self._opening)
-
-    def _closing(self, completion_ids: Ids) -> Sequence[int]:
-        stopped = len(completion_ids) > 0 and int(completion_ids[-1]) in self.stop_ids
-        return self._turn_end[1:] if stopped else self._turn_end
-
-
-def _turns(messages: Sequence[ChatMessage], developer: str) -> list[Pieces]:
-    """Return the pieces between the start and end token of each turn.
-
-    Consecutive tool results share one user turn, as in Qwen's templates.
-    """
-    turns: list[Pieces] = []
-    results: list[str | ImagePart] = []
-    for message in messages:
-        if message.role == "tool":
-            results += ["\n" if results else "", RESULT[0], *pieces_of(message), RESULT[1]]
-            continue
+    def _turns(self, messages: Sequence[ChatMessage]) -> Pieces:
+        """Return the turns of messages. Consecutive tool results share one user turn, as in Qwen's templates."""
+        start, end = self._turn_start, self._turn_end
+        pieces: Pieces = []
+        results: Pieces = []
+        for message in messages:
+            if message.role == "tool":
+                results += ["\n" if results else "user\n", RESULT[0], *pieces_of(message), RESULT[1]]
+                continue
+            if results:
+                pieces += (start, *joined(results), end)
+                results = []
+            role, content = message.role, message.content
+            if role == "developer":
+                role = self.config.developer
+            if role == "assistant":
+                refuse_pictures(message)
+                pieces += (start, f"{role}\n{_reply(message)}", end)
+            elif len(content) == 1 and isinstance(only := content[0], TextPart):
+                pieces += (start, f"{role}\n{only.text}", end)
+            else:
+                if role in self._system_roles:
+                    refuse_pictures(message)
+                pieces += (start, *joined([f"{role}\n", *pieces_of(message)]), end)
         if results:
-            turns.append(joined(["user\n", *results]))
-            results = []
-        role, content = developer if message.role == "developer" else message.role, message.content
-        if role == "assistant":
-            refuse_pictures(message)
-            turns.append([f"{role}\n{_reply(message)}"])
-        elif len(content) == 1 and isinstance(only := content[0], TextPart):
-            turns.append([f"{role}\n{only.text}"])
-        else:
-            turns.append(joined([f"{role}\n", *pieces_of(message)]))
-    if results:
-        turns.append(joined(["user\n", *results]))
-    return turns
+            pieces += (start, *joined(results), end)
+        return pieces
 
 
 def _reply(message: ChatMessage) -> str:

@@ -16,10 +16,9 @@ import secrets
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
-_CACHED_LENGTH = 4096  # characters; longer texts rarely occur twice, so they are not cached
 _SHAPED = re.compile(r"<[|｜].+[|｜]>|[|｜].+[|｜]|\[/?[A-Z_]+\]", re.DOTALL)
 _UNIT = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|.", re.DOTALL)
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
@@ -153,12 +152,6 @@ class ControlText:
 
 def plain_encoder(tokenizer: Any) -> Callable[[str], array[int]]:
     """Return a function from text to ids that never produces a control token."""
-    encode = _encoder(tokenizer)
-    cached = lru_cache(maxsize=4096)(encode)
-    return lambda text: cached(text) if len(text) <= _CACHED_LENGTH else encode(text)
-
-
-def _encoder(tokenizer: Any) -> Callable[[str], array[int]]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # ByteTokenizer, for instance, finds no special tokens in text
         return lambda text: array("i", tokenizer.encode(text, add_special_tokens=False))

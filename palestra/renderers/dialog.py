@@ -16,8 +16,6 @@ from palestra.renderers.base import (
     Tools,
     reply_of,
 )
-from palestra.renderers.control_text import plain_encoder
-from palestra.renderers.long_text import LongText
 from palestra.renderers.picture_layout import PictureTokens
 from palestra.renderers.probes import NAMES
 from palestra.renderers.prompt_writer import Pieces, PromptWriter, joined, pieces_of, refuse_pictures
@@ -57,16 +55,15 @@ class DialogRenderer(Renderer):
     def __init__(self, tokenizer: Any, pictures: PictureTokens, written: DialogFormat, first: Sequence[int]) -> None:
         """Create a renderer. `first` are the tokens at the beginning of every conversation, such as `<|im_start|>`."""
         self.vocabulary = Vocabulary(tokenizer)
-        self.format, self._first = written, list(first)
+        self.format, self._first = written, tuple(first)
         end = tokenizer.eos_token if written.end is None else written.end
         found = None if end is None else tokenizer.convert_tokens_to_ids(end)
         if found is None or found == tokenizer.unk_token_id:
             raise ValueError(f"the tokenizer has no {end or 'token that ends a reply'}")
         self._end: int = found
         self.stop_ids = tuple(dict.fromkeys((self._end, tokenizer.eos_token_id)))
-        self._pictures, self._encode = pictures, plain_encoder(tokenizer)
-        self.picture_layout = pictures.layout
-        self._long = LongText(tokenizer, self._encode)
+        self.picture_layout, self._writer = pictures.layout, PromptWriter(tokenizer, pictures)
+        self._closing = self._writer.encode(written.closing or "")
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:
         """Return the prompt of a conversation, int32 [P]. See `Renderer.render`."""
@@ -87,7 +84,7 @@ class DialogRenderer(Renderer):
         A reply that was cut at its token limit, or ended with another stop token, first gets its end token.
         """
         ended = len(completion_ids) > 0 and int(completion_ids[-1]) in self.stop_ids
-        before = [*([] if ended else [self._end]), *self._encode(self.format.closing or "")]
+        before = (*self._closing,) if ended else (self._end, *self._closing)
         return self._sequence(before, new_messages, tools, room)
 
     def parse(
@@ -103,20 +100,18 @@ class DialogRenderer(Renderer):
         raise NotInThisFormat("this model's format has no tools")
 
     def _sequence(
-        self, before: Sequence[int], messages: Sequence[ChatMessage], tools: Tools, room: int | None
+        self, before: tuple[int, ...], messages: Sequence[ChatMessage], tools: Tools, room: int | None
     ) -> TokenSequence:
         """Return `before`, the turns of the messages, and the beginning of the assistant's reply."""
         if tools:
             raise ValueError("this model's format has no tools")
-        writer, closing = PromptWriter(self._encode, self._long, self._pictures, room, before), self.format.closing
-        unwritten: Pieces = []  # a token may reach over the end of a turn that no control token ends
+        pieces: Pieces = [before]
         for message in messages:
-            unwritten += self._pieces(message)
-            if closing is not None:
-                writer.turn(joined(unwritten), end=[self._end, *self._encode(closing)])
-                unwritten = []
-        writer.turn(joined([*unwritten, self.format.opening]))
-        return writer.sequence()
+            pieces += self._pieces(message)
+            if self.format.closing is not None:
+                pieces.append((self._end, *self._closing))
+        # A token may span the end of a turn that no control token ends.
+        return self._writer.write(joined([*pieces, self.format.opening]), room)
 
     def _pieces(self, message: ChatMessage) -> Pieces:
         """Return the texts and pictures of a message."""

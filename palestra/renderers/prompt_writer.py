@@ -3,59 +3,64 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from palestra.renderers.long_text import PIECE, Encode, LongText, TooManyTokens
+from palestra.renderers.control_text import plain_encoder
+from palestra.renderers.long_text import PIECE, LongText, TooManyTokens
 from palestra.renderers.picture_layout import PictureTokens
 from palestra.threads import check_wanted
 from palestra.types.calls import MediaSpan, TokenSequence
 from palestra.types.messages import ChatMessage, ImagePart, TextPart
 
-Pieces = list[str | ImagePart]  # of a turn, of which no two texts follow one another
+Tokens = tuple[int, ...]
+Pieces = list[str | ImagePart | Tokens]  # texts without control tokens, pictures, and control tokens
+_UNCHECKED = 16  # pieces after which a thread looks whether its caller is still there
 
 
 class PromptWriter:
-    """Writes one prompt, or a continuation after a reply."""
+    """Writes prompts, or continuations after replies, with one tokenizer.
 
-    def __init__(
-        self,
-        encode: Encode,
-        long: LongText,
-        pictures: PictureTokens | None,
-        room: int | None,
-        before: Sequence[int] = (),
-    ) -> None:
-        """Begin with the tokens `before`. `encode` turns a text without control tokens into ids; without `pictures` the
-        model reads text only; `room` limits the tokens.
+    Attributes:
+        encode: turns a text into ids, without control tokens.
+    """
+
+    def __init__(self, tokenizer: Any, pictures: PictureTokens | None) -> None:
+        """Create the writer of a tokenizer. Without `pictures` the model reads text only."""
+        self.encode, self._pictures = plain_encoder(tokenizer), pictures
+        self._encode_short = lru_cache(maxsize=4096)(self.encode)  # longer texts rarely occur twice
+        self._long = LongText(tokenizer, self.encode)
+
+    def write(self, pieces: Pieces, room: int | None = None) -> TokenSequence:
+        """Return the ids of pieces, int32 [N], with their pictures; no two texts follow one another.
+
+        Raises:
+            TooManyTokens: there are more than `room` ids; None: there is no limit.
+            ValueError: a piece is a picture, and the model reads text only.
         """
-        self._encode, self._long, self._pictures, self._room = encode, long, pictures, room
-        self._ids, self._media = array("i", before), list[MediaSpan]()  # NumPy reads a list a hundred times slower
-
-    def turn(self, pieces: Pieces, start: Iterable[int] = (), end: Iterable[int] = ()) -> None:
-        """Append a turn: the tokens that start it, its texts and pictures, and the tokens that end it."""
-        self._ids.extend(start)
-        for piece in pieces:
-            if isinstance(piece, ImagePart):
+        ids, media = array("i"), list[MediaSpan]()  # NumPy reads a list a hundred times slower
+        for number, piece in enumerate(pieces, 1):
+            if isinstance(piece, str):
+                if len(piece) <= PIECE:
+                    ids.extend(self._encode_short(piece))
+                else:
+                    ids.extend(self.encode(piece) if room is None else self._long.encode(piece, room - len(ids)))
+            elif isinstance(piece, ImagePart):
                 if self._pictures is None:
                     raise ValueError("this model reads text only, and a message has a picture")
                 shown = self._pictures.ids(piece.digest)
-                self._media.append(MediaSpan(len(self._ids), len(shown), piece.digest))
-                self._ids.extend(shown)
-            elif self._room is None or len(piece) <= PIECE:
-                self._ids.extend(self._encode(piece))
+                media.append(MediaSpan(len(ids), len(shown), piece.digest))
+                ids.extend(shown)
             else:
-                self._ids.extend(self._long.encode(piece, max(self._room - len(self._ids), 0)))
-        self._ids.extend(end)
-        if self._room is not None and len(self._ids) > self._room:
-            raise TooManyTokens(len(self._ids))
-        check_wanted()
-
-    def sequence(self, opening: Iterable[int] = ()) -> TokenSequence:
-        """Return the result, int32 [N], with its pictures, and with the tokens that open the next turn."""
-        self._ids.extend(opening)
-        return TokenSequence(np.array(self._ids, np.int32), tuple(self._media))
+                ids.extend(piece)
+            if room is not None and len(ids) > room:
+                raise TooManyTokens(len(ids))
+            if number % _UNCHECKED == 0:
+                check_wanted()
+        return TokenSequence(np.array(ids, np.int32), tuple(media))
 
 
 def pieces_of(message: ChatMessage) -> Pieces:
@@ -63,7 +68,7 @@ def pieces_of(message: ChatMessage) -> Pieces:
     return [part.text if isinstance(part, TextPart) else part for part in message.content]
 
 
-def joined(pieces: Iterable[str | ImagePart]) -> Pieces:
+def joined(pieces: Iterable[str | ImagePart | Tokens]) -> Pieces:
     """Merge adjacent texts: a token may span the boundary of two."""
     found: Pieces = []
     for piece in pieces:
