@@ -58,6 +58,7 @@ class Database:
                 fence = backend.fence(connection)
             self._problem = backend.watch()
             self._writer = Writer(backend.engine, backend.explain, self._problem, fence, backend.transaction)
+            self.submit = self._writer.submit  # an operation's future resolves when its result is on disk
         except BaseException:
             backend.close()
             raise
@@ -73,16 +74,6 @@ class Database:
         self._writer.close()
         self._readers.shutdown()
         self._backend.close()
-
-    def submit(self, operation: Callable[[sa.Connection], T], tag: str | None = None) -> asyncio.Future[T]:
-        """Run an operation in the writing thread; the future resolves when the result is on disk.
-
-        Args:
-            operation: runs once, and is committed even if the future is cancelled. It must raise PalestraErrors before
-                its first change.
-            tag: names the fault points before and after its commit, such as `chat_commit`.
-        """
-        return self._writer.submit(operation, tag)
 
     async def write(self, operation: Callable[[sa.Connection], T], tag: str | None = None) -> T:
         """Run an operation in the writing thread, and return its result when it is on disk.

@@ -1,15 +1,17 @@
-"""SQLite files: how they are created, the engines that work on them, and whether a path still names the open one."""
+"""SQLite files: engines and prepared statements for them, and whether a path still names the open file."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import sqlite
 
 from palestra.disk import GO_ON, open_own
 from palestra.errors import StoreError
@@ -22,6 +24,8 @@ BEGIN = "BEGIN IMMEDIATE"
 MOST_VALUES = 500  # bound values of one statement, which SQLite limits
 
 T = TypeVar("T")
+_DIALECT = sqlite.dialect()
+_namedtuple = cast(Any, namedtuple)  # the columns are not known to a type checker
 
 
 def pieces(items: Sequence[T], most: int = MOST_VALUES) -> Iterator[Sequence[T]]:
@@ -143,3 +147,50 @@ class OpenFile:
                     f"acknowledged; put it back from a copy and {GO_ON}, or start a new run"
                 )
         return None
+
+
+class Prepared:
+    """A compiled statement whose values need no conversion for SQLite: text, numbers, bytes and None."""
+
+    def __init__(self, statement: sa.Select[Any] | sa.Insert | sa.Update) -> None:
+        """Compile a statement. The values of its `bindparam`s are given by name at execution."""
+        compiled = statement.compile(dialect=_DIALECT)
+        self._sql, self._names = str(compiled), tuple(compiled.positiontup or ())
+        self._fixed = {name: value for name, value in compiled.params.items() if value is not None}
+        columns = statement.exported_columns.keys()  # those that a select reads or RETURNING gives back
+        self._row: Callable[[tuple[Any, ...]], Any] = _namedtuple("Row", columns, rename=True)._make
+
+    def change(self, connection: sa.Connection, values: Mapping[str, Any]) -> int:
+        """Execute an insert or update, and return the number of changed rows."""
+        try:
+            given = list(map({**self._fixed, **values}.__getitem__, self._names))
+            return sqlite_connection(connection).execute(self._sql, given).rowcount
+        except sqlite3.Error as error:
+            raise as_sqlalchemys(error, self._sql) from error
+
+    def change_many(self, connection: sa.Connection, values: Iterable[Mapping[str, Any]]) -> None:
+        """Execute an insert or update once for each of some values."""
+        try:
+            sqlite_connection(connection).executemany(self._sql, map(self._given, values))
+        except sqlite3.Error as error:
+            raise as_sqlalchemys(error, self._sql) from error
+
+    def rows(self, connection: sa.Connection, values: Mapping[str, Any]) -> list[Any]:
+        """Execute a select, and return its rows with columns as attributes, as in SQLAlchemy."""
+        return [self._row(found) for found in self._execute(connection, values, sqlite3.Cursor.fetchall)]
+
+    def row(self, connection: sa.Connection, values: Mapping[str, Any]) -> Any:
+        """Execute a select, or a change with RETURNING, and return its first row or None."""
+        found = self._execute(connection, values, sqlite3.Cursor.fetchone)
+        return None if found is None else self._row(found)
+
+    def _execute(self, connection: sa.Connection, values: Mapping[str, Any], take: Callable[[sqlite3.Cursor], T]) -> T:
+        """Execute the statement and return the result of `take` for its cursor."""
+        try:
+            return take(sqlite_connection(connection).execute(self._sql, self._given(values)))
+        except sqlite3.Error as error:
+            raise as_sqlalchemys(error, self._sql) from error
+
+    def _given(self, values: Mapping[str, Any]) -> list[Any]:
+        """Return the values of the statement in its order."""
+        return list(map({**self._fixed, **values}.__getitem__, self._names))

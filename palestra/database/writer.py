@@ -79,8 +79,8 @@ class Writer:
     def submit(self, run: Callable[[sa.Connection], T], tag: str | None = None) -> asyncio.Future[T]:
         """Queue an operation; the future resolves when the commit is on disk.
 
-        Cancelling the future does not cancel the operation. `tag`: names the fault points before and after the commit,
-        such as `chat_commit`.
+        Cancelling the future does not cancel the operation, which runs once and must raise PalestraErrors before its
+        first change. `tag`: names the fault points before and after the commit, such as `chat_commit`.
         """
         if self._closed:
             raise StoreError("the store is closed")

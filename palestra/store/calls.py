@@ -13,10 +13,10 @@ import sqlalchemy as sa
 from sqlalchemy import BindParameter, Connection, bindparam, null, select
 
 from palestra.database import Database
-from palestra.database.sqlite import pieces
+from palestra.database.sqlite import Prepared, pieces
 from palestra.store.codec import chat_of, chat_row, pack_array, unpack
 from palestra.store.lifecycle import episode_by_id, held
-from palestra.store.tables import Prepared, chats, episodes, trained_tokens
+from palestra.store.tables import chats, episodes, trained_tokens
 from palestra.types.calls import Chat, Floats, StepTimes
 from palestra.types.messages import ChatMessage
 from palestra.types.records import EpisodeRecord, TimeStep, Trajectory

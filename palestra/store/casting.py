@@ -9,7 +9,8 @@ import orjson
 from sqlalchemy import Connection, bindparam, select
 
 from palestra.config import Roles, past_name, past_of
-from palestra.store.tables import OF_GROUP, Prepared, episodes, groups
+from palestra.database.sqlite import Prepared
+from palestra.store.tables import OF_GROUP, episodes, groups
 from palestra.types.records import EpisodeRecord
 from palestra.types.states import EpisodeState, GroupState
 

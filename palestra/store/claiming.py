@@ -11,11 +11,12 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, bindparam, func, select
 
 from palestra.database import WAKE_SECONDS, Notifier, to_json
+from palestra.database.sqlite import Prepared
 from palestra.errors import ClaimOver
 from palestra.store.casting import Casting
 from palestra.store.codec import episode_of
 from palestra.store.lifecycle import episode_by_id, set_state
-from palestra.store.tables import Prepared, episodes
+from palestra.store.tables import episodes
 from palestra.types.records import EpisodeKind, EpisodeRecord
 from palestra.types.states import EpisodeState, check_transition
 

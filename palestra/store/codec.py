@@ -40,7 +40,7 @@ _OTHERS = {field.name: field.default for field in fields(SamplingParams) if fiel
 _others, _DEFAULTS = attrgetter(*_OTHERS), tuple(_OTHERS.values())
 _BLOCK = struct.Struct("<3sHH")
 _MESSAGES = TypeAdapter(tuple[ChatMessage, ...])
-_encode = msgspec.json.Encoder().encode  # of messages, without fields that have their defaults
+_encode = msgspec.json.Encoder().encode  # messages are without fields that have their defaults
 
 
 def pack_array(array: NDArray[Any], kind: str) -> bytes:
@@ -120,13 +120,13 @@ def chat_row(chat: Chat) -> dict[str, Any]:
         "completion": pack_array(chat.completion_ids, "i4"),
         "logprobs": pack_array(chat.logprobs, "f4"),
         "top_logprobs": None if chat.top is None else _packed_top(chat.top),
-        "versions": to_json(versions),
+        "versions": _encode(versions).decode(),
         "finish_reason": chat.finish_reason,
         "fork": None if chat.fork is None else _fork_text(chat.fork),
         "stop": chat.stop,
         "temperature": chat.sampling.temperature,
         "max_tokens": chat.sampling.max_tokens,
-        "sampling": _more_text(chat.sampling),
+        "sampling": None if _others(chat.sampling) == _DEFAULTS else _more_text(chat.sampling),
         "seed": str(chat.sampling.seed),
         "request_digest": chat.request_digest,
         "started_at": chat.started_at,
@@ -188,12 +188,10 @@ def _top_of(blob: bytes, tokens: int) -> TopTokens:
     return TopTokens(ids, logprobs.view(np.float32))
 
 
-def _more_text(sampling: SamplingParams) -> str | None:
-    """Return the non-default parameters without their own columns as JSON; None: all have defaults."""
-    values = _others(sampling)
-    if values == _DEFAULTS:
-        return None
-    return to_json({name: value for name, value in zip(_OTHERS, values, strict=True) if value != _OTHERS[name]})
+def _more_text(sampling: SamplingParams) -> str:
+    """Return the non-default parameters without their own columns as JSON."""
+    values = zip(_OTHERS, _others(sampling), strict=True)
+    return to_json({name: value for name, value in values if value != _OTHERS[name]})
 
 
 def _more(text: str | None) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, bindparam, func, select
 
 from palestra.database import WAKE_SECONDS, Database, Notifier, shielded, to_json
-from palestra.database.sqlite import pieces
+from palestra.database.sqlite import Prepared, pieces
 from palestra.store.codec import chat_row, episode_of, rewards_to_json
 from palestra.store.counting import OPEN_STATES, SETTLED_STATES, OpenGroups
 from palestra.store.lifecycle import episode_name
 from palestra.store.run_log import insert_event
-from palestra.store.tables import OF_GROUP, OF_LAST_LEASE, Prepared, chats, episodes, groups
+from palestra.store.tables import OF_GROUP, OF_LAST_LEASE, chats, episodes, groups
 from palestra.types.clock import Clock
 from palestra.types.progress import GroupRecord
 from palestra.types.records import EpisodeKind, EpisodeRecord, RecordedEpisode, Task

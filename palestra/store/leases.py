@@ -75,10 +75,11 @@ class LeaseBook:
 
     def renew(self, episode_id: str, fence: int) -> bool:
         """Restart the period of a lease; return False if it is not the episode's present lease."""
-        lease = self._present(episode_id, fence)
-        if lease is not None:
-            lease.expires_at = self._clock.monotonic() + lease.seconds
-        return lease is not None
+        lease = self._leases.get(episode_id)
+        if lease is None or lease.fence != fence:
+            return False
+        lease.expires_at = self._clock.monotonic() + lease.seconds
+        return True
 
     def granted_since(self, episode_id: str, fence: int, moment: float) -> bool:
         """Return whether a lease was granted by this process after a moment, in monotonic seconds, and is not over."""
@@ -96,9 +97,10 @@ class LeaseBook:
 
     def begin_hold(self, episode_id: str, fence: int) -> Lease | None:
         """Keep a lease from expiring until `end_hold`; None: it is over already."""
-        lease = self._present(episode_id, fence)
-        if lease is not None:
-            lease.held += 1
+        lease = self._leases.get(episode_id)
+        if lease is None or lease.fence != fence:
+            return None
+        lease.held += 1
         return lease
 
     def end_hold(self, lease: Lease | None) -> None:

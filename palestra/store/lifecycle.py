@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, bindparam, func, select
 
 from palestra.database import to_json
+from palestra.database.sqlite import Prepared
 from palestra.errors import (
     CallsRefused,
     Conflict,
@@ -26,7 +27,7 @@ from palestra.errors import (
     NotFound,
 )
 from palestra.store.codec import episode_of, rewards_to_json
-from palestra.store.tables import Prepared, chats, episodes
+from palestra.store.tables import chats, episodes
 from palestra.types.calls import AgentStepReward, StepTimes
 from palestra.types.records import ON_PURPOSE, REFUSED_CALLS, EpisodeKind, EpisodeRecord
 from palestra.types.states import EpisodeState, check_transition

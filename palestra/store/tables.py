@@ -1,18 +1,11 @@
-"""The tables of the run store, how an older file is brought up to date, and the statements of its busy paths."""
+"""The tables of the run store."""
 
 from __future__ import annotations
 
-import sqlite3
-from collections import namedtuple
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, cast
-
 import sqlalchemy as sa
 from sqlalchemy import Column, Float, Index, Integer, LargeBinary, String, Table, Text
-from sqlalchemy.dialects import sqlite
 
 from palestra.database import Schema
-from palestra.database.sqlite import as_sqlalchemys, sqlite_connection
 
 metadata = sa.MetaData()
 
@@ -166,60 +159,8 @@ events = Table(
     Index("events_by_step", "step", "kind"),
 )
 
-T = TypeVar("T")
-_DIALECT = sqlite.dialect()
-_namedtuple = cast(Any, namedtuple)  # the columns are not known to a type checker
-
-
 SCHEMA = Schema(store="run store", metadata=metadata)
 # Joins groups and their episodes.
 OF_GROUP = (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index)
 # Joins episodes and the calls of their last lease.
 OF_LAST_LEASE = (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence)
-
-
-class Prepared:
-    """A compiled statement whose values need no conversion for SQLite: text, numbers, bytes and None."""
-
-    def __init__(self, statement: sa.Select[Any] | sa.Insert | sa.Update) -> None:
-        """Compile a statement. The values of its `bindparam`s are given by name at execution."""
-        compiled = statement.compile(dialect=_DIALECT)
-        self._sql, self._names = str(compiled), tuple(compiled.positiontup or ())
-        self._fixed = {name: value for name, value in compiled.params.items() if value is not None}
-        columns = statement.exported_columns.keys()  # those that a select reads or RETURNING gives back
-        self._row: Callable[[tuple[Any, ...]], Any] = _namedtuple("Row", columns, rename=True)._make
-
-    def change(self, connection: sa.Connection, values: Mapping[str, Any]) -> int:
-        """Execute an insert or update, and return the number of changed rows."""
-        try:
-            given = list(map({**self._fixed, **values}.__getitem__, self._names))
-            return sqlite_connection(connection).execute(self._sql, given).rowcount
-        except sqlite3.Error as error:
-            raise as_sqlalchemys(error, self._sql) from error
-
-    def change_many(self, connection: sa.Connection, values: Iterable[Mapping[str, Any]]) -> None:
-        """Execute an insert or update once for each of some values."""
-        try:
-            sqlite_connection(connection).executemany(self._sql, map(self._given, values))
-        except sqlite3.Error as error:
-            raise as_sqlalchemys(error, self._sql) from error
-
-    def rows(self, connection: sa.Connection, values: Mapping[str, Any]) -> list[Any]:
-        """Execute a select, and return its rows with columns as attributes, as in SQLAlchemy."""
-        return [self._row(found) for found in self._execute(connection, values, sqlite3.Cursor.fetchall)]
-
-    def row(self, connection: sa.Connection, values: Mapping[str, Any]) -> Any:
-        """Execute a select, or a change with RETURNING, and return its first row or None."""
-        found = self._execute(connection, values, sqlite3.Cursor.fetchone)
-        return None if found is None else self._row(found)
-
-    def _execute(self, connection: sa.Connection, values: Mapping[str, Any], take: Callable[[sqlite3.Cursor], T]) -> T:
-        """Execute the statement and return the result of `take` for its cursor."""
-        try:
-            return take(sqlite_connection(connection).execute(self._sql, self._given(values)))
-        except sqlite3.Error as error:
-            raise as_sqlalchemys(error, self._sql) from error
-
-    def _given(self, values: Mapping[str, Any]) -> list[Any]:
-        """Return the values of the statement in its order."""
-        return list(map({**self._fixed, **values}.__getitem__, self._names))

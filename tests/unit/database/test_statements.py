@@ -4,8 +4,8 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import bindparam, select
 
-from palestra.database.sqlite import open_engine
-from palestra.store.tables import Prepared, meta
+from palestra.database.sqlite import Prepared, open_engine
+from palestra.store.tables import meta
 
 INSERT = Prepared(meta.insert())
 ONE = Prepared(select(meta).where(meta.c.key == bindparam("key")))
