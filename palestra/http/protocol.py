@@ -40,6 +40,7 @@ class LimitedProtocol(HttpToolsProtocol):
     Attributes:
         known: whether a request of this connection had a good key.
         until: when it is closed while it waits; see `Connections`.
+        has_whole_body: whether the body of the newest request, and so of all before it, was received to its end.
         lost: whether it is closed.
         on_lost: called when it is closed; None: nobody waits for that.
     """
@@ -53,7 +54,7 @@ class LimitedProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.known, self.until = False, math.inf
+        self.known, self.until, self.has_whole_body = False, math.inf, False
         self.lost = False
         self.on_lost: Callable[[], object] | None = None
         self._all, self._limits = connections, connections.limits
@@ -108,7 +109,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Answer the request, unless its head is too large or too many wait (called by the parser)."""
-        self._in_head, self._unparsed = False, 0
+        self._in_head, self._unparsed, self.has_whole_body = False, 0, False
         size = len(self.url) + sum(map(len, chain.from_iterable(self.headers)))
         if size > self._limits.header_bytes or len(self.headers) > self._limits.header_fields:
             self._refuse_head()
@@ -130,7 +131,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Record that the request is complete (called by the parser)."""
         super().on_message_complete()
-        self._unparsed = 0
+        self._unparsed, self.has_whole_body = 0, True
         if self.cycle is not None and self.cycle.response_complete and self.cycle.more_body:  # type: ignore[redundant-expr]
             self.cycle.more_body = False  # it was answered before its body was there
             self._wait()
@@ -147,11 +148,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """No effect: `Connections.sweep` has one deadline for all kinds of waiting."""
-
-    @property
-    def has_whole_body(self) -> bool:
-        """Return whether the body of the newest request, and so of all before it, was received to its end."""
-        return not self.cycle.more_body
 
     @property
     def flushed(self) -> bool:

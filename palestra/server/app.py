@@ -6,13 +6,13 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.requests import Request
 
 from palestra.http.app import PUBLIC, build_app
+from palestra.server.auth import Door
 from palestra.server.dialects import DIALECTS, Dialect
 from palestra.server.episode_api import add_episode_routes
 from palestra.server.generate import add_dialect_routes
-from palestra.server.picture_api import add_picture_routes, is_upload
+from palestra.server.picture_api import add_picture_routes
 from palestra.server.seat_api import add_seat_routes
 from palestra.server.state import DataPlane
 from palestra.server.status_api import add_models_route, add_status_routes
@@ -32,15 +32,10 @@ def create_app(
         page: prefix of paths that the viewer's key opens too, if any.
     """
     most, largest_picture = plane.config.server.max_body_bytes, plane.config.pictures.max_bytes
-
-    async def authenticate(request: Request) -> int:
-        plane.keys.admit(request, page)
-        return largest_picture if request.scope["method"] == "PUT" and is_upload(request) else most
-
     app = build_app(
         "Palestra data plane",
         "Claim episodes, call the model, hand in rewards.",
-        authenticate,
+        Door(plane.keys, most, largest_picture, page).admit,
         max(most, largest_picture),
         public,
         error_forms={dialect.path: dialect.error_body for dialect in dialects},

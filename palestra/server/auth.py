@@ -23,6 +23,7 @@ from palestra.store.key_files import job_key, seat_key, sign
 
 MOST_EPISODES = 4096  # whose keys are kept
 MODEL_ROUTES = "/v1/"  # beginning of the paths of all dialects
+PICTURE_ROUTES = "/pictures/"
 CALLER = "palestra.caller"  # key in the scope of a request, whose value is its `Caller`
 
 
@@ -61,7 +62,12 @@ Caller: TypeAlias = JobKey | ViewerKey | EpisodeKey | SeatKey | RoleKey | Playgr
 
 
 class KeyRing:
-    """Creates and checks the keys of one job from its run's secret."""
+    """Creates and checks the keys of one job from its run's secret.
+
+    Attributes:
+        secret: returns the present secret; a new one invalidates all keys of the old one.
+        opens: returns what a key opens under a secret; see `check`.
+    """
 
     def __init__(
         self, secret: Callable[[], bytes], job: str, given: str | None = None, seats: Sequence[str] = ()
@@ -69,38 +75,38 @@ class KeyRing:
         """Create the key ring of a job.
 
         Args:
-            secret: returns the present secret; a new one invalidates all keys of the old one.
+            secret: see the class.
             given: a job key to use instead of the derived one.
             seats: names of the player slots, each of which has its own keys.
         """
-        self._secret, self._job, self._given = secret, job, given
+        self.secret, self._job, self._given = secret, job, given
         self._seats = tuple(seats)
         self._derived = (b"", "")  # the last secret, and the job key made from it
         # A worker sends its key with every call, and signing takes longer than a look-up. Only good keys are kept.
-        self._opens = lru_cache(MOST_EPISODES)(self._checked)
+        self.opens = lru_cache(MOST_EPISODES)(self._checked)
 
     @property
     def job_key(self) -> str:
         """Return the job's key: the given one, or one derived from the present secret."""
-        return self._job_key(self._secret())
+        return self._job_key(self.secret())
 
     def episode_key(self, episode_id: str, fence: int) -> str:
         """Return the key of an episode's lease: HMAC(secret, job, episode, fence), after episode and fence in clear."""
-        return self._episode_key(self._secret(), episode_id, fence)
+        return self._episode_key(self.secret(), episode_id, fence)
 
     def seat_key(self, seat: SeatKey) -> str:
         """Return the key of a player slot's lease, which opens only this slot of this episode."""
-        return self._seat_key(self._secret(), seat)
+        return self._seat_key(self.secret(), seat)
 
     @property
     def viewer_key(self) -> str:
         """Return the key that only shows the job's page, derived from the present secret."""
-        return self._viewer_key(self._secret())
+        return self._viewer_key(self.secret())
 
     @property
     def playground_key(self) -> str:
         """Return the key for the page's unrecorded calls of policies, derived from the present secret."""
-        return self._talk_key(self._secret())
+        return self._talk_key(self.secret())
 
     def _talk_key(self, secret: bytes) -> str:
         return f"pt-{sign(secret, self._job, 'talk')}"
@@ -129,7 +135,7 @@ class KeyRing:
         Raises:
             Unauthorized: there is no key, or it is not a key of this job.
         """
-        return self._opens(self._secret(), key or "")
+        return self.opens(self.secret(), key or "")
 
     def _checked(self, secret: bytes, key: str) -> Caller:
         """Return what a key opens under a secret."""
@@ -165,26 +171,6 @@ class KeyRing:
         seat = SeatKey(parts[0], numbers[0], self._seats[numbers[1]], numbers[2])
         return seat if hmac.compare_digest(key.encode(), self._seat_key(secret, seat).encode()) else None
 
-    def admit(self, request: Request, page: str | None = None) -> None:
-        """Check the key of a request before its body is read, and put its `Caller` into the scope.
-
-        Args:
-            page: the beginning of paths that the job's key and the viewer's open, if any.
-
-        Raises:
-            Unauthorized: there is no key, or it is not a key of this job.
-            Forbidden: the key opens only the page, or only calls models, and the route is another one.
-        """
-        caller, path = self._opens(self._secret(), bearer(request) or ""), request.scope["path"]
-        if page is not None and path.startswith(page):
-            if not isinstance(caller, JobKey | ViewerKey):
-                raise Forbidden("this key does not open the page; it takes the job's key, or the viewer's")
-        elif isinstance(caller, ViewerKey):
-            raise Forbidden("this is the viewer's key, which opens the job's page and nothing else")
-        elif isinstance(caller, PlaygroundKey) and not path.startswith(MODEL_ROUTES):
-            raise Forbidden(f"this key calls models ({MODEL_ROUTES}…) and opens nothing else")
-        request.scope[CALLER] = caller
-
     def recheck(self, request: Request) -> None:
         """Check the key of an admitted request again, which may have waited: the job may have other keys by now.
 
@@ -192,6 +178,39 @@ class KeyRing:
             Unauthorized: the key is not a key of this job any more.
         """
         self.check(bearer(request))
+
+
+class Door:
+    """Lets requests in before their bodies are read, by their keys."""
+
+    def __init__(self, keys: KeyRing, most_bytes: int, picture_bytes: int, page: str | None = None) -> None:
+        """Create the door of a data plane.
+
+        Args:
+            most_bytes: of a body.
+            picture_bytes: of a body that is a picture.
+            page: beginning of the paths that the job's key and the viewer's open, if any.
+        """
+        self._keys, self._most_bytes, self._picture_bytes, self._page = keys, most_bytes, picture_bytes, page
+
+    async def admit(self, request: Request) -> int:
+        """Check the key of a request, put its `Caller` into the scope, and return how many bytes its body may have.
+
+        Raises:
+            Unauthorized: there is no key, or it is not a key of this job.
+            Forbidden: the key opens only the page, or only calls models, and the route is another one.
+        """
+        caller, path = self._keys.opens(self._keys.secret(), bearer(request) or ""), request.scope["path"]
+        if self._page is not None and path.startswith(self._page):
+            if not isinstance(caller, JobKey | ViewerKey):
+                raise Forbidden("this key does not open the page; it takes the job's key, or the viewer's")
+        elif isinstance(caller, ViewerKey):
+            raise Forbidden("this is the viewer's key, which opens the job's page and nothing else")
+        elif isinstance(caller, PlaygroundKey) and not path.startswith(MODEL_ROUTES):
+            raise Forbidden(f"this key calls models ({MODEL_ROUTES}…) and opens nothing else")
+        request.scope[CALLER] = caller
+        is_picture = request.scope["method"] == "PUT" and path.startswith(PICTURE_ROUTES)
+        return self._picture_bytes if is_picture else self._most_bytes
 
 
 def caller_of(request: Request) -> Caller:

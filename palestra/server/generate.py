@@ -12,15 +12,14 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from palestra.errors import Forbidden
+from palestra.errors import Forbidden, UnsupportedField
 from palestra.http.app import GuardedApp
 from palestra.http.bodies import LONG_BODY
 from palestra.http.guard import Endpoint, JsonAnswer
 from palestra.http.protocol import until_disconnect
 from palestra.server.auth import CALLER, Caller, EpisodeKey, PlaygroundKey, require_model, session_of
-from palestra.server.dialects.agents import caller_name
 from palestra.server.dialects.base import Dialect, DialectRequest, GenerationResult, TokenCounter
-from palestra.server.dialects.fields import AGENT_HEADER, agent_of, may_show_pictures
+from palestra.server.dialects.fields import AGENT_HEADER, agent_of, caller_name, may_show_pictures
 from palestra.server.dialects.others import NO_OTHERS
 from palestra.server.dialects.sent_pictures import pictures_in
 from palestra.server.respond import OVERRULED, StreamedAnswer, sample_calls
@@ -41,7 +40,7 @@ def add_dialect_routes(app: GuardedApp, plane: DataPlane, dialects: Sequence[Dia
     for dialect in dialects:
         _add_route(app, dialect, GenerateHandler(plane, dialect).generate)
         if dialect.counter is not None:
-            _add_route(app, dialect.counter, CountHandler(plane, dialect, dialect.counter).count)
+            _add_route(app, dialect.counter, CountHandler(plane, dialect.counter).count)
 
 
 class GenerateHandler:
@@ -59,7 +58,7 @@ class GenerateHandler:
             ClientDisconnect: the client has disconnected; only replies that were complete before are recorded.
         """
         caller: Caller = request.scope[CALLER]
-        asked, runtime = await _read(self._plane, caller, request, self._dialect.parse, self._dialect.check)
+        asked, runtime = await _read(self._plane, caller, request, self._dialect.parse)
         if asked.stream:
             writer = self._dialect.sse(asked, runtime, self._plane.store.clock.now())
             return StreamedAnswer(self._sessions, caller, asked.calls, writer, self._dialect.error_body)
@@ -107,8 +106,8 @@ async def _scored(result: GenerationResult, runtime: PolicyRuntime) -> Generatio
 class CountHandler:
     """Counts the tokens of prompts in one dialect."""
 
-    def __init__(self, plane: DataPlane, dialect: Dialect[Any], counter: TokenCounter[Any]) -> None:
-        self._plane, self._dialect, self._counter = plane, dialect, counter
+    def __init__(self, plane: DataPlane, counter: TokenCounter[Any]) -> None:
+        self._plane, self._counter = plane, counter
 
     async def count(self, request: Request) -> Response:
         """Count the tokens of a request's prompt, without sampling or recording.
@@ -117,27 +116,24 @@ class CountHandler:
             ClientDisconnect: the client has disconnected.
         """
         caller: Caller = request.scope[CALLER]
-        asked, _ = await _read(self._plane, caller, request, self._counter.parse, self._dialect.check)
+        asked, _ = await _read(self._plane, caller, request, self._counter.parse)
         async with session_of(caller, self._plane.sessions) as session:
             tokens = await until_disconnect(request.scope, session.count_tokens(asked.calls[0]))
         return JSONResponse(self._counter.render(tokens))
 
 
 async def _read(
-    plane: DataPlane,
-    caller: Caller,
-    request: Request,
-    parse: Parse,
-    check: Callable[[DialectRequest[Any], PolicyRuntime], None],
+    plane: DataPlane, caller: Caller, request: Request, parse: Parse
 ) -> tuple[DialectRequest[Any], PolicyRuntime]:
     """Return the parsed request and the runtime of the policy that answers it."""
     require_model(caller, plane.config.kind)
     body = await request.body()
     if len(body) < LONG_BODY:
-        asked = _parsed(parse, body, request.headers)
+        asked = parse(body, request.headers)
     else:
-        pool = plane.sessions.context.pool
-        asked = await until_disconnect(request.scope, pool.run(_parsed, parse, body, request.headers))
+        asked = await until_disconnect(request.scope, plane.pool.run(parse, body, request.headers))
+    if may_show_pictures(body):
+        asked = replace(asked, pictures=pictures_in(asked.calls[0].messages))
     policies, players = plane.sessions.context.policies, NO_PLAYERS
     if isinstance(caller, PlaygroundKey):  # it names the policy and has no role
         runtime = policies.runtime(asked.policy)
@@ -158,19 +154,12 @@ async def _read(
             asked = asked.of_policy(runtime.name)
     if asked.others is not NO_OTHERS:
         plane.take_others(asked.others)
-    check(asked, runtime)
+    if asked.must_reason and not runtime.renderer.reasons:
+        raise UnsupportedField("thinking.type: this model does not reason; leave thinking out", "thinking")
     if asked.pictures:
         settling = plane.pictures.settle(asked, runtime, plane.picture_charge(caller))
         asked = await until_disconnect(request.scope, settling)
     return asked, runtime
-
-
-def _parsed(parse: Parse, body: bytes, headers: Mapping[str, str]) -> DialectRequest[Any]:
-    """Return a dialect's parsed request, with the pictures of its messages."""
-    asked = parse(body, headers)
-    if may_show_pictures(body):
-        asked = replace(asked, pictures=pictures_in(asked.calls[0].messages))
-    return asked
 
 
 def _agent_of(seat: str, request: Request) -> str:

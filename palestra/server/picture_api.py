@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -18,13 +17,7 @@ from palestra.server.auth import caller_of, require_job
 from palestra.server.state import DataPlane
 from palestra.types.wire import PictureKept
 
-_PATH = re.compile(r"/pictures/[^/]+")
 _FILE: dict[str, Any] = {"type": "string", "format": "binary"}
-
-
-def is_upload(request: Request) -> bool:
-    """Return whether a PUT request uploads a picture, which has its own size limit."""
-    return _PATH.fullmatch(request.scope["path"]) is not None
 
 
 def add_picture_routes(app: FastAPI, plane: DataPlane) -> None:

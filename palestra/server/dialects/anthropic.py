@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from palestra.errors import InvalidRequest, UnsupportedField
+from palestra.errors import InvalidRequest
 from palestra.http.bodies import UNSUPPORTED, parse_body
 from palestra.http.errors import Failure
 from palestra.server.dialects.answers import answer_id
@@ -195,7 +195,8 @@ class CountTokens(TokenCounter[CountRequest]):
         """Parse a request for counting. See `Dialect.parse`."""
         wanted = parse_body(CountRequest, body)
         call = GenerationRequest(**_prompt_fields(wanted), **call_fields(body, headers, self.path))
-        return DialectRequest(body=wanted, calls=(call,), others=_others(wanted))
+        must_reason = isinstance(wanted.thinking, ThinkingEnabled)
+        return DialectRequest(body=wanted, calls=(call,), must_reason=must_reason, others=_others(wanted))
 
     def render(self, tokens: int) -> dict[str, int]:
         """Return the number of tokens in Anthropic's format."""
@@ -240,15 +241,13 @@ Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, wh
             **_prompt_fields(wanted),
             **call_fields(body, headers, self.path),
         )
-        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream), others=others)
-
-    def check(self, request: DialectRequest[Any], runtime: PolicyRuntime) -> None:
-        """Raise UnsupportedField for a request to reason if the model does not reason."""
-        thinking = request.body.thinking
-        if isinstance(thinking, ThinkingEnabled) and not runtime.renderer.reasons:
-            raise UnsupportedField(
-                f"thinking.type = '{thinking.type}': this model does not reason; leave thinking out", "thinking"
-            )
+        return DialectRequest(
+            body=wanted,
+            calls=(call,),
+            stream=bool(wanted.stream),
+            must_reason=budget is not None,
+            others=others,
+        )
 
     def render(
         self, request: DialectRequest[MessagesRequest], result: GenerationResult, runtime: PolicyRuntime

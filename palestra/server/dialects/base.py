@@ -33,6 +33,7 @@ class DialectRequest(Generic[B]):
         calls: to sample, one for each prompt, all of one policy.
         stream: whether the answer is sent as events during sampling.
         scored: whether the answer has logprobs of the prompts' tokens.
+        must_reason: whether it is refused by a model that does not reason.
         others: fields that the dialect does not act on; the server refuses or counts them.
         pictures: of the first call's messages, in order; not set by `parse`.
     """
@@ -41,6 +42,7 @@ class DialectRequest(Generic[B]):
     calls: tuple[GenerationRequest, ...]
     stream: bool = False
     scored: bool = False
+    must_reason: bool = False
     others: OtherFields = NO_OTHERS
     pictures: tuple[SentPicture, ...] = ()
 
@@ -172,14 +174,6 @@ class Dialect(ABC, Generic[B]):
         Raises:
             InvalidRequest: the body is not JSON, or a value is invalid.
             UnsupportedField: a field changes what is sampled, and this server does not support it.
-        """
-
-    def check(self, request: DialectRequest[B], runtime: PolicyRuntime) -> None:
-        """Raise UnsupportedField, naming the field, for requests that the policy cannot fulfil; by default there are
-        none.
-
-        Raises:
-            UnsupportedField: names the field.
         """
 
     @abstractmethod

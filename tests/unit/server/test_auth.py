@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 
 import pytest
@@ -10,6 +11,7 @@ from palestra.errors import Forbidden, NotFound, Unauthorized
 from palestra.http.guard import bearer
 from palestra.server.auth import (
     Caller,
+    Door,
     EpisodeKey,
     JobKey,
     KeyRing,
@@ -32,7 +34,7 @@ RING = KeyRing(lambda: SECRET, "job")
 
 def request(path: str = "/v1/x", **headers: str) -> Request:
     raw = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
-    return Request({"type": "http", "headers": raw, "path": path})
+    return Request({"type": "http", "method": "POST", "headers": raw, "path": path})
 
 
 def carrying(key: str, path: str = "/v1/x") -> Request:
@@ -41,7 +43,7 @@ def carrying(key: str, path: str = "/v1/x") -> Request:
 
 def admitted(ring: KeyRing, key: str, path: str = "/v1/x") -> Request:
     asked = carrying(key, path)
-    ring.admit(asked, "/page/")
+    assert asyncio.run(Door(ring, 1, 2, "/page/").admit(asked)) == 1
     return asked
 
 
@@ -93,7 +95,7 @@ def test_the_viewers_key_opens_the_page_and_nothing_else():
         with pytest.raises(Forbidden):
             admitted(RING, key, "/page/x")
     with pytest.raises(Unauthorized):
-        RING.admit(request("/page/x"), "/page/")
+        asyncio.run(Door(RING, 1, 2, "/page/").admit(request("/page/x")))
     with pytest.raises(Unauthorized):
         admitted(KeyRing(lambda: b"other" * 8, "job"), RING.viewer_key, "/page/x")
 
@@ -164,7 +166,7 @@ def test_a_route_of_the_job_forbids_an_episodes_key_and_the_other_way_round():
     with pytest.raises(Forbidden):
         calls(EpisodeKey("e", 1), "inference")
     with pytest.raises(Unauthorized):
-        RING.admit(request())
+        asyncio.run(Door(RING, 1, 2).admit(request()))
 
 
 def test_a_request_that_has_waited_is_refused_once_the_secret_is_another():

@@ -8,10 +8,10 @@ import pytest
 
 from palestra.config import MAX_AGENT
 from palestra.errors import InvalidRequest
-from palestra.server.dialects.agents import AUXILIARY_PROMPTS, caller_name
 from palestra.server.dialects.anthropic import Messages
 from palestra.server.dialects.chat import ChatCompletions
 from palestra.server.dialects.completions import Completions
+from palestra.server.dialects.fields import AUXILIARY_PROMPTS, caller_name
 
 TITLE = "You are a title generator. You output ONLY a thread title. Nothing else."
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
