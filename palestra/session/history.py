@@ -1,124 +1,20 @@
-"""An episode's conversations: finds the earlier call that messages continue, or where they deviate from it.
-
-Arguments of tool calls are compared by value, because agents serialize JSON differently.
-"""
+"""An episode's conversations: finds the earlier call that messages continue, or where they deviate from it."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, NoReturn
-
-import orjson
 
 from palestra.renderers.probes import Unseen
-from palestra.types.calls import Chat, ForkReason
+from palestra.session.arguments import arguments_key
+from palestra.tokens import TokenTrie
+from palestra.types.calls import Chat, ForkReason, TokenSequence
 from palestra.types.messages import ChatMessage, FunctionCall, TextPart, ToolCall
-
-_EXACT = range(-(2**63), 2**64)  # integers that orjson reads exactly; it turns all others into floats
-_LONGEST = 20  # number of digits of the longest of them
-
 
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _SPACED_TAG = re.compile(r"\s*(</?think>)\s*")
-
-
-class _Number(str):
-    """The exact value of a number outside 64-bit integers, as text. Its `repr` differs from every JSON string's."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def arguments_key(text: str) -> Hashable:
-    """Return a key that is equal for two JSON texts of the same value.
-
-    Key order, whitespace and escapes do not matter; of duplicate keys the last counts. Numbers are compared by exact
-    decimal value: `1`, `1.0` and `10e-1` are equal, but any two different numbers differ, even if they are equal as
-    64-bit floats. Text that is not JSON (`NaN`, a truncated object) equals only itself.
-    """
-    try:
-        value = orjson.loads(text)
-        if not _has_float(value):
-            return _sorted(value)
-    except orjson.JSONDecodeError:  # perhaps only because a number is too large for a float
-        pass
-    try:
-        return _exact_key(text)
-    except (ValueError, TypeError, RecursionError):  # not JSON, or half a surrogate pair, or nested too deep
-        return text
-
-
-def _exact_key(text: str) -> Hashable:
-    """Return the key of a text with numbers that a float may round."""
-    beyond: list[_Number] = []
-
-    def number(written: str) -> int | _Number:
-        read = _decimal(written)
-        if isinstance(read, _Number):
-            beyond.append(read)
-        return read
-
-    value = _decoder(number).decode(text)
-    # Without such a number the text may still contain 1.0, which needs the same key as 1.
-    return (True, repr(value)) if beyond else _sorted(value)
-
-
-def _decoder(number: Callable[[str], int | _Number]) -> json.JSONDecoder:
-    """Return a JSON decoder that reads numbers with `number`, refuses NaN and sorts keys."""
-    return json.JSONDecoder(
-        parse_int=number,
-        parse_float=number,
-        parse_constant=_refuse,
-        object_pairs_hook=lambda pairs: dict(sorted(dict(pairs).items())),
-    )
-
-
-def _refuse(constant: str) -> NoReturn:
-    """Raise an error for NaN and infinities, which Python's decoder would accept."""
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _sorted(value: Any) -> bytes:
-    """Return a value as compact JSON with sorted keys, for comparison."""
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-
-
-def _has_float(value: Any) -> bool:
-    """Return whether a value contains a float, which the decoder may have rounded."""
-    values = [value]
-    while values:
-        value = values.pop()
-        if type(value) is dict:
-            values.extend(value.values())
-        elif type(value) is list:
-            values.extend(value)
-        elif type(value) is float:
-            return True
-    return False
-
-
-def _decimal(written: str) -> int | _Number:
-    """Return the exact value of a JSON number: an integer if orjson can read it, else digits and a power of ten."""
-    mantissa, _, exponent = written.lower().removeprefix("-").partition("e")
-    whole, _, fraction = mantissa.partition(".")
-    digits = (whole + fraction).lstrip("0")
-    if not digits:
-        return 0
-    if len(exponent) > _LONGEST:  # Python refuses to read integers of thousands of digits
-        return _Number(written.lower())
-    significant = digits.rstrip("0")
-    power = int(exponent or 0) - len(fraction) + len(digits) - len(significant)
-    sign = "-" if written[0] == "-" else ""
-    if 0 <= power <= _LONGEST - len(significant) and (integer := int(sign + significant + "0" * power)) in _EXACT:
-        return integer
-    return _Number(f"{sign}{significant}e{power}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,36 +78,36 @@ class Match:
 
 
 class CallHistory:
-    """An episode's conversations as a tree of messages; equal messages share a node."""
+    """A policy's conversations as a tree of messages; equal messages share a node."""
 
-    def __init__(self, sameness: Sameness = EXACT, unseen: Callable[[str], Unseen] = lambda _: frozenset()) -> None:
-        """Create an empty history. `unseen` returns the parts of messages that a policy's template leaves out."""
+    def __init__(self, sameness: Sameness = EXACT, unseen: Unseen = frozenset()) -> None:
+        """Create an empty history. `unseen` are the parts of messages that the policy's template leaves out."""
         self._sameness, self._unseen = sameness, unseen
         self._compared = Sameness(whitespace=sameness.whitespace)  # by which keys are made
-        self._starts: defaultdict[str, _HistoryNode] = defaultdict(lambda: _HistoryNode(None, None))  # by policy
+        self._start = _HistoryNode(None, None)
         self._ends: dict[int, _HistoryNode] = {}  # the node of a call's reply, by the call's index
-        self._replies: dict[tuple[str, Hashable], list[Chat]] = {}  # by policy and key
-        self._newest: dict[str, tuple[Chat, tuple[ChatMessage, ...]]] = {}  # of each policy, with messages and reply
+        self._replies: dict[Hashable, list[Chat]] = {}  # by key
+        self._newest: Chat | None = None
+        self._said: tuple[ChatMessage, ...] = ()  # the newest call's messages and reply
 
     def add(self, chat: Chat, keys: Mapping[int, Hashable] | None = None) -> None:
         """Add a call after its parent; a call without messages is ignored. `keys` are those known of its messages, by
         `id`; see `keys`.
         """
         if chat.is_raw:
-            self._ends[chat.index] = self._starts[chat.policy]
+            self._ends[chat.index] = self._start
             return
-        node, messages = self._starts[chat.policy], chat.new_messages
-        if chat.parent is not None and chat.parent.policy == chat.policy:
+        node, messages = self._start, chat.new_messages
+        if chat.parent is not None and chat.parent.index in self._ends:
             node = self._ends[chat.parent.index]
             while node.parent is not None and node.depth > chat.shared_messages:
                 node = node.parent
         elif chat.shared_messages:
             messages = chat.messages
         known = keys or {}
-        bares = self._sameness.reasoning
         for message in (*messages, chat.reply):
-            key = known[id(message)] if id(message) in known else self._key(chat.policy, message)
-            bare = self._bare_key(chat.policy, message) if bares else None
+            key = known.get(id(message)) or message_key(message, self._compared, self._unseen)
+            bare = self._bare_key(message) if self._sameness.reasoning else None
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = _HistoryNode(node, message)
@@ -220,68 +116,61 @@ class CallHistory:
             node = child
         node.calls.append(chat)
         self._ends[chat.index] = node
-        before, said = self._newest.get(chat.policy, (None, ()))
-        earlier = said if chat.parent is before or not chat.shared_messages else chat.messages
-        self._newest[chat.policy] = chat, (*earlier[: chat.shared_messages], *chat.new_messages, chat.reply)
-        self._replies.setdefault((chat.policy, key), []).append(chat)
+        earlier = self._said if chat.parent is self._newest or not chat.shared_messages else chat.messages
+        self._newest = chat
+        self._said = (*earlier[: chat.shared_messages], *chat.new_messages, chat.reply)
+        self._replies.setdefault(key, []).append(chat)
         if bare not in (None, key):
-            self._replies.setdefault((chat.policy, bare), []).append(chat)
+            self._replies.setdefault(bare, []).append(chat)
 
     def clear(self) -> None:
         """Remove all calls, and cut cycles between nodes, which would wait for the garbage collector."""
-        stack = list(self._starts.values())
+        stack = [self._start]
         while stack:
             node = stack.pop()
             stack.extend(node.children.values())
             node.children.clear()
             node.without_reasoning.clear()
-        self._starts.clear()
         self._ends.clear()
         self._replies.clear()
-        self._newest.clear()
+        self._newest, self._said = None, ()
 
-    def same(self, policy: str, messages: Sequence[ChatMessage]) -> int:
+    def same(self, messages: Sequence[ChatMessage]) -> int:
         """Return the number of leading messages that are the same objects as the newest call's messages and reply; 0
         unless all of those match.
 
         An agent in this process continues its newest call with the same objects, so they need no comparison.
         """
-        newest, said = self._newest.get(policy, (None, ()))
-        goes_on = newest is not None and len(messages) > len(said) and all(map(is_, said, messages))
-        return len(said) if goes_on else 0
+        said = self._said
+        return len(said) if len(messages) > len(said) and all(map(is_, said, messages)) else 0
 
-    def keys(self, policy: str, messages: Sequence[ChatMessage]) -> dict[int, Hashable]:
-        """Return a policy's keys of messages by `id`, valid while the messages exist. Thread-safe."""
-        found, unseen = {}, self._unseen(policy)
+    def keys(self, messages: Sequence[ChatMessage]) -> dict[int, Hashable]:
+        """Return keys of messages by `id`, valid while the messages exist. Thread-safe."""
+        found = {}
         for message in messages:
-            key = found[id(message)] = message_key(message, self._compared, unseen)
+            key = found[id(message)] = message_key(message, self._compared, self._unseen)
             hash(key)  # strings keep their hash, so that it is not computed where the key is used
         return found
 
     def match(
-        self,
-        policy: str,
-        messages: Sequence[ChatMessage],
-        keys: dict[int, Hashable] | None = None,
-        same: int | None = None,
+        self, messages: Sequence[ChatMessage], keys: dict[int, Hashable] | None = None, same: int | None = None
     ) -> Match:
-        """Find the longest call of the policy that these messages continue, and where they deviate from earlier ones.
+        """Find the longest call that these messages continue, and where they deviate from earlier ones.
 
         `keys` are of messages, and those that `same` does not cover are added; `same` is what the method of this name
         returned for them, and None: it is called here.
         """
         # A message without reasoning may stand for several replies, so there may be several places in the tree.
-        nodes, replied, ends, known = [self._starts[policy]], list[Chat](), 0, 0
+        nodes, replied, ends, known = [self._start], list[Chat](), 0, 0
         if same is None:
-            same = self.same(policy, messages)
-        if same:
-            nodes = [self._ends[self._newest[policy][0].index]]
+            same = self.same(messages)
+        if same and self._newest is not None:
+            nodes = [self._ends[self._newest.index]]
             replied, ends, known = nodes[0].calls, same, same
         found = {} if keys is None else keys
-        unseen = self._unseen(policy)
         for message in messages[known:]:
             if id(message) not in found:
-                found[id(message)] = message_key(message, self._compared, unseen)
+                found[id(message)] = message_key(message, self._compared, self._unseen)
         for message in messages[known:]:
             key = found[id(message)]
             if len(nodes) == 1 and not nodes[0].without_reasoning:
@@ -303,90 +192,131 @@ class CallHistory:
         if not rest:
             return Match(call, ends, known)
         others = [child for node in nodes for child in node.children.values()]
-        if not others or (known and known == ends and not self._has_reply(policy, rest)):
+        if not others or (known and known == ends and not self._has_reply(rest)):
             return Match(call, ends, known)
-        left, reason = self._left(policy, others, rest)
+        left, reason = self._left(others, rest)
         return Match(call, ends, known, left, reason)
 
-    def _key(self, policy: str, message: ChatMessage) -> Hashable:
-        """Return the key for comparing a policy's message in this episode."""
-        return message_key(message, self._compared, self._unseen(policy))
+    def _key(self, message: ChatMessage) -> Hashable:
+        """Return the key for comparing a message in this history."""
+        return message_key(message, self._compared, self._unseen)
 
-    def _bare_key(self, policy: str, message: ChatMessage) -> Hashable:
+    def _bare_key(self, message: ChatMessage) -> Hashable:
         """Return the message's key without its reasoning; None: it must come back with it."""
         if not self._sameness.reasoning or message.role != "assistant":
             return None
-        return message_key(message, self._sameness, self._unseen(policy))
+        return message_key(message, self._sameness, self._unseen)
 
-    def _has_reply(self, policy: str, messages: Sequence[ChatMessage]) -> bool:
+    def _has_reply(self, messages: Sequence[ChatMessage]) -> bool:
         """Return whether one of the messages is a reply of an earlier call of the policy."""
         # What another policy said is text to this one: a judge that is shown it has lost none of its own tokens.
-        replies = self._replies
-        return any(
-            message.role == "assistant" and (policy, self._key(policy, message)) in replies for message in messages
-        )
+        return any(message.role == "assistant" and self._key(message) in self._replies for message in messages)
 
-    def _left(
-        self, policy: str, others: Sequence[_HistoryNode], rest: Sequence[ChatMessage]
-    ) -> tuple[Chat | None, ForkReason]:
+    def _left(self, others: Sequence[_HistoryNode], rest: Sequence[ChatMessage]) -> tuple[Chat | None, ForkReason]:
         """Return the call from which a conversation deviates, and the reason."""
         if rest[0].role == "assistant":
             for other in others:
-                if other.message is not None and (reason := self._rewritten(policy, rest[0], other.message)):
+                if other.message is not None and (reason := self._rewritten(rest[0], other.message)):
                     return _latest(other), reason
-        if self._has_reply(policy, rest):
-            shown = any(other.message and self._same_but_pictures(policy, rest[0], other.message) for other in others)
+        if self._has_reply(rest):
+            shown = any(other.message and self._same_but_pictures(rest[0], other.message) for other in others)
             reason = ForkReason.PICTURE_CHANGED if shown else ForkReason.EDITED_MESSAGE
-            return self._keeper(policy, others, rest) or _latest(others[-1]), reason
+            return self._keeper(others, rest) or _latest(others[-1]), reason
         if rest[0].role == "assistant" and any(o.message and o.message.role == "assistant" for o in others):
             return _latest(others[-1]), ForkReason.EDITED_MESSAGE
         return (_latest(others[-1]) if others[-1].depth > 1 else None), ForkReason.NEW_CONVERSATION
 
-    def _rewritten(self, policy: str, now: ChatMessage, before: ChatMessage) -> ForkReason | None:
+    def _rewritten(self, now: ChatMessage, before: ChatMessage) -> ForkReason | None:
         """Return why an assistant's message differs from an earlier one; None: agents do not usually change messages
         this way.
         """
         if before.role != "assistant":
             return None
-        unseen, bare = self._unseen(policy), Sameness(reasoning=True, whitespace=True)
-        key = message_key(now, Sameness(whitespace=True), unseen)
-        without = message_key(before, bare, unseen)
-        if key == message_key(before, Sameness(whitespace=True), unseen) or (
+        bare = Sameness(reasoning=True, whitespace=True)
+        key = message_key(now, Sameness(whitespace=True), self._unseen)
+        without = message_key(before, bare, self._unseen)
+        if key == message_key(before, Sameness(whitespace=True), self._unseen) or (
             self._sameness.reasoning and key == without
         ):
             return ForkReason.WHITESPACE_STRIPPED
         if key == without:
             return ForkReason.REASONING_STRIPPED
-        if now.tool_calls and self._key(policy, _without_arguments(now)) in (
-            self._key(policy, _without_arguments(before)),
-            self._bare_key(policy, _without_arguments(before)),
+        if now.tool_calls and self._key(_without_arguments(now)) in (
+            self._key(_without_arguments(before)),
+            self._bare_key(_without_arguments(before)),
         ):
             return ForkReason.TOOL_ARGUMENTS
         return None
 
-    def _same_but_pictures(self, policy: str, one: ChatMessage, other: ChatMessage) -> bool:
+    def _same_but_pictures(self, one: ChatMessage, other: ChatMessage) -> bool:
         """Return whether two messages that the model does not read alike differ in their pictures alone."""
 
         def texts(message: ChatMessage) -> Hashable:
             content = tuple(part for part in message.content if isinstance(part, TextPart))
-            return self._key(policy, message.model_copy(update={"content": content}))
+            return self._key(message.model_copy(update={"content": content}))
 
         has_pictures = any(not isinstance(part, TextPart) for part in (*one.content, *other.content))
         return has_pictures and texts(one) == texts(other)
 
-    def _keeper(self, policy: str, others: Sequence[_HistoryNode], rest: Sequence[ChatMessage]) -> Chat | None:
-        """Return the last call of the policy that continued with one of `others` and whose reply is the last one kept
-        in `rest`, or None.
+    def _keeper(self, others: Sequence[_HistoryNode], rest: Sequence[ChatMessage]) -> Chat | None:
+        """Return the last call that continued with one of `others` and whose reply is the last one kept in `rest`, or
+        None.
         """
         for message in reversed(rest):
             if message.role == "assistant":
-                for chat in reversed(self._replies.get((policy, self._key(policy, message)), ())):
+                for chat in reversed(self._replies.get(self._key(message), ())):
                     end: _HistoryNode | None = self._ends[chat.index]
                     while end is not None and end.depth > others[0].depth:
                         end = end.parent
                     if end in others:
                         return chat
         return None
+
+
+class EarlierCalls:
+    """Calls of a policy that later ones may continue: of one player slot, or of all agents without one.
+
+    Ids of two tokenizers may be equal by chance, so a call is compared with those of its own policy only.
+
+    Attributes:
+        policy, seat: as digests of prompts name them; the default policy is "".
+        unmerged: calls that are not yet in the trie, which most episodes never need.
+        prompts: first calls, by the digest of a prompt that was rendered whole.
+    """
+
+    def __init__(self, policy: str, seat: str, history: CallHistory) -> None:
+        self.policy, self.seat, self.history = policy, seat, history
+        self.unmerged: list[Chat] = []
+        self.prompts: dict[bytes, Chat] = {}
+        self._trie: TokenTrie | None = None
+
+    def trie(self) -> TokenTrie:
+        """Return all calls merged by tokens, after adding new ones."""
+        if self._trie is None:
+            self._trie = TokenTrie()
+        while self.unmerged:
+            self._trie.add(self.unmerged.pop())
+        return self._trie
+
+    def longest(self, prompt: TokenSequence, digest: bytes) -> tuple[Chat | None, int]:
+        """Return the first call that shares most leading tokens with a prompt, and how many it shares. An equal prompt
+        without images is found by `digest`, without a trie.
+        """
+        equal = None if prompt.media else self.prompts.get(digest)
+        if equal is None:
+            return self.trie().longest(*prompt)
+        size = len(prompt.ids)
+        while equal.parent is not None and equal.shared >= size:
+            equal = equal.parent
+        return equal, size
+
+    def clear(self) -> None:
+        """Forget all calls and free their memory."""
+        self.unmerged.clear()
+        self.prompts.clear()
+        if self._trie is not None:
+            self._trie.clear()
+        self.history.clear()
 
 
 def _latest(node: _HistoryNode) -> Chat:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
@@ -13,11 +12,11 @@ from jinja2 import TemplateError
 from palestra.errors import ContextOverflow, HistoryDrift, InvalidRequest, UnsupportedField
 from palestra.renderers import Renderer
 from palestra.renderers.long_text import TooManyTokens
-from palestra.renderers.probes import Unseen
-from palestra.session.history import CallHistory, Match, Sameness
-from palestra.session.seeds import prompt_digest
+from palestra.session.context import SessionContext
+from palestra.session.history import CallHistory, EarlierCalls, Match
+from palestra.session.registry import prompt_digest
 from palestra.threads import WorkPool
-from palestra.tokens import TokenTrie, common_tokens
+from palestra.tokens import common_tokens
 from palestra.types.calls import Chat, Fork, ForkReason, Ids, MediaSpan, TokenSequence
 from palestra.types.messages import ChatMessage, GenerationRequest, TextPart
 
@@ -42,8 +41,10 @@ class Prompt:
         shared_messages: how many leading messages are the parent's.
         fork: where exact tokens of an earlier call are lost; None: none are.
         media: images among the ids that are not shared, by their positions in `ids`.
+        earlier: the calls that it was compared with.
+        digest: of its ids; see `prompt_digest`.
+        whole: whether it was rendered whole, and has no image.
         keys: of its messages; see `CallHistory.add`.
-        digest: of the ids of a prompt that was rendered whole and has no image; b"": of no other.
     """
 
     ids: Ids
@@ -53,62 +54,55 @@ class Prompt:
     shared_messages: int
     new_messages: tuple[ChatMessage, ...]
     fork: Fork | None
+    earlier: EarlierCalls = field(compare=False)
+    digest: bytes
+    whole: bool = False
     media: tuple[MediaSpan, ...] = ()
     keys: Mapping[int, Hashable] = field(default_factory=dict, compare=False)
-    digest: bytes = b""
 
 
 class PromptBuilder:
     """Builds an episode's prompts from the messages and exact ids of its earlier calls."""
 
-    def __init__(
-        self,
-        pool: WorkPool,
-        picture_pool: WorkPool,
-        sameness: Sameness,
-        strict: bool,
-        seat_of: Callable[[str], str] | None = None,
-        unseen: Callable[[str], Unseen] = lambda _: frozenset(),
-    ) -> None:
+    def __init__(self, context: SessionContext) -> None:
         """Create a builder without calls.
 
-        Prompts with pictures use `picture_pool`, because these may have to be decoded first. `sameness` are changes of
-        a reply that are ignored; `strict` refuses calls that would lose exact tokens of an earlier call. `seat_of`
-        returns an agent's player slot, or "": calls of a slot share nothing with others, so that prompts do not reveal
-        other players' observations.
+        Prompts with pictures use the context's `picture_pool`, because these may have to be decoded first.
         """
         self.calls = 0
-        self._pasts: defaultdict[str, _Past] = defaultdict(lambda: _Past(sameness, unseen))  # by seat
-        self._pool, self._picture_pool = pool, picture_pool
-        self._strict, self._seat_of = strict, seat_of
+        self._context, self._pool = context, context.pool
+        self._earlier: dict[tuple[str, str], EarlierCalls] = {}  # by policy and player slot
 
-    def trie(self, policy: str, agent: str = "") -> TokenTrie:
-        """Return the earlier calls that an agent's call is compared with, merged by tokens."""
-        return self._past(agent).trie(policy)
+    def earlier(self, policy: str, agent: str) -> EarlierCalls:
+        """Return the calls that a call of an agent is compared with.
 
-    def _past(self, agent: str) -> _Past:
-        """Return the calls that an agent may continue: those of its player slot, or of all agents without one."""
-        return self._pasts[self._seat_of(agent) if self._seat_of else ""]
+        Calls of a player slot share nothing with others, so that prompts do not reveal other players' observations.
+        """
+        context = self._context
+        seat = context.seat_of(agent) if context.seats else ""
+        found = self._earlier.get((policy, seat))
+        if found is None:
+            history = CallHistory(context.sameness, context.policies.unseen(policy))
+            name = "" if policy == context.policies.roles.default else policy
+            found = self._earlier[policy, seat] = EarlierCalls(name, seat, history)
+        return found
 
     def add(self, chat: Chat, prompt: Prompt | None = None) -> None:
         """Add a call that is on disk, so that later prompts can continue from it. `prompt` is that of the call, if it
         was built here.
         """
         self.calls += 1
-        past = self._past(chat.agent)
-        past.unmerged.append(chat)
-        if prompt is None:
-            past.history.add(chat)
-            return
-        past.history.add(chat, prompt.keys)
-        if prompt.digest:
-            past.prompts.setdefault((chat.policy, prompt.digest), chat)
+        earlier = self.earlier(chat.policy, chat.agent) if prompt is None else prompt.earlier
+        earlier.unmerged.append(chat)
+        earlier.history.add(chat, None if prompt is None else prompt.keys)
+        if prompt is not None and prompt.whole:
+            earlier.prompts.setdefault(prompt.digest, chat)
 
     def clear(self) -> None:
         """Remove all calls at the end of the episode."""
-        for past in self._pasts.values():
-            past.clear()
-        self._pasts.clear()
+        for earlier in self._earlier.values():
+            earlier.clear()
+        self._earlier.clear()
 
     async def build(self, call: GenerationRequest, renderer: Renderer, max_context: int | None) -> Prompt:
         """Return the prompt of a call.
@@ -144,22 +138,22 @@ class PromptBuilder:
 
     async def _of_messages(self, call: GenerationRequest, renderer: Renderer, room: int | None) -> Prompt:
         """Build a prompt from messages; see `build`."""
-        past = self._past(call.agent)
-        same = past.history.same(call.policy, call.messages)
+        earlier = self.earlier(call.policy, call.agent)
+        same = earlier.history.same(call.messages)
         pool = self._pool_of(call, same, call.tools, renderer)
         keys: dict[int, Hashable] = {}
         if pool is not None:
-            keys = await pool.run(past.history.keys, call.policy, call.messages[same:])
-            same = past.history.same(call.policy, call.messages)  # another call may be the newest by now
-        match = past.history.match(call.policy, call.messages, keys, same)
+            keys = await pool.run(earlier.history.keys, call.messages[same:])
+            same = earlier.history.same(call.messages)  # another call may be the newest by now
+        past = _Past(earlier, earlier.history.match(call.messages, keys, same), keys)
         prompt = None
-        if match.call is not None and match.call.tools == call.tools:
-            prompt = await self._extended(call, renderer, match, match.call, keys, room, pool)
+        if past.match.call is not None and past.match.call.tools == call.tools:
+            prompt = await self._extended(call, renderer, past, past.match.call, room, pool)
         if prompt is None:
             if same:
                 pool = self._pool_of(call, 0, call.tools, renderer)
-            prompt = await self._rendered(call, renderer, match, keys, room, pool, past)
-        if self._strict and prompt.fork is not None and prompt.fork.reason.is_drift:
+            prompt = await self._rendered(call, renderer, past, room, pool)
+        if self._context.strict_history and prompt.fork is not None and prompt.fork.reason.is_drift:
             fork = prompt.fork
             raise HistoryDrift(fork.reason.value, fork.call, fork.message, fork.position)
         return prompt
@@ -181,7 +175,8 @@ class PromptBuilder:
             raise InvalidRequest(
                 f"prompt: it has no token, or ids that are none; ids are below {len(vocabulary)}", "prompt"
             )
-        parent, shared = self.trie(call.policy, call.agent).longest(ids)
+        earlier = self.earlier(call.policy, call.agent)
+        parent, shared = earlier.trie().longest(ids)
         return Prompt(
             ids=ids,
             sequence=TokenSequence(ids, ()),
@@ -190,6 +185,8 @@ class PromptBuilder:
             shared_messages=0,
             new_messages=(),
             fork=None,
+            earlier=earlier,
+            digest=prompt_digest(ids, earlier.policy, earlier.seat),
         )
 
     def _pool_of(self, call: GenerationRequest, first: int, tools: Tools, renderer: Renderer) -> WorkPool | None:
@@ -218,20 +215,20 @@ class PromptBuilder:
             for tool_call in message.tool_calls:
                 left -= _VALUE + len(tool_call.function.name) + len(tool_call.function.arguments)
         if has_pictures:
-            return self._picture_pool
+            return self._context.picture_pool
         return self._pool if left < 0 or (tools and _left_of(left, tools) < 0) else None
 
     async def _extended(
         self,
         asked: GenerationRequest,
         renderer: Renderer,
-        match: Match,
+        past: _Past,
         call: Chat,
-        keys: Mapping[int, Hashable],
         room: int | None,
         pool: WorkPool | None,
     ) -> Prompt | None:
         """Build a prompt that keeps the exact ids of the call that the messages continue."""
+        earlier, match, keys = past
         new = asked.messages[match.messages :]
         if pool is not None:  # only the new messages are rendered, so the others and the tools do not count as work
             pool = self._pool_of(asked, match.messages, (), renderer)
@@ -256,27 +253,26 @@ class PromptBuilder:
             shared_messages=match.messages,
             new_messages=new,
             fork=None if match.reason is None else _fork(match.reason, match.left, match.known, whole),
+            earlier=earlier,
+            digest=prompt_digest(ids, earlier.policy, earlier.seat),
             keys=keys,
         )
 
     async def _rendered(
-        self,
-        call: GenerationRequest,
-        renderer: Renderer,
-        match: Match,
-        keys: Mapping[int, Hashable],
-        room: int | None,
-        pool: WorkPool | None,
-        past: _Past,
+        self, call: GenerationRequest, renderer: Renderer, past: _Past, room: int | None, pool: WorkPool | None
     ) -> Prompt:
         """Render the whole conversation, and find out why it does not start with an earlier call, if it should have."""
-        messages, tools = call.messages, call.tools
-        # A short prompt is tokenised whole, so that the error for one that does not fit has its exact length.
-        whole = await _in(pool, renderer.render, messages, tools, None if pool is None else room)
+        messages, tools, (earlier, match, keys) = call.messages, call.tools, past
+        if (
+            pool is None
+        ):  # a short prompt is tokenised whole, so that the error for one that does not fit has its length
+            whole = renderer.render(messages, tools)
+        else:
+            whole = await pool.run(renderer.render, messages, tools, room)
         exact = match.call is not None and common_tokens(whole, match.call.sequence) == match.call.tokens
-        digest = b"" if whole.media else prompt_digest(whole.ids)
+        digest = prompt_digest(whole.ids, earlier.policy, earlier.seat)
         known = (match.call, match.call.tokens) if match.call and exact else None
-        parent, shared = known or past.longest(call.policy, whole, digest)
+        parent, shared = known or earlier.longest(whole, digest)
         fork = None
         left = match.left
         # What differs may be nothing that this template shows.
@@ -286,10 +282,7 @@ class PromptBuilder:
         elif match.call is not None and not exact:
             decoding = self._pool if len(whole.ids) > MANY_TOKENS else None
             fork = await _in(decoding, _drift, match.call, whole, tools, renderer.vocabulary.decode)
-        shared_messages = 0
-        if parent is not None and not parent.is_raw:
-            said = (*parent.messages, parent.reply)
-            shared_messages = await _in(pool, _common_messages, messages, said)
+        shared_messages = 0 if parent is None else _common_messages(messages, parent)
         return Prompt(
             ids=whole.ids,
             sequence=whole,
@@ -299,48 +292,19 @@ class PromptBuilder:
             shared_messages=shared_messages,
             new_messages=messages[shared_messages:],
             fork=fork,
-            keys=keys,
+            earlier=earlier,
             digest=digest,
+            whole=not whole.media,
+            keys=keys,
         )
 
 
-class _Past:
-    """Calls that later ones may continue: of one player slot, or of all agents without one."""
+class _Past(NamedTuple):
+    """The earlier calls of a conversation, what it has in common with them, and keys of its messages."""
 
-    def __init__(self, sameness: Sameness, unseen: Callable[[str], Unseen]) -> None:
-        # Ids of two tokenizers may be equal by chance, so a call is compared with those of its own policy only.
-        self._tries: defaultdict[str, TokenTrie] = defaultdict(TokenTrie)
-        self.unmerged: list[Chat] = []  # not yet in a trie, which most episodes never need
-        self.prompts: dict[tuple[str, bytes], Chat] = {}  # first calls, by policy and digest of the prompt
-        self.history = CallHistory(sameness, unseen)
-
-    def trie(self, policy: str) -> TokenTrie:
-        """Return all calls of a policy merged by tokens, after adding new ones."""
-        while self.unmerged:
-            chat = self.unmerged.pop()
-            self._tries[chat.policy].add(chat)
-        return self._tries[policy]
-
-    def longest(self, policy: str, prompt: TokenSequence, digest: bytes) -> tuple[Chat | None, int]:
-        """Return the first call of a policy that shares most leading tokens with a prompt, and how many it shares. An
-        equal prompt is found by `digest` without a trie; it is empty if the prompt has images.
-        """
-        equal = self.prompts.get((policy, digest)) if digest else None
-        if equal is None:
-            return self.trie(policy).longest(*prompt)
-        size = len(prompt.ids)
-        while equal.parent is not None and equal.shared >= size:
-            equal = equal.parent
-        return equal, size
-
-    def clear(self) -> None:
-        """Forget all calls and free their memory."""
-        self.unmerged.clear()
-        self.prompts.clear()
-        for trie in self._tries.values():
-            trie.clear()
-        self._tries.clear()
-        self.history.clear()
+    earlier: EarlierCalls
+    match: Match
+    keys: Mapping[int, Hashable]
 
 
 async def _in(pool: WorkPool | None, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -409,9 +373,13 @@ def _thought(reply: ChatMessage) -> str:
     return (reply.reasoning_content or reply.text.rpartition("</think>")[0]).strip()
 
 
-def _common_messages(a: Sequence[ChatMessage], b: Sequence[ChatMessage]) -> int:
+def _common_messages(messages: Sequence[ChatMessage], call: Chat) -> int:
+    """Return how many leading messages are those of an earlier call, or its reply; of a raw prompt there are none."""
+    before = call.messages
+    if not before:
+        return 0
     common = 0
-    for mine, theirs in zip(a, b, strict=False):
+    for mine, theirs in zip(messages, (*before, call.reply), strict=False):
         if mine is not theirs and mine != theirs:
             break
         common += 1

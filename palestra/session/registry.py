@@ -1,22 +1,30 @@
-"""The calls of one lease: states, numbers, seeds, and replies kept for retries."""
+"""The calls of one lease: states, numbers, seeds, and replies kept for retries.
+
+Seeds follow from the job, the episode and the prompt.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from palestra.session.context import StateTimes
-from palestra.session.prompting import Prompt
-from palestra.session.seeds import call_seed, prompt_digest
 from palestra.types.calls import Chat, Ids
 from palestra.types.messages import GenerationRequest
 from palestra.types.states import TRANSITIONS, TurnState, check_transition
 
+if TYPE_CHECKING:
+    from palestra.session.prompting import Prompt
+
 _MEASURED = {state: state for state in (TurnState.PENDING, TurnState.GENERATING)}  # by the call itself
 KEYED = "key-"  # beginning of the digest of a request that has a key of its own, by which its retries are known
+# `hashlib` lets another thread run while it digests more bytes than these, and a busy server waits longer for its turn
+# than for the digest of a prompt.
+_PIECE = 2047
 
 
 @dataclass(slots=True, eq=False)
@@ -134,13 +142,8 @@ class CallRegistry:
             if chat.index not in used or chat.request_digest.startswith(KEYED):
                 self._undelivered[chat.request_digest] = chat
 
-    def reserve(self, prompt_ids: Ids, policy: str = "", seat: str = "") -> ReservedCall:
-        """Reserve the next number and the first free seed of the prompt.
-
-        `prompt_ids` are int32 [P]. Each policy and each player slot (`seat`) has its own seeds for a prompt, so the
-        order of calls to different ones does not matter.
-        """
-        prompt = prompt_digest(prompt_ids, policy, seat)
+    def reserve(self, prompt: bytes) -> ReservedCall:
+        """Reserve the next number and the first free seed of a prompt, given by its `prompt_digest`."""
         for occurrence in count(self._taken.get(prompt, 0)):
             seed = call_seed(self._job_seed, self._episode_id, prompt, occurrence)
             if seed not in self._seeds:
@@ -151,13 +154,13 @@ class CallRegistry:
         self._seeds[seed] = index
         return ReservedCall(index, seed)
 
-    def free(self, index: int, seed: int, prompt_ids: Ids, policy: str = "", seat: str = "") -> None:
+    def free(self, index: int, seed: int, prompt: bytes) -> None:
         """Free the seed of a call that is not recorded or led to no action, so that a repetition is the same sample.
         The seed is kept if another call uses it by now.
         """
         if self._seeds.get(seed) == index:
             del self._seeds[seed]
-            self._taken[prompt_digest(prompt_ids, policy, seat)] = 0
+            self._taken[prompt] = 0
 
     async def undelivered(self, request: GenerationRequest) -> dict[int, Chat]:
         """Return a request's recorded but undelivered choices by number, after waiting for those in writing."""
@@ -186,6 +189,30 @@ class CallRegistry:
             del self._recordings[chat.request_digest]
         if kept:
             self._undelivered[chat.request_digest] = chat
+
+
+def call_seed(job_seed: int, episode_id: str, prompt: bytes, occurrence: int) -> int:
+    """Return a call's seed, 63 bits, from job, episode, prompt and the order among equal prompts.
+
+    It depends neither on the order of different calls nor on lost calls that are retried. `occurrence` counts earlier
+    calls with an equal prompt.
+    """
+    text = f"{job_seed}\0{episode_id}\0{occurrence}\0".encode()
+    digest = hashlib.blake2b(text + prompt, digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def prompt_digest(prompt_ids: Ids, policy: str = "", seat: str = "") -> bytes:
+    """Return a digest of 16 bytes of a prompt, its policy and its player slot, which have their own seeds, so that the
+    order of calls to different ones does not matter. The policy's name has at most 64 ASCII characters; the default
+    policy is "".
+    """
+    person = hashlib.blake2b(seat.encode(), digest_size=16).digest() if seat else b""
+    digest = hashlib.blake2b(digest_size=16, key=policy.encode(), person=person)
+    data = memoryview(prompt_ids.astype("<i4").tobytes())
+    for start in range(0, len(data), _PIECE):
+        digest.update(data[start : start + _PIECE])
+    return digest.digest()
 
 
 class CallStore(Protocol):

@@ -38,7 +38,7 @@ _RESHAPING: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "logit_bias": (),
 }
-_reshaping, _NEUTRAL = attrgetter(*_RESHAPING), tuple(_RESHAPING.values())
+reshaping, NEUTRAL = attrgetter(*_RESHAPING), tuple(_RESHAPING.values())
 
 
 def trainable(call: GenerationRequest, ignore: bool) -> GenerationRequest:
@@ -47,10 +47,8 @@ def trainable(call: GenerationRequest, ignore: bool) -> GenerationRequest:
     With `ignore` such fields are reset instead of refused. Raises UnsupportedField: a field changes the distribution,
     so the trainer could not compute the sampling probabilities of the tokens.
     """
-    if _reshaping(call) == _NEUTRAL:
-        return call
     asked = [field for field, neutral in _RESHAPING.items() if getattr(call, field) != neutral]
-    if not ignore:
+    if asked and not ignore:
         field = asked[0]
         raise UnsupportedField(
             f"{field} is not possible in a training episode: it changes the distribution that tokens are drawn "
@@ -59,7 +57,7 @@ def trainable(call: GenerationRequest, ignore: bool) -> GenerationRequest:
             'rollout.untrainable_sampling = "ignore" in the job to have it ignored',
             field,
         )
-    return replace(call, **{field: _RESHAPING[field] for field in asked})
+    return replace(call, **{field: _RESHAPING[field] for field in asked}) if asked else call
 
 
 def sampling_of(
@@ -109,7 +107,7 @@ def overruled(call: GenerationRequest, used: SamplingParams, choice: int = 0) ->
         notes.append(f"max_tokens={used.max_tokens}")
     if call.seed is not None and (call.seed + choice) % _SEEDS != used.seed:
         notes.append("seed=job")
-    if _reshaping(call) != _NEUTRAL:
+    if reshaping(call) != NEUTRAL:
         for field, neutral in _RESHAPING.items():
             if getattr(call, field) != neutral and getattr(used, field) == neutral:
                 notes.append(f"{field}={neutral:g}" if neutral != () else f"{field}=none")

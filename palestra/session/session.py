@@ -15,9 +15,9 @@ from palestra.renderers import whole_message
 from palestra.session.context import SessionContext
 from palestra.session.policies import PolicyRuntime
 from palestra.session.prompting import Prompt, PromptBuilder
-from palestra.session.registry import CallInFlight, CallRegistry, CallStore, NoStore, Turns
+from palestra.session.registry import CallInFlight, CallRegistry, CallStore, NoStore, Turns, prompt_digest
 from palestra.session.request import UNCONSTRAINED, Constraint, Listener, ReplyPiece, constraint_of
-from palestra.session.sampling import overruled, sample_reply, sampling_of, trainable
+from palestra.session.sampling import NEUTRAL, overruled, reshaping, sample_reply, sampling_of, trainable
 from palestra.types.calls import Chat
 from palestra.types.messages import GenerationRequest, text_message
 from palestra.types.records import EpisodeKind, EpisodeRecord
@@ -81,14 +81,7 @@ class Session:
         """Create the session from the calls on disk. `recorded` are the calls of this lease, by index."""
         self.episode_id, self.fence, self.kind = episode_id, fence, kind
         self._context, self._clock = context, context.clock
-        self._prompts = PromptBuilder(
-            context.pool,
-            context.picture_pool,
-            context.sameness,
-            context.strict_history,
-            context.seat_of if context.seats else None,
-            context.policies.unseen,
-        )
+        self._prompts = PromptBuilder(context)
         self._registry = CallRegistry(context.seed, episode_id, recorded)
         self.delivered = self._registry.delivered
         self._store = store
@@ -147,7 +140,9 @@ class Session:
 
     def free_seed(self, chat: Chat) -> None:
         """Free the seed of a call that led to no action, so that its repetition is the same sample."""
-        self._free(chat, chat.sampling.seed)
+        earlier = self._prompts.earlier(chat.policy, chat.agent)
+        digest = prompt_digest(chat.prompt_ids, earlier.policy, earlier.seat)
+        self._registry.free(chat.index, chat.sampling.seed, digest)
 
     def terminate(self, reason: PalestraError) -> None:
         """End the session. Running and later calls raise `reason`."""
@@ -206,8 +201,10 @@ class Session:
     ) -> _Sampling:
         """Check a request, have its grammar compiled, build its prompt, and begin the records of its choices."""
         request, runtime = asked, self._context.policies.runtime(asked.policy)
-        self._check_served(asked.policy)
-        if self.kind == "train" and not runtime.config.frozen:  # what a frozen policy says is not trained on
+        if self.kind == "adhoc":
+            self._check_served(asked.policy)
+        # What a frozen policy says is not trained on.
+        if self.kind == "train" and not runtime.config.frozen and reshaping(asked) != NEUTRAL:
             request = trainable(asked, self._context.ignore_untrainable)
         if not request.parallel_tool_calls and request.callable_tools and not runtime.renderer.incremental:
             raise UnsupportedField(
@@ -233,7 +230,7 @@ class Session:
     def _reserve(self, call: CallInFlight, what: _Sampling, started_at: float, time_step: int) -> None:
         """Give a choice its number, its seed and its sampling parameters, and make its record."""
         request, runtime, prompt, constraint = what
-        index, seed = self._registry.reserve(prompt.ids, *self._seeded_for(request.policy, request.agent))
+        index, seed = self._registry.reserve(prompt.digest)
         call.prompt = prompt
         call.chat = Chat(
             episode_id=self.episode_id,
@@ -261,13 +258,8 @@ class Session:
 
     def _check_served(self, policy: str) -> None:
         """Raise an error if an audit holds a policy back from calls outside the job's own episodes."""
-        if self.kind == "adhoc" and (why := self._context.policies.why_held(policy)) is not None:
+        if (why := self._context.policies.why_held(policy)) is not None:
             raise VersionQuarantined(f"{policy!r} is {why}")
-
-    def _seeded_for(self, policy: str, agent: str) -> tuple[str, str]:
-        """Return policy and player slot as used for seeds: the default policy is ""."""
-        default = policy == self._context.policies.roles.default
-        return "" if default else policy, self._context.seat_of(agent) if self._context.seats else ""
 
     async def _sample(
         self, call: CallInFlight, calls: Sequence[CallInFlight], what: _Sampling, listener: Listener | None
@@ -276,7 +268,8 @@ class Session:
         chat, number = call.chat, call.number
 
         def told(piece: ReplyPiece) -> None:
-            self._check_served(chat.policy)  # a new version is published while replies are sampled
+            if self.kind == "adhoc":
+                self._check_served(chat.policy)  # a new version is published while replies are sampled
             if listener is not None:
                 listener.sampled(number, piece)
 
@@ -288,7 +281,8 @@ class Session:
             )
         except GrammarRefused as error:  # at a token of the reply; the engine does not know the request's field
             raise error.of_field(what.constraint.field) from None
-        self._check_served(chat.policy)
+        if self.kind == "adhoc":
+            self._check_served(chat.policy)
         self._turns.move(call, TurnState.INTERACTING)
         self._context.counts["malformed_tool_calls"] += len(malformed)
         if chat.time_step == _UNDECIDED:
@@ -322,12 +316,9 @@ class Session:
         if call.recorded:
             return
         if call.seed is not None and call.state is not TurnState.INTERACTING:
-            self._free(call.chat, call.seed)
+            self._registry.free(call.chat.index, call.seed, call.prompt.digest)
         self._turns.move(call, TurnState.TERMINATED)
         self._context.counts["calls_incomplete"] += 1
-
-    def _free(self, chat: Chat, seed: int) -> None:
-        self._registry.free(chat.index, seed, chat.prompt_ids, *self._seeded_for(chat.policy, chat.agent))
 
     def _forget_if_idle(self) -> None:
         """Free the memory of a session that is over, if no call needs it any more."""

@@ -13,7 +13,7 @@ import openai
 import pytest
 from servers import Job, Plane, until
 
-from palestra.session.seeds import call_seed, prompt_digest
+from palestra.session.registry import call_seed, prompt_digest
 from palestra.store.codec import unpack
 
 DELAY_SECONDS = 1.0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.session.history import arguments_key
+from palestra.session.arguments import arguments_key
 
 numbers = st.one_of(
     st.integers(),

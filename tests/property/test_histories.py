@@ -142,10 +142,11 @@ def conversations(draw) -> Conversation:
     return Conversation(chats[:-1], chats[-1].messages, chats[-1].policy)
 
 
-def history_of(chats: Sequence[Chat], sameness: Sameness = EXACT) -> CallHistory:
+def history_of(chats: Sequence[Chat], policy: str = "policy", sameness: Sameness = EXACT) -> CallHistory:
     history = CallHistory(sameness)
     for chat in chats:
-        history.add(chat)
+        if chat.policy == policy:
+            history.add(chat)
     return history
 
 
@@ -159,7 +160,7 @@ def test_two_messages_are_the_same_where_they_tell_the_model_the_same(pair, equa
 @given(conversations())
 @examples(20, 200)
 def test_the_longest_call_whose_messages_and_reply_a_conversation_begins_with_is_found(drawn):
-    match = history_of(drawn.chats).match(drawn.policy, drawn.asked)
+    match = history_of(drawn.chats, drawn.policy).match(drawn.asked)
     mine = [chat for chat in drawn.chats if chat.policy == drawn.policy]
     goes_on = [c for c in mine if len(whole(c)) < len(drawn.asked) and alike(drawn.asked, whole(c)) == len(whole(c))]
     longest = max((len(whole(c)) for c in goes_on), default=0)
@@ -171,7 +172,7 @@ def test_the_longest_call_whose_messages_and_reply_a_conversation_begins_with_is
 @given(conversations())
 @examples(20, 200)
 def test_where_a_conversation_left_what_was_said_there_is_a_call_that_it_left_and_a_reason(drawn):
-    match = history_of(drawn.chats).match(drawn.policy, drawn.asked)
+    match = history_of(drawn.chats, drawn.policy).match(drawn.asked)
     mine = [chat for chat in drawn.chats if chat.policy == drawn.policy]
     there = [c for c in mine if alike(drawn.asked, whole(c)) == match.known]
     others = [c for c in there if len(whole(c)) > match.known]  # that went on from there in another way
@@ -209,7 +210,7 @@ def test_where_a_conversation_left_what_was_said_there_is_a_call_that_it_left_an
 def test_a_conversation_that_only_writes_its_tool_calls_in_another_way_goes_on(drawn, how):
     for chat in drawn.chats:
         before = whole(chat) if how == "same" else tuple(map(respaced, whole(chat)))
-        match = history_of(drawn.chats).match(chat.policy, (*before, text_message("user", "next, please")))
+        match = history_of(drawn.chats, chat.policy).match((*before, text_message("user", "next, please")))
         assert match.call is not None
         assert (match.messages, match.known) == (len(before), len(before))
         assert list(map(said, whole(match.call))) == list(map(said, whole(chat)))
@@ -219,14 +220,14 @@ def test_a_conversation_that_only_writes_its_tool_calls_in_another_way_goes_on(d
 @given(conversations())
 def test_a_conversation_sent_again_repeats_one_and_leaves_none(drawn):
     for chat in drawn.chats:
-        match = history_of(drawn.chats).match(chat.policy, chat.messages)
+        match = history_of(drawn.chats, chat.policy).match(chat.messages)
         assert (match.known, match.reason, match.left) == (len(chat.messages), None, None)
 
 
 @given(conversations())
 def test_what_is_known_of_the_parents_changes_no_match(drawn):
     bare = [replace(c, parent=None, shared=0, shared_messages=0, new_messages=c.messages) for c in drawn.chats]
-    found: list[Match] = [history_of(chats).match(drawn.policy, drawn.asked) for chats in (drawn.chats, bare)]
+    found: list[Match] = [history_of(chats, drawn.policy).match(drawn.asked) for chats in (drawn.chats, bare)]
     indices = [(m.call and m.call.index, m.messages, m.known, m.left and m.left.index, m.reason) for m in found]
     assert indices[0] == indices[1]
 
@@ -234,20 +235,20 @@ def test_what_is_known_of_the_parents_changes_no_match(drawn):
 @given(conversations(), st.lists(asked | replies, min_size=1, max_size=2))
 def test_the_very_same_messages_match_as_their_copies_do(drawn, following):
     """An agent of this process sends the objects that it was given, and they are not compared again."""
-    history = history_of(drawn.chats)
     for chat in drawn.chats:
+        history = history_of(drawn.chats, chat.policy)
         same = (*whole(chat), *following)
         copies = tuple(message.model_copy() for message in same)
         assert all(one is not other for one, other in zip(same, copies, strict=True))
-        assert history.match(chat.policy, same) == history.match(chat.policy, copies)
+        assert history.match(same) == history.match(copies)
 
 
 @given(conversations(), st.randoms(use_true_random=False))
 def test_the_order_of_arrival_does_not_change_which_call_a_conversation_goes_on_from(drawn, random):
     bare = [replace(c, parent=None, shared=0, shared_messages=0, new_messages=c.messages) for c in drawn.chats]
-    match = history_of(bare).match(drawn.policy, drawn.asked)
+    match = history_of(bare, drawn.policy).match(drawn.asked)
     random.shuffle(bare)
-    other = history_of(bare).match(drawn.policy, drawn.asked)
+    other = history_of(bare, drawn.policy).match(drawn.asked)
     assert (match.call, match.messages, match.known) == (other.call, other.messages, other.known)
     assert (match.left is None, match.reason is None) == (other.left is None, other.reason is None)
 
@@ -279,12 +280,12 @@ def test_an_agent_that_only_changes_white_space_around_replies_gets_that_reason_
         chats.append(replace(make_chat(index=index, messages=messages, reply=""), reply=reply))
     sent = data.draw(respaced_replies(whole(chats[-1])))
     following = (*sent, text_message("user", "next, please"))
-    match = history_of(chats).match("policy", following)
+    match = history_of(chats).match(following)
     changed = [n for n, (a, b) in enumerate(zip(sent, whole(chats[-1]), strict=True)) if said(a) != said(b)]
     if changed:
         assert (match.reason, match.known) == (ForkReason.WHITESPACE_STRIPPED, changed[0])
     else:
         assert match.reason is None
     for sameness in (Sameness(whitespace=True), Sameness(whitespace=True, reasoning=True)):
-        kept = history_of(chats, sameness).match("policy", following)
+        kept = history_of(chats, sameness=sameness).match(following)
         assert (kept.call, kept.messages, kept.reason) == (chats[-1], len(sent), None)

@@ -20,7 +20,7 @@ from unit.session.conftest import STOP, Bench
 from palestra.engine.fake.driver import FakeEngine
 from palestra.session import EpisodeSession
 from palestra.session.prompting import PromptBuilder
-from palestra.session.seeds import call_seed, prompt_digest
+from palestra.session.registry import call_seed, prompt_digest
 from palestra.store.tables import chats as chats_table
 from palestra.tokens import TokenTrie
 from palestra.types.calls import Chat
@@ -116,7 +116,7 @@ def played(engine: FakeEngine, play: Callable) -> tuple[Chat, ...]:
             session = await bench.session()
             await play(session)
             recorded = await bench.recorded(session)
-            live = session._prompts.trie("policy")
+            live = session._prompts.earlier("policy", "agent").trie()
             assert [live.end(c.index).stop for c in recorded] == [c.tokens for c in recorded]
             assert len(live) == len(TokenTrie(recorded))
             return recorded
@@ -248,7 +248,7 @@ async def episode(
                 bench.script = thinking_reply
                 recorded = await bench.recorded(session)
                 session = EpisodeSession(bench.context, session.episode, recorded)
-                same_trie(session._prompts.trie("policy"), before.trie("policy"))
+                same_trie(session._prompts.earlier("policy", "agent").trie(), before.earlier("policy", "agent").trie())
                 for after in script:  # whatever is asked next
                     request = GenerationRequest(policy="policy", messages=asked(done, *after))
                     prompts = [await p.build(request, runtime.renderer, None) for p in (before, session._prompts)]
@@ -276,7 +276,7 @@ def test_a_server_that_dies_after_every_commit_ends_with_the_calls_of_one_that_n
         disturbed, rebuilt = asyncio.run(episode(Path(other), script, crashes=True))
     for a, b in zip(undisturbed, disturbed, strict=True):
         same_chat(a, b)
-    same_trie(prompts.trie("policy"), rebuilt.trie("policy"))
+    same_trie(prompts.earlier("policy", "agent").trie(), rebuilt.earlier("policy", "agent").trie())
 
 
 # What it costs
@@ -305,7 +305,7 @@ def cost(turns: int) -> dict[str, int]:
                 messages = (*messages, text_message("user", f"question {turn:04d}"))
                 chats.append(await session.generate_one(GenerationRequest(policy="policy", messages=messages)))
                 messages = (*messages, chats[-1].reply)
-            trie = session._prompts.trie("policy")
+            trie = session._prompts.earlier("policy", "agent").trie()
             assert len(trie) == chats[-1].tokens
             columns = [c for c in chats_table.c if c.name not in ("episode_id", "request_digest")]
             rows = await bench.store.db.read(lambda connection: connection.execute(chats_table.select()).all())

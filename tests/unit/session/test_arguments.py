@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.session.history import arguments_key
+from palestra.session.arguments import arguments_key
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ async def test_what_is_still_being_written_when_the_episode_ends_is_on_disk_and_
         session.terminate(EpisodeEnded("over"))
     await recording
     assert [chat.index for chat in await bench.recorded(session)] == [0, 1]
-    assert len(session._prompts.trie("policy")) == 0
+    assert len(session._prompts.earlier("policy", "agent").trie()) == 0
     with pytest.raises(EpisodeEnded):
         await session.generate_one(call("a", retry=True))
 
@@ -38,7 +38,7 @@ async def test_an_episode_that_is_over_needs_no_garbage_collector(bench):
     session = await bench.session()
     for number in range(3):
         await session.generate_one(call(f"question {number}"))
-    tokens = [weakref.ref(node.edges) for node in session._prompts.trie("policy").nodes()]
+    tokens = [weakref.ref(node.edges) for node in session._prompts.earlier("policy", "agent").trie().nodes()]
     assert tokens
     gc.disable()
     try:

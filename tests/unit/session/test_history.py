@@ -33,8 +33,8 @@ def history_of(*chats, **settings) -> CallHistory:
     return history
 
 
-def matched(history: CallHistory, *texts: str, policy: str = "policy") -> tuple:
-    match = history.match(policy, turns(*texts))
+def matched(history: CallHistory, *texts: str) -> tuple:
+    match = history.match(turns(*texts))
     left = None if match.left is None else match.left.index
     return None if match.call is None else match.call.index, match.messages, match.known, left, match.reason
 
@@ -57,12 +57,6 @@ def test_a_call_is_not_gone_on_from_where_nothing_follows_its_reply():
     assert matched(history_of(a_call(0, "a", "r")), "a", "r") == (None, 0, 2, None, None)
 
 
-def test_another_policys_calls_are_not_gone_on_from():
-    history = history_of(a_call(0, "a", "r"), a_call(1, "a", "s", policy="other"))
-    assert matched(history, "a", "s", "b", policy="other") == (1, 2, 2, None, None)
-    assert matched(history, "a", "r", "b", policy="other")[:3] == (None, 0, 1)
-
-
 def test_of_equal_replies_the_one_with_the_lowest_seed_is_gone_on_from():
     for seeds in ((3, 1, 2), (1, 2, 3), (2, 3, 1)):
         calls = [a_call(n, "a", "r", seed=seed) for n, seed in enumerate(seeds)]
@@ -81,7 +75,7 @@ def test_what_a_call_shares_with_its_parent_is_found_through_it():
 def test_a_parent_of_another_policy_gives_messages_and_no_place():
     first = a_call(0, "a", "r", policy="other")
     second = make_chat(index=1, parent=first, messages=turns("b"), reply="s")
-    assert matched(history_of(first, second), "a", "r", "b", "s", "c")[:3] == (1, 4, 4)
+    assert matched(history_of(second), "a", "r", "b", "s", "c")[:3] == (1, 4, 4)
 
 
 # Why not
@@ -133,7 +127,7 @@ def thinking(text: str, thought: str | None) -> ChatMessage:
 )
 def test_a_reply_without_its_reasoning(before, now):
     messages = (*turns("a"), now, *turns("b"))
-    match = replying(before).match("policy", messages)
+    match = replying(before).match(messages)
     assert (match.call, match.known, match.reason) == (None, 1, ForkReason.REASONING_STRIPPED)
 
 
@@ -151,7 +145,7 @@ OTHER_REASONING = [
 @pytest.mark.parametrize("sameness", [Sameness(), Sameness(reasoning=True), Sameness(reasoning=True, whitespace=True)])
 @pytest.mark.parametrize(("before", "now"), OTHER_REASONING)
 def test_reasoning_that_was_changed_added_or_moved_is_an_edit(before, now, sameness):
-    match = replying(before, sameness=sameness).match("policy", (*turns("a"), now, *turns("b")))
+    match = replying(before, sameness=sameness).match((*turns("a"), now, *turns("b")))
     assert (match.call, match.known, match.reason) == (None, 1, ForkReason.EDITED_MESSAGE)
 
 
@@ -172,7 +166,7 @@ def test_a_reply_without_its_reasoning_stands_for_each_that_has_its_text():
         assert matched(history, "a", "x", "b", "y", "c") == (2, 4, 4, None, None)
         assert matched(history, "a", "x", "c")[:3] == (1, 2, 2)  # the lowest seed, whichever came first
         for chat in chats:
-            match = history.match("policy", (*turns("a"), chat.reply, *turns("c")))
+            match = history.match((*turns("a"), chat.reply, *turns("c")))
             assert (match.call, match.reason) == (chat, None)
 
 
@@ -189,30 +183,30 @@ def test_a_reply_without_its_reasoning_stands_for_each_that_has_its_text():
 )
 def test_a_reply_with_other_white_space_around_it(before, now):
     messages = (*turns("a"), now, *turns("b"))
-    match = replying(before).match("policy", messages)
+    match = replying(before).match(messages)
     assert (match.call, match.known, match.reason) == (None, 1, ForkReason.WHITESPACE_STRIPPED)
-    kept = replying(before, sameness=Sameness(whitespace=True)).match("policy", messages)
+    kept = replying(before, sameness=Sameness(whitespace=True)).match(messages)
     assert (kept.messages, kept.reason) == (2, None)
-    other = replying(before, sameness=Sameness(reasoning=True)).match("policy", messages)
+    other = replying(before, sameness=Sameness(reasoning=True)).match(messages)
     assert other.reason in (None, ForkReason.WHITESPACE_STRIPPED)
 
 
 def test_white_space_within_a_reply_or_of_another_message_counts():
     within = (*turns("a"), text_message("assistant", "x  y"), *turns("b"))
     history = replying(text_message("assistant", "x y"), sameness=Sameness(whitespace=True))
-    assert history.match("policy", within).reason is ForkReason.EDITED_MESSAGE
+    assert history.match(within).reason is ForkReason.EDITED_MESSAGE
     assert matched(history, "a ", "x y", "b")[-1] is ForkReason.EDITED_MESSAGE
 
 
 def test_where_only_white_space_may_differ_dropped_reasoning_is_still_told():
     history = replying(thinking("x ", "hm"), sameness=Sameness(whitespace=True))
-    match = history.match("policy", (*turns("a"), thinking("x", None), *turns("b")))
+    match = history.match((*turns("a"), thinking("x", None), *turns("b")))
     assert match.reason is ForkReason.REASONING_STRIPPED
 
 
 def test_where_only_reasoning_may_differ_it_is_the_white_space_that_forks():
     history = replying(thinking("x ", "hm"), sameness=Sameness(reasoning=True))
-    match = history.match("policy", (*turns("a"), thinking("x", None), *turns("b")))
+    match = history.match((*turns("a"), thinking("x", None), *turns("b")))
     assert match.reason is ForkReason.WHITESPACE_STRIPPED
 
 
@@ -253,7 +247,7 @@ def calling(*calls: tuple[str, str], text: str = "", ids: str = "1") -> ChatMess
 )
 def test_a_reply_with_tool_calls(now, reason):
     history = replying(calling(("f", '{"i": 1, "j": [1]}'), ("g", "{}")))
-    match = history.match("policy", (*turns("a"), now, *turns("b")))
+    match = history.match((*turns("a"), now, *turns("b")))
     assert match.reason is reason
     assert (match.call is None) == (reason is not None)
 
@@ -261,9 +255,9 @@ def test_a_reply_with_tool_calls(now, reason):
 @pytest.mark.parametrize(("unseen", "reason"), [(NAMES, None), (frozenset(), ForkReason.EDITED_MESSAGE)])
 def test_what_the_template_does_not_show_makes_no_other_message(unseen, reason):
     call = calling(("f", "{}"))
-    history = replying(call, unseen=lambda policy: unseen if policy == "policy" else frozenset())
+    history = replying(call, unseen=unseen)
     named = call.model_copy(update={"name": "UnnamedAgent"})
-    match = history.match("policy", (*turns("a"), named, *turns("b")))
+    match = history.match((*turns("a"), named, *turns("b")))
     assert (match.reason, match.messages) == (reason, 0 if reason else 2)
 
 
@@ -318,7 +312,7 @@ def test_a_message_that_came_back_with_other_pictures_alone_has_a_reason_of_its_
 
     reply = text_message("assistant", "r")
     history = history_of(make_chat(index=0, messages=(user("look", "d1"),), reply="r"))
-    match = history.match("policy", (user(*content), reply, user("on")))
+    match = history.match((user(*content), reply, user("on")))
     assert (match.reason, match.known) == (reason, 2 if reason is None else 0)
-    alone = history.match("policy", (user(*content),))
+    alone = history.match((user(*content),))
     assert alone.reason is (None if reason is None else ForkReason.NEW_CONVERSATION)

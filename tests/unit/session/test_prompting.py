@@ -159,7 +159,7 @@ async def test_any_earlier_call_can_be_gone_on_from_again_and_nothing_is_lost(be
     other = await session.generate_one(call("a", "r", "c"))
     assert (other.extends, other.fork) == (first, None)
     seen = {tuple(chat.ids[:n]) for chat in await bench.recorded(session) for n in range(1, chat.tokens + 1)}
-    assert len(session._prompts.trie("policy")) == len(seen)
+    assert len(session._prompts.earlier("policy", "agent").trie()) == len(seen)
 
 
 async def test_among_replies_of_equal_text_it_is_the_one_with_the_lowest_seed_whoever_came_first(bench):
@@ -466,8 +466,8 @@ async def test_a_prompt_that_comes_again_has_the_parent_that_a_trie_would_find_a
     first = await session.generate_one(call("a"))
     await session.generate_one(call("b"))  # shares its beginning, and has to be looked for by its tokens
     builder = session._prompts
-    past = builder._past("agent")
-    past.unmerged.clear()  # so that a trie could find nothing
-    past._tries.clear()
+    earlier = builder.earlier("policy", "agent")
+    earlier.unmerged.clear()  # so that a trie could find nothing
+    earlier._trie = None
     again = await session.generate_one(call("a"))
     assert (again.parent, again.shared) == (first, len(first.prompt_ids))

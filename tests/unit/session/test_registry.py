@@ -6,16 +6,15 @@ import hashlib
 import numpy as np
 import pytest
 
-from palestra.session.registry import CallRegistry
-from palestra.session.seeds import call_seed, prompt_digest
+from palestra.session.registry import CallRegistry, call_seed, prompt_digest
 from palestra.types.messages import GenerationRequest
 from unit.building import ids, make_chat
 
-PROMPT = ids(1, 2, 3)
+PROMPT = prompt_digest(ids(1, 2, 3))
 
 
 def seeds(*occurrences: int) -> list[int]:
-    return [call_seed(7, "e", prompt_digest(PROMPT), occurrence) for occurrence in occurrences]
+    return [call_seed(7, "e", PROMPT, occurrence) for occurrence in occurrences]
 
 
 def test_equal_prompts_have_the_seeds_of_their_occurrences_and_numbers_in_order():
@@ -23,7 +22,7 @@ def test_equal_prompts_have_the_seeds_of_their_occurrences_and_numbers_in_order(
     made = [registry.reserve(PROMPT) for _ in range(3)]
     assert [one.seed for one in made] == seeds(0, 1, 2)
     assert [one.number for one in made] == [0, 1, 2]
-    assert registry.reserve(ids(9)).seed == call_seed(7, "e", prompt_digest(ids(9)), 0)
+    assert registry.reserve(prompt_digest(ids(9))).seed == call_seed(7, "e", prompt_digest(ids(9)), 0)
 
 
 def test_a_seed_that_was_released_is_the_next_ones_and_its_number_stays_a_gap():

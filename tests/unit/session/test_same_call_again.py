@@ -9,8 +9,7 @@ import pytest
 from palestra.errors import EngineFailure
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import Session
-from palestra.session.registry import NoStore
-from palestra.session.seeds import call_seed, prompt_digest
+from palestra.session.registry import NoStore, call_seed, prompt_digest
 from palestra.store.codec import chat_row
 from palestra.types.states import TurnState
 from unit.session.conftest import busy_writer, call, in_flight, says, until

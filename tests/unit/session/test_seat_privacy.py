@@ -55,10 +55,9 @@ async def test_the_seeds_of_seats_do_not_depend_on_which_worker_calls_first(benc
         fresh = EpisodeSession(bench.context, session.episode, ())
         seeds = {}
         for seat in order:
-            ids = (
-                await fresh._prompts.build(call("same"), bench.context.policies.runtime("policy").renderer, None)
-            ).ids
-            seeds[seat] = fresh._registry.reserve(ids, "", seat).seed
+            renderer = bench.context.policies.runtime("policy").renderer
+            prompt = await fresh._prompts.build(call("same", agent=seat or "judge"), renderer, None)
+            seeds[seat] = fresh._registry.reserve(prompt.digest).seed
         found.append(seeds)
     assert found[0] == found[1]
     assert len(set(found[0].values())) == 3

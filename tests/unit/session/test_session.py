@@ -11,7 +11,7 @@ from palestra.errors import ContextOverflow, EpisodeEnded, NotFound
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import EpisodeSession
 from palestra.session.prompting import LONG_TEXT
-from palestra.session.seeds import call_seed, prompt_digest
+from palestra.session.registry import call_seed, prompt_digest
 from palestra.types.calls import PolicyVersion, SampledTokens, VersionSpan
 from palestra.types.messages import GenerationRequest, text_message
 from palestra.types.states import TurnState
