@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from contextlib import suppress
 
 import pytest
@@ -41,9 +40,17 @@ def carrying(key: str, path: str = "/v1/x") -> Request:
     return request(path, authorization=f"Bearer {key}")
 
 
+def admit(door: Door, asked: Request) -> int:
+    """How many bytes the body may have; the door waits for nothing."""
+    with pytest.raises(StopIteration) as done:
+        door.admit(asked).send(None)
+    found: int = done.value.value
+    return found
+
+
 def admitted(ring: KeyRing, key: str, path: str = "/v1/x") -> Request:
     asked = carrying(key, path)
-    assert asyncio.run(Door(ring, 1, 2, "/page/").admit(asked)) == 1
+    admit(Door(ring, 1, 2, "/page/"), asked)
     return asked
 
 
@@ -95,7 +102,7 @@ def test_the_viewers_key_opens_the_page_and_nothing_else():
         with pytest.raises(Forbidden):
             admitted(RING, key, "/page/x")
     with pytest.raises(Unauthorized):
-        asyncio.run(Door(RING, 1, 2, "/page/").admit(request("/page/x")))
+        admit(Door(RING, 1, 2, "/page/"), request("/page/x"))
     with pytest.raises(Unauthorized):
         admitted(KeyRing(lambda: b"other" * 8, "job"), RING.viewer_key, "/page/x")
 
@@ -158,6 +165,14 @@ def test_the_key_is_read_from_either_header():
     assert bearer(request()) is None
 
 
+def test_a_picture_that_is_uploaded_has_a_limit_of_its_own():
+    door = Door(RING, 1, 2)
+    for method, path, most in (("PUT", "/pictures/x", 2), ("GET", "/pictures/x", 1), ("PUT", "/v1/x", 1)):
+        asked = carrying(RING.episode_key("e", 1), path)
+        asked.scope["method"] = method
+        assert admit(door, asked) == most
+
+
 def test_a_route_of_the_job_forbids_an_episodes_key_and_the_other_way_round():
     require_job(admitted(RING, RING.job_key))
     calls(RING.check(RING.episode_key("e", 1)))
@@ -166,7 +181,7 @@ def test_a_route_of_the_job_forbids_an_episodes_key_and_the_other_way_round():
     with pytest.raises(Forbidden):
         calls(EpisodeKey("e", 1), "inference")
     with pytest.raises(Unauthorized):
-        asyncio.run(Door(RING, 1, 2).admit(request()))
+        admit(Door(RING, 1, 2), request())
 
 
 def test_a_request_that_has_waited_is_refused_once_the_secret_is_another():
