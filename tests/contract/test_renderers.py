@@ -65,7 +65,7 @@ def renderer(request) -> Renderer:
 
 
 def completion_of(renderer: Renderer, text: str, stop: bool = True) -> Ids:
-    ids = renderer._encode(text) if isinstance(renderer, ChatMLRenderer) else renderer._tokenizer.encode(text)
+    ids = renderer._writer.encode(text) if isinstance(renderer, ChatMLRenderer) else renderer._tokenizer.encode(text)
     return np.array([*ids, *([renderer.stop_ids[0]] if stop else [])], np.int32)
 
 
