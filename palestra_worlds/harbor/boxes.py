@@ -85,7 +85,8 @@ async def opened(task: HarborTask, spec: SandboxSpec, rules: BoxRules, build_sec
         async with asyncio.timeout(build_seconds + _SETUP_SECONDS):
             box = await opening.__aenter__()
     except ConfigError as error:
-        raise EnvironmentFailed(f"task {task.name!r}: {error}") from error
+        said = " ".join(str(error).split())  # the last lines of a build
+        raise EnvironmentFailed(f"task {task.name!r}: {_shortened(said)}") from error
     except TimeoutError as error:
         raise EnvironmentFailed(f"task {task.name!r}: its image was not built in {build_seconds:g} s") from error
     try:
@@ -98,6 +99,10 @@ async def opened(task: HarborTask, spec: SandboxSpec, rules: BoxRules, build_sec
 def user_of(table: AgentTable | VerifierTable) -> str | None:
     """Return the user that runs commands; None: that of the image."""
     return None if table.user is None else str(table.user)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 600 else f"{text[:200]} … {text[-400:]}"
 
 
 async def script(box: Sandbox, text: str) -> None:

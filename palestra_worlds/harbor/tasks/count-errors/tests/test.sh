@@ -10,10 +10,11 @@ for try in 1 2 3 4 5 6; do
     : > /tmp/in
     arguments=
     draw
-    (ulimit -f 100; su nobody -s /bin/sh -c "timeout 5 sh /app/run.sh $arguments" < /tmp/in > /tmp/out$try 2> /dev/null)
+    (ulimit -f 100; su nobody -s /bin/sh -c "timeout -k 1 5 sh /app/run.sh $arguments" < /tmp/in > /tmp/out$try 2> /dev/null)
     found=$(head -c 1000 /tmp/out$try)
-    if [ -n "$expected" ] && [ "$found" = "$expected" ]; then right=$((right + 1)); fi
     echo "run.sh $arguments: expected '$expected', found '$found'"
+    if [ -z "$expected" ] || [ "$found" != "$expected" ]; then break; fi
+    right=$((right + 1))
 done
 if [ $right = 6 ]; then reward=1; else reward=0; fi
 echo "{\"reward\": $reward}" > /logs/verifier/reward.json
