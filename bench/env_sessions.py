@@ -21,10 +21,9 @@ import psutil
 import uvloop
 from env_wire import KEY, Corridor, play, processor_seconds
 
-from palestra.env_server import SessionLimits, SessionTable
-from palestra.env_server.app import served_environment
-from palestra.envs.remote import RemoteEnvironment
 from palestra.http.server import listen, url_of
+from palestra_remote import RemoteEnvironment, SessionLimits, SessionTable
+from palestra_remote.app import served_environment
 
 
 def serve(together: int, pipe: Any) -> None:

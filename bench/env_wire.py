@@ -19,13 +19,12 @@ from typing import Any
 
 import uvloop
 
-from palestra.env_server import SessionLimits, SessionTable
-from palestra.env_server.app import served_environment
 from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
 from palestra.envs.environment import Reset, Step
-from palestra.envs.remote import RemoteEnvironment
 from palestra.http.server import listen, url_of
 from palestra.types.messages import text_message
+from palestra_remote import RemoteEnvironment, SessionLimits, SessionTable
+from palestra_remote.app import served_environment
 
 KEY = "bench-key"
 ACTION = text_message("assistant", "I go to the right, and take what lies there." * 2)

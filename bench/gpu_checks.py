@@ -24,11 +24,11 @@ from palestra.trainer.block_attention import BlockAttention
 from palestra.trainer.moment_files import read_moments
 from palestra.trainer.optimizer import moments_folder, read_named
 from palestra.trainer.packing import Tree, pack
-from palestra.trainer.sharded.trainer import ShardedTrainer
 from palestra.trainer.torch_policy import OPTIMIZER
 from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.calls import Ids
 from palestra.types.records import TrainSample
+from palestra_sharded.trainer import ShardedTrainer
 
 SCALE = 0.125  # of scores of attention, for heads of 64 numbers
 

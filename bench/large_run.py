@@ -28,7 +28,6 @@ import httpx2
 import numpy as np
 import psutil
 
-from palestra.cli.top_view import view_of
 from palestra.config import JobConfig, dump_config, parse_config
 from palestra.dashboard.conversation import read_call
 from palestra.dashboard.episode import episode_answer, read_reading, read_tokens
@@ -44,6 +43,7 @@ from palestra.store.tasks import SPLIT
 from palestra.trainer import checkpoint
 from palestra.types.calls import Chat, PolicyVersion, SamplingParams, VersionSpan
 from palestra.types.messages import text_message
+from palestra_inspect.top_view import view_of
 
 GROUPS, SIZE, CALLS = 10, 10, 5  # of a step, of a group, of an episode
 VALIDATE, HELD_OUT = 10, 16  # steps between two evaluations, and their episodes

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from figures import Part
 
-from palestra.types.jobs import PRIORITIES, SHARES, Resources
+from palestra_control.jobs import PRIORITIES, SHARES, Resources
 from palestra_service.placement.fitting import GpuShare, Node, RunningJob
 from palestra_service.placement.placement import PlacementPolicy, place
 from palestra_service.placement.queues import WaitingJob

@@ -25,10 +25,10 @@ from palestra.config import PolicyConfig, Roles, RolloutConfig, StoreConfig
 from palestra.engine.fake.driver import FakeEngine
 from palestra.envs import ConcurrentEnvironment
 from palestra.grammars.pool import Grammars
+from palestra.http.server import tune_gc
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.rollout import EpisodeResult, RolloutOrchestrator, RolloutSpec
 from palestra.runners import Runner
-from palestra.runtime.event_loop import tune_gc
 from palestra.session import PolicyRuntime, PolicySet, SessionContext, Sessions
 from palestra.store import open_run_store
 from palestra.tokens import TokenTrie, rows_of

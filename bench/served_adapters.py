@@ -26,10 +26,10 @@ import torch
 
 from palestra.config import SMOLLM2, AdapterConfig, TrainerConfig
 from palestra.engine.embedded.config import EmbeddedEngineConfig
+from palestra.http.server import run_on_uvloop
 from palestra.models.adapter_files import write_adapter
 from palestra.models.device import tune_malloc
 from palestra.models.loading import LoadedModels
-from palestra.runtime.event_loop import run_on_uvloop
 from palestra.waiting import cancelled
 from palestra_bases.models import SharedModelOptions
 from palestra_bases.serving import BaseOptions, base_server

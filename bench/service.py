@@ -30,14 +30,14 @@ from processes import HERE, ROOT, BenchError
 
 from palestra import AsyncClient, ModelEndpoint
 from palestra.client import Worker
-from palestra.client.control import ControlClient
-from palestra.client.job import OVER, Job
 from palestra.config.parts import StoreConfig
 from palestra.config.rollout import RolloutConfig
 from palestra.store import RunStore, open_run_store
 from palestra.store.tables import episodes
 from palestra.types.records import Task
 from palestra.types.states import EpisodeState
+from palestra_control.control import ControlClient
+from palestra_control.job import OVER, Job
 from palestra_service.ray.cluster import stop_local
 
 JOBS_TABLE = "Jobs from submission to their end: one step of 2 episodes, fake engine"

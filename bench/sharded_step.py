@@ -25,9 +25,9 @@ from palestra.algorithms.losses import PPOClipLoss
 from palestra.config import SMOLLM2, TrainerConfig
 from palestra.models.device import tune_malloc
 from palestra.trainer.base import OptimParams, PolicySpec, Trainer
-from palestra.trainer.sharded.trainer import ShardedTrainer
 from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.records import TrainSample
+from palestra_sharded.trainer import ShardedTrainer
 
 SHAPE = {"prompts": 8, "samples": 8, "prompt_tokens": 40, "new_tokens": 12}
 PIECES = ("gradient", "update", "publish")

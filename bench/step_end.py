@@ -25,8 +25,8 @@ import uvloop
 
 from palestra.config import parse_config
 from palestra.envs import Environment
+from palestra.http.server import tune_gc
 from palestra.rollout import RolloutSpec
-from palestra.runtime.event_loop import tune_gc
 from palestra.runtime.local import local_job
 from palestra.types.records import Task
 

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from palestra.client import Episode as Episode
     from palestra.client import ModelEndpoint as ModelEndpoint
     from palestra.client import RolloutResult as RolloutResult
-    from palestra.client.control import ControlClient as ControlClient
-    from palestra.client.verifiers import VerifiersRollout as VerifiersRollout
     from palestra.config import JobConfig as JobConfig
     from palestra.config import OptimizerConfig as OptimizerConfig
     from palestra.config import PolicyConfig as PolicyConfig
@@ -73,7 +71,6 @@ if TYPE_CHECKING:
     from palestra.envs import TimeLimit as TimeLimit
     from palestra.envs import ToolEnvironment as ToolEnvironment
     from palestra.envs import catalog_entry as catalog_entry
-    from palestra.envs import check_environment as check_environment
     from palestra.envs import decided as decided
     from palestra.envs import free as free
     from palestra.envs import phases as phases
@@ -82,9 +79,6 @@ if TYPE_CHECKING:
     from palestra.envs import turns as turns
     from palestra.envs.arithmetic import last_number as last_number
     from palestra.envs.arithmetic import right_number as right_number
-    from palestra.envs.remote import RemoteEnvironment as RemoteEnvironment
-    from palestra.envs.remote import SeatEnvironment as SeatEnvironment
-    from palestra.learner.check import check_algorithm as check_algorithm
     from palestra.learner.samplers import History as History
     from palestra.learner.samplers import PlayedGroup as PlayedGroup
     from palestra.learner.samplers import TaskPool as TaskPool
@@ -95,18 +89,24 @@ if TYPE_CHECKING:
     from palestra.runtime.evaluating import evaluate as evaluate
     from palestra.runtime.evaluating import play_episode as play_episode
     from palestra.runtime.job_thread import TrainResult as TrainResult
-    from palestra.runtime.probabilities import ChoiceQuestion as ChoiceQuestion
-    from palestra.runtime.probabilities import choice_probabilities as choice_probabilities
     from palestra.runtime.scores import Evaluation as Evaluation
     from palestra.runtime.scores import TaskOutcome as TaskOutcome
     from palestra.runtime.training import train as train
     from palestra.store.browsing import read_episodes as read_episodes
-    from palestra.store.loaded_run import LoadedRun as LoadedRun
-    from palestra.store.loaded_run import load_run as load_run
-    from palestra.tools import McpServer as McpServer
     from palestra.tools import Tool as Tool
     from palestra.tools import tool as tool
     from palestra.types.messages import text_message as text_message
+    from palestra_control.control import ControlClient as ControlClient
+    from palestra_inspect.algorithm_check import check_algorithm as check_algorithm
+    from palestra_inspect.environment_check import check_environment as check_environment
+    from palestra_inspect.loaded_run import LoadedRun as LoadedRun
+    from palestra_inspect.loaded_run import load_run as load_run
+    from palestra_inspect.probabilities import ChoiceQuestion as ChoiceQuestion
+    from palestra_inspect.probabilities import choice_probabilities as choice_probabilities
+    from palestra_mcp import McpServer as McpServer
+    from palestra_remote import RemoteEnvironment as RemoteEnvironment
+    from palestra_remote import SeatEnvironment as SeatEnvironment
+    from palestra_worlds.verifiers import VerifiersRollout as VerifiersRollout
 
 
 _EXPORTS: dict[str, tuple[str, ...]] = {
@@ -137,14 +137,11 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "register_loss",
     ),
     "palestra.client": ("AsyncClient", "Client", "Episode", "ModelEndpoint", "RolloutResult"),
-    "palestra.client.control": ("ControlClient",),
-    "palestra.client.verifiers": ("VerifiersRollout",),
     "palestra.runtime.evaluating": ("evaluate", "play_episode"),
     "palestra.runtime.scores": ("Evaluation", "TaskOutcome"),
     "palestra.runtime.job_thread": ("TrainResult",),
     "palestra.types.messages": ("text_message",),
     "palestra.models.catalog": ("model_folder",),
-    "palestra.runtime.probabilities": ("ChoiceQuestion", "choice_probabilities"),
     "palestra.runtime.training": ("train",),
     "palestra.config": ("JobConfig", "OptimizerConfig", "PolicyConfig", "RolloutConfig", "dump_config", "load_config"),
     "palestra.envs": (
@@ -167,7 +164,6 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "TimeLimit",
         "ToolEnvironment",
         "catalog_entry",
-        "check_environment",
         "decided",
         "free",
         "phases",
@@ -179,28 +175,49 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "last_number",
         "right_number",
     ),
-    "palestra.envs.remote": ("RemoteEnvironment", "SeatEnvironment"),
-    "palestra.learner.check": ("check_algorithm",),
     "palestra.learner.samplers": ("History", "PlayedGroup", "TaskPool", "TaskSampler", "check_sampler"),
-    "palestra.store.loaded_run": ("LoadedRun", "load_run"),
     "palestra.store.browsing": ("read_episodes",),
     "palestra.rollout": ("RolloutSpec",),
-    "palestra.tools": ("McpServer", "Tool", "tool"),
+    "palestra.tools": ("Tool", "tool"),
 }
 _HOMES = {name: home for home, names in _EXPORTS.items() for name in names}
-__all__ = sorted(_HOMES)
+# Of packages beside the core: entry points of the group `palestra.names`.
+_BESIDE = (
+    "ChoiceQuestion",
+    "ControlClient",
+    "LoadedRun",
+    "McpServer",
+    "RemoteEnvironment",
+    "SeatEnvironment",
+    "VerifiersRollout",
+    "check_algorithm",
+    "check_environment",
+    "choice_probabilities",
+    "load_run",
+)
+__all__ = sorted((*_HOMES, *_BESIDE))
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOMES and name not in _BESIDE:
         raise AttributeError(f"module 'palestra' has no attribute {name!r}")
     try:
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(import_module(_HOMES[name]), name) if name in _HOMES else _of_package(name)
     except ModuleNotFoundError as error:
         # The light installation has no torch, for instance: name the extra to install instead of the missing module.
         if (said := missing_extra(error)) is None:
             raise
         raise ModuleNotFoundError(f"palestra.{name}: {said}", name=error.name) from error
+
+
+def _of_package(name: str) -> Any:
+    """Return a name that a package beside the core has."""
+    from palestra.extensions import extensions, load_extension
+
+    point = extensions("palestra.names").get(name)
+    if point is None:
+        raise ImportError(f"palestra.{name} is of a package that is not installed")
+    return load_extension(point)
 
 
 def __dir__() -> list[str]:

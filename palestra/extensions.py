@@ -5,7 +5,7 @@ An entry point's name is what users write, and it leads to one object:
 | group | object |
 |---|---|
 | `palestra.adapters` | see `palestra.envs.catalog`: what makes environments of another library's class or instance |
-| `palestra.agents` | an agent, agents by role, or what makes them; see `palestra.agents.installed` |
+| `palestra.agents` | an agent, agents by role, or what makes them; see `palestra.agents.agent` |
 | `palestra.algorithms` | a class derived from `palestra.Algorithm` |
 | `palestra.base_servers` | what connects a job to a shared base; see `palestra.runtime.parts.BaseConnection` |
 | `palestra.commands` | a function that adds `palestra NAME` to the subparsers of `argparse` that it is given |
@@ -15,10 +15,14 @@ An entry point's name is what users write, and it leads to one object:
 | `palestra.harnesses` | a `palestra_harness.Harness` |
 | `palestra.judges` | a class derived from `palestra.config.JudgeConfig`; see `palestra.envs.judge` |
 | `palestra.kernels` | a function that returns a `palestra.models.kernels.Kernels` |
+| `palestra.names` | a name that `palestra` exports |
 | `palestra.rewards` | a function, as `reward=` of `palestra.train` takes it |
+| `palestra.rules` | signs of problems in a run: a tuple of `palestra.doctor.rule.Rule` |
 | `palestra.sandboxes` | a class of `palestra.sandbox.SandboxProvider`, called without arguments |
+| `palestra.services` | (job, URL of a service) -> a function that returns URL and key of the job's server |
 | `palestra.tools` | tools of an agent; see `palestra.tools.manager` |
 | `palestra.trackers` | a `palestra.tracking.registry.Tracker` |
+| `palestra.trainers` | what makes a trainer over several devices; see `palestra.runtime.parts.trainer_maker` |
 """
 
 from __future__ import annotations

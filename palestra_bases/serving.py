@@ -14,7 +14,6 @@ import numpy as np
 
 from palestra.engine.base import Engine, EngineLoad, EngineRequest
 from palestra.errors import ConfigError, EngineFailure
-from palestra.http.tenant_keys import Tenants
 from palestra.models.weights import WeightSource
 from palestra.runtime.run_dir import starting_in
 from palestra.threads import in_thread
@@ -29,6 +28,7 @@ from palestra_bases.models import (
     shared_models,
 )
 from palestra_bases.server import HostedJobs
+from palestra_bases.tenant_keys import Tenants
 from palestra_bases.tinker.serving import TinkerOptions, TinkerServer, tinker_failure, tinker_server
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from palestra.errors import ConfigError, JudgeFailed
 from palestra.types.records import Verdict
 
 if TYPE_CHECKING:
-    from palestra.models.reward_model import RewardModelReader
     from palestra_judges.config import RewardModel
+    from palestra_judges.reader import RewardModelReader
 
 RUBRIC = "reward model"  # what is asked, in the key of a verdict
 
@@ -34,7 +34,7 @@ class RewardModelJudge:
     async def open(self, book: VerdictBook) -> list[str]:
         """Load the model; see `Judge.open`."""
         self._version = await asyncio.to_thread(_digest, self._config.path)
-        from palestra.models.reward_model import RewardModelReader  # with torch
+        from palestra_judges.reader import RewardModelReader  # with torch
 
         self._model = await asyncio.to_thread(RewardModelReader, self._config.path)
         return []

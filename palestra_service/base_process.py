@@ -15,12 +15,12 @@ from palestra.errors import StoreError
 from palestra.models.catalog import exact_model
 from palestra.runtime.run_dir import starting_in
 from palestra.threads import in_thread
-from palestra.types.jobs import BaseLoad
 from palestra.waiting import race
 from palestra_bases.admissions import FILE, Admissions
 from palestra_bases.models import SharedModelOptions, shared_models
 from palestra_bases.server import HostedJobs
 from palestra_bases.serving import BaseOptions, LoadedBase
+from palestra_control.jobs import BaseLoad
 from palestra_service.jobs.launcher import ENDED_FILE, BaseOrder, Ended, Ending, ending_of, write_ended
 from palestra_service.model_server import open_log, start_failure
 

@@ -23,8 +23,8 @@ from palestra.dashboard.runs import Run
 from palestra.dashboard.streams import Streams
 from palestra.errors import InvalidRequest, NotFound, Unauthorized
 from palestra.http.guard import bearer
-from palestra.types.jobs import JobRecord
 from palestra.types.states import JobState
+from palestra_control.jobs import JobRecord
 from palestra_service.api import PUBLIC, ControlPlane, create_control_app
 from palestra_service.jobs.launcher import RUN
 from palestra_service.rights import Action

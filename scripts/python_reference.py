@@ -18,9 +18,10 @@ import palestra_lab
 import palestra_screens
 import palestra_worlds
 from palestra import errors, sandbox
-from palestra.client import exchange, job
+from palestra.client import exchange
 from palestra.client.worker import Worker
 from palestra.types.values import Value
+from palestra_control import job
 
 FURTHER: tuple[Any, ...] = (Worker, job.Job, job.JobEvent)  # what the exported names give back, or are made for
 SANDBOXES = ("sandbox", "SandboxSpec", "SandboxLimits", "Sandbox", "Finished", "SandboxProvider")

@@ -55,9 +55,17 @@ def pytest_collection_finish() -> None:
 
 # `pytest --core`: the core alone, as if nothing beside it were installed. Tests of what is beside it are left out: all
 # that name one of its packages or what these bring, or import a helper which does; and `bench`, which measures all.
-_PACKAGE = re.compile(r"\bpalestra_(?:bases|cpu|engines|harness|judges|lab|sandboxes|screens|service|worlds)\b")
-_POINTS = [point for point in distribution("palestra").entry_points if _PACKAGE.match(point.value)]
-_NAMED = re.compile(_PACKAGE.pattern + rf"""|["'`/](?:{"|".join(point.name for point in _POINTS)})["'`/]""")
+_POINTS = [point for point in distribution("palestra").entry_points if point.value.startswith("palestra_")]
+_PACKAGE = re.compile(rf"\b(?:{'|'.join({point.module.partition('.')[0] for point in _POINTS})})\b")
+_WORDS = {  # how tests name what a group brings; else in quotes
+    "palestra.commands": r"""(?:\[|palestra\(|command\()\s*"{}\"""",
+    "palestra.names": r"\b{}\b",
+    "palestra.rules": r"palestra\.doctor\b|train/warnings|[\"']warning[\"']",
+}
+_BROUGHT = [
+    _WORDS.get(point.group, r"""["'`/]{}["'`/]""").format(point.name) for point in _POINTS if point.name != "palestra"
+]
+_NAMED = re.compile("|".join([_PACKAGE.pattern, *_BROUGHT]))
 _HELPERS = re.compile(r"^(?:from|import) ((?:unit|integration)\.[\w.]+|[a-z_]+)", re.MULTILINE)
 _TESTS = Path(__file__).parent
 _PLACES = (_TESTS, _TESTS / "integration", _TESTS.parent / "scripts")

@@ -3,8 +3,7 @@
 Importing this package loads neither torch nor ray, so that a rollout worker stays small.
 """
 
-from palestra.agents.agent import Agent, ModelAgent, PolicyHandle, RandomAgent, ToolAgent
-from palestra.agents.installed import installed_agent, named_agents
+from palestra.agents.agent import Agent, ModelAgent, PolicyHandle, RandomAgent, ToolAgent, installed_agent, named_agents
 from palestra.types.calls import Chat
 from palestra.types.messages import ChatMessage, Observation, text_message
 

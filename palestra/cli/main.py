@@ -11,25 +11,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any
 
 from palestra import __version__
-from palestra.cli.algorithms import add_algorithms
-from palestra.cli.check import add_check
-from palestra.cli.completion import add_completion
 from palestra.cli.dashboard import add_dashboard
-from palestra.cli.doctor import add_doctor
-from palestra.cli.env import add_env
-from palestra.cli.environments import add_environments
-from palestra.cli.episodes import add_episodes
 from palestra.cli.eval import add_eval
-from palestra.cli.export import add_export
-from palestra.cli.keys import add_rotate_key, add_seat_key
-from palestra.cli.options import CommandParser, HelpFormatter, commands_of
+from palestra.cli.options import CommandParser, HelpFormatter, add_command, commands_of
 from palestra.cli.own_process import own_process
 from palestra.cli.run import add_demo, add_run, add_train
-from palestra.cli.top import add_top
-from palestra.cli.track import add_track
 from palestra.cli.worker import add_worker
 from palestra.errors import ConfigError, PalestraError
 from palestra.extensions import extensions, load_extension, nearest
@@ -39,21 +29,10 @@ from palestra.terminal import LogFormatter, say, show_error
 COMMANDS = (
     add_demo,
     add_run,
-    add_check,
     add_train,
     add_eval,
     add_worker,
-    add_env,
-    add_environments,
-    add_algorithms,
-    add_episodes,
     add_dashboard,
-    add_top,
-    add_doctor,
-    add_track,
-    add_export,
-    add_rotate_key,
-    add_seat_key,
 )
 GROUP = "palestra.commands"
 
@@ -163,6 +142,38 @@ def _run(parsed: argparse.Namespace) -> int:
             raise
         say(f"palestra: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
         return 2
+
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def add_completion(commands: Any) -> None:
+    """Add the command `completion`, which takes the name of a shell."""
+    parser = add_command(
+        commands,
+        "completion",
+        _print_completion,
+        "print the script that completes commands and options in a shell",
+        "  palestra completion bash\n\n"
+        "to have it in every shell:\n"
+        "  echo 'eval \"$(palestra completion bash)\"' >> ~/.bashrc\n"
+        "  palestra completion zsh > ~/.zfunc/_palestra   # a folder of $fpath\n"
+        "  palestra completion fish > ~/.config/fish/completions/palestra.fish",
+    )
+    parser.add_argument("shell", choices=SHELLS, help="the shell that is to read the script")
+
+
+def _print_completion(arguments: argparse.Namespace) -> None:
+    """Print the script, which contains every command of this version and starts no process."""
+    import shtab
+
+    # shtab is asked for files here and not where options are declared, so that no other command has to load it.
+    top = arguments.parser
+    for found in commands_of(top).values():
+        for action in found._actions:
+            if action.type is Path:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab reads this attribute
+    say(shtab.complete(top, shell=arguments.shell))
 
 
 if __name__ == "__main__":

@@ -39,9 +39,9 @@ def add_run(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     """Serve the job, and train, until its steps are done or Ctrl-C; return 130 after a signal."""
     from palestra.config import load_config
+    from palestra.http.server import run_on_uvloop
     from palestra.models.device import tune_malloc
     from palestra.runtime.console import console_of
-    from palestra.runtime.event_loop import run_on_uvloop
     from palestra.runtime.run_dir import resolve_run_dir
     from palestra.runtime.starting_points import newest_checkpoints, with_checkpoints
 

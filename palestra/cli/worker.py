@@ -24,7 +24,7 @@ from palestra.cli.options import (
 )
 from palestra.cli.own_process import end_soon
 from palestra.errors import ConfigError, JobOver
-from palestra.extensions import load_function
+from palestra.extensions import extensions, load_extension, load_function
 from palestra.terminal import say
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def load_harness(name: str, score: str | None, settings: str) -> Played:
         settings: other keys of `HarnessConfig`, as a JSON object.
     """
     from palestra.client.harness import harness_rollout
-    from palestra.config.harness import HarnessConfig
+    from palestra.config.parts import HarnessConfig
 
     if score is None:
         raise ConfigError("--harness needs --score FILE.py, whose function `score(task, result)` returns the reward")
@@ -147,6 +147,7 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
 
 
 KEY_VARIABLE = "PALESTRA_API_KEY"
+SERVICES = "palestra.services"
 
 
 def add_worker(commands: Any) -> None:
@@ -265,9 +266,11 @@ def _played(arguments: argparse.Namespace) -> Played:
 
 def _finder(arguments: argparse.Namespace) -> Find:
     """Return a function that asks the control plane for URL and key of the job's data plane, once the job has one."""
-    from palestra.client.control import data_plane_of
-
-    return data_plane_of(arguments.job, arguments.control)
+    point = next(iter(extensions(SERVICES).values()), None)
+    if point is None:
+        raise ConfigError("--job names a job of a service, and no package that asks services is installed")
+    find: Find = load_extension(point)(arguments.job, arguments.control)
+    return find
 
 
 async def _check(url: str, played: Played) -> None:

@@ -4,7 +4,6 @@ from palestra.config.algorithm import ALGORITHM_NAMES, OwnAlgorithmConfig
 from palestra.config.algorithm_base import REWARD_NAME, AlgorithmConfig, LossAggMode
 from palestra.config.audit import AuditConfig
 from palestra.config.engine import Alike, EngineConfig, MixedEngineConfig, PooledEngineConfig
-from palestra.config.harness import HarnessConfig
 from palestra.config.imitation import DistillConfig, DPOConfig, RewardModelConfig, SFTConfig
 from palestra.config.job import BUILT_IN, SMOLLM2, TINY, TINY_QWEN_VL, TINY_VISION, JobConfig, JobKind
 from palestra.config.judge import JudgeAccess, JudgeConfig
@@ -24,6 +23,7 @@ from palestra.config.loading import (
 from palestra.config.networks import CriticConfig, KLConfig, OptimizerConfig, TeacherServerConfig, reference_of
 from palestra.config.parts import (
     CheckpointConfig,
+    HarnessConfig,
     PicturesConfig,
     SeatsConfig,
     ServerConfig,

@@ -15,11 +15,11 @@ from palestra.config.algorithm_base import AlgorithmConfig
 from palestra.config.audit import AuditConfig
 from palestra.config.checks import check_bases, check_devices, check_trained
 from palestra.config.engine import EngineConfig, default_engine
-from palestra.config.harness import HarnessConfig
 from palestra.config.judge import JudgeConfig
 from palestra.config.networks import TeacherServerConfig, reference_of
 from palestra.config.parts import (
     CheckpointConfig,
+    HarnessConfig,
     PicturesConfig,
     SeatsConfig,
     ServerConfig,

@@ -17,9 +17,9 @@ import tomli_w
 from pydantic import ValidationError
 
 from palestra.config.engine import EngineConfig
-from palestra.config.harness import HarnessConfig
 from palestra.config.job import JobConfig
 from palestra.config.judge import JudgeConfig
+from palestra.config.parts import HarnessConfig
 from palestra.config.policy import PolicyConfig
 from palestra.config.section import Mistake, Section, explain, explain_all, key_parts, sections_of
 from palestra.errors import ConfigError

@@ -78,8 +78,8 @@ class PlayedEnvironment(Section):
     @field_validator("protocol")
     @classmethod
     def _protocol_is_known(cls, protocol: str) -> str:
-        if protocol != "palestra" and protocol not in (others := extensions(SERVERS)):
-            raise ValueError(f"{protocol!r} is no protocol; there are {', '.join(['palestra', *others])}")
+        if protocol != "palestra" and protocol not in (known := extensions(SERVERS)):
+            raise ValueError(f"{protocol!r} is no protocol; there are {', '.join(known)}")
         return protocol
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from palestra.dashboard.answers import ConversationAnswer
 from palestra.dashboard.runs import Run
 from palestra.errors import Conflict, NotFound
-from palestra.http.pictures import file_answer
+from palestra.http.app import file_answer
 from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.pictures.containers import OF_A_RUN, InvalidPicture
 from palestra.pictures.pixels import decode_picture, encode_picture

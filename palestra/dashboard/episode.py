@@ -23,13 +23,13 @@ from palestra.dashboard.answers import (
 )
 from palestra.dashboard.conversation import MOST_TOOL_CALLS
 from palestra.dashboard.credit import Credit, batch_group, credits_of_group, readable_manifest
-from palestra.dashboard.episode_line import episode_line
 from palestra.dashboard.fate import (
     OTHER_ROW,
     PROMPT,
     TokenFates,
     continued_calls,
     episode_fates,
+    episode_line,
     kept_calls,
     unused_reasons,
     whole_fate,

@@ -38,8 +38,7 @@ from palestra.dashboard.runs import Run
 from palestra.dashboard.steps import find_episodes, read_events_before, read_group, read_slow_calls, read_step
 from palestra.dashboard.streams import Streams
 from palestra.errors import InvalidRequest
-from palestra.http.app import PUBLIC, build_app
-from palestra.http.pictures import SHOWN, picture_answer
+from palestra.http.app import PUBLIC, SHOWN, build_app, picture_answer
 from palestra.http.sse import encode_event
 from palestra.pictures.blobs import FOLDER, Blobs
 from palestra.store.search import EpisodeFilter

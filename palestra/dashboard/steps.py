@@ -25,8 +25,7 @@ from palestra.dashboard.answers import (
     StreamedEvent,
 )
 from palestra.dashboard.credit import Credit, batch_group, credits_of_group, readable_manifest
-from palestra.dashboard.episode_line import episode_line
-from palestra.dashboard.fate import Fate, episode_fates, whole_fate
+from palestra.dashboard.fate import Fate, episode_fates, episode_line, whole_fate
 from palestra.dashboard.runs import DAMAGED, Run
 from palestra.errors import InvalidRequest, NotFound
 from palestra.store.browsing import (

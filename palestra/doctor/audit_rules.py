@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from palestra.doctor import episodes
 from palestra.doctor.evidence import Evidence, e_cusum, log_e_value_of_counts
-from palestra.doctor.rule import RECENT, START, Row, Rule, RunHistory, mean
-from palestra.doctor.trend_rules import REWARD, reward_error, tokens_of_episode
+from palestra.doctor.rule import RECENT, REWARD, START, Row, Rule, RunHistory, mean, reward_error, tokens_of_episode
 
 DRAWN, BEST = "audit/score", "audit/score_best"  # means of the audit's scores of drawn episodes, and of the best paid
 DIVERGES = ("audit/evidence", f"{DRAWN}_evidence", f"{BEST}_evidence")

@@ -13,15 +13,10 @@ import orjson
 from sqlalchemy import Connection, func, select
 
 from palestra.config import JobConfig, load_saved_config
-from palestra.doctor.audit_rules import AUDIT_RULES
-from palestra.doctor.off_policy_rules import OFF_POLICY_RULES
-from palestra.doctor.opponent_rules import OPPONENT_RULES
 from palestra.doctor.rule import JobSize, Row, Rule, RunHistory
-from palestra.doctor.step_rules import REPLY_RULES, STEP_RULES
 from palestra.doctor.store_facts import PIECE, disk_facts, store_facts
-from palestra.doctor.store_rules import STORE_RULES
-from palestra.doctor.trend_rules import TREND_RULES
 from palestra.errors import NotFound
+from palestra.extensions import extensions, load_extension
 from palestra.store.browsing import EpisodeSummary, browse, last_state
 from palestra.store.run_log import NUMERICS, read_fact, readable_metrics
 from palestra.store.search import readable_summaries
@@ -31,14 +26,9 @@ from palestra.types.metrics import row_of_policy
 from palestra.types.progress import HealthWarning
 from palestra.types.records import ON_PURPOSE
 
-RULES: tuple[Rule, ...] = (
-    *STEP_RULES,
-    *REPLY_RULES,
-    *OFF_POLICY_RULES,
-    *TREND_RULES,
-    *AUDIT_RULES,
-    *OPPONENT_RULES,
-    *STORE_RULES,
+# Those of installed packages, in their order.
+RULES: tuple[Rule, ...] = tuple(
+    rule for point in extensions("palestra.rules").values() for rule in load_extension(point)
 )
 
 OF_A_POLICY = tuple(rule for rule in RULES if not rule.of_job)

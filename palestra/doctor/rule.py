@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ START = 10  # rows of the beginning of a run, with which later ones are compared
 KEPT = 100  # newest rows, in which a trend is looked for
 NARROW = 0.05  # `clip_low` below which healthy updates clip most tokens
 VALIDATION = "validation/reward_mean"
+REWARD, STD = "train/reward_mean", "train/reward_std"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,3 +152,17 @@ def in_each_recent(name: str, least: float, seen: str) -> Seen:
 def steps_of(rows: Sequence[Row]) -> str:
     """Describe in which of the last steps a sign is present."""
     return "in the only step so far" if len(rows) == 1 else f"in each of the last {len(rows)} steps"
+
+
+def reward_error(history: RunHistory, rows: Sequence[Row], of: int) -> float:
+    """Return the standard error of the mean reward of `of` steps.
+
+    The episodes of a group count as one, because they share a task: this is the largest possible error.
+    """
+    deviation = max((row.get(STD, 0.0) for row in rows), default=0.0)
+    return deviation / math.sqrt(of * max(history.job.groups_per_step, 1))
+
+
+def tokens_of_episode(row: Row) -> float:
+    """Return the mean number of sampled tokens of a step's episodes."""
+    return row["rollout/completion_tokens"] / max(row["train/episodes"], 1)

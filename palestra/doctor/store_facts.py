@@ -11,31 +11,27 @@ from pathlib import Path
 import orjson
 from sqlalchemy import ColumnElement, Connection, and_, func, or_, select, true
 
-from palestra.doctor.opponent_rules import (
-    AGENT_REWARD,
-    CONSTANT_SUM,
-    HIGHEST,
-    LOWEST,
-    REWARD_SPREAD,
-    TOGETHER,
-    TWO_AGENTS,
-)
-from palestra.doctor.store_rules import (
-    CLAIMS,
-    COMPLETED,
-    COMPLETED_CALLS,
-    FAILURES,
-    FREE,
-    LATE,
-    LATE_CALLS,
-    LATE_SHARE,
-    NEEDED,
-    REASON,
-)
 from palestra.store.run_log import read_manifest
 from palestra.store.run_store import UNREADABLE
 from palestra.store.tables import chats, episodes, groups
 from palestra.types.records import ON_PURPOSE
+
+# Names of the numbers that `opponent_facts` adds to a row.
+AGENT_REWARD = "store/reward/"  # and the agent: its mean reward
+CONSTANT_SUM, TWO_AGENTS = "store/constant_sum_share", "store/episodes_of_two"
+REWARD_SPREAD = "store/reward_spread"
+HIGHEST, LOWEST = "store/reward_highest", "store/reward_lowest"
+TOGETHER = "store/reward_correlation"  # of the two agents of an episode; absent where one always earns the same
+
+# Names of the numbers that `store_facts` adds to a row.
+CLAIMS, FAILURES = "store/claims", "store/failures"
+REASON = "store/reason/"  # and the reason: how many attempts of the step ended with it
+FREE, NEEDED = "disk/free_bytes", "disk/needed_bytes"
+
+# Episodes that were completed, and attempts that failed after the model had been called; and the calls of both.
+COMPLETED, COMPLETED_CALLS = "store/completed", "store/completed_calls"
+LATE, LATE_CALLS = "store/late_failures", "store/late_failure_calls"
+LATE_SHARE = 0.1  # of attempts: the calls of completed episodes are counted where so many failed after a call
 
 
 def opponent_facts(connection: Connection, steps: Collection[int]) -> dict[int, dict[str, float]]:

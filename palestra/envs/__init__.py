@@ -6,7 +6,6 @@ Importing this package loads neither torch nor ray, so that a rollout worker sta
 from palestra.envs.acting import ActingEnvironment, Progress
 from palestra.envs.arithmetic import Arithmetic, CalculatorEnvironment
 from palestra.envs.catalog import CATALOG, CatalogEntry, catalog_entry
-from palestra.envs.check import check_environment
 from palestra.envs.concurrent import ConcurrentEnvironment, SerialEnvironment
 from palestra.envs.continuous import ContinuousEnvironment, run_virtual
 from palestra.envs.coordinator import Coordinator, TimeLimit
@@ -43,7 +42,6 @@ __all__ = [
     "TimeLimit",
     "ToolEnvironment",
     "catalog_entry",
-    "check_environment",
     "decided",
     "free",
     "phases",

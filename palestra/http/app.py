@@ -11,11 +11,14 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from palestra import __version__
 from palestra.http.errors import ErrorAnswers, ErrorForm
 from palestra.http.guard import Authenticate, Endpoint, OnRefused, RequestGuard
+from palestra.pictures.blobs import Blobs
+from palestra.pictures.containers import MEDIA_TYPES, media_type_of
 from palestra.types.wire import ErrorAnswer
 
 PUBLIC = ("/openapi.json",)  # answered without a key
@@ -120,3 +123,24 @@ def build_app(
     answers.install(app)
     _describe(app)
     return app
+
+
+SHOWN: dict[int | str, dict[str, Any]] = {200: {"content": {kind: {} for kind in MEDIA_TYPES}}}  # for OpenAPI
+
+
+def picture_answer(blobs: Blobs, digest: str) -> Response:
+    """Return the response with a stored picture. Blocks for the disk.
+
+    The type is read from the bytes, not from a client's claim.
+    """
+    return file_answer(blobs.get(digest))
+
+
+def file_answer(data: bytes, **headers: str) -> Response:
+    """Return the response with a picture file, and further headers."""
+    safe = {
+        "x-content-type-options": "nosniff",
+        "content-security-policy": "default-src 'none'; sandbox",
+        "cache-control": "no-store",  # as all answers that need a key
+    }
+    return Response(data, media_type=media_type_of(data), headers=safe | headers)

@@ -14,6 +14,8 @@ from palestra.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from palestra.config import TrainerConfig
+
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 
@@ -32,6 +34,12 @@ def device_of(name: DeviceName, setting: str) -> torch.device:
     if name == "cuda" and not there:
         raise ConfigError(f"{setting} is 'cuda', and torch sees no CUDA device here; use 'cpu' or 'auto'")
     return torch.device("cuda" if there and name != "cpu" else "cpu")
+
+
+def check_offload(config: TrainerConfig, device: torch.device) -> None:
+    """Raise ConfigError if CPU offload is configured for a trainer that computes on a CPU."""
+    if config.cpu_offload and device.type == "cpu":
+        raise ConfigError("trainer.cpu_offload is for CUDA devices, and this trainer is on CPUs; leave it out")
 
 
 def multiplies_bfloat16() -> bool:

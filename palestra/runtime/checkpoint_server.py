@@ -211,8 +211,8 @@ def _main(run: Path, name: str, folder: Path) -> int:
     try:
         config = config_for(run, name, folder)
         tell(phase="loading the libraries")
+        from palestra.http.server import run_on_uvloop
         from palestra.models.device import tune_malloc
-        from palestra.runtime.event_loop import run_on_uvloop
         from palestra.runtime.local import serve
         from palestra.runtime.starting_points import with_checkpoints
 

@@ -32,7 +32,7 @@ from palestra.process.channel import Channel, Event, Remote, raw
 from palestra.process.child import ProcessStarter, die_with_parent, how_lost, start_process
 from palestra.process.codec import decode
 from palestra.process.stub import Server, proxy, remote_method
-from palestra.runtime.numerics import numerics_of
+from palestra.runtime.early_checks import numerics_of
 from palestra.threads import in_thread
 from palestra.waiting import cancelled, race
 

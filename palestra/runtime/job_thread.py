@@ -15,10 +15,10 @@ from typing import Any, Self, TypeVar
 
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
+from palestra.http.server import run_on_uvloop
 from palestra.models.device import tune_malloc
 from palestra.rollout import RolloutSpec
 from palestra.runtime.console import Console
-from palestra.runtime.event_loop import run_on_uvloop
 from palestra.runtime.local import local_job
 from palestra.runtime.local_job import LocalJob
 from palestra.runtime.starting_points import newest_checkpoints

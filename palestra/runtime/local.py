@@ -17,18 +17,23 @@ from palestra.client.harness import check_harness_config
 from palestra.config import JobConfig, JudgeAccess, past_name
 from palestra.engine.cards import gpus_of_job
 from palestra.faults import fault_point
-from palestra.http.server import listen, served, url_of
+from palestra.http.server import listen, served, tune_gc, url_of
 from palestra.learner import Audit, Learner, OpenRun, Report, RunFolder, policy_spec
 from palestra.pictures.blobs import FOLDER, Blobs, StoredPictures
 from palestra.proxies import spare_own_addresses
 from palestra.renderers.picture_layout import layout_fact, write_layout
 from palestra.rollout import RolloutSpec
-from palestra.runtime.early_checks import check_models, check_reproducible, check_trainer
-from palestra.runtime.event_loop import tune_gc
+from palestra.runtime.early_checks import (
+    check_models,
+    check_reproducible,
+    check_trainer,
+    note_numerics,
+    numerics_of,
+    threads_of,
+)
 from palestra.runtime.judging import Judging
 from palestra.runtime.local_job import CLOSE_SECONDS, LocalJob, looked_after
 from palestra.runtime.model_memory import check_memory
-from palestra.runtime.numerics import note_numerics, numerics_of, threads_of
 from palestra.runtime.page import create_job_app
 from palestra.runtime.parts import BaseConnection, Parts, base_connector, build_parts, pooled_parts
 from palestra.runtime.playing import algorithms_of, check_played_roles, fleet_of, plays_apart, plays_of, runners_of

@@ -16,7 +16,6 @@ from palestra.errors import ConfigError
 from palestra.extensions import extensions, load_extension
 from palestra.models.device import make_deterministic
 from palestra.pictures.blobs import StoredPictures
-from palestra.process.child import start_process
 from palestra.runtime.engine_process import ProcessHost
 from palestra.runtime.model_memory import check_more
 from palestra.runtime.renewal import Renewable
@@ -25,7 +24,7 @@ from palestra.session import PolicyRuntime, PolicySet
 from palestra.threads import in_thread
 from palestra.trainer.base import Trainer
 
-BASES = "palestra.base_servers"
+BASES, TRAINERS = "palestra.base_servers", "palestra.trainers"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +52,19 @@ def base_connector() -> Callable[[JobConfig, Mapping[str, str]], Awaitable[tuple
     connect: Callable[[JobConfig, Mapping[str, str]], Awaitable[tuple[Parts, BaseConnection]]]
     connect = load_extension(point)
     return connect
+
+
+class RenewableTrainer(Trainer, Renewable, Protocol):
+    """A trainer whose processes may be lost."""
+
+
+def trainer_maker() -> Callable[[EngineJob, JobPlaces], RenewableTrainer]:
+    """Return the function that makes the trainer of a job with several devices."""
+    point = next(iter(extensions(TRAINERS).values()), None)
+    if point is None:
+        raise ConfigError("trainer.devices is above 1, and no package that trains over several devices is installed")
+    make: Callable[[EngineJob, JobPlaces], RenewableTrainer] = load_extension(point)
+    return make
 
 
 def build_parts(
@@ -198,10 +210,5 @@ def _trainer(job: EngineJob, places: JobPlaces) -> tuple[Trainer | None, Renewab
         from palestra.trainer.torch_trainer import TorchTrainer
 
         return TorchTrainer(config.trainer, keep, job.models, config.deterministic), None
-    from palestra.trainer.sharded.processes import RankPlaces
-    from palestra.trainer.sharded.trainer import ShardedTrainer
-
-    folder = None if job.pictures is None else job.pictures.folder
-    ranks = RankPlaces(start=places.trainer or start_process, folder=places.trainer and places.folder)
-    sharded = ShardedTrainer(config.trainer, keep, config.engine.precision, config.deterministic, ranks, folder)
+    sharded = trainer_maker()(job, places)
     return sharded, sharded

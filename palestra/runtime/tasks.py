@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import EntryPoint
 from typing import Any
 
 from palestra.agents import named_agents
@@ -17,7 +18,6 @@ from palestra.config.rollout import SERVERS, EnvironmentConfig
 from palestra.database import to_json
 from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.envs.catalog import catalog_entry, catalog_maker
-from palestra.envs.remote import RemoteEnvironment
 from palestra.envs.tasks import Split
 from palestra.errors import ConfigError
 from palestra.extensions import extensions, load_extension
@@ -40,7 +40,8 @@ def named_environment(config: JobConfig) -> Callable[[], Environment | Concurren
                 f"environment.key_variable is {chosen.key_variable!r}, and that variable is not set here; it has to "
                 f"hold the key of {chosen.url}"
             )
-        return RemoteEnvironment(chosen.url, key, system=chosen.system)
+        make: Callable[..., Callable[[], ConcurrentEnvironment]] = load_extension(_server(chosen.protocol))
+        return make(chosen.url, key, system=chosen.system)
     if chosen.protocol != "palestra":
         raise ConfigError(f"environment.protocol is {chosen.protocol!r}, which is of a server; give environment.url")
     if chosen.full_name is None:
@@ -66,7 +67,7 @@ def played_of(config: JobConfig) -> RolloutSpec | None:
 
 def _partner(chosen: EnvironmentConfig, url: str) -> Callable[[], Environment | ConcurrentEnvironment]:
     """Return a factory of an environment on another project's server."""
-    make = load_extension(extensions(SERVERS)[chosen.protocol])
+    make = load_extension(_server(chosen.protocol))
     known = [name for name in inspect.signature(make).parameters if name not in ("url", "key", "system", "clock")]
     if unknown := [name for name in chosen.settings if name not in known]:
         raise ConfigError(f"environment.settings has no {unknown[0]!r}; {chosen.protocol} has {', '.join(known)}")
@@ -77,6 +78,13 @@ def _partner(chosen: EnvironmentConfig, url: str) -> Callable[[], Environment | 
     }
     make(url, **given)  # a wrong setting is refused now
     return partial(make, url, **given)
+
+
+def _server(protocol: str) -> EntryPoint:
+    """Return the entry point of environments whose servers speak a protocol."""
+    if (point := extensions(SERVERS).get(protocol)) is None:
+        raise ConfigError(f"environment.url: no package that plays environments over {protocol!r} is installed")
+    return point
 
 
 Files = dict[str, TaskFile]  # by split in the store

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from palestra.errors import InvalidRequest
-from palestra.http.pictures import SHOWN, picture_answer
+from palestra.http.app import SHOWN, picture_answer
 from palestra.http.protocol import until_disconnect
 from palestra.pictures.blobs import picture_digest
 from palestra.pictures.containers import MEDIA_TYPES

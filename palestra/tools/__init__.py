@@ -5,7 +5,6 @@ Importing this package loads neither torch nor ray, so that a rollout worker sta
 
 from palestra.tools.calculator import Calculator
 from palestra.tools.manager import ToolFailure, ToolManager, ToolResult, installed_tools, load_tool
-from palestra.tools.mcp import McpServer
 from palestra.tools.tool import FINISH, BadArguments, Finish, FunctionTool, OpenTools, Tool, ToolSource, tool
 
 __all__ = [
@@ -14,7 +13,6 @@ __all__ = [
     "Calculator",
     "Finish",
     "FunctionTool",
-    "McpServer",
     "OpenTools",
     "Tool",
     "ToolFailure",

@@ -1,11 +1,10 @@
-"""Trackers by name: Palestra's own, and plug-ins of other packages."""
+"""Trackers by name, which packages add."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,24 +56,22 @@ def key_of(folder: Path) -> str:
     return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
 
 
-GROUP = "palestra.trackers"  # entry points of plug-ins
-# Class, module of the library, and the package that has it.
-SHIPPED = {
-    "tensorboard": ("palestra.tracking.libraries:TensorBoardTracker", "tensorboard", "tensorboard"),
-    "wandb": ("palestra.tracking.libraries:WandbTracker", "wandb", "wandb"),
-    "mlflow": ("palestra.tracking.libraries:MlflowTracker", "mlflow", "mlflow-skinny"),
+GROUP = "palestra.trackers"
+LIBRARIES = {  # of trackers by name: module, and the package that has it
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow-skinny"),
     "opentelemetry": (
-        "palestra.tracking.opentelemetry:OpenTelemetryTracker",
         "opentelemetry.exporter.otlp.proto.http",
         "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http",
     ),
-    "trackio": ("palestra.tracking.libraries:TrackioTracker", "trackio", "trackio"),
+    "trackio": ("trackio", "trackio"),
 }
 
 
 def known_trackers() -> list[str]:
-    """Return the names of all trackers, Palestra's own first."""
-    return [*SHIPPED, *(name for name in extensions(GROUP) if name not in SHIPPED)]
+    """Return the names of all trackers, sorted."""
+    return list(extensions(GROUP))
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -85,8 +82,8 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise ConfigError(f"tracking: there is no tracker {name!r}; there are {', '.join(known)}")
-        if name in SHIPPED and not _installed(SHIPPED[name][1]):
-            package = SHIPPED[name][2]
+        if name in LIBRARIES and not _installed(LIBRARIES[name][0]):
+            package = LIBRARIES[name][1]
             raise ConfigError(f"tracking: {name} needs {package}, which is not installed: pip install {package}")
 
 
@@ -101,9 +98,5 @@ def _installed(module: str) -> bool:
 def create_tracker(name: str, run: TrackedRun) -> Tracker:
     """Return a new tracker."""
     check_trackers([name])
-    if name in SHIPPED:
-        module, _, cls = SHIPPED[name][0].partition(":")
-        made: Tracker = getattr(import_module(module), cls)(run)
-        return made
     found: Tracker = load_extension(extensions(GROUP)[name])(run)
     return found

@@ -7,25 +7,28 @@ critic of replies has one head, without a bias, as transformers' models for the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import copy
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from palestra.algorithms.base import CriticKind, ForwardOutput
 from palestra.algorithms.loss import Reduction, Sum, ValueInputs, ValueLoss
 from palestra.config import TrainerConfig
-from palestra.errors import CheckpointError
+from palestra.errors import CheckpointError, ConfigError
 from palestra.models.causal_lm import CausalLM
 from palestra.models.device import precision_of
 from palestra.trainer.base import CRITIC_METRICS, OptimParams, OptimReport, StepReport
+from palestra.trainer.checkpoint import FOLDER_OF_REWARDS
 from palestra.trainer.gradient import report_of
 from palestra.trainer.metrics import MetricSums
 from palestra.trainer.optimizer import Optimizer, read_named, write_named
 from palestra.trainer.packing import MicroBatch, Pass
-from palestra.trainer.reward_model import check_classifier, read_reward_model, write_reward_model
 from palestra.trainer.token_forward import columns_of, flat_hidden
 
 _WEIGHTS, _MOMENTS, _TARGET = "critic-weights", "critic-optimizer", "critic-target"  # prefixes of files
@@ -181,3 +184,60 @@ def copy_weights(parameters: Sequence[tuple[str, nn.Parameter]], weights: dict[s
             raise CheckpointError(f"{path} has no weight {name} of shape {tuple(parameter.shape)}: another model")
         with torch.no_grad():
             parameter.copy_(weights[name])
+
+
+_FILE = "model.safetensors"
+_HEAD, _BODY = "value_head.", "body."  # beginnings of the critic's names
+
+
+def check_classifier(model: CausalLM) -> None:
+    """Raise ConfigError unless transformers has a model for the classification of sequences on this body."""
+    if type(model.config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ConfigError(
+            "algorithm 'reward_model' needs a model with which transformers can classify sequences, and it can't with "
+            f"{type(model.config).__name__}"
+        )
+
+
+def write_reward_model(
+    checkpoint: Path, model: CausalLM, tokenizer: Any, parameters: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Write a critic of replies into a new folder of a checkpoint, from which transformers loads it.
+
+    Args:
+        model: the critic's, for its configuration.
+        parameters: of the critic, by its names: matrices [n, d] and norms [d].
+    """
+    folder = checkpoint / FOLDER_OF_REWARDS
+    folder.mkdir()
+    tokenizer.save_pretrained(folder)
+    config = copy.deepcopy(model.config)
+    config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__]
+    config.num_labels, config.pad_token_id, config.dtype = 1, None, "float32"
+    config._attn_implementation = "sdpa"
+    config.save_pretrained(folder)
+    body = f"{model.model.base_model_prefix}."
+    tensors = {_file_name(name, body): parameter.detach().cpu().contiguous() for name, parameter in parameters}
+    safetensors.torch.save_file(tensors, folder / _FILE, metadata={"format": "pt"})
+
+
+def read_reward_model(checkpoint: Path, model: CausalLM, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return what `write_reward_model` wrote, [n, d] or [d], on the CPU, by the critic's names.
+
+    Args:
+        names: of the critic's parameters.
+
+    Raises:
+        CheckpointError: the checkpoint has no reward model.
+    """
+    file, body = checkpoint / FOLDER_OF_REWARDS / _FILE, f"{model.model.base_model_prefix}."
+    if not file.is_file():
+        raise CheckpointError(f"{checkpoint} has no reward model")
+    found = safetensors.torch.load_file(file)
+    own = {name: _file_name(name, body) for name in names}
+    return {name: found[there] for name, there in own.items() if there in found}
+
+
+def _file_name(name: str, body: str) -> str:
+    """Return the name of a critic's parameter in the file; `body` begins those of the model's body."""
+    return f"score.{name.removeprefix(_HEAD)}" if name.startswith(_HEAD) else body + name.removeprefix(_BODY)

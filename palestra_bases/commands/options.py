@@ -14,8 +14,8 @@ from palestra.terminal import say
 if TYPE_CHECKING:
     import asyncio
 
-    from palestra.http.tenant_keys import Tenants
     from palestra_bases.models import SharedModelOptions
+    from palestra_bases.tenant_keys import Tenants
     from palestra_bases.tinker.serving import TinkerOptions, TinkerServer
 
 S = TypeVar("S")
@@ -153,8 +153,8 @@ def serve_until_stopped(
     """Serve until Ctrl-C or SIGTERM, and return the exit code. While models are loading, a signal ends the process."""
     import asyncio
 
+    from palestra.http.server import run_on_uvloop
     from palestra.models.device import tune_malloc
-    from palestra.runtime.event_loop import run_on_uvloop
 
     async def main() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()

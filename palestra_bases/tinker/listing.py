@@ -16,9 +16,9 @@ from starlette.responses import FileResponse, Response
 
 from palestra.errors import InvalidRequest, NotFound, Unauthorized
 from palestra.http.bodies import parse_body
-from palestra.http.tenant_keys import Tenants
 from palestra.threads import in_thread
 from palestra.types.clock import Clock
+from palestra_bases.tenant_keys import Tenants
 from palestra_bases.tinker.records import EXTERNAL, SCHEME, Checkpoint, ModelRecord
 from palestra_bases.tinker.saved import Saved
 from palestra_bases.tinker.service import TinkerService

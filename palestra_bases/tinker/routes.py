@@ -18,8 +18,8 @@ from palestra.http.app import PUBLIC, build_app
 from palestra.http.bodies import parse_body, read_request, read_with
 from palestra.http.errors import Failure
 from palestra.http.guard import bearer
-from palestra.http.tenant_keys import Tenants
 from palestra.threads import WorkPool
+from palestra_bases.tenant_keys import Tenants
 from palestra_bases.tinker import protobuf
 from palestra_bases.tinker.listing import FILES, Links, add_downloads, add_listing
 from palestra_bases.tinker.records import TinkerLimits

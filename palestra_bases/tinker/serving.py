@@ -12,11 +12,11 @@ from typing import Any
 
 from palestra.errors import ConfigError, EngineFailure
 from palestra.http.server import listen, served, url_of
-from palestra.http.tenant_keys import Tenants
 from palestra.runtime.run_dir import starting_in
 from palestra.threads import in_thread
 from palestra.waiting import race
 from palestra_bases.models import SharedModelOptions, SharedModels, policy_of_base, shared_models
+from palestra_bases.tenant_keys import Tenants
 from palestra_bases.tinker.bases import Base, Bases
 from palestra_bases.tinker.records import TinkerLimits
 from palestra_bases.tinker.routes import create_tinker_app

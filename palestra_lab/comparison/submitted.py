@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from palestra.client.control import ControlClient
-from palestra.client.job import OVER, Job
 from palestra.errors import ConfigError, InvalidRequest, NotFound, TooManyRequests
 from palestra.trainer.checkpoint import newest_name
-from palestra.types.control_wire import ResourcesBody
+from palestra_control.control import ControlClient
+from palestra_control.job import OVER, Job
+from palestra_control.wire import ResourcesBody
 from palestra_lab.comparison.execution import GridStopped, StopSignals
 from palestra_lab.comparison.one_run import FAILED, FINISHED, STARTED, read_record, write_record
 from palestra_lab.comparison.plan import PlannedRun

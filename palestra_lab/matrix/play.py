@@ -20,11 +20,11 @@ from palestra.agents.agent import Moves, RandomAgent
 from palestra.client.plain_values import checked_count, plain_task
 from palestra.config import SAVED_CONFIG, JobConfig, PolicyConfig, Roles, load_config, past_name, past_of
 from palestra.errors import ConfigError, NotFound, RolloutFailed
+from palestra.http.server import run_on_uvloop
 from palestra.learner.reporting import checkpoints_of
 from palestra.rollout import RolloutSpec
 from palestra.runners import Runner
 from palestra.runtime.arguments import EnvironmentMaker, Tasks, resolve_tasks
-from palestra.runtime.event_loop import run_on_uvloop
 from palestra.runtime.job_thread import run
 from palestra.runtime.parts import build_parts, pooled_parts
 from palestra.runtime.run_dir import weights_of_run

@@ -13,7 +13,7 @@ from palestra.errors import NotFound
 from palestra.http.bodies import read_request
 from palestra.http.guard import bearer, check_local
 from palestra.threads import WorkPool
-from palestra.types.jobs import JobRecord
+from palestra_control.jobs import JobRecord
 from palestra_service.accounts.administration import Administration
 from palestra_service.accounts.identity import Identities, Identity, local_operator
 from palestra_service.jobs.rules import Rules

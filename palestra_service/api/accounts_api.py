@@ -7,7 +7,7 @@ from fastapi import Depends, FastAPI
 from starlette.requests import Request
 
 from palestra.http.app import request_schema
-from palestra.types.control_wire import (
+from palestra_control.wire import (
     AddTenant,
     AddUser,
     AuditView,

@@ -14,10 +14,10 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 
 from palestra.http.app import request_schema
-from palestra.types.control_wire import BaseView, ClusterView, Drain, InUse, NodeView, QuotaBody
 from palestra.types.gpus import GpuReading
-from palestra.types.jobs import SHARES
 from palestra.types.states import JobState
+from palestra_control.jobs import SHARES
+from palestra_control.wire import BaseView, ClusterView, Drain, InUse, NodeView, QuotaBody
 from palestra_service.accounts.identity import Identity
 from palestra_service.api.access import ControlPlane
 from palestra_service.placement.fitting import NOTHING, RunningJob, added

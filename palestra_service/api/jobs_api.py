@@ -18,7 +18,9 @@ from palestra.http.app import request_schema
 from palestra.http.open_streams import OpenStreams
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
 from palestra.store.key_files import rotate_keys
-from palestra.types.control_wire import (
+from palestra.types.states import JobState
+from palestra_control.jobs import JobKind, JobRecord, JobRequest
+from palestra_control.wire import (
     ArtifactView,
     ChangeView,
     JobKeyView,
@@ -27,8 +29,6 @@ from palestra.types.control_wire import (
     ServerView,
     SubmitJob,
 )
-from palestra.types.jobs import JobKind, JobRecord, JobRequest
-from palestra.types.states import JobState
 from palestra_service.accounts.identity import Identity
 from palestra_service.api import streams
 from palestra_service.api.access import ControlPlane

@@ -16,9 +16,9 @@ from palestra.http.sse import News, encode_event, follow
 from palestra.store.browsing import browse
 from palestra.store.run_log import read_events
 from palestra.threads import in_thread
-from palestra.types.control_wire import TenantChangeView
-from palestra.types.jobs import JobChange, JobRecord
 from palestra.types.records import RunEvent
+from palestra_control.jobs import JobChange, JobRecord
+from palestra_control.wire import TenantChangeView
 from palestra_service.accounts.identity import Identity
 from palestra_service.api.access import ControlPlane
 from palestra_service.rights import Action

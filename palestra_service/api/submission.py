@@ -14,8 +14,8 @@ import orjson
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import AlgorithmConfig, JobConfig, not_frozen, parse_config
 from palestra.errors import ConfigError, InvalidRequest
-from palestra.types.control_wire import SubmitJob
-from palestra.types.jobs import JobKind, JobRecord, JobRequest, Resources
+from palestra_control.jobs import JobKind, JobRecord, JobRequest, Resources
+from palestra_control.wire import SubmitJob
 from palestra_service.accounts.identity import Identity
 from palestra_service.api.access import ControlPlane
 from palestra_service.jobs.job_resources import resources_of

@@ -65,7 +65,7 @@ def _tenants(arguments: argparse.Namespace) -> None:
     quota = {name: getattr(arguments, name) for name in AMOUNTS if hasattr(arguments, name)}
     if bool(quota or arguments.none) != (arguments.action == "quota") or (quota and arguments.none):
         raise ConfigError("a quota is set with `palestra tenants quota NAME --gpus N …`, or taken away with `--none`")
-    from palestra.client.control import ControlClient
+    from palestra_control.control import ControlClient
 
     with ControlClient(arguments.control) as control:
         if arguments.action == "list":
@@ -156,7 +156,7 @@ def users(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"whom? palestra users {arguments.action} NAME")
     if arguments.action == "role" and arguments.new_role is None:
         raise ConfigError(f"which role? palestra users role {arguments.name} admin|member")
-    from palestra.client.control import ControlClient
+    from palestra_control.control import ControlClient
 
     with ControlClient(arguments.control) as control:
         if arguments.action == "list":
@@ -176,7 +176,7 @@ def keys(arguments: argparse.Namespace) -> None:
     if arguments.action in ("rotate", "revoke") and arguments.key_id is None:
         raise ConfigError(f"which key? palestra keys {arguments.action} ID; `palestra keys` lists them")
     key_id = quote(arguments.key_id or "", safe="")
-    from palestra.client.control import ControlClient
+    from palestra_control.control import ControlClient
 
     with ControlClient(arguments.control) as control:
         if arguments.action == "list":

@@ -39,8 +39,8 @@ def add_jobs(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     """Print a table of jobs, newest first."""
-    from palestra.cli.fitted_table import fitted_table
-    from palestra.client.control import ControlClient
+    from palestra_control.control import ControlClient
+    from palestra_inspect.top_view import fitted_table
 
     filters = {name: value for name in ("state", "user") if (value := getattr(arguments, name))}
     with ControlClient(arguments.control) as control:
@@ -59,7 +59,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def logs(arguments: argparse.Namespace) -> None:
     """Print the log of a job, continuously with `--follow`."""
-    from palestra.client.control import ControlClient
+    from palestra_control.control import ControlClient
 
     with ControlClient(arguments.control) as control:
         for piece in control.job(arguments.job).logs(follow=arguments.follow):
@@ -68,7 +68,7 @@ def logs(arguments: argparse.Namespace) -> None:
 
 def cancel(arguments: argparse.Namespace) -> None:
     """Ask the service to cancel each job, and print the result."""
-    from palestra.client.control import ControlClient
+    from palestra_control.control import ControlClient
 
     with ControlClient(arguments.control) as control:
         for job_id in arguments.jobs:

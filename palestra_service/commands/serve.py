@@ -71,7 +71,7 @@ def add_serve(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C; the first start prints the admin's key."""
-    from palestra.runtime.event_loop import run_on_uvloop
+    from palestra.http.server import run_on_uvloop
     from palestra.tracking.registry import check_trackers
     from palestra_service.jobs.rules import Rules, load_rules
     from palestra_service.ray.cluster import LocalRay

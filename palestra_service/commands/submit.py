@@ -143,8 +143,8 @@ def _bundle(text: str) -> dict[str, Any]:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Submit the job, print its id, push its task files, and watch it if requested."""
-    from palestra.cli.event_lines import show_events
-    from palestra.client.control import ControlClient
+    from palestra_control.control import ControlClient
+    from palestra_service.commands.event_lines import show_events
 
     given, tasks = _config(arguments)
     with ControlClient(arguments.control) as control:

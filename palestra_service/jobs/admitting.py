@@ -11,8 +11,8 @@ from pathlib import Path
 
 from palestra.disk import write_whole
 from palestra.errors import StoreError
-from palestra.types.jobs import JobRecord
 from palestra_bases.admissions import FILE, Admission, Admissions, is_key, key_digest, new_key, write_admissions
+from palestra_control.jobs import JobRecord
 from palestra_service.placement.tenants import Quota
 
 log = logging.getLogger("palestra.control")

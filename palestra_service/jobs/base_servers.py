@@ -15,8 +15,8 @@ from typing import Any
 
 from palestra.database import Notifier
 from palestra.errors import NodeLost, PalestraError, StoreUnreachable, Superseded
-from palestra.types.jobs import BaseKind, BaseLoad, BaseRecord, JobRecord
 from palestra.types.states import BaseState, check_transition
+from palestra_control.jobs import BaseKind, BaseLoad, BaseRecord, JobRecord
 from palestra_service.jobs.admitting import AdmittedJobs
 from palestra_service.jobs.launcher import BaseOrder, Ended, Ending, Launcher, Listening, ending_of, read_ended
 from palestra_service.jobs.rules import Rules

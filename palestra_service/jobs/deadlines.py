@@ -7,9 +7,9 @@ control store's Unix times.
 from __future__ import annotations
 
 from palestra.types.clock import Clock
-from palestra.types.jobs import JobRecord
 from palestra.types.progress import exact_duration
 from palestra.types.states import JobState
+from palestra_control.jobs import JobRecord
 
 
 class Deadlines:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from palestra.config import JobConfig, PooledEngineConfig, parse_config
 from palestra.config.engine import sections
 from palestra.errors import ConfigError, InvalidRequest
-from palestra.types.jobs import JobRecord
+from palestra_control.jobs import JobRecord
 
 
 class ServersInUse:

@@ -8,8 +8,8 @@ from typing import Any
 
 from palestra.config import Alike, JobConfig
 from palestra.errors import InvalidRequest
-from palestra.types.control_wire import BundleBody, ProcessBody, ResourcesBody
-from palestra.types.jobs import Bundle, Resources, Role
+from palestra_control.jobs import Bundle, Resources, Role
+from palestra_control.wire import BundleBody, ProcessBody, ResourcesBody
 from palestra_service.jobs.shared_jobs import LIGHT_CPUS
 
 _KEYS: dict[Role, str] = {"engine": "engine.replicas", "trainer": "trainer.devices", "runner": "environment.runners"}

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from palestra.disk import write_whole
 from palestra.errors import PalestraError, causes_of
 from palestra.types.gpus import GpuReading
-from palestra.types.jobs import JobRecord, ProcessResources, Resources, Role
 from palestra.types.states import JobState
+from palestra_control.jobs import JobRecord, ProcessResources, Resources, Role
 from palestra_service.jobs.deadlines import limit_is_over
 from palestra_service.placement.fitting import Node
 

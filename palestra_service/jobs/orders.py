@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.config import parse_config
-from palestra.types.jobs import JobRecord, ProcessResources, Resources
+from palestra_control.jobs import JobRecord, ProcessResources, Resources
 from palestra_service.jobs.launcher import ENDED_FILE, RUN, BundleOrder, ServerOrder
 from palestra_service.jobs.rules import Rules
 from palestra_service.jobs.shared_jobs import at_base

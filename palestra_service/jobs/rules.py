@@ -16,7 +16,7 @@ from palestra.config import BUILT_IN, JobConfig
 from palestra.config.loading import read_toml
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError, InvalidRequest
-from palestra.types.jobs import Resources
+from palestra_control.jobs import Resources
 from palestra_service.jobs.engine_rules import EngineRules, load_engine_rules
 from palestra_service.placement.bases import BaseLimits
 

@@ -27,9 +27,9 @@ from palestra.errors import (
     Superseded,
 )
 from palestra.types.gpus import GpuReading
-from palestra.types.jobs import LIVE_STATES, JobRecord, ProcessResources, Resources
 from palestra.types.states import JobState
 from palestra.waiting import race
+from palestra_control.jobs import LIVE_STATES, JobRecord, ProcessResources, Resources
 from palestra_service.jobs.base_servers import BaseServers
 from palestra_service.jobs.deadlines import Deadlines
 from palestra_service.jobs.engine_rules import ServersInUse

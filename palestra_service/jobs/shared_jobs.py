@@ -9,7 +9,7 @@ from typing import Any
 from palestra.config import JobConfig, parse_config
 from palestra.config.checks import PLACED
 from palestra.errors import ConfigError, InvalidRequest
-from palestra.types.jobs import BaseKind, JobRecord
+from palestra_control.jobs import BaseKind, JobRecord
 from palestra_service.placement.bases import BaseLimits, WaitingForBase, part_of_base, too_many_adapters
 from palestra_service.placement.queues import WaitingJob
 

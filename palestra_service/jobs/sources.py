@@ -21,8 +21,8 @@ from palestra.store.run_store import store_error
 from palestra.store.tables import episodes
 from palestra.trainer import checkpoint
 from palestra.trainer.quarantine import read_quarantine
-from palestra.types.jobs import JobRecord
 from palestra.types.states import EpisodeState
+from palestra_control.jobs import JobRecord
 
 STORE = "run.db"  # in the folder of a run
 

@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from palestra.types.jobs import BaseKind, Resources
 from palestra.types.states import BaseState
+from palestra_control.jobs import BaseKind, Resources
 from palestra_service.placement.fitting import Amounts, Node, RunningJob, added, counted
 from palestra_service.placement.queues import WaitingJob
 from palestra_service.placement.reasons import within

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from palestra.types.jobs import SHARES, ProcessResources, Resources
+from palestra_control.jobs import SHARES, ProcessResources, Resources
 
 LEAST_MEMORY_GIB = 4.0  # what a job that asked for no memory may use at least
 

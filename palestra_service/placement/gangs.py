@@ -18,7 +18,7 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-from palestra.types.jobs import Placement, ProcessResources, Resources
+from palestra_control.jobs import Placement, ProcessResources, Resources
 from palestra_service.placement.fitting import (
     Allocation,
     Amounts,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from palestra.types.jobs import PRIORITIES, Priority, Resources
+from palestra_control.jobs import PRIORITIES, Priority, Resources
 from palestra_service.placement.fitting import NOTHING, Amounts, RunningJob, added, total
 from palestra_service.placement.tenants import TenantUsage
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 
-from palestra.types.jobs import SHARES, Resources
+from palestra_control.jobs import SHARES, Resources
 from palestra_service.placement.fitting import NOTHING, Amounts, FreeOnNode, FreeResources, Node, added, total
 from palestra_service.placement.gangs import OWN, Gang, GangPart, GangPlaces, fit_gang, gang_of
 from palestra_service.placement.queues import QueueEntry, WaitingJob

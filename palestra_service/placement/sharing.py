@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from palestra.types.jobs import BaseKind, Resources
+from palestra_control.jobs import BaseKind, Resources
 from palestra_service.placement.bases import BaseDecision, BaseLimits, RunningBase, WaitingForBase, choose_bases
 from palestra_service.placement.fitting import Node, RunningJob, added, counted
 from palestra_service.placement.placement import JobStart, Placement, PlacementPolicy, in_turn, over_quota, place

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from palestra.types.jobs import SHARES
+from palestra_control.jobs import SHARES
 from palestra_service.placement.fitting import Amounts
 
 KINDS = ("CPUs", "GPUs", "GiB", "jobs")

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from palestra.runtime.runner_fleet import RunnerDied, RunnerOrder, RunnerStarter, play_episodes
 from palestra.runtime.terms import JobPlaces
-from palestra.types.jobs import Role
+from palestra_control.jobs import Role
 from palestra_service.jobs.launcher import ServerOrder
 from palestra_service.ray.job_environment import limit_environment
 from palestra_service.ray.memory_watch import join

@@ -25,12 +25,12 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from palestra.errors import NodeLost, PalestraError, RunInUse, ServerFailed
+from palestra.http.server import tune_gc
 from palestra.models.device import CORES_VARIABLE, MEMORY_VARIABLE, tune_malloc
-from palestra.runtime.event_loop import tune_gc
 from palestra.types.gpus import GpuReading
-from palestra.types.jobs import BaseLoad, ProcessResources
 from palestra.waiting import race
 from palestra_bases.connection import KEY, KEY_FILE
+from palestra_control.jobs import BaseLoad, ProcessResources
 from palestra_service.base_process import BaseProcess
 from palestra_service.jobs.launcher import (
     ENDED_FILE,

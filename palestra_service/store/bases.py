@@ -6,8 +6,8 @@ from typing import Any
 
 from sqlalchemy import Connection, select
 
-from palestra.types.jobs import BaseKind, BaseRecord, Resources
 from palestra.types.states import BaseState
+from palestra_control.jobs import BaseKind, BaseRecord, Resources
 from palestra_service.store.stored_text import clean
 from palestra_service.store.tables import bases
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, and_, case, func, or_, select
 
-from palestra.types.jobs import JobChange
 from palestra.types.states import JobState
+from palestra_control.jobs import JobChange
 from palestra_service.store.tables import changes, jobs
 
 StateTimes = dict[tuple[str, JobState], tuple[list[int], float]]

@@ -18,7 +18,8 @@ import sqlalchemy as sa
 from palestra.database import Database, Notifier, shielded
 from palestra.errors import InvalidRequest, NotFound, StoreUnreachable, Superseded
 from palestra.types.clock import Clock, SystemClock
-from palestra.types.jobs import (
+from palestra.types.states import JobState
+from palestra_control.jobs import (
     LIVE_STATES,
     JobChange,
     JobFields,
@@ -26,7 +27,6 @@ from palestra.types.jobs import (
     JobRecord,
     JobRequest,
 )
-from palestra.types.states import JobState
 from palestra_service.store import accounts, changes, jobs, tables
 from palestra_service.store.accounts import AuditEntry
 from palestra_service.store.backends import open_backend

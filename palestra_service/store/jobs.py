@@ -15,7 +15,8 @@ from sqlalchemy import Connection, func, select
 
 from palestra.database import to_json
 from palestra.errors import Conflict, InvalidRequest, NotFound, TooManyRequests
-from palestra.types.jobs import (
+from palestra.types.states import JobState, check_transition
+from palestra_control.jobs import (
     LIVE_STATES,
     OPEN_STATES,
     JobChange,
@@ -25,7 +26,6 @@ from palestra.types.jobs import (
     JobRecord,
     JobRequest,
 )
-from palestra.types.states import JobState, check_transition
 from palestra_service.store import changes, decisions
 from palestra_service.store.stored_text import clean
 from palestra_service.store.tables import jobs, more_resources, resources_of_row

@@ -8,7 +8,7 @@ import orjson
 
 from palestra.database import to_json
 from palestra.errors import InvalidRequest, PayloadTooLarge
-from palestra.types.jobs import JOB_KINDS, PRIORITIES, JobRequest
+from palestra_control.jobs import JOB_KINDS, PRIORITIES, JobRequest
 
 IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")  # names of tenants and users
 MAX_NAME = 128  # characters of a name that a person chose

@@ -11,7 +11,7 @@ from sqlalchemy import Boolean, Column, Double, Index, Integer, String, Table, T
 
 from palestra.database import Schema, to_json
 from palestra.errors import StoreError
-from palestra.types.jobs import Bundle, Resources
+from palestra_control.jobs import Bundle, Resources
 
 _NUMBERS = ("cpus", "gpus", "memory_gib")
 

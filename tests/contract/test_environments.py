@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.envs import TaskEnvironment, check_environment
+from palestra.envs import TaskEnvironment
 from palestra.errors import ConfigError
+from palestra_inspect.environment_check import check_environment
 from palestra_worlds import FrozenLake, Gomoku, GomokuDuel, GymnasiumEnvironment, KuhnPoker, ReasoningEnvironment
 
 BOARDS = [

@@ -34,7 +34,7 @@ def settings_of(component: str) -> Settings:
     return trained[component] | {"checkpoint": {"every_steps": 1}}
 
 
-PROGRAMS = {ENGINE_WORKER: "palestra.runtime.engine_process", TRAINER_RANK: "palestra.trainer.sharded.processes"}
+PROGRAMS = {ENGINE_WORKER: "palestra.runtime.engine_process", TRAINER_RANK: "palestra_sharded.processes"}
 
 
 def on_vllm(folder: Path) -> Settings:

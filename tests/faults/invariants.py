@@ -11,7 +11,7 @@ from servers import Job as Folder
 from service import GAMES, until
 
 from faults.world import GPUS, World
-from palestra.client.job import Job
+from palestra_control.job import Job
 
 RESTARTS = 3  # that a job has, unless it says otherwise
 

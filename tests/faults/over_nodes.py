@@ -11,7 +11,7 @@ from service import GAMES, LONG, until
 from faults.cells import KILL, Cell
 from faults.standing import others_continue, stopped
 from faults.world import LOST_ONCE, NOT_LOST, Machine, World
-from palestra.client.job import Job
+from palestra_control.job import Job
 
 FAR = "part=far"
 LOST_CPUS, OTHER_CPUS = 3, 4  # of the machine that is lost, and of that in its place: too few for the job's own process

@@ -13,7 +13,7 @@ from faults.cells import DATABASE, KILL, MODEL_SERVER, NODE, RAYLET, SCHEDULER, 
 from faults.invariants import assert_as_if_nothing_had_happened, assert_cancelled
 from faults.over_nodes import hurt_node, start_over_nodes
 from faults.world import LEASE_SECONDS, LOST_ONCE, LOST_PERHAPS, NOT_LOST, WORKED, World
-from palestra.client.job import Job
+from palestra_control.job import Job
 from palestra_service.ray.servers import PING_LIMIT_SECONDS, STUCK_SECONDS
 
 SLOW = GAMES | {"engine": {"kind": "fake", "reply_tokens": 3, "delay_seconds": 0.05}}

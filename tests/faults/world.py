@@ -18,7 +18,7 @@ from servers import Job as Folder
 from service import GAMES, Service, until
 
 from faults.standing import others_continue, stopped
-from palestra.client.job import Job
+from palestra_control.job import Job
 
 CPUS, GPUS = 6, 2
 LEASE_SECONDS = 3.0

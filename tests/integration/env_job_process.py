@@ -11,8 +11,8 @@ from env_servers import KEY
 from test_env_wire import TASKS, job
 
 from palestra import train
-from palestra.envs.remote import RemoteEnvironment
-from palestra.envs.remote.link import SessionLink
+from palestra_remote import RemoteEnvironment
+from palestra_remote.link import SessionLink
 
 if __name__ == "__main__":
     url, folder, number = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])

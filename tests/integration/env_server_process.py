@@ -9,9 +9,9 @@ import sys
 
 from env_servers import KEY, Ledger
 
-from palestra.env_server import SessionTable
-from palestra.env_server.app import served_environment
 from palestra.http.server import listen
+from palestra_remote import SessionTable
+from palestra_remote.app import served_environment
 
 
 class Killed(Ledger):

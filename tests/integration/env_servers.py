@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from palestra.env_server import SessionLimits, SessionTable
-from palestra.env_server.app import served_environment
 from palestra.envs import ConcurrentEnvironment, Environment
-from palestra.envs.remote import RemoteEnvironment
 from palestra.http.server import listen, url_of
+from palestra_remote import RemoteEnvironment, SessionLimits, SessionTable
+from palestra_remote.app import served_environment
 
 KEY = "env-test-key"
 

@@ -18,7 +18,7 @@ import psutil
 import servers
 from servers import PALESTRA, Process, free_port
 
-from palestra.client.control import ControlClient
+from palestra_control.control import ControlClient
 
 T = TypeVar("T")
 GAMES = {  # a job of about a second that plays itself

@@ -12,8 +12,8 @@ import subprocess
 import pytest
 from servers import PALESTRA, until
 
-from palestra.cli import check as command
 from palestra.cli.main import main
+from palestra_inspect import check as command
 
 JOB = """
 name = "tried"

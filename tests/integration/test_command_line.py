@@ -21,13 +21,13 @@ from outcome import assert_complete
 from servers import PALESTRA, SCRIPTED, Job, Process, run_through, until
 
 from palestra import __version__
-from palestra.cli.episode_list import episode_lines
 from palestra.cli.main import COMMANDS, main
-from palestra.client.control import ControlClient
 from palestra.dashboard.answers import EpisodeLine
-from palestra.dashboard.episode_line import episode_line
+from palestra.dashboard.fate import episode_line
 from palestra.runtime import local
 from palestra.store.browsing import browse, list_episodes
+from palestra_control.control import ControlClient
+from palestra_inspect.episode_list import episode_lines
 
 JOB = """
 name = "mine"

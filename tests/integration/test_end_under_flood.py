@@ -13,8 +13,8 @@ from floods import FLOODS, TASK
 from machine import require
 from servers import HERE, PALESTRA, SCRIPTED, Job, Process, free_port, until
 
-from palestra.envs.remote import RemoteEnvironment
 from palestra.types.messages import text_message
+from palestra_remote import RemoteEnvironment
 
 require("bwrap", "git")
 FILE = HERE / "floods.py"

@@ -16,9 +16,9 @@ from servers import PALESTRA, Process
 from test_env_wire import ACTIONS, TASKS, WHOLE, job, rewards
 
 from palestra import train
-from palestra.envs.remote import RemoteEnvironment
 from palestra.store.browsing import read_episodes
 from palestra.types.messages import text_message
+from palestra_remote import RemoteEnvironment
 
 HERE = Path(__file__).parent
 KILLED = -9

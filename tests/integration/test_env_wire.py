@@ -15,9 +15,8 @@ from websockets.exceptions import ConnectionClosed
 
 from palestra import JobConfig, train
 from palestra.config import parse_config
-from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment, check_environment
+from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
 from palestra.envs.arithmetic import CalculatorEnvironment, calculator_tasks
-from palestra.envs.remote import RemoteEnvironment
 from palestra.errors import (
     ConfigError,
     Conflict,
@@ -30,10 +29,12 @@ from palestra.errors import (
     TooManyRequests,
     Unauthorized,
 )
-from palestra.runtime.checking import check_job
 from palestra.store.browsing import read_episodes
-from palestra.types.env_wire import CLOSE_ENDED, CLOSE_REFUSED
 from palestra.types.messages import text_message
+from palestra_inspect.checking import check_job
+from palestra_inspect.environment_check import check_environment
+from palestra_remote import RemoteEnvironment
+from palestra_remote.wire import CLOSE_ENDED, CLOSE_REFUSED
 from palestra_worlds import FrozenLake, Gomoku, GomokuDuel, KuhnPoker, PrisonersDilemma, SplitSum
 from palestra_worlds.split_sum import split_sum_tasks
 

@@ -24,8 +24,9 @@ from palestra.pictures.pixels import decode_picture
 from palestra.rollout import EnvironmentPlayer, RolloutSpec
 from palestra.runtime import local
 from palestra.runtime.local import local_job
-from palestra.tools import McpServer, tool
+from palestra.tools import tool
 from palestra.types.messages import ChatMessage, FunctionCall, ImagePart, TextPart, ToolCall, text_message
+from palestra_mcp import McpServer
 
 JOB: dict[str, Any] = {
     "engine": {"kind": "fake", "reply_tokens": 3},
@@ -139,7 +140,7 @@ class Spoils(ToolEnvironment):
     """Offers the tool `spoil` of a server of MCP, which returns a picture and one whose pixels are damaged."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-I", "-S", str(Path(__file__).parents[1] / "unit/tools/mcp_server.py")]
+        command = [sys.executable, "-I", "-S", str(Path(__file__).parents[1] / "unit/mcp/mcp_server.py")]
         tools = [McpServer(command, tools=["spoil"], pictures=True)]
         super().__init__(tools, lambda task, answer: 1.0, prompt=lambda task: "Look.")
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from test_command_line import palestra, refused
-from unit.cli.test_environments import NIM
+from unit.inspect.test_environments import NIM
 
 from palestra import JobConfig, evaluate, train
 from palestra.store.browsing import browse, list_episodes, read_episode

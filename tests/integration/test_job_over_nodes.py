@@ -105,7 +105,7 @@ def test_ranks_and_an_inference_worker_on_other_machines_train_the_same_weights_
         job = runs[name] = control.submit(MODEL, **RANKS)
         checkpoints = service.state / "jobs" / job.job_id / "run" / "checkpoints"
         own = urlsplit(job.wait_for_server().url).hostname
-        ranks = [node for node in nodes.nodes if node.programs("palestra.trainer.sharded.processes")]
+        ranks = [node for node in nodes.nodes if node.programs("palestra_sharded.processes")]
         assert len(ranks) == 2, "the ranks are on two machines"
         if name == "hurt":
             until(lambda: (checkpoints / "step-000002").exists(), "it has trained", 120)  # noqa: B023

@@ -12,8 +12,8 @@ import pytest
 from nodes import Nodes, cluster
 from service import GAMES, LONG, Service, until
 
-from palestra.client.job import Job
 from palestra.errors import InvalidRequest
+from palestra_control.job import Job
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
 ENGINE = "palestra.runtime.engine_process"

@@ -25,7 +25,7 @@ from faults.world import CPUS, GPUS, World
 from nodes import cluster
 from service import GAMES, LONG, Service, until
 
-from palestra.client.job import Job
+from palestra_control.job import Job
 from palestra_service.ray.servers import PING_LIMIT_SECONDS
 
 pytestmark = pytest.mark.service

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
-from unit.trainer.sharded.forked_ranks import import_everything, start_forked
+from unit.sharded.forked_ranks import import_everything, start_forked
 
 import palestra
 from palestra import JobConfig
-from palestra.trainer.sharded.trainer import ShardedTrainer
+from palestra_sharded.trainer import ShardedTrainer
 
-PROGRAM = "palestra.trainer.sharded.processes"
+PROGRAM = "palestra_sharded.processes"
 TASKS = [{"prompt": f"say {i}"} for i in range(6)]
 
 
@@ -134,14 +134,14 @@ def test_ranks_that_are_hurt_in_the_middle_of_requests_leave_a_job_with_the_same
     told = {"steps": 5, "deterministic": True, "rank_timeout_seconds": 10.0}
     import_everything()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("palestra.runtime.parts.start_process", start_forked)
+        patch.setattr("palestra_sharded.trainer.start_process", start_forked)
         calm = Timer(patch, {}, signal.SIGKILL, {})
         palestra.train(reward=reward, tasks=TASKS, config=config(tmp_path / "calm", 2, **told), quiet=True)
     seconds = {name: min(taken) for name, taken in calm.taken.items()}
     for sent, said in ((signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "has been silent for")):
         folder = tmp_path / sent.name
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("palestra.runtime.parts.start_process", start_forked)
+            patch.setattr("palestra_sharded.trainer.start_process", start_forked)
             hurt = Timer(patch, {"forward_backward": 2, "optim_step": 3, "save": 4}, sent, seconds)
             result = palestra.train(reward=reward, tasks=TASKS, config=config(folder, 2, **told), quiet=True)
         assert result.state == "completed"

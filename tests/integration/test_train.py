@@ -145,7 +145,7 @@ def test_an_algorithm_and_a_loss_of_ones_own_train_and_their_metrics_are_written
 
 def test_a_class_of_ones_own_is_refused_by_a_server(tmp_path):
     from palestra.errors import ConfigError
-    from palestra.runtime.event_loop import run_on_uvloop
+    from palestra.http.server import run_on_uvloop
     from palestra.runtime.local import local_job
 
     async def serve() -> None:

@@ -8,8 +8,8 @@ import pytest
 from unit.envs.playing import play, says
 
 from libraries.child import FOLDER
-from palestra.envs import check_environment
 from palestra.errors import ConfigError
+from palestra_inspect.environment_check import check_environment
 from palestra_worlds import PettingZooEnvironment, TextArenaEnvironment
 
 pytestmark = pytest.mark.libraries

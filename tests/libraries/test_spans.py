@@ -120,7 +120,7 @@ async def test_a_long_episode_is_sent_in_pieces_that_are_read_as_they_are_sent(t
         connection.execute("UPDATE metric_rows SET data = ? WHERE step = 5", (row,))
     connection.close()
     watch = """
-import palestra.tracking.opentelemetry as module
+import palestra_trackers.opentelemetry as module
 made, alive = [0], [0, 0]
 class Counted(module.RunSpan):
     __slots__ = ()

@@ -8,9 +8,11 @@ import json
 import pytest
 from unit.tools.test_manager import call
 
-from palestra.envs import ToolEnvironment, check_environment
+from palestra.envs import ToolEnvironment
 from palestra.errors import EnvironmentFailed
-from palestra.tools import McpServer, ToolFailure, ToolManager
+from palestra.tools import ToolFailure, ToolManager
+from palestra_inspect.environment_check import check_environment
+from palestra_mcp import McpServer
 from partners.environment import BEHIND, free_port, python_of, running
 
 pytestmark = [pytest.mark.partners, pytest.mark.timeout(300)]

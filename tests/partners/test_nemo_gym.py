@@ -8,8 +8,8 @@ import json
 import pytest
 from unit.envs.playing import calls, play, says
 
-from palestra.envs import check_environment
 from palestra.errors import EnvironmentFailed
+from palestra_inspect.environment_check import check_environment
 from palestra_worlds import NemoGymEnvironment
 from partners.environment import FOLDER, free_port, running
 

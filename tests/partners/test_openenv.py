@@ -10,8 +10,9 @@ import sys
 import pytest
 from unit.envs.playing import calls, play, says
 
-from palestra.envs import SerialEnvironment, catalog_entry, check_environment
+from palestra.envs import SerialEnvironment, catalog_entry
 from palestra.errors import EnvironmentFailed, TooManyRequests
+from palestra_inspect.environment_check import check_environment
 from palestra_worlds import OpenEnvEnvironment
 from partners.environment import ROOT, clean, free_port, run, running
 

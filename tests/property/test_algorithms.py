@@ -17,7 +17,7 @@ from palestra.algorithms.losses import build_loss
 from palestra.algorithms.policy_gradient import PolicyGradient
 from palestra.algorithms.registry import ALGORITHMS, create_algorithm
 from palestra.config import parse_config
-from palestra.learner.check import TOLERANCE, made_up_groups, token_gradients
+from palestra_inspect.algorithm_check import TOLERANCE, made_up_groups, token_gradients
 
 rewards_of_groups = st.lists(
     st.lists(st.integers(-4, 4).map(lambda number: number / 4), min_size=2, max_size=4), min_size=1, max_size=3

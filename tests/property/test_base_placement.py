@@ -8,8 +8,8 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.types.jobs import PRIORITIES, BaseKind, Resources
 from palestra.types.states import BaseState
+from palestra_control.jobs import PRIORITIES, BaseKind, Resources
 from palestra_service.placement.bases import BaseLimits, RunningBase, WaitingForBase
 from palestra_service.placement.fitting import Node, RunningJob
 from palestra_service.placement.placement import PlacementPolicy

@@ -8,7 +8,7 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.types.jobs import SHARES, Bundle, Resources
+from palestra_control.jobs import SHARES, Bundle, Resources
 from palestra_service.placement.fitting import Allocation, FreeOnNode, Node
 from palestra_service.placement.gangs import GangPlaces, fit_gang, gang_of, reserve_gang
 

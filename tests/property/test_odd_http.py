@@ -20,11 +20,11 @@ from unit.control.building import control_plane
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from palestra.env_server import SessionLimits
-from palestra.env_server.app import create_env_app
-from palestra.env_server.sessions import SessionTable
 from palestra.http.server import listen, served, url_of
-from palestra.types.env_wire import PROTOCOL
+from palestra_remote import SessionLimits
+from palestra_remote.app import create_env_app
+from palestra_remote.sessions import SessionTable
+from palestra_remote.wire import PROTOCOL
 from palestra_service.page import create_service_app
 from palestra_service.store.control_store import ControlStore
 from palestra_worlds.gomoku import Gomoku

@@ -12,7 +12,7 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.types.jobs import PRIORITIES, Resources
+from palestra_control.jobs import PRIORITIES, Resources
 from palestra_service.placement.fitting import Node
 from palestra_service.placement.placement import PlacementPolicy, Quota, place
 from palestra_service.placement.queues import WaitingJob

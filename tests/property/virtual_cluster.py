@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 
-from palestra.types.jobs import SHARES
+from palestra_control.jobs import SHARES
 from palestra_service.placement.fitting import RunningJob, counted
 from palestra_service.placement.placement import Placement, place
 from palestra_service.placement.queues import WaitingJob

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,9 @@ def test_type_checkers_see_what_is_exported():
     tree = ast.parse(Path(palestra.__file__).read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name))
     seen = {alias.asname: found.module for found in block.body for alias in found.names if alias.asname == alias.name}
-    assert seen == palestra._HOMES
+    beside = {point.name: point.module for point in entry_points(group="palestra.names")}
+    assert sorted(beside) == sorted(palestra._BESIDE)
+    assert seen == palestra._HOMES | beside
 
 
 @pytest.mark.parametrize("name", sorted(palestra.__all__))

@@ -12,11 +12,11 @@ import pytest
 from palestra.config import RolloutConfig, StoreConfig
 from palestra.disk import check_folder, open_own, private_folder, read_own, write_whole
 from palestra.errors import ConfigError
-from palestra.http.tenant_keys import Tenants
 from palestra.runtime.run_dir import starting_in
 from palestra.store.key_files import read_secret
 from palestra.store.run_store import open_run_store
 from palestra.tracking.process import alone
+from palestra_bases.tenant_keys import Tenants
 from palestra_bases.tinker.tables import open_journal
 from palestra_lab.comparison.execution import locked
 from palestra_service.store.control_store import ControlStore

@@ -20,11 +20,11 @@ from websockets.asyncio.server import serve
 import palestra
 from palestra.client.async_client import AsyncClient
 from palestra.client.client import Client
-from palestra.client.control import ControlClient
 from palestra.client.exchange import trouble_of
 from palestra.errors import ConfigError, PalestraError
 from palestra.http_clients import WebSocket, async_http_client, http_client
 from palestra.proxies import is_own, proxy_of, spare_own_addresses, through_proxy
+from palestra_control.control import ControlClient
 
 NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 OWN = ["127.0.0.1", "127.1.2.3", "127.1", "[::1]", "localhost", "LOCALHOST.", "job.localhost", "0.0.0.0", "[::]",

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 import palestra
-from palestra.cli.env import _key as environment_key
 from palestra.client.task_files import read_task_file
 from palestra.config.loading import load_config
 from palestra.errors import ConfigError
 from palestra.http.bodies import parse_body
-from palestra.http.tenant_keys import Tenants
 from palestra.types.wire import TaskBody
 from palestra_bases.connection import KEY, KEY_FILE, base_key
+from palestra_bases.tenant_keys import Tenants
 from palestra_lab.config import load_comparison
+from palestra_remote.command import _key as environment_key
 from palestra_service.jobs.rules import load_rules
 
 

@@ -15,17 +15,17 @@ from palestra.database import Notifier
 from palestra.engine.embedded.engine import CommandQueue
 from palestra.engine.pool.state import PoolState
 from palestra.engine.pool.worker import InferenceWorker
-from palestra.env_server import SessionLimits, SessionTable
 from palestra.errors import TooManyRequests
 from palestra.grammars import pool
 from palestra.grammars.pool import Grammars
 from palestra.runtime.engine_process import WorkerEngine
 from palestra.session.registry import CallRegistry
 from palestra.store.claiming import RolloutSyncLock
-from palestra.tools.mcp.connection import McpConnection
 from palestra_bases.link import Link
 from palestra_bases.tinker.service import Futures
 from palestra_bases.tinker.tables import PENDING
+from palestra_mcp.connection import McpConnection
+from palestra_remote import SessionLimits, SessionTable
 from palestra_worlds import Gomoku
 
 WAITS = 1000

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from palestra.client.verifiers import VerifiersRollout
+from palestra_worlds.verifiers import VerifiersRollout
 
 rollout = VerifiersRollout(
     {

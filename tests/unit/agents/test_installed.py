@@ -20,8 +20,8 @@ FOUND = {"one": ONE, "pair": PAIR, "made": lambda moves=0: PAIR, "number": lambd
 @pytest.fixture(autouse=True)
 def others(monkeypatch) -> None:
     points = {name: EntryPoint(name, f"stranger:{name}", "palestra.agents") for name in FOUND}
-    monkeypatch.setattr("palestra.agents.installed.extensions", lambda group: points)
-    monkeypatch.setattr("palestra.agents.installed.load_extension", lambda point: FOUND[point.name])
+    monkeypatch.setattr("palestra.agents.agent.extensions", lambda group: points)
+    monkeypatch.setattr("palestra.agents.agent.load_extension", lambda point: FOUND[point.name])
 
 
 def test_an_agent_comes_as_it_is_or_is_made_from_its_settings():

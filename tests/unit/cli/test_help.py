@@ -13,7 +13,7 @@ import pytest
 
 from palestra.cli.main import main, parser
 from palestra.cli.options import commands_of
-from palestra.types.control_wire import LimitsBody
+from palestra_control.wire import LimitsBody
 from palestra_service.commands.accounts import LIMITS
 
 COMMANDS = sorted(commands_of(parser()))

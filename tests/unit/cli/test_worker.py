@@ -18,7 +18,7 @@ NAMED = RolloutFacts(seed=0, default="policy", environment="gomoku", settings={"
 OWN = """
 from palestra.agents import Agent, ModelAgent
 from palestra_worlds import Gomoku
-from palestra.envs.remote import SeatEnvironment
+from palestra_remote import SeatEnvironment
 from palestra.rollout import RolloutSpec
 
 class Own(Gomoku):

@@ -11,8 +11,8 @@ import sqlalchemy as sa
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from palestra.types.jobs import JobRecord, JobRequest, Resources
 from palestra.types.states import JobState
+from palestra_control.jobs import JobRecord, JobRequest, Resources
 from palestra_service.accounts.administration import Administration
 from palestra_service.accounts.identity import Identities, Identity
 from palestra_service.api import ControlPlane

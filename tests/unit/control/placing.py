@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from palestra.types.jobs import SHARES, Resources
+from palestra_control.jobs import SHARES, Resources
 from palestra_service.placement.fitting import GpuShare, Node, RunningJob
 from palestra_service.placement.placement import Placement, PlacementPolicy, place
 from palestra_service.placement.queues import WaitingJob

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from palestra.types.jobs import BaseKind, Resources
 from palestra.types.states import BaseState
+from palestra_control.jobs import BaseKind, Resources
 from palestra_service.placement.bases import BaseLimits, RunningBase, WaitingForBase, part_of_base
 from palestra_service.placement.fitting import counted
 from palestra_service.placement.placement import PlacementPolicy

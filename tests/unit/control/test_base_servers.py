@@ -10,9 +10,9 @@ import pytest
 
 from palestra.config import parse_config
 from palestra.errors import ConfigError, NodeLost, ServerFailed, TooManyRequests, Unauthorized
-from palestra.types.jobs import BaseLoad, Resources
 from palestra.types.states import BaseState, JobState
 from palestra_bases.admissions import FILE, Admissions
+from palestra_control.jobs import BaseLoad, Resources
 from palestra_service.api.cluster_api import _bases, _in_use
 from palestra_service.jobs.admitting import KEY_FILE
 from palestra_service.jobs.launcher import Ending

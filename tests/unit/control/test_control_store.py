@@ -12,8 +12,8 @@ from palestra.errors import (
     PayloadTooLarge,
     TooManyRequests,
 )
-from palestra.types.jobs import Resources
 from palestra.types.states import JobState
+from palestra_control.jobs import Resources
 from unit.control.building import REQUEST, ask, change_numbers, running, submit
 from unit.control.conftest import url_of_database
 

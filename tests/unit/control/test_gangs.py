@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from palestra.errors import InvalidRequest
-from palestra.types.jobs import Bundle, Resources
+from palestra_control.jobs import Bundle, Resources
 from palestra_service.placement.fitting import FreeOnNode, FreeResources, counted, total
 from palestra_service.placement.gangs import GangPlaces, fit_gang, gang_of
 from palestra_service.placement.placement import Quota

@@ -9,8 +9,8 @@ import pytest
 from palestra.config import parse_config
 from palestra.errors import InvalidRequest
 from palestra.http.bodies import parse_body
-from palestra.types.control_wire import ResourcesBody, SubmitJob
-from palestra.types.jobs import Bundle, Resources
+from palestra_control.jobs import Bundle, Resources
+from palestra_control.wire import ResourcesBody, SubmitJob
 from palestra_service.jobs.job_resources import body_of, resources_of
 from palestra_service.placement.fitting import counted, total
 from palestra_service.store.tables import more_resources

@@ -6,7 +6,7 @@ import orjson
 import pytest
 import sqlalchemy as sa
 
-from palestra.types.control_wire import LimitsBody, LimitsView
+from palestra_control.wire import LimitsBody, LimitsView
 from palestra_service.rights import KeyLimits
 from palestra_service.store.tables import keys
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.types.jobs import Resources
+from palestra_control.jobs import Resources
 from palestra_service.placement.fitting import Amounts, Node, counted
 from palestra_service.placement.placement import Quota
 from palestra_service.placement.reasons import never_starts

@@ -18,8 +18,8 @@ from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.fake.driver import FakeEngineConfig
 from palestra.errors import ConfigError, InvalidRequest
 from palestra.learner import policy_spec
-from palestra.types.jobs import Resources
 from palestra.types.states import JobState
+from palestra_control.jobs import Resources
 from palestra_engines.vllm.config import VllmEngineConfig
 from palestra_service.api.submission import _checked
 from palestra_service.jobs.engine_rules import EngineRules

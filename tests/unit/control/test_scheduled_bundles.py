@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.types.jobs import SHARES, Bundle, Resources
 from palestra.types.states import JobState
+from palestra_control.jobs import SHARES, Bundle, Resources
 from palestra_service.placement.fitting import NOTHING, Amounts, Node
 from unit.control.launching import FakeLauncher
 from unit.control.scheduling import in_state, scheduling, submit

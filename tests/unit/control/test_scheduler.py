@@ -13,8 +13,8 @@ from palestra.errors import ConfigError, ServerFailed
 from palestra.store.browsing import browse, list_episodes
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.trainer import checkpoint
-from palestra.types.jobs import SHARES, Resources
 from palestra.types.states import JobState
+from palestra_control.jobs import SHARES, Resources
 from palestra_service.jobs.launcher import LOG_FILE, Ended, Ending, write_ended
 from palestra_service.jobs.rules import Rules
 from palestra_service.placement.fitting import GpuShare, Node

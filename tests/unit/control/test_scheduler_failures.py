@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from palestra.errors import ServerFailed, StoreUnreachable
-from palestra.types.jobs import Resources
 from palestra.types.states import JobState
+from palestra_control.jobs import Resources
 from palestra_service.jobs import scheduler as scheduler_module
 from palestra_service.jobs.launcher import Ended, Ending, write_ended
 from unit.control.launching import FakeLauncher, Server

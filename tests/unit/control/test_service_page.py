@@ -22,8 +22,8 @@ from palestra.errors import NotFound
 from palestra.http import sse
 from palestra.http.open_streams import OpenStreams
 from palestra.types.gpus import GpuReading, GpuUse
-from palestra.types.jobs import Resources
 from palestra.types.states import JobState
+from palestra_control.jobs import Resources
 from palestra_service import page as service_page
 from palestra_service.api import jobs_api, streams
 from palestra_service.jobs.scheduler import RUN

@@ -6,8 +6,8 @@ import pytest
 import sqlalchemy as sa
 
 from palestra.errors import StoreError
-from palestra.types.jobs import BaseKind, BaseRecord, Bundle, Resources
 from palestra.types.states import BaseState, JobState
+from palestra_control.jobs import BaseKind, BaseRecord, Bundle, Resources
 from palestra_service.placement.tenants import Quota
 from palestra_service.store import accounts, bases, decisions, tables
 from palestra_service.store.backends import open_backend

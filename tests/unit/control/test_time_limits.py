@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from palestra.types.jobs import Resources
 from palestra.types.states import JobState
+from palestra_control.jobs import Resources
 from palestra_service.jobs.launcher import Ending
 from palestra_service.placement.fitting import Node
 from palestra_service.store import decisions

@@ -9,13 +9,13 @@ import pytest
 
 from palestra.config import parse_config
 from palestra.doctor.examination import findings_of
-from palestra.doctor.opponent_rules import TOGETHER
 from palestra.doctor.rule import JobSize
 from palestra.doctor.store_facts import store_facts
 from palestra.store.browsing import browse
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.metrics import by_policy
 from palestra.types.records import BatchManifest
+from palestra_inspect.opponent_rules import TOGETHER
 from unit.building import TASK, open_store
 from unit.doctor.curves import run_of
 

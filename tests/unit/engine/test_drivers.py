@@ -115,7 +115,7 @@ import httpx2
 from palestra import AsyncClient
 from palestra.config import dump_config, parse_config
 from palestra.errors import ConfigError
-from palestra.runtime.checking import check_job
+from palestra_inspect.checking import check_job
 from palestra.runtime.local import local_job
 
 async def run(folder, replicas):

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from palestra.envs import CATALOG, Environment, catalog_entry, check_environment
+from palestra.envs import CATALOG, Environment, catalog_entry
 from palestra.errors import ConfigError
+from palestra_inspect.environment_check import check_environment
 
 NAMES = [
     *("arithmetic", "calculator", "subagents", "gomoku", "gomoku-duel", "kuhn-poker", "leduc-poker"),

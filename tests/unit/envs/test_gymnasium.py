@@ -7,8 +7,9 @@ import numpy
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
 
-from palestra.envs import SerialEnvironment, check_environment
+from palestra.envs import SerialEnvironment
 from palestra.errors import ConfigError
+from palestra_inspect.environment_check import check_environment
 from palestra_worlds import GymnasiumEnvironment, GymnasiumVector
 from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, shown
 from unit.envs.playing import play, says

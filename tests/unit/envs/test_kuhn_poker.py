@@ -6,7 +6,7 @@ from itertools import permutations, product
 
 import pytest
 
-from palestra.envs import check_environment
+from palestra_inspect.environment_check import check_environment
 from palestra_worlds import KuhnPoker
 from unit.envs.playing import play, says
 

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from palestra.envs import check_environment
+from palestra_inspect.environment_check import check_environment
 from palestra_worlds import LeducPoker
 from unit.envs.playing import play, says
 

@@ -14,10 +14,10 @@ from openai.types.responses import Response as OpenAIResponse
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from palestra.envs import check_environment
 from palestra.errors import EnvironmentFailed, InvalidEnvironment
 from palestra.http.server import listen, served, url_of
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall
+from palestra_inspect.environment_check import check_environment
 from palestra_worlds import NemoGymEnvironment, nemo_gym
 from unit.envs.playing import calls, play, says
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from palestra.envs import check_environment
 from palestra.envs.catalog import catalog_maker
 from palestra.errors import ConfigError
+from palestra_inspect.environment_check import check_environment
 from palestra_worlds import KuhnPoker, OpenSpielEnvironment
 from unit.envs.playing import play, says
 

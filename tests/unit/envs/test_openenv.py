@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from palestra.config import parse_config
-from palestra.envs import SerialEnvironment, check_environment
+from palestra.envs import SerialEnvironment
 from palestra.errors import (
     ConfigError,
     EnvironmentFailed,
@@ -19,6 +19,7 @@ from palestra.errors import (
     TooManyRequests,
 )
 from palestra.runtime.tasks import named_environment
+from palestra_inspect.environment_check import check_environment
 from palestra_worlds import OpenEnvEnvironment
 from unit.envs.openenv_server import CALL, MOVE, openenv
 from unit.envs.playing import calls, play, says

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from palestra.envs import Environment, SerialEnvironment, check_environment
+from palestra.envs import Environment, SerialEnvironment
 from palestra.envs.acting import ActingEnvironment, Progress
-from palestra.envs.remote.observations import message_of, observation_of
 from palestra.errors import ConfigError, EnvironmentFailed, InvalidEnvironment
 from palestra.pictures.parts import Picture
 from palestra.pictures.pixels import decode_picture
 from palestra.tools import FunctionTool, ToolManager
-from palestra.types.env_wire import Observed
 from palestra.types.messages import ChatMessage, FunctionCall, ImagePart, Observation, TextPart, ToolCall, text_message
+from palestra_inspect.environment_check import check_environment
+from palestra_remote.observations import message_of, observation_of
+from palestra_remote.wire import Observed
 from palestra_worlds import GymnasiumEnvironment
 
 RED = np.full((6, 8, 3), (200, 30, 30), np.uint8)

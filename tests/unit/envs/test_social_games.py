@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.envs import check_environment
+from palestra_inspect.environment_check import check_environment
 from palestra_worlds import Negotiation, PrisonersDilemma
 from unit.envs.playing import play, says
 

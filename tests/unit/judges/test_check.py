@@ -10,8 +10,8 @@ import pytest
 from judge_server import Asked, judging
 
 from palestra.cli.main import main
-from palestra_judges.agreement import interval, kappa, tau_b
 from palestra_judges.bounds import doubts
+from palestra_judges.check import interval, kappa, tau_b
 
 
 def test_the_statistics_are_those_of_scipy_and_of_hand():

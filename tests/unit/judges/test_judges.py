@@ -23,7 +23,7 @@ from palestra.types.records import Trajectory, Verdict, VerdictKey
 from palestra.types.states import EpisodeState
 from palestra_judges import Criterion, Relative, Rubric
 from palestra_judges import model as judge_model
-from palestra_judges.agreement import tau_b
+from palestra_judges.check import tau_b
 from palestra_judges.nulls import NULLS
 from unit.building import make_chat, make_episode, make_trajectory
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 import palestra
 from palestra.config.audit import AuditConfig
 from palestra.errors import ConfigError, ControlTokenInText, JudgeFailed
-from palestra.models.reward_model import RewardModelReader
 from palestra.renderers.selection import select_renderer
 from palestra.trainer.checkpoint import FOLDER_OF_REWARDS
 from palestra_judges import RewardModel
+from palestra_judges.reader import RewardModelReader
 from unit.building import make_chat
 from unit.judges.test_jobs import TASKS, config, rows
 from unit.trainer.networks import networks

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from palestra.types.jobs import Resources
+from palestra_control.jobs import Resources
 from palestra_service.jobs.launcher import ServerOrder
 from palestra_service.ray.cluster import LocalRay, connect, disconnect, stop_local
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from palestra.runtime.runner_fleet import RunnerDied, RunnerOrder
-from palestra.types.jobs import ProcessResources
+from palestra_control.jobs import ProcessResources
 from palestra_service.jobs.launcher import BundleOrder
 from palestra_service.ray.cluster import LocalRay, connect, disconnect, stop_local
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from palestra.runtime.event_loop import tune_gc
+from palestra.http.server import tune_gc
 
 ALIVE = 200_000  # objects that are made and kept, such as the calls of a step
 MOST = 20_000  # objects that one collection may examine: about 10 ms

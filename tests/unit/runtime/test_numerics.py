@@ -12,13 +12,13 @@ from palestra.errors import ConfigError
 from palestra.models import device
 from palestra.models.numerics import numerics
 from palestra.runtime import local
+from palestra.runtime.early_checks import note_numerics, numerics_of
 from palestra.runtime.engine_process import EngineOrder, _load
-from palestra.runtime.numerics import note_numerics, numerics_of
 from palestra.store import open_run_store
 from palestra.store.run_log import NUMERICS
-from palestra.trainer.sharded.rank import Rank, RankOrder
 from palestra_cpu import extension
 from palestra_cpu.cpu_kernels import CompiledKernels
+from palestra_sharded.rank import Rank, RankOrder
 
 COMPILED = {"processor": "p", "torch": "2", "kernels": "compiled by cc", "kernels_problem": ""}
 PLAIN = COMPILED | {"kernels": "torch's operators", "kernels_problem": "no compiler"}

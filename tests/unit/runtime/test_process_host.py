@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.types.jobs import ProcessResources
+from palestra_control.jobs import ProcessResources
 from palestra_service.jobs.launcher import BundleOrder
 from palestra_service.ray import process_host
 from palestra_service.ray.process_host import Bundles, _accepted, _interface, _variables

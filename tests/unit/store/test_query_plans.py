@@ -18,12 +18,12 @@ import httpx2
 import pytest
 
 from palestra.cli.main import main
-from palestra.cli.top_folder import WatchedFolder
-from palestra.cli.top_view import view_of
 from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.routes import Search, create_page_app
 from palestra.dashboard.runs import Run
 from palestra.store import RunStore
+from palestra_inspect.top_folder import WatchedFolder
+from palestra_inspect.top_view import view_of
 from unit.building import open_store
 
 GROWING = ("tasks", "groups", "episodes", "chats", "manifests", "trained_tokens", "metric_rows", "events")

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load
 
 from palestra.errors import Unauthorized
-from palestra.http.tenant_keys import Tenants
+from palestra_bases.tenant_keys import Tenants
 from palestra_bases.tinker.listing import LINK_SECONDS, Links
 from unit.building import FakeClock
 from unit.tinker.serving import Client, running

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from palestra.errors import ConfigError, Unauthorized
-from palestra.http.tenant_keys import Tenants
+from palestra_bases.tenant_keys import Tenants
 from palestra_bases.tinker.routes import create_tinker_app
 from unit.tinker.messages import batch_message
 from unit.tinker.serving import TINY, Client, data_of, running

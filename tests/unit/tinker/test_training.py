@@ -12,12 +12,12 @@ import safetensors.numpy
 from rich.console import Console
 
 from palestra.cli.main import main
-from palestra.cli.top_folder import WatchedFolder
-from palestra.cli.top_view import view_of
 from palestra.dashboard.runs import runs_of
 from palestra.models.adapter_files import read_adapter
 from palestra.runtime.run_dir import weights_of_policy
 from palestra_bases.tinker.records import TinkerLimits
+from palestra_inspect.top_folder import WatchedFolder
+from palestra_inspect.top_view import view_of
 from unit.tinker.messages import datum
 from unit.tinker.serving import TINY, Client, Failed, data_of, running
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from palestra.errors import ConfigError
-from palestra.tools import Calculator, McpServer, installed_tools, load_tool
+from palestra.tools import Calculator, installed_tools, load_tool
+from palestra_mcp import McpServer
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     (tmp_path / "weather_tools.py").write_text(
-        "from palestra.tools import McpServer, tool\n\n\n@tool\ndef weather(city: str) -> str:\n"
+        "from palestra.tools import tool\nfrom palestra_mcp import McpServer\n\n\n@tool\n"
+        "def weather(city: str) -> str:\n"
         '    """Say the weather."""\n    return f"{city}: cold"\n\n\n'
         "def server():\n    return McpServer('http://127.0.0.1:1/mcp')\n\n\nnumber = 3\n"
     )

@@ -13,7 +13,7 @@ from palestra.algorithms.losses import ValueGradientLoss
 from palestra.errors import ConfigError
 from palestra.trainer.base import OptimParams
 from palestra.trainer.checkpoint import FOLDER_OF_REWARDS, link_model
-from palestra.trainer.reward_model import check_classifier
+from palestra.trainer.critic import check_classifier
 from unit.trainer.networks import networks, transformers_model
 from unit.trainer.test_critic import critic_of, critic_state, same
 from unit.trainer.test_torch_trainer import batch_of_two_groups

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.errors import InvalidRequest
-from palestra.types.jobs import (
+from palestra.types.states import TRANSITIONS, JobState
+from palestra_control.jobs import (
     JOB_KINDS,
     LIVE_STATES,
     OPEN_STATES,
@@ -15,7 +16,6 @@ from palestra.types.jobs import (
     JobRecord,
     Resources,
 )
-from palestra.types.states import TRANSITIONS, JobState
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import time
 import pytest
 from machine import require
 
-from palestra.envs import catalog_entry, check_environment
+from palestra.envs import catalog_entry
 from palestra.errors import ConfigError
 from palestra.types.messages import text_message
+from palestra_inspect.environment_check import check_environment
 from palestra_screens import MiniWoB
 from palestra_screens.browser.chromium import shared_driver
 from palestra_screens.browser.miniwob import PAGES, checked_page, page_server

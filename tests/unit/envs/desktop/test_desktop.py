@@ -16,10 +16,11 @@ import pytest
 from machine import require
 from PIL import Image
 
-from palestra.envs import catalog_entry, check_environment
+from palestra.envs import catalog_entry
 from palestra.errors import EnvironmentFailed, EpisodeForfeited
 from palestra.tools import ToolFailure
 from palestra.types.messages import FunctionCall, ToolCall, text_message
+from palestra_inspect.environment_check import check_environment
 from palestra_screens import DesktopEnvironment
 from palestra_screens.desktop.environment import desktop_tasks
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from machine import require
 
-from palestra.envs import catalog_entry, check_environment
+from palestra.envs import catalog_entry
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall
+from palestra_inspect.environment_check import check_environment
 from palestra_worlds import PassageSearch
 from palestra_worlds.retrieval.environment import retrieval_tasks, right_fact
 from palestra_worlds.retrieval.search import embedder_folder, shared_embedder

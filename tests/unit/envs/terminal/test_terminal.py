@@ -11,9 +11,10 @@ import time
 import pytest
 from machine import require
 
-from palestra.envs import catalog_entry, check_environment
+from palestra.envs import catalog_entry
 from palestra.errors import EnvironmentFailed
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
+from palestra_inspect.environment_check import check_environment
 from palestra_screens import TerminalEnvironment
 from palestra_screens.terminal import shell
 from palestra_screens.terminal.tasks import KINDS, terminal_tasks

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from palestra.cli.main import main
-from palestra.client.control import ControlClient
 from palestra.errors import ConfigError, ConnectionLost
 from palestra.http.server import listen, served, url_of
-from palestra.types.control_wire import ResourcesBody
+from palestra_control.control import ControlClient
+from palestra_control.wire import ResourcesBody
 from palestra_lab.comparison.execution import GridStopped
 from palestra_lab.comparison.one_run import read_record, write_record
 from palestra_lab.comparison.plan import PlannedRun

@@ -1,0 +1,224 @@
+"""The client of a control plane: submits jobs, and reconnects to them."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import httpx2
+from pydantic import TypeAdapter
+
+from palestra.client.client import drive
+from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange, trouble_of
+from palestra.client.plain_values import checked_amount, checked_count
+from palestra.errors import ConfigError, ConnectionLost
+from palestra.http_clients import http_client
+from palestra_control.job import Job
+from palestra_control.wire import JobList, JobView
+
+SAFE_METHODS = ("GET", "PUT", "PATCH", "DELETE")  # POST is safe too if it has an idempotency key
+
+
+class ControlClient:
+    """Client of `palestra serve`. Idempotent requests are retried for up to `retry_seconds`."""
+
+    def __init__(self, url: str | None = None, key: str | None = None, *, retry_seconds: float = 60.0) -> None:
+        """Create a client of the control plane at `url`.
+
+        Args:
+            url: URL of the server; None: the environment variable PALESTRA_URL.
+            key: your API key; None: the environment variable PALESTRA_KEY.
+            retry_seconds: how long to retry a request while the server cannot be reached.
+
+        Raises:
+            ConfigError: there is no URL, or `url` or `key` is invalid.
+        """
+        url = url or os.environ.get("PALESTRA_URL")
+        if not url:
+            raise ConfigError("no control plane: give its URL, or set the variable PALESTRA_URL")
+        url = checked_url(url, "http://127.0.0.1:7400")
+        key = checked_key(key or os.environ.get("PALESTRA_KEY", ""))
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._endpoint = Endpoint(url, key, retry_seconds)
+        self._http = http_client(base_url=url, headers=headers, timeout=httpx2.Timeout(30.0, read=60.0))
+
+    @property
+    def url(self) -> str:
+        """Return the URL of the control plane."""
+        return self._endpoint.url
+
+    @property
+    def retry_seconds(self) -> float:
+        """Return for how many seconds a request is retried."""
+        return self._endpoint.retry_seconds
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections, like the end of a `with` block."""
+        self._http.close()
+
+    def submit(
+        self,
+        config: Mapping[str, Any] | None = None,
+        *,
+        kind: str | None = None,
+        from_job: str | None = None,
+        from_step: int | None = None,
+        name: str | None = None,
+        cpus: float | None = None,
+        gpus: float = 0.0,
+        memory_gib: float = 0.0,
+        gpu_kind: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        bundles: Sequence[Mapping[str, Any]] = (),
+        placement: str = "PACK",
+        priority: str = "normal",
+        private: bool | None = None,
+        attached: bool = False,
+        restarts: int = 3,
+        time_limit_seconds: float | None = None,
+        request_id: str | None = None,
+    ) -> Job:
+        """Submit a job that trains a model, or one that serves a trained one.
+
+        Args:
+            config: a JobConfig as a mapping, such as `JobConfig.model_dump(mode="json", exclude_none=True)`. None: the
+                configuration of `from_job`, which is served unless `kind` is `training`.
+            kind: `training` or `inference`. None: from the configuration.
+            from_job: a job of the same tenant, whose weights this job starts from.
+            from_step: the step of that job's checkpoint. None: the newest.
+            name: for people; None: the configuration's, or that of `from_job`.
+            cpus: cores of the running job. None: 1, or 0.25 on a shared base, which computes for it.
+            gpus: GPUs of the running job: a fraction of one below 1, whole ones above.
+            memory_gib: memory of the running job, in GiB; a job that uses more is killed. 0: a share of its machine
+                (docs/how-to/service-rules.md).
+            gpu_kind: required kind of GPU of its node, such as `H100`. None: any.
+            labels: required labels of its node, by name. None: none.
+            bundles: of processes that may be on other nodes, each with `role` (`engine`, `trainer` or `runner`) and the
+                resources of each process: `cpus`, `gpus`, `memory_gib`, `gpu_kind`, `labels` (docs/how-to/nodes.md).
+            placement: `PACK`: on few nodes; `STRICT_PACK`: on one node; `SPREAD`: on many nodes.
+            priority: `low`, `normal` or `high`.
+            private: whether only you and the tenant's admins see the job. None: the tenant's default.
+            attached: whether to cancel the job when no client has asked for it for a while.
+            restarts: how often to restart the job after the loss of its server.
+            time_limit_seconds: total run time over all starts; then the job saves and is cancelled. A job that ends in
+                time may start before larger ones that wait for resources. None: no limit.
+            request_id: idempotency key: repeating the submission with it, even from another process, returns the same
+                job. None: a new one.
+
+        Returns:
+            The submitted job, which may still be waiting.
+
+        Raises:
+            InvalidRequest, ConfigError: the job cannot run, or a number is invalid; the message says why.
+            NotFound: `from_job` or its checkpoint does not exist.
+        """
+        body = {
+            "name": name or (config or {}).get("name"),
+            "config": None if config is None else dict(config),
+            "kind": kind,
+            "from_job": from_job,
+            "from_step": from_step,
+            "resources": {
+                **({} if cpus is None else {"cpus": checked_amount("cpus", cpus)}),
+                "gpus": checked_amount("gpus", gpus),
+                "memory_gib": checked_amount("memory_gib", memory_gib),
+                "gpu_kind": gpu_kind,
+                "labels": dict(labels or {}),
+                "bundles": [dict(bundle) for bundle in bundles],
+                "placement": placement,
+            },
+            "priority": priority,
+            "private": private,
+            "attached": attached,
+            "restarts": checked_count("restarts", restarts, 0),
+            "time_limit_seconds": None
+            if time_limit_seconds is None
+            else checked_amount("time_limit_seconds", time_limit_seconds, above_zero=True),
+        }
+        view = self.request(
+            "POST", "/jobs", JobView, json=body, headers={"idempotency-key": request_id or uuid.uuid4().hex}
+        )
+        return Job(self, view.job_id)
+
+    def jobs(self, **filters: Any) -> Iterator[JobView]:
+        """Iterate over the tenant's jobs, newest first.
+
+        Args:
+            **filters: required values of the jobs' `state`, `user`, `name` or `kind`.
+        """
+        cursor = None
+        while True:
+            params = filters | ({"cursor": cursor} if cursor else {})
+            page = self.request("GET", "/jobs", JobList, params=params)
+            yield from page.jobs
+            if page.cursor is None:
+                return
+            cursor = page.cursor
+
+    def job(self, job_id: str) -> Job:
+        """Return a job by its id, without asking the server: a wrong id fails at the first request."""
+        return Job(self, job_id)
+
+    def request(self, method: str, path: str, answer: Any = Any, **more: Any) -> Any:
+        """Send a request and return its answer; see `palestra.client.exchange` for retries.
+
+        Args:
+            method: HTTP method.
+            path: path of the route.
+            answer: type to validate the answer with. Any: raw JSON; None if the answer is empty.
+            **more: arguments for `httpx2.Client.request`.
+
+        Raises:
+            PalestraError: the error that the server answered with.
+            ConnectionLost: the server could not be reached.
+        """
+        arguments = {"method": method, "url": path, **more}
+        safe = method in SAFE_METHODS or "idempotency-key" in more.get("headers", {})
+        form = TypeAdapter(answer)
+
+        def read(reply: httpx2.Response) -> Any:
+            if reply.status_code == 204:
+                return None
+            return form.validate_json(reply.content, extra="ignore" if answer is not Any else None)
+
+        return drive(self._http, exchange(self._endpoint, lambda: arguments, read, safe=safe))
+
+    def stream(self, path: str, **more: Any) -> Any:
+        """Open a streamed answer to GET `path`, as a context manager. It is sent once, without retries."""
+        return self._http.stream("GET", path, **more)
+
+    def check(self, answer: httpx2.Response) -> None:
+        """Raise the error of a streamed answer, if it is one.
+
+        Raises:
+            ConnectionLost: a retry may succeed.
+            PalestraError: any other error that the server answered with.
+        """
+        if answer.status_code >= 300:
+            answer.read()
+        trouble = trouble_of(self.url, answer)
+        if trouble is not None:
+            raise ConnectionLost(str(trouble.error)) if trouble.passing else trouble.error
+
+
+def data_plane_of(job_id: str, control: str | None = None) -> Callable[[], tuple[str, str]]:
+    """Return a function that asks the control plane for URL and key of a job's data plane, once the job has one.
+
+    Args:
+        control: URL of the control plane; None: the environment variable PALESTRA_URL.
+    """
+
+    def find() -> tuple[str, str]:
+        with ControlClient(control) as client:
+            found = client.job(job_id).wait_for_server()
+        return found.url, found.api_key
+
+    return find

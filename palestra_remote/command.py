@@ -1,0 +1,199 @@
+"""`palestra env serve`: an environment for jobs on other machines."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palestra.cli.options import ENVIRONMENT, add_command, environment_settings, load_environment
+from palestra.cli.own_process import end_soon
+from palestra.disk import read_own
+from palestra.errors import ConfigError
+from palestra.terminal import say
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from palestra.envs import ConcurrentEnvironment, Environment
+    from palestra_remote import SessionLimits
+
+PORT = 7500
+
+
+def add_env(commands: Any) -> None:
+    """Add the command `env` with its subcommands."""
+    parser = add_command(
+        commands,
+        "env",
+        _run,
+        "serve an environment to jobs on other machines",
+        "  palestra env serve nim.py:Nim --key-file env_key\n"
+        "  palestra env serve frozen-lake --host 0.0.0.0 --sessions 256\n"
+        "  palestra env serve gomoku --dialect openenv\n\n"
+        "then, in the job:\n"
+        """  train(environment=RemoteEnvironment("http://10.0.0.7:7500", key), …)""",
+    )
+    parser.add_argument("action", choices=("serve",), help="what to do: serve until Ctrl-C")
+    parser.add_argument("environment", help=f"the environment: {ENVIRONMENT}, or a function that makes one")
+    parser.add_argument(
+        "--dialect",
+        choices=("palestra", "openenv"),
+        default="palestra",
+        help="protocol of the clients: this project's own, or OpenEnv's, for trainers that speak it",
+    )
+    parser.add_argument("--settings", metavar="JSON", default="{}", help="settings of the environment, by name")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; TLS is a proxy's work")
+    parser.add_argument("--port", type=int, default=PORT, help="port to listen on; 0: any free one")
+    parser.add_argument(
+        "--key-file",
+        metavar="FILE",
+        type=Path,
+        help="file with the server's key; without it, the variable PALESTRA_ENVIRONMENT_KEY, or a new key is printed",
+    )
+    parser.add_argument(
+        "--sessions", metavar="SESSIONS", type=int, default=64, help="sessions at the same time; more clients wait"
+    )
+    parser.add_argument(
+        "--idle-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=3600.0,
+        help="a session ends after so long without an action or a new episode",
+    )
+    parser.add_argument(
+        "--hang-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=600.0,
+        help="an episode fails if the environment, and no agent, is silent for so long",
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=4.0,
+        help="how long episodes may still take after SIGTERM, while no session is made; a second SIGTERM ends them",
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C; after SIGTERM, until running episodes are over."""
+    import asyncio
+
+    import uvloop
+
+    from palestra.client.plain_values import checked_amount, checked_count
+    from palestra_remote import SessionLimits
+
+    checked_count("--sessions", arguments.sessions)
+    checked_amount("--drain-seconds", arguments.drain_seconds, endless=True)
+    for name in ("idle_seconds", "hang_seconds"):
+        if not checked_amount(f"--{name.replace('_', '-')}", getattr(arguments, name)):
+            raise ConfigError(f"--{name.replace('_', '-')} is 0, and has to be above")
+    limits = SessionLimits(
+        sessions=arguments.sessions,
+        idle_seconds=arguments.idle_seconds,
+        hang_seconds=arguments.hang_seconds,
+    )
+    make = _maker(arguments.environment, arguments.settings)
+    serve = _serve if arguments.dialect == "palestra" else _serve_openenv
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(make, limits, arguments))
+    return 0
+
+
+def _maker(reference: str, settings: str) -> Callable[[], Environment | ConcurrentEnvironment]:
+    """Return the environment's factory."""
+    from palestra.envs import catalog_entry
+
+    given = environment_settings(settings)
+    make = load_environment(reference)
+    return partial(catalog_entry(make).make if isinstance(make, str) else make, **given)
+
+
+def _key(file: Path | None) -> tuple[str, bool]:
+    """Return the server's key, and whether it is new and has to be shown."""
+    from palestra_remote.link import KEY_VARIABLE
+
+    if file is None:
+        found = os.environ.get(KEY_VARIABLE, "").strip()
+        return (found, False) if found else (f"env-{secrets.token_hex(20)}", True)
+    try:
+        found = read_own(file, follow=True).decode("utf-8-sig").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} can't be read: {error}") from error
+    if not found:
+        raise ConfigError(f"{file} is empty; it has to hold the server's key")
+    return found, False
+
+
+async def _serve(
+    make: Callable[[], Environment | ConcurrentEnvironment], limits: SessionLimits, arguments: argparse.Namespace
+) -> None:
+    import asyncio
+
+    from palestra.http.server import listen, url_of
+    from palestra.waiting import race
+    from palestra_remote import SessionTable
+    from palestra_remote.app import served_environment
+
+    key, is_new = _key(arguments.key_file)
+    table = SessionTable(make, limits)
+    listener = listen(arguments.host, arguments.port)
+    loop, draining, stop = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGINT, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, lambda: (stop if draining.is_set() else draining).set())
+    async with served_environment(table, key, listener):
+        say(f"{table.facts.name} at {url_of(listener)}, whose page shows the sessions; Ctrl-C ends")
+        _show_new(key, is_new)
+        await race(stop.wait(), draining.wait())
+        if not stop.is_set():
+            say(f"draining: no new sessions; {len(table)} open")
+            drained = await race(stop.wait(), table.drain(arguments.drain_seconds))
+            if not drained.result or drained.index == 0:
+                say(f"{len(table)} sessions were ended in the middle of an episode, which is played again elsewhere")
+        end_soon()
+
+
+async def _serve_openenv(
+    make: Callable[[], Environment | ConcurrentEnvironment], limits: SessionLimits, arguments: argparse.Namespace
+) -> None:
+    from palestra.envs import CATALOG
+    from palestra.http.server import listen, served, url_of
+    from palestra_remote.openenv import OpenEnvServer, seeded_tasks
+
+    key, is_new = _key(arguments.key_file)
+    entry = CATALOG.get(arguments.environment)
+    tasks = None if entry is None else seeded_tasks(entry.generate)
+    server = OpenEnvServer(make, limits, tasks=tasks, description="" if entry is None else entry.summary)
+    listener = listen(arguments.host, arguments.port)
+    stop = _stopped()
+    try:
+        async with served(server.app(key), listener, websocket_bytes=limits.max_message_bytes):
+            say(f"{server.name} at {url_of(listener)}, in OpenEnv's protocol; Ctrl-C ends")
+            _show_new(key, is_new)
+            await stop.wait()
+            end_soon()
+    finally:
+        await server.close()
+
+
+def _stopped() -> asyncio.Event:
+    """Return an event that SIGINT and SIGTERM set."""
+    import asyncio
+
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def _show_new(key: str, is_new: bool) -> None:
+    if is_new:
+        say(f"the server's key, shown this once:  {key}")
