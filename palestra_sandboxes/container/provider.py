@@ -33,6 +33,8 @@ _FIRST = """[ -s /etc/hosts ] || printf '127.0.0.1\\tlocalhost\\n::1\\tlocalhost
 while :; do sleep 3600 & wait $!; done"""
 # Says its number before it becomes the command: killing the engine's client would leave the command running.
 _RUN = 'echo $$ >&2; cd "$1" || exit 126; shift; exec "$@"'
+# Podman loses the output of a command that ends before it has read its input.
+_RUN_WITH_INPUT = 'echo $$ >&2; if cd "$1"; then shift; "$@"; code=$?; else code=126; fi; cat > /dev/null; exit $code'
 _MAKE_FOLDER = '[ -d "$0" ] || { mkdir -p "$0" && chown "$1" "$0"; }'
 _KILL = 'kill -KILL -"$0" || kill -KILL "$0"'
 
@@ -140,8 +142,8 @@ class ContainerBox:
         user = user or self._user
         with contextlib.closing(output), Descriptors() as owned:
             variables, file = _variables(environment or {}, owned)
-            words = ["exec", "-i", *(("--user", user) if user else ()), *variables, self.name]
-            words += ["sh", "-c", _RUN, "sh", folder or self.workdir, *command]
+            words = ["exec", *(("-i",) if input else ()), *(("--user", user) if user else ()), *variables, self.name]
+            words += ["sh", "-c", _RUN_WITH_INPUT if input else _RUN, "sh", folder or self.workdir, *command]
             client = self._engine.start(words, input, output, file)
             try:
                 why = await output.wait(client.ended, limits.seconds if seconds is None else seconds)
@@ -270,6 +272,8 @@ class ContainerBox:
         """Return the end of a command that the engine did not start, in a box full of processes, say."""
         failed = Finished(code=code, output=b"", errors=errors)
         await self._check_running(failed)
+        if not errors:
+            raise EnvironmentFailed("the container engine has lost the output of a command")
         return Finished(code=126, output=b"", errors=errors)
 
     async def _check_running(self, failed: Finished) -> None:

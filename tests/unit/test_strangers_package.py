@@ -1,5 +1,5 @@
-"""A stranger's package adds an agent, an algorithm, a command, an engine, an environment, a harness, a reward and a
-tracker.
+"""A stranger's package adds an agent, an algorithm, a command, an engine, an environment, a harness, a reward, a
+sandbox and a tracker.
 
 No file of Palestra changes: they are found by real metadata of a package on the path.
 """
@@ -28,6 +28,7 @@ from palestra.agents import text_message
 from palestra.config import PooledEngineConfig
 from palestra.engine.driver import EngineDriver, LoadedEngine, byte_policies
 from palestra.envs import CatalogEntry
+from palestra.sandbox import Finished
 from palestra.terminal import say
 from palestra_harness import Harness
 
@@ -120,6 +121,22 @@ CODER = Harness(
 )
 
 
+class Echoes:
+    name = "echoes"
+
+    def check(self, spec):
+        pass
+
+    async def open(self, spec):
+        return self
+
+    async def run(self, command, **settings):
+        return Finished(code=0, output=" ".join(command).encode(), errors=b"")
+
+    async def close(self):
+        say("closed")
+
+
 def add_greet(commands):
     parser = commands.add_parser("greet", help="say hello")
     parser.set_defaults(run=lambda arguments: say("hello"))
@@ -132,6 +149,7 @@ ENTRIES = {
     "environments": "echo = stranger:ECHO",
     "harnesses": "coder = stranger:CODER",
     "rewards": "short = stranger:short",
+    "sandboxes": "echoes = stranger:Echoes",
     "trackers": "lines = stranger:Lines",
 }
 JOB = """
@@ -226,6 +244,23 @@ def test_its_reward_scores_answers(site):
     palestra(site, "train", "--reward", "short", "--tasks", "tasks.jsonl", "--config", "job.toml")
     (row,) = map(json.loads, (site.parent / "run" / "metrics.jsonl").read_text().splitlines())
     assert row["train/reward_mean"] == 1.0  # "lora" has fewer than 5 characters
+
+
+BOX = """
+import asyncio
+from palestra.sandbox import SandboxSpec, sandbox
+async def main():
+    async with sandbox(SandboxSpec(image="any"), "echoes") as box:
+        print((await box.run(["a", "b"])).output)
+asyncio.run(main())
+"""
+
+
+def test_its_sandbox_runs_commands(site):
+    paths = os.pathsep.join([str(site), *filter(None, sys.path)])
+    command = [sys.executable, "-c", BOX]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=True)
+    assert done.stdout == "b'a b'\nclosed\n"
 
 
 SCORE = """

@@ -43,6 +43,8 @@ async def test_commands_get_input_variables_and_folder_and_give_both_outputs_and
     command = 'pwd; cat; printf %s "$X"; echo bad >&2; exit 3'
     done = await sh(box, command, input=bytes(range(256)), environment={"X": "a b\n'c'"})
     assert done == Finished(code=3, output=b"/tmp/work\n" + bytes(range(256)) + b"a b\n'c'", errors=b"bad\n")
+    unread = await sh(box, "echo out; echo bad >&2; exit 3", input=b"x" * 1_000_000)
+    assert unread == Finished(code=3, output=b"out\n", errors=b"bad\n")
     assert (await box.run(["pwd"], folder="/tmp")).output == b"/tmp\n"
     assert (await box.run(["no-such-program"])).code == 127
     assert (await box.run(["true"], folder="/no/such/folder")).code in (126, 127)

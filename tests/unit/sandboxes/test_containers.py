@@ -39,7 +39,13 @@ def boxes(owner: str = owner()) -> list[str]:
 async def folder(tiny_image, tmp_path) -> Path:
     """A folder with a Dockerfile on top of the tiny image; what is built from it is removed."""
     base = (await image_of(find_engine(), SandboxSpec(image=tiny_image))).reference
-    lines = (f"FROM {base}", "LABEL palestra.test=1", "RUN echo made > /made", "COPY given /app/given", "ENV SAID=yes")
+    lines = (
+        f"FROM {base}",
+        f"LABEL palestra.test={tmp_path.name}",
+        "RUN echo made > /made",
+        "COPY given /app/given",
+        "ENV SAID=yes",
+    )
     (tmp_path / "Dockerfile").write_text("\n".join((*lines, "WORKDIR /app", "USER agent", "")))
     (tmp_path / "given").write_text("given")
     yield tmp_path
@@ -47,7 +53,7 @@ async def folder(tiny_image, tmp_path) -> Path:
         if reference != base:
             subprocess.run([engine, "rmi", "-f", reference], capture_output=True, check=False)
             del _known[engine, reference]
-    podman("image", "prune", "-f", "--filter", "label=palestra.test=1")  # of a build that failed
+    podman("image", "prune", "-f", "--filter", f"label=palestra.test={tmp_path.name}")  # of a build that failed
 
 
 async def test_an_image_is_built_once_from_a_dockerfile_and_gives_user_folder_and_variables(folder):
@@ -92,6 +98,7 @@ async def test_an_image_that_is_nowhere_is_a_mistake_of_the_configuration(tmp_pa
                 pass
 
 
+@pytest.mark.slow
 async def test_an_archive_of_an_image_is_loaded(tiny_image, tmp_path):
     base = (await image_of(find_engine(), SandboxSpec(image=tiny_image))).reference
     podman("save", "-q", "-o", str(tmp_path / "saved.tar"), base)
