@@ -58,18 +58,20 @@ async def verify(task: HarborTask, box: Sandbox, rules: BoxRules) -> Verdict:
     spec = verifier_spec(task, rules)
     found = task.verifier_box
     if spec is None or found is None:
-        return await _verified(task, box, rules, bundled=False)
-    async with opened(task, spec, rules, found[0].build_timeout_sec) as other:
-        await carry(task, box, other)
-        return await _verified(task, other, rules, bundled=found[2])
-
-
-async def _verified(task: HarborTask, box: Sandbox, rules: BoxRules, *, bundled: bool) -> Verdict:
-    """Run the tests in a box. `bundled`: its image has them."""
-    verifier = task.table.verifier
-    if not bundled:  # the agent may have written both folders
+        # The agent may have written both folders.
         await script(box, f"rm -rf /tests {LOGS} && mkdir -p {LOGS} && chmod 777 {LOGS}")
         await box.put(await in_thread(task.tests), "/tests")
+        return await _verified(task, box, rules)
+    async with opened(task, spec, rules, found[0].build_timeout_sec) as other:
+        await carry(task, box, other)
+        if not found[2]:
+            await other.put(await in_thread(task.tests), "/tests")
+        return await _verified(task, other, rules)
+
+
+async def _verified(task: HarborTask, box: Sandbox, rules: BoxRules) -> Verdict:
+    """Run the tests that are in a box, and read what they leave."""
+    verifier = task.table.verifier
     done = await box.run(
         run_script("/tests/test.sh"),
         environment=resolved(verifier.env, rules.variables, f"task {task.name!r}: verifier.env"),

@@ -7,6 +7,7 @@ import itertools
 import shutil
 from dataclasses import replace
 
+import pytest
 from in_process import parts_of, serving, trajectory_of
 from machine import require
 
@@ -30,6 +31,7 @@ class Recording(FakeTrainer):
         return await super().forward_backward(policy, batch, loss, request_id, logprobs)
 
 
+@pytest.mark.slow
 async def test_a_model_that_solves_a_task_is_trained_with_the_tokens_that_it_sampled(tmp_path):
     tokenizer = ByteTokenizer()
     renderer = ChatMLRenderer(tokenizer, ChatMLConfig(reasons=False))
