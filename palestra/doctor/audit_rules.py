@@ -14,7 +14,7 @@ from palestra.doctor.evidence import Evidence, e_cusum, log_e_value_of_counts
 from palestra.doctor.rule import RECENT, REWARD, START, Row, Rule, RunHistory, mean, reward_error, tokens_of_episode
 
 DRAWN, BEST = "audit/score", "audit/score_best"  # means of the audit's scores of drawn episodes, and of the best paid
-DIVERGES = ("audit/evidence", f"{DRAWN}_evidence", f"{BEST}_evidence")
+DIVERGES = ("audit/evidence", f"{BEST}_evidence")
 WINDOW = 5  # steps whose mean score is what later ones are compared with
 NULL_SHARE = 0.05  # of canned replies without content; the bound of `palestra judge check`
 LEAST_LENGTH_PAY = 0.5  # of at most 1: long replies may be better for good reasons, and are then paid a little more
@@ -167,9 +167,8 @@ def _escapes_grow(history: RunHistory) -> str | None:
 AUDIT_RULES = (
     Rule(
         code="audit_diverges",
-        formula=f"strong evidence in `{DIVERGES[0]}`, `{DIVERGES[1]}` or `{DIVERGES[2]}`; compared with the {RECENT} "
-        f"steps before it began to grow, the last {RECENT} have no lower `{REWARD}` and no higher `{DRAWN}`, but for "
-        "chance",
+        formula=f"strong evidence in `{DIVERGES[0]}` or `{DIVERGES[1]}`; compared with the {RECENT} steps before it "
+        f"began to grow, the last {RECENT} have no lower `{REWARD}` and no higher `{DRAWN}`, but for chance",
         seen=_diverges,
         means="the policy has found what the reward pays for in place of what is wanted",
         remedy="read the episodes that are paid well and scored low; mend the reward or the rubric, and go on from a "

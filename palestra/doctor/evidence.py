@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 BETS = (0.25, 0.5, 0.75)  # shares of the stake; a small one wins more where evidence is weak, a large one where strong
 FALSE_ALARMS = 1e-3  # of all bets together in a step without a change: one alarm in a thousand steps
-OPEN_BETS = 8  # of the six signs: `audit_diverges` has three; those of single named rewards share one
+OPEN_BETS = 7  # of the six signs: `audit_diverges` has two; those of single named rewards share one
 ALARM = math.log(OPEN_BETS / FALSE_ALARMS)  # nats
 
 

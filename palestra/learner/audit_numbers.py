@@ -116,22 +116,28 @@ def score_numbers(scored: Sequence[Scored], sample: AuditSample, rows: Sequence[
     if agree:
         found |= {"audit/agreement": float(np.mean(agree)), "audit/evidence": log_e_value(agree, 0.0, 1.0)}
     drawn = frozenset(sample.drawn)
-    for name, own in ((DRAWN, True), (BEST, False)):
-        scores = [value for one, value in zip(known, values, strict=True) if (one.index in drawn) is own]
-        if scores:
-            found |= {name: float(np.mean(scores)), f"{name}_std": float(np.std(scores))}
-            found[f"{name}_evidence"] = _level(scores, name, rows)
+    scores, best = (
+        [value for one, value in zip(known, values, strict=True) if (one.index in drawn) is own]
+        for own in (True, False)
+    )
+    found |= {DRAWN: float(np.mean(scores))} if scores else {}
+    if best:
+        found |= {
+            BEST: float(np.mean(best)),
+            f"{BEST}_std": float(np.std(best)),
+            f"{BEST}_evidence": _lower(best, rows),
+        }
     return found
 
 
-def _level(scores: Sequence[float], name: str, rows: Sequence[Row]) -> float:
-    """Return the log e-value against: scores are as high as in the best steps so far, but for chance."""
-    window = best_window(rows, name)
+def _lower(scores: Sequence[float], rows: Sequence[Row]) -> float:
+    """Return the log e-value against: the best paid are scored as high as in the best steps so far, but for chance."""
+    window = best_window(rows, BEST)
     if not window:
         return 0.0
     episodes = math.fsum(row["audit/episodes"] for row in window) / 2
-    deviation = math.sqrt(math.fsum(row[f"{name}_std"] ** 2 for row in window) / WINDOW)
-    least = math.fsum(row[name] for row in window) / WINDOW - SURE * deviation / math.sqrt(episodes) - LOSS
+    deviation = math.sqrt(math.fsum(row[f"{BEST}_std"] ** 2 for row in window) / WINDOW)
+    least = math.fsum(row[BEST] for row in window) / WINDOW - SURE * deviation / math.sqrt(episodes) - LOSS
     return log_e_value(scores, least, max(1.0, least + LEAST_SPREAD)) if least > 0.0 else 0.0
 
 

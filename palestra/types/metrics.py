@@ -77,7 +77,6 @@ METRICS = (
     ),
     Metric("audit/failed", "episodes", "Episodes on which it was asked and gave no verdict; they are in no mean."),
     Metric("audit/score", "1", "Mean of its scores of the drawn episodes: weighted share of the best choices, 0 to 1."),
-    Metric("audit/score_std", "1", "Standard deviation of the same scores."),
     Metric("audit/score_best", "1", "Mean of its scores of the audited episodes with the highest rewards."),
     Metric("audit/score_best_std", "1", "Standard deviation of the same scores."),
     Metric(
@@ -92,11 +91,11 @@ METRICS = (
         "Evidence that rewards and scores disagree within groups (`audit/agreement` < 0): logarithm of an e-value.",
     ),
     Metric(
-        "audit/score_evidence",
+        "audit/score_best_evidence",
         "nats",
-        "Evidence that drawn episodes have lower scores than in the best five steps before, by more than chance.",
+        "Evidence that the audited episodes with the highest rewards have lower scores than in the best five steps "
+        "before, by more than chance.",
     ),
-    Metric("audit/score_best_evidence", "nats", "The same of the audited episodes with the highest rewards."),
     Metric(
         "audit/evidence/NAME", "nats", "Evidence that the sum of the other rewards is low where the reward is high."
     ),
