@@ -27,11 +27,13 @@ class BoxRules:
     Attributes:
         network: whether boxes of tasks that ask for the network get it.
         variables: names of this machine's variables that tasks may read.
+        limit_disk: whether `storage_mb` is kept, for which a container engine needs root.
         provider: name of the sandbox provider; None: chosen by what a box needs.
     """
 
     network: bool = False
     variables: Collection[str] = ()
+    limit_disk: bool = True
     provider: str | None = None
 
 
@@ -67,7 +69,7 @@ def _spec(
             cpus=box.cpus,
             memory_mib=box.memory_mb or 2048,
             processes=256,
-            disk_mib=box.storage_mb,
+            disk_mib=box.storage_mb if rules.limit_disk else None,
             output_bytes=_MAX_OUTPUT,
         ),
     )
@@ -86,7 +88,8 @@ async def opened(task: HarborTask, spec: SandboxSpec, rules: BoxRules, build_sec
             box = await opening.__aenter__()
     except ConfigError as error:
         said = " ".join(str(error).split())  # the last lines of a build
-        raise EnvironmentFailed(f"task {task.name!r}: {_shortened(said)}") from error
+        hint = "" if spec.limits.disk_mib is None else " (settings.limit_disk = false plays without storage_mb)"
+        raise EnvironmentFailed(f"task {task.name!r}: {_shortened(said)}{hint}") from error
     except TimeoutError as error:
         raise EnvironmentFailed(f"task {task.name!r}: its image was not built in {build_seconds:g} s") from error
     try:

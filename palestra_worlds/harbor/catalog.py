@@ -21,7 +21,7 @@ from palestra.envs.acting import Actions
 from palestra.envs.catalog import CatalogEntry, settings_checked
 from palestra.envs.tasks import Split
 from palestra.errors import ConfigError, EnvironmentFailed, InvalidEnvironment
-from palestra.sandbox import SandboxSpec, sandbox_provider
+from palestra.sandbox import SandboxLimits, SandboxSpec, sandbox_provider
 from palestra_worlds.harbor.environment import HarborEnvironment
 from palestra_worlds.harbor.task import read_tasks, task_data
 
@@ -110,9 +110,9 @@ async def _check(environment: HarborEnvironment, task: Mapping[str, Any]) -> Non
             )
 
 
-def _check_installed(*, ships: bool) -> None:
+def _check_installed(provider: str = "", *, ships: bool) -> None:
     """Raise ConfigError if this machine has no container engine, or no busybox for the tasks that ship."""
-    sandbox_provider(SandboxSpec(image="scratch"))
+    sandbox_provider(SandboxSpec(image="scratch", limits=SandboxLimits(disk_mib=None)), provider or None)
     if ships:
         _busybox()
 
@@ -130,8 +130,10 @@ def _entry(folder: Path | None) -> CatalogEntry:
         command_seconds: float = 60.0,
         network: bool = False,
         variables: str = "",
+        limit_disk: bool = True,
         provider: str = "",
     ) -> HarborEnvironment:
+        _check_installed(provider, ships=folder is None)
         return HarborEnvironment(
             found(),
             actions=actions,
@@ -139,6 +141,7 @@ def _entry(folder: Path | None) -> CatalogEntry:
             command_seconds=command_seconds,
             network=network,
             variables=variables,
+            limit_disk=limit_disk,
             provider=provider,
         )
 

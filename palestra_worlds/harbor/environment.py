@@ -51,6 +51,7 @@ class HarborEnvironment(ActingEnvironment):
         command_seconds: float = 60.0,
         network: bool = False,
         variables: str = "",
+        limit_disk: bool = True,
         provider: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,6 +64,7 @@ class HarborEnvironment(ActingEnvironment):
             command_seconds: limit of one command, which is then ended.
             network: whether boxes of tasks that ask for the network (`network_mode = "public"`) get it.
             variables: names of this machine's variables that tasks may read as `${NAME}`, separated by commas.
+            limit_disk: whether a task's `storage_mb` is kept, for which a container engine needs root.
             provider: name of the sandbox provider; empty: the container engine.
             clock: seconds, for the time that the agent's commands take.
 
@@ -74,7 +76,7 @@ class HarborEnvironment(ActingEnvironment):
         super().__init__([tool(self.shell)], actions=actions, max_steps=max_steps, tool_seconds=command_seconds + 60.0)
         self._folder, self._seconds, self._clock = folder, command_seconds, clock
         names = frozenset(filter(None, (name.strip() for name in variables.split(","))))
-        self._rules = BoxRules(network=network, variables=names, provider=provider or None)
+        self._rules = BoxRules(network=network, variables=names, limit_disk=limit_disk, provider=provider or None)
         self._stack = AsyncExitStack()  # closes the box
         self._box: Sandbox | None = None
         self._task: HarborTask | None = None

@@ -52,6 +52,7 @@ def test_the_whole_format_is_read(tmp_path):
     assert (user_of(task.table.agent), user_of(task.table.verifier)) == ("1000", "tester")
     assert spec.environment == {"A": "1", "B": "two"}
     assert (spec.limits.cpus, spec.limits.memory_mib, spec.limits.disk_mib) == (0.5, 1024, 512)
+    assert agent_spec(task, BoxRules(limit_disk=False)).limits.disk_mib is None
     verifier = verifier_spec(task, BoxRules())
     assert verifier is not None
     assert verifier.build == spec.build

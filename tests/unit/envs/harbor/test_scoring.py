@@ -10,7 +10,7 @@ from palestra.envs import catalog_entry
 from palestra.errors import ConfigError, EnvironmentFailed, InvalidEnvironment
 from palestra.sandbox import Finished
 from palestra.types.messages import text_message
-from palestra_worlds.harbor import HarborEnvironment, boxes
+from palestra_worlds.harbor import HarborEnvironment, boxes, catalog
 from palestra_worlds.harbor.catalog import check_harbor
 from palestra_worlds.harbor.scoring import read_rewards
 from unit.envs.harbor.tasks import CLOSED, in_memory, write_task, writes
@@ -147,6 +147,9 @@ async def test_a_box_that_does_not_open_is_a_failure(tmp_path, monkeypatch):
     environment = HarborEnvironment(tmp_path)
     with pytest.raises(EnvironmentFailed, match="task 't': no container engine"):
         await environment.reset(TASK)
+    write_task(tmp_path / "t", f"{CLOSED}storage_mb = 9\n")
+    with pytest.raises(EnvironmentFailed, match="limit_disk = false"):
+        await environment.reset(TASK)
     with pytest.raises(EnvironmentFailed, match=r"no task '\.\./t'"):
         await environment.reset({"id": "../t"})
     with pytest.raises(EnvironmentFailed, match="not begun"):
@@ -187,12 +190,16 @@ def test_a_check_plays_the_solution_and_nothing(tmp_path, monkeypatch):
         check_harbor(lambda: HarborEnvironment(tmp_path), [TASK])
 
 
-def test_settings_of_the_catalogue(tmp_path):
+def test_settings_of_the_catalogue(tmp_path, monkeypatch):
     write_task(tmp_path / "t")
+    asked = []
+    monkeypatch.setattr(catalog, "sandbox_provider", lambda spec, name: asked.append(name))
     entry = catalog_entry(f"harbor/{tmp_path}")
     assert entry.generate("train", 9, 1) == [{"id": "t", "prompt": "Do it."}]
     environment = entry.make(actions="text", max_steps=3, variables="A, B")
     assert (environment.max_steps, environment.reusable) == (3, True)
+    entry.make(provider="theirs", limit_disk=False)
+    assert asked == [None, "theirs"]
     for wrong in ({"command_seconds": 0.0}, {"path": "x"}, {"max_steps": 0}):
         with pytest.raises(ConfigError):
             entry.make(**wrong)
