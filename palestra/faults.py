@@ -72,11 +72,11 @@ def _parse(setting: str | None) -> InjectedFault | None:
     return InjectedFault(name, int(number or "1"), signal.SIGSTOP if stop else signal.SIGKILL)
 
 
-_armed = _parse(os.environ.get("PALESTRA_FAULT"))
+armed = _parse(os.environ.get("PALESTRA_FAULT"))  # None: no point has an effect
 _passes = count(1)
 
 
 def fault_point(name: str) -> None:
     """Kill or stop this process if `PALESTRA_FAULT` names this point and pass."""
-    if _armed is not None and name == _armed.point and next(_passes) == _armed.number:
-        os.kill(os.getpid(), _armed.signal)
+    if armed is not None and name == armed.point and next(_passes) == armed.number:
+        os.kill(os.getpid(), armed.signal)

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
+from palestra import faults
 from palestra.database.backend import Explain, Fence, Problem, Transaction, no_problem
 from palestra.errors import PalestraError, StoreError, Superseded
-from palestra.faults import fault_point
 
 T = TypeVar("T")
 MAX_BATCH = 256
@@ -171,13 +171,18 @@ class Writer:
                     operation.result = operation.run(connection)
                 except PalestraError as error:
                     operation.error = error
-            for operation in group:
-                if operation.tag and operation.error is None:
-                    fault_point(f"before_{operation.tag}")
+            if faults.armed is not None:
+                _pass_points("before", group)
         self.commits += 1
-        for operation in group:
-            if operation.tag and operation.error is None:
-                fault_point(f"after_{operation.tag}")
+        if faults.armed is not None:
+            _pass_points("after", group)
+
+
+def _pass_points(side: str, group: list[_Operation]) -> None:
+    """Pass the fault points before or after the commit of operations."""
+    for operation in group:
+        if operation.tag and operation.error is None:
+            faults.fault_point(f"{side}_{operation.tag}")
 
 
 def _deliver(group: list[_Operation]) -> None:

@@ -132,7 +132,7 @@ async def _read(
         asked = parse(body, request.headers)
     else:
         asked = await until_disconnect(request.scope, plane.pool.run(parse, body, request.headers))
-    if may_show_pictures(body):
+    if len(body) >= LONG_BODY or may_show_pictures(body):  # searching a long body takes longer than its messages
         asked = replace(asked, pictures=pictures_in(asked.calls[0].messages))
     policies, players = plane.sessions.context.policies, NO_PLAYERS
     if isinstance(caller, PlaygroundKey):  # it names the policy and has no role

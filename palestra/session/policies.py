@@ -125,4 +125,5 @@ class PolicySet:
         """
         # Frameworks know one name and send it with every call; to them the roles of their agents must not matter.
         roles = self.roles.of_episode(players) if players else self.roles
-        return self.runtime(roles.policy_of(agent) if roles.named and model == roles.default else model)
+        name = roles.policy_of(agent) if roles.named and model == roles.default else model
+        return self.runtimes.get(name) or self.runtime(name)

@@ -37,7 +37,9 @@ class SecretFile:
         self._folder, self._path = folder, folder / SECRET
         if not self._path.exists():
             write_private(self._path, secrets.token_hex(SECRET_BYTES))
-        self._seen = self._status()
+        self._seen: tuple[int, int, int] | None = (
+            None  # inode, modification time and size of the file
+        )
         self._secret = read_secret(folder)
         self._look_again_at = 0.0  # monotonic seconds
 
@@ -45,8 +47,12 @@ class SecretFile:
         """Return the secret, read again if the file has changed; the last good one if the file is
         missing or damaged.
         """
-        seen = self._status()
-        if seen is not None and seen != self._seen:
+        try:
+            status = os.stat(self._path)
+        except OSError:
+            return self._secret
+        seen = status.st_ino, status.st_mtime_ns, status.st_size
+        if seen != self._seen:
             self._seen = seen
             try:
                 self._secret = read_secret(self._folder)
@@ -64,14 +70,6 @@ class SecretFile:
             self._look_again_at = now + LOOK_SECONDS
             return self.current()
         return self._secret
-
-    def _status(self) -> tuple[int, int, int] | None:
-        """Return inode, modification time and size of the file, for change detection, or None without a file."""
-        try:
-            status = os.stat(self._path)
-        except OSError:
-            return None
-        return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def read_secret(folder: Path) -> bytes:

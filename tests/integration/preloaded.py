@@ -264,7 +264,7 @@ def _become(variables: dict[str, str], cwd: str, out: int) -> None:
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(cwd)
-    palestra.faults._armed = palestra.faults._parse(os.environ.get("PALESTRA_FAULT"))
+    palestra.faults.armed = palestra.faults._parse(os.environ.get("PALESTRA_FAULT"))
 
 
 def _run(words: list[str]) -> NoReturn:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from palestra.config.engine import OF_KIND, PooledEngineConfig
 from palestra.config.section import Positive
-from palestra.engine.base import EngineLoad, EngineRequest, uniform, uniforms
+from palestra.engine.base import EngineLoad, EngineRequest, uniforms
 from palestra.engine.driver import EngineDriver, EngineJob, LoadedEngine, byte_policies
 from palestra.errors import EngineFailure
 from palestra.faults import fault_point
@@ -26,7 +26,7 @@ def digits_script(length: int, stop_id: int) -> Script:
     """
 
     def reply(prompt_ids: Ids, sampling: SamplingParams) -> list[int]:
-        count = 1 + int(uniform(sampling.seed, 0) * (length - 1))
+        count = 1 + int(uniforms(sampling.seed, range(1))[0] * (length - 1))
         return [ord("0") + int(drawn * 10) for drawn in uniforms(sampling.seed, range(1, count))] + [stop_id]
 
     return reply
@@ -67,22 +67,24 @@ class FakeEngine:
             raise EngineFailure("the engine was stopped")
         self.calls += 1
         self.running += 1
+        number = request.sampling.top_logprobs
         try:
-            ids = _until_stop(self._script(request.prompt.ids, request.sampling), request.sampling)
+            ids = tuple(self._script(request.prompt.ids, request.sampling))[: request.sampling.max_tokens]
+            if request.sampling.stop_ids:
+                ids = _until_stop(ids, request.sampling.stop_ids)
             size = self._piece or max(len(ids), 1)
             for start in range(0, max(len(ids), 1), size):
                 if start and self._piece_delay:
                     await asyncio.sleep(self._piece_delay)
                 fault_point("during_generation")
-                yield self._sampled(request, ids[start : start + size])
+                piece = ids[start : start + size]
+                self._sampled_tokens += len(piece)
+                top = tuple(_top(token, number) for token in piece) if number else ()
+                yield SampledTokens(
+                    ids=piece, logprobs=(-1.0,) * len(piece), version=self.version(request.policy), top=top
+                )
         finally:
             self.running -= 1
-
-    def _sampled(self, request: EngineRequest, ids: tuple[int, ...]) -> SampledTokens:
-        self._sampled_tokens += len(ids)
-        number = request.sampling.top_logprobs
-        top = tuple(_top(token, number) for token in ids) if number else ()
-        return SampledTokens(ids=ids, logprobs=(-1.0,) * len(ids), version=self.version(request.policy), top=top)
 
     async def score(self, policy: str, prompt: TokenSequence) -> list[float]:
         """Return -1 for each prompt token but the first."""
@@ -127,10 +129,10 @@ class FakeEngine:
         self._running.set()
 
 
-def _until_stop(reply: Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
-    ids = tuple(reply)[: sampling.max_tokens]
+def _until_stop(ids: tuple[int, ...], stop_ids: Sequence[int]) -> tuple[int, ...]:
+    """Return a reply up to its first stop token."""
     for place, token in enumerate(ids):
-        if token in sampling.stop_ids:
+        if token in stop_ids:
             return ids[: place + 1]
     return ids
 
