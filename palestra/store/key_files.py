@@ -37,9 +37,7 @@ class SecretFile:
         self._folder, self._path = folder, folder / SECRET
         if not self._path.exists():
             write_private(self._path, secrets.token_hex(SECRET_BYTES))
-        self._seen: tuple[int, int, int] | None = (
-            None  # inode, modification time and size of the file
-        )
+        self._seen: tuple[int, int, int] | None = None  # inode, modification time and size of the file
         self._secret = read_secret(folder)
         self._look_again_at = 0.0  # monotonic seconds
 
