@@ -36,7 +36,7 @@ class SharedBaseConnection:
     """A job's connection to its base server; see `Renewable`."""
 
     event_of_loss = "base_lost"
-    loss = "the base server was started again"
+    loss = "the connection to the base server was lost"
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class SharedBaseConnection:
         Calls that wait for the engine do so until `resume`.
         """
         self._trainer.forget()
-        self._link.renew()
+        await self._link.renew()
         await self.describe()
         await self.sample()
 

@@ -40,10 +40,10 @@ MOST_NAME = 256  # characters of the name of a job or a policy
 
 
 class HostedJob:
-    """Executes the calls of one job's process."""
+    """Executes the calls of one job over its connection."""
 
-    def __init__(self, base: SharedBase, tenant: str, name: str, process: str, most_policies: int) -> None:
-        self.tenant, self.name, self.process = tenant, name, process
+    def __init__(self, base: SharedBase, tenant: str, name: str, channel: JobChannel, most_policies: int) -> None:
+        self.tenant, self.name, self.channel = tenant, name, channel
         self._base, self._most = base, most_policies
         self._engine, self._trainer = base.parts_of(tenant)
         self._sampled: set[str] = set()
@@ -51,10 +51,10 @@ class HostedJob:
         self._said: dict[str, PolicyVersion] = {}  # what the job knows of the trainer's versions
         self._sources: dict[str, tuple[int, WeightSource]] = {}  # the newest of each policy, with its number
         self._making = asyncio.Lock()  # policies one after another, so that they are counted
-        self.channel = JobChannel()
         targets = {"base": self, "engine": _JobEngine(self), "trainer": _JobTrainer(self)}
         parts = {name: (protocol, targets[name]) for name, protocol in PARTS.items()}
-        self._serving = asyncio.create_task(Server(self.channel, parts, self._sent).run())
+        self._server = Server(channel, parts, self._sent)
+        self._serving = asyncio.create_task(self._serve())
 
     @property
     def policies(self) -> int:
@@ -67,13 +67,6 @@ class HostedJob:
         log.error("a call of job %s of %s failed", self.name, self.tenant, exc_info=error)
         return EngineFailure(f"the base server failed: {type(error).__name__}: {error}; its log has more")
 
-    def say_versions(self) -> None:
-        """Tell a connection that is new which versions the trainer has."""
-        self._said.clear()
-        for policy in sorted(self._trained):
-            with contextlib.suppress(NotFound):  # it is being removed
-                self.say_version(policy)
-
     def say_version(self, policy: str) -> None:
         """Tell the job which version the trainer has of a policy, where it has changed."""
         version = self._trainer.version(self._named(policy))
@@ -81,10 +74,19 @@ class HostedJob:
             self._said[policy] = version
             self.channel.send(event("version", (policy, version)))
 
-    async def close(self) -> None:
-        """Free all policies, after running calls."""
-        self.channel.close()
-        await self._serving
+    async def ended(self) -> None:
+        """Wait until the connection has ended, and all policies are freed. Raises InvalidRequest if the job has sent
+        what is no message.
+        """
+        await asyncio.shield(self._serving)
+
+    async def _serve(self) -> None:
+        try:
+            await self._server.run()
+        finally:
+            await self._free()
+
+    async def _free(self) -> None:
         for policy in sorted(self._sampled):
             await self._engine.remove_policy(self._named(policy))
         for policy in sorted(self._trained):

@@ -1,36 +1,109 @@
-"""The messages of one job, over one connection after another."""
+"""The messages of one job at its base server, over its connection."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+import contextlib
+from collections.abc import AsyncIterator
+from functools import partial
+
+from websockets.asyncio.server import ServerConnection
+from websockets.exceptions import ConnectionClosed
 
 from palestra.errors import InvalidRequest, TooManyRequests
 from palestra.process.channel import Call, Cancel, Event, Failed, Message, Piece, Result
-from palestra.process.codec import SentError, decode
-from palestra_bases.protocol import is_stream
+from palestra.process.codec import SentError
+from palestra.threads import in_thread
+from palestra.waiting import cancelled
+from palestra_bases.protocol import MOST_VALUES, is_stream, pack_messages, unpack_messages
 
-MOST_CALLS = 4096  # of a job that are executed, or have answers that may be asked for again
+MOST_CALLS = 4096  # of a job that are executed at the same time
 MOST_DUE = 1024  # messages that wait for the connection before nothing more is taken from it, and replies wait
 MOST_TOGETHER = 64  # messages that are sent in one, unless fewer have
 MOST_BYTES_TOGETHER = 2**20
 
 
-class Outbox:
-    """What is sent over one connection. A client that does not read has to wait, rather than fill the memory."""
+class JobChannel:
+    """Implements `Duplex` for a server. A client that does not read has to wait, rather than fill the memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, connection: ServerConnection) -> None:
+        self._connection = connection
         self._due: asyncio.Queue[Message] = asyncio.Queue()
-        self._drained, self._closed = asyncio.Event(), False
+        self._drained, self._idle, self._closed = asyncio.Event(), asyncio.Event(), False
         self._drained.set()
+        self._running: dict[int, bool] = {}  # calls that are executed, and whether they stream
 
-    def put(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send a message after all earlier ones."""
+        if isinstance(message, Result | Failed):
+            self._end(message.id)
         self._due.put_nowait(message)
         if self._due.qsize() > MOST_DUE and not self._closed:
             self._drained.clear()
 
-    async def take(self) -> list[Message]:
+    async def drain(self) -> None:
+        """Wait until few enough messages are due, or the connection has ended."""
+        await self._drained.wait()
+
+    async def frames(self) -> AsyncIterator[list[Message]]:
+        """Yield what arrives, until the connection has ended; then end replies, and wait until all other calls have
+        been executed.
+        """
+        sending, problem = asyncio.create_task(self._send_all()), None
+        try:
+            async for data in self._connection:
+                is_large = len(data) > MOST_VALUES
+                found = await in_thread(partial(unpack_messages, data)) if is_large else unpack_messages(data)
+                for message in found:
+                    await self.drain()
+                    if self._takes(message):
+                        yield [message]
+        except ConnectionClosed:
+            pass
+        except InvalidRequest as error:
+            problem = error
+        self.close()
+        yield [Cancel(number) for number, streams in self._running.items() if streams]
+        while not all(self._running.values()):
+            self._idle.clear()
+            await self._idle.wait()
+        with contextlib.suppress(ConnectionClosed):
+            await cancelled(sending)
+        if problem is not None:
+            raise problem
+
+    def _takes(self, message: Message) -> bool:
+        """Return whether a message is for the server. Raises InvalidRequest if a job does not send that."""
+        match message:
+            case Call(id=number) if number in self._running:
+                raise InvalidRequest(f"a call with the id {number} is being executed already")
+            case Call(id=number) if len(self._running) >= MOST_CALLS:
+                busy = TooManyRequests(f"{MOST_CALLS} calls of this job are being executed; send fewer")
+                self.send(Failed(number, SentError.of(busy)))
+            case Call(id=number, method=method):
+                self._running[number] = is_stream(method)
+                return True
+            case Cancel(id=number):
+                if self._running.get(number):
+                    self._end(number)
+                    return True
+            case _:
+                raise InvalidRequest(f"a job does not send {type(message).__name__}")
+        return False
+
+    def _end(self, number: int) -> None:
+        self._running.pop(number, None)
+        self._idle.set()
+
+    async def _send_all(self) -> None:
+        """Send messages; those that are there at the same time in one, up to a bound."""
+        try:
+            while True:
+                await self._connection.send(pack_messages(*await self._together()))
+        finally:
+            self.close()
+
+    async def _together(self) -> list[Message]:
         """Wait for messages, and return those that are sent in one."""
         due = [await self._due.get()]
         size = _size(due[0])
@@ -41,115 +114,14 @@ class Outbox:
             self._drained.set()
         return due
 
-    async def drain(self) -> None:
-        """Wait until few enough messages are due, or the connection has ended."""
-        await self._drained.wait()
+    async def refuse(self, code: int, reason: str) -> None:
+        """Close the connection for a reason."""
+        await self._connection.close(code, reason)
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """Let nobody wait for the connection any more."""
         self._closed = True
         self._drained.set()
-
-
-class JobChannel:
-    """Implements `Duplex` for a server, whose calls outlast connections.
-
-    A call that is sent again on a new connection is not executed again: it gets the answer that was kept. Replies in
-    pieces end with their connection.
-    """
-
-    def __init__(self) -> None:
-        self._arrived: asyncio.Queue[Message | None] = asyncio.Queue()
-        self._outbox: Outbox | None = None
-        self._running: dict[int, bool] = {}  # calls that are executed, and whether they stream
-        self._answers: dict[int, Message] = {}
-        self._closed = False
-
-    def attach(self, waiting: Collection[int]) -> Outbox:
-        """Begin with a new connection, and return what has to be sent over it. `waiting`: calls that the job still
-        wants answers of.
-        """
-        self.detach()
-        self._answers = {number: answer for number, answer in self._answers.items() if number in waiting}
-        self._outbox = Outbox()
-        return self._outbox
-
-    def detach(self) -> None:
-        """End what belongs to the connection that was lost."""
-        if self._outbox is not None:
-            self._outbox.close()
-        self._outbox = None
-        for number in [number for number, streams in self._running.items() if streams]:
-            self._cancel(number)
-
-    def _cancel(self, number: int) -> None:
-        if self._running.get(number):
-            del self._running[number]
-            self._arrived.put_nowait(Cancel(number))
-
-    def take(self, message: Message) -> None:
-        """Hand a message of the connection to the server. Raises InvalidRequest if a job does not send that."""
-        match message:
-            case Call():
-                if not self._closed:
-                    self._begin(message)
-            case Cancel(id=number):
-                self._cancel(number)
-            case Event(name="oldest", value=value):
-                oldest = decode(int, value)
-                self._answers = {number: answer for number, answer in self._answers.items() if number >= oldest}
-            case _:
-                raise InvalidRequest(f"a job does not send {type(message).__name__}")
-
-    def _begin(self, call: Call) -> None:
-        if (answer := self._answers.get(call.id)) is not None:
-            self._post(answer)
-        elif call.id in self._running:
-            if self._running[call.id]:
-                raise InvalidRequest(f"a reply with the id {call.id} is being sampled already")
-        elif len(self._running) + len(self._answers) >= MOST_CALLS:
-            busy = TooManyRequests(f"{MOST_CALLS} calls of this job are being executed; send fewer")
-            self._post(Failed(call.id, SentError.of(busy)))
-        else:
-            self._running[call.id] = is_stream(call.method)
-            self._arrived.put_nowait(call)
-
-    def send(self, message: Message) -> None:
-        """Send a message over the connection that there is; an answer is kept for the case that it is lost."""
-        if isinstance(message, Piece) and message.id not in self._running:
-            return
-        if isinstance(message, Result | Failed):
-            streams = self._running.pop(message.id, None)
-            if streams is None:
-                return
-            if not streams:
-                self._answers[message.id] = message
-            self._end()
-        self._post(message)
-
-    async def drain(self) -> None:
-        """Wait until the connection takes another piece of a reply."""
-        if self._outbox is not None:
-            await self._outbox.drain()
-
-    def _post(self, message: Message) -> None:
-        if self._outbox is not None:
-            self._outbox.put(message)
-
-    async def frames(self) -> AsyncIterator[list[Message]]:
-        """Yield what arrives, until the channel is closed and all calls have been executed."""
-        while (message := await self._arrived.get()) is not None:
-            yield [message]
-
-    def close(self) -> None:
-        """Take no more calls, and end replies; the calls that have begun are executed."""
-        self._closed = True
-        self.detach()
-        self._end()
-
-    def _end(self) -> None:
-        if self._closed and not self._running:
-            self._arrived.put_nowait(None)
 
 
 def _size(message: Message) -> int:

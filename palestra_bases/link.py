@@ -1,11 +1,10 @@
-"""The connection of a job to a base server, with keep-alive and reconnection."""
+"""The connection of a job to a base server, which is made again after a loss."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -33,10 +32,8 @@ from palestra_bases.protocol import (
     PROTOCOL,
     TAKEN_OVER,
     Hello,
-    Welcome,
     event,
     first,
-    is_stream,
     pack_messages,
     refused,
     unpack_messages,
@@ -52,9 +49,7 @@ _UNREACHABLE = (OSError, ConnectionClosed, InvalidHandshake, TimeoutError, EOFEr
 class Link:
     """One job's connection to a base server; implements `Duplex`.
 
-    Calls survive a lost connection: they are sent again, and the server executes each once. Replies that are being
-    sampled end with BaseServerLost, and are asked for again. Where the server does not know the job any more, because
-    it is another process or the lease has run out, all calls fail with BaseServerLost until `renew`.
+    With a connection the server forgets the job: all calls fail with BaseServerLost until `renew`.
 
     Attributes:
         on_lost: called before any call fails because the server has forgotten the job.
@@ -67,13 +62,9 @@ class Link:
             raise ConfigError(f"the address of a base server begins with {', '.join(SCHEMES)}, and not {address!r}")
         self.address = address
         self._key, self._job, self._patience = key, job, patience_seconds
-        self._process = secrets.token_hex(8)
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._arrived: asyncio.Queue[list[Message] | None] = asyncio.Queue()
-        self._calls: dict[int, bytes] = {}  # those without an answer, which are sent again on a new connection
-        self._replies: dict[int, bytes] = {}  # those that have not ended
-        self._most_bytes = MOST_BYTES
-        self._opened = False
+        self._calls: set[int] = set()  # those that have not ended
         self._is_lost, self._is_connected = asyncio.Event(), asyncio.Event()
         self._failure: asyncio.Future[PalestraError] = asyncio.get_running_loop().create_future()
         self._closed: PalestraError | None = None
@@ -85,6 +76,9 @@ class Link:
     async def open(self) -> None:
         """Connect, waiting for an unreachable server. Raises Unauthorized if the key is unknown."""
         self._task = asyncio.create_task(self._run())
+        await self._connected()
+
+    async def _connected(self) -> None:
         await race(self._is_connected.wait(), asyncio.shield(self._failure))
         if self._failure.done():
             raise self._failure.result()
@@ -98,8 +92,9 @@ class Link:
         """Wait until the server has forgotten the job."""
         await self._is_lost.wait()
 
-    def renew(self) -> None:
-        """Allow calls again after a loss."""
+    async def renew(self) -> None:
+        """Wait until there is a connection again, and allow calls. Raises PalestraError if the link is given up."""
+        await self._connected()
         self._is_lost.clear()
 
     async def failure(self) -> PalestraError:
@@ -107,16 +102,10 @@ class Link:
         return await asyncio.shield(self._failure)
 
     async def leave(self) -> None:
-        """Say goodbye, so that the server frees what the job has, and end all calls."""
+        """Disconnect, so that the server frees what the job has, and end all calls."""
         if self._closed is None:
-            is_connected = self._is_connected.is_set()
             self._end_all(EngineFailure("the connection to the base server was closed"))
             if self._task is not None:
-                if is_connected:
-                    self._outbox.put_nowait(pack_messages(event("goodbye", None)))
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(10.0):
-                            await asyncio.wait((self._task,))
                 await cancelled(self._task)
         await self.remote.close()
 
@@ -127,17 +116,16 @@ class Link:
         longer than the server takes.
         """
         if isinstance(message, Call):
-            self._check_open()
-            streams = is_stream(message.method)
-            oldest = min(self._calls, default=message.id)
-            data = _checked(pack_messages(event("oldest", oldest), message), self._most_bytes)
-            (self._replies if streams else self._calls)[message.id] = data
-        elif isinstance(message, Cancel) and self._replies.pop(message.id, None) is not None:
-            data = pack_messages(message)
-        else:
-            return
-        if self._is_connected.is_set():
+            if self._closed is not None:
+                raise self._closed
+            if self.is_lost:
+                raise self._forgotten()
+            data = _checked(pack_messages(message))
+            self._calls.add(message.id)
             self._outbox.put_nowait(data)
+        elif isinstance(message, Cancel) and message.id in self._calls:
+            self._calls.remove(message.id)
+            self._outbox.put_nowait(pack_messages(message))
 
     async def frames(self) -> AsyncIterator[list[Message]]:
         """Yield what arrives, with the failures of calls that are lost, until the link is closed."""
@@ -151,19 +139,8 @@ class Link:
     async def _cause(self, problem: InvalidRequest | None) -> Exception:
         return problem or self._closed or EngineFailure("the connection to the base server was closed")
 
-    def _check_open(self) -> None:
-        if self._closed is not None:
-            raise self._closed
-        if self.is_lost:
-            raise self._forgotten()
-
     def _forgotten(self) -> BaseServerLost:
-        return BaseServerLost(f"the base server at {self.address} was started again, and has forgotten this job")
-
-    def _fail(self, calls: dict[int, bytes], error: PalestraError) -> None:
-        failed: list[Message] = [Failed(number, SentError.of(error)) for number in calls]
-        calls.clear()
-        self._arrived.put_nowait(failed)
+        return BaseServerLost(f"the connection to the base server at {self.address} was lost, and with it this job")
 
     def _end_all(self, error: PalestraError) -> None:
         """Fail all calls, now and later."""
@@ -177,7 +154,7 @@ class Link:
         """Reconnect until the link is closed or given up."""
         loop, pause = asyncio.get_running_loop(), 0.05
         since: float | None = None
-        while not self._is_over():
+        while self._closed is None:
             why: BaseException | None = None
             try:
                 async with self._connect() as connection:
@@ -197,10 +174,9 @@ class Link:
             except Exception as error:  # noqa: BLE001 - a mistyped address, say: else all calls would wait for ever
                 said = f"{type(error).__name__}: {error}"
                 self._give_up(EngineFailure(f"the base server at {self.address} can't be used: {said}"))
-            if self._is_over():
+            if self._closed is not None:
                 return
-            self._is_connected.clear()
-            self._fail(self._replies, BaseServerLost(f"the connection to the base server at {self.address} was lost"))
+            self._lose()
             now = loop.time()
             if since is None:
                 since = now
@@ -219,9 +195,6 @@ class Link:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    def _is_over(self) -> bool:
-        return self._closed is not None
-
     def _connect(self) -> connect:
         options: dict[str, Any] = {
             "additional_headers": {"authorization": f"Bearer {self._key}"},
@@ -236,26 +209,22 @@ class Link:
         return WebSocket(self.address, **options)
 
     async def _greet(self, connection: ClientConnection) -> None:
-        """Identify the job, and send unanswered calls again."""
-        hello = Hello(protocol=PROTOCOL, job=self._job, process=self._process, waiting=list(self._calls))
-        await connection.send(pack_messages(event("hello", hello)))
-        answer: Welcome = first(await connection.recv(), "welcome", Welcome)
-        self._most_bytes = answer.most_bytes
-        if self._opened and not answer.known:
-            self._lose()
-        self._opened = True
+        """Identify the job."""
+        await connection.send(pack_messages(event("hello", Hello(protocol=PROTOCOL, job=self._job))))
+        first(await connection.recv(), "welcome", None)
         self._outbox = asyncio.Queue()
-        for data in (*self._calls.values(), *self._replies.values()):
-            self._outbox.put_nowait(data)
         self._is_connected.set()
 
     def _lose(self) -> None:
-        """Fail all calls, because the server has forgotten the job."""
+        """Fail all calls, because the server forgets the job with its connection."""
+        if not self._is_connected.is_set():
+            return
+        self._is_connected.clear()
         self._is_lost.set()
         self.on_lost()
-        log.warning("the base server at %s has forgotten this job, which begins again from its state", self.address)
-        self._fail(self._calls, self._forgotten())
-        self._fail(self._replies, self._forgotten())
+        error = SentError.of(self._forgotten())
+        self._arrived.put_nowait([Failed(number, error) for number in self._calls])
+        self._calls.clear()
 
     async def _talk(self, connection: ClientConnection) -> None:
         """Send posted calls and dispatch incoming messages until the connection ends."""
@@ -267,8 +236,7 @@ class Link:
                     if isinstance(message, Event) and message.name == "refused":
                         raise refused(message.value)
                     if isinstance(message, Result | Failed):
-                        self._calls.pop(message.id, None)
-                        self._replies.pop(message.id, None)
+                        self._calls.discard(message.id)
                 self._arrived.put_nowait(messages)
         finally:
             with contextlib.suppress(*_UNREACHABLE):
@@ -285,12 +253,12 @@ class Link:
             self._failure.set_result(error)
 
 
-def _checked(data: bytes, most_bytes: int) -> bytes:
+def _checked(data: bytes) -> bytes:
     """Return a message that the server takes."""
     wanted = "lower rollout.groups_per_step, or raise algorithm.minibatches"
-    if len(data) > most_bytes:
+    if len(data) > MOST_BYTES:
         raise PayloadTooLarge(
-            f"a message to the base server has {len(data):,} bytes, and it takes {most_bytes:,}; {wanted}"
+            f"a message to the base server has {len(data):,} bytes, and it takes {MOST_BYTES:,}; {wanted}"
         )
     try:
         check_values(data, MOST_VALUES)

@@ -1,8 +1,8 @@
 """What a job and its base server send each other: messages of `palestra.process.channel` over WebSockets.
 
-The first of a job is `Hello`, and the first of a server `Welcome`. Then the job calls methods of `Engine`, `Trainer`
-and `BaseCalls`. An event `oldest` of the job says which calls still wait for an answer, `goodbye` that it ends; an
-event `version` of the server says which version the trainer has of a policy, and `refused` why the connection ends.
+The first of a job is `Hello`, which the server answers with the event `welcome`. Then the job calls methods of
+`Engine`, `Trainer` and `BaseCalls`. An event `version` of the server says which version the trainer has of a policy,
+and `refused` why the connection ends. With its connection the server forgets a job.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from palestra.process.stub import method_of
 from palestra.trainer.base import Trainer
 from palestra_bases.base import BaseDescription, SamplerSpec
 
-PROTOCOL = 2  # grows with every change of the messages
+PROTOCOL = 3  # grows with every change of the messages
 MOST_BYTES = 256 * 2**20  # of a message
 MOST_VALUES = 2_000_000  # of a message; each row of a batch has some 100
 TAKEN_OVER = 4001  # the code with which a connection is closed when another process of the job has connected
@@ -28,29 +28,10 @@ REFUSED = 4002  # and when its message could not be used, after the event with t
 
 
 class Hello(msgspec.Struct):
-    """Who connects.
-
-    Attributes:
-        process: names the job's process; another process of the same job begins anew.
-        waiting: calls that have no answer yet, and are sent again.
-    """
+    """Who connects."""
 
     protocol: int
     job: str
-    process: str
-    waiting: list[int]
-
-
-class Welcome(msgspec.Struct):
-    """The answer to `Hello`.
-
-    Attributes:
-        known: whether the server has what this process gave it over an earlier connection.
-        most_bytes: of a message that the server takes.
-    """
-
-    known: bool
-    most_bytes: int
 
 
 class BaseCalls(Protocol):
@@ -71,7 +52,7 @@ PARTS: dict[str, Any] = {"base": BaseCalls, "engine": Engine, "trainer": Trainer
 
 
 def is_stream(method: str) -> bool:
-    """Return whether a method answers in pieces, which are lost with the connection; other calls are made once."""
+    """Return whether a method answers in pieces."""
     part, _, name = method.rpartition(".")
     try:
         return method_of(PARTS.get(part), name).streams

@@ -135,7 +135,6 @@ class BaseOptions:
         runs: parent folder of jobs, for several tenants with a subfolder for each; the server reads and writes no file
             elsewhere.
         tenants: names, each with a key in `folder/keys`.
-        lease_seconds: how long a disconnected job keeps its policies.
         most_policies: limit per job.
     """
 
@@ -145,7 +144,6 @@ class BaseOptions:
     host: str = "127.0.0.1"
     runs: Path = Path("runs")
     tenants: Sequence[str] = ("default",)
-    lease_seconds: float = 60.0
     most_policies: int = 16
     tinker: TinkerOptions | None = None
 
@@ -183,7 +181,7 @@ async def base_server(options: BaseOptions) -> AsyncIterator[tuple[BaseServer, L
             base = await in_thread(lambda: LoadedBase(options, shared, own_folders=own))
             stack.callback(base.close)
             start.succeeded = True
-            server = HostedJobs(base, tenants.of, options.lease_seconds, options.most_policies)
+            server = HostedJobs(base, tenants.of, options.most_policies)
             socket = options.folder / SOCKET if options.port is None else None
             address = await stack.enter_async_context(server.listen(socket, options.host, options.port or 0))
             yield BaseServer(address=address, tenants=tenants, jobs=server, tinker=tinker), base

@@ -25,7 +25,6 @@ from palestra_service.jobs.launcher import ENDED_FILE, BaseOrder, Ended, Ending,
 from palestra_service.model_server import open_log, start_failure
 
 LOOK_SECONDS = 0.5  # between two readings of the admissions
-LEASE_SECONDS = 60.0  # a job whose connection is lost keeps its policies for so long
 log = logging.getLogger("palestra.base")
 
 
@@ -110,7 +109,7 @@ class BaseProcess:
                 base = self._base = await in_thread(lambda: LoadedBase(options, shared, own_folders=True))
                 start.succeeded = True
                 try:
-                    server = self._server = HostedJobs(base, admissions.of, LEASE_SECONDS, options.most_policies)
+                    server = self._server = HostedJobs(base, admissions.of, options.most_policies)
                     port = 0 if order.address is None else urlsplit(order.address).port
                     async with server.listen(None, host, port or 0) as address:
                         self._address = address

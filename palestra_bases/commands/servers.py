@@ -61,13 +61,6 @@ def add_base(commands: Any) -> None:
         "--port", type=int, help="listen on this port, 0: any free one; without it, on the Unix socket DIR/socket"
     )
     parser.add_argument(
-        "--lease-seconds",
-        metavar="SECONDS",
-        type=float,
-        default=60.0,
-        help="how long a job whose connection is lost keeps its policies",
-    )
-    parser.add_argument(
         "--max-policies", metavar="POLICIES", type=int, default=16, help="policies of a job, past versions included"
     )
     group = parser.add_argument_group("Tinker API")
@@ -84,7 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     from palestra_bases.serving import BaseOptions, serve_base
 
-    check_positive(arguments, "lease_seconds", "max_policies")
+    check_positive(arguments, "max_policies")
     shared, tinker = model_options(arguments, [arguments.model]), None
     if arguments.tinker_port is not None:
         tinker = tinker_options(arguments, arguments.dir / TINKER, arguments.tinker_port)
@@ -97,7 +90,6 @@ def _run(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         runs=arguments.runs,
         tenants=arguments.tenant or ["default"],
-        lease_seconds=arguments.lease_seconds,
         most_policies=arguments.max_policies,
         tinker=tinker,
     )

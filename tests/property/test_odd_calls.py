@@ -161,8 +161,6 @@ MESSAGES = [
     Cancel(7),
     Beat(),
     Result(1, raw(None)),
-    event("oldest", "x"),
-    event("oldest", 2**64 - 1),
     event("stranger", None),
     Call(2**63, "base.describe", raw(())),
     Call(9, "base.describe", raw({})),

@@ -1,4 +1,4 @@
-"""A base server's doors: keys, protocol, names, folders, sizes, leases; and a link that is lost and comes back."""
+"""A base server's doors: keys, protocol, names, folders, sizes; and a link that is lost and comes back."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ from palestra.errors import (
 )
 from palestra.models.weights import SavedWeights
 from palestra.process.channel import Call, raw
-from palestra.process.codec import decode
-from palestra.trainer.base import OptimParams, PolicySpec
+from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.calls import GrammarSpan, MediaSpan, PolicyVersion, SamplingParams
 from palestra_bases import job_channel, link
 from palestra_bases.base import SamplerSpec
 from palestra_bases.job_channel import JobChannel
 from palestra_bases.link import Link
-from palestra_bases.protocol import PROTOCOL, Hello, Welcome, event, first, pack_messages, unpack_messages
+from palestra_bases.protocol import PROTOCOL, Hello, event, first, pack_messages, unpack_messages
 from palestra_bases.remote import RemoteEngine, RemoteTrainer
 from palestra_bases.server import HostedJobs
 from unit.building import engine_request, make_sample
@@ -60,7 +59,7 @@ async def parts():
 
 @pytest.fixture
 async def base(parts, tmp_path):
-    async with served(*parts, tmp_path, lease_seconds=0.2, most_policies=2) as made:
+    async with served(*parts, tmp_path, most_policies=2) as made:
         yield made
 
 
@@ -76,7 +75,7 @@ async def test_a_key_that_is_not_known_opens_nothing(base):
 
 async def test_a_job_of_another_protocol_is_told_both_versions(base, monkeypatch):
     monkeypatch.setattr(link, "PROTOCOL", 99)
-    with pytest.raises(ConfigError, match="speaks protocol 99 and this base server 2"):
+    with pytest.raises(ConfigError, match="speaks protocol 99 and this base server 3"):
         await base.job()
 
 
@@ -231,10 +230,10 @@ async def test_rows_that_would_end_a_process_are_refused(base, row, said):
     await trainer.forward_backward("policy", [ROW], LOSS, "g")
 
 
-async def test_a_message_that_is_too_long_is_not_sent(base):
+async def test_a_message_that_is_too_long_is_not_sent(base, monkeypatch):
     _, trainer = await base.job()
     await trainer.create("policy", POLICY)
-    trainer._link._most_bytes = 2_000
+    monkeypatch.setattr(link, "MOST_BYTES", 2_000)
     with pytest.raises(PayloadTooLarge, match=r"it takes 2,000"):
         await trainer.forward_backward("policy", [ROW] * 50, LOSS, "g")
     await trainer.forward_backward("policy", [ROW], LOSS, "g")
@@ -251,17 +250,17 @@ async def test_bytes_that_are_no_message_close_their_own_connection_alone(base, 
 
 
 async def test_a_job_that_does_not_read_is_not_read_either_and_gets_every_answer_later(base):
-    hello, name, count = Hello(PROTOCOL, "job", "process", []), "trainer." + "x" * 4_000, 3_000
+    hello, name, count = Hello(PROTOCOL, "job"), "trainer." + "x" * 4_000, 3_000
 
     async def send(connection) -> None:
         for number in range(1, count + 1):
-            await connection.send(pack_messages(event("oldest", number), Call(number, name, raw(()))))
+            await connection.send(pack_messages(Call(number, name, raw(()))))
 
     keys = [("authorization", "Bearer key-of-ada")]
     path = base.address.removeprefix("unix:")
     async with unix_connect(path, additional_headers=keys, max_queue=1, compression=None) as connection:
         await connection.send(pack_messages(event("hello", hello)))
-        first(await connection.recv(), "welcome", Welcome)
+        first(await connection.recv(), "welcome", None)
         sending = asyncio.create_task(send(connection))
         assert not (await asyncio.wait({sending}, timeout=1.5))[0]
         answered = []
@@ -273,25 +272,44 @@ async def test_a_job_that_does_not_read_is_not_read_either_and_gets_every_answer
     assert answered == list(range(1, count + 1))
 
 
+class Connection:
+    """Takes one message, and then is full until it is ended."""
+
+    def __init__(self):
+        self.taken, self.ended = [], asyncio.Event()
+
+    async def send(self, data):
+        self.taken += unpack_messages(data)
+        await self.ended.wait()
+
+    async def __aiter__(self):
+        await self.ended.wait()
+        return
+        yield
+
+
 async def test_replies_wait_for_room_and_for_no_connection_that_has_ended(monkeypatch):
     monkeypatch.setattr(job_channel, "MOST_DUE", 3)
-    channel = JobChannel()
-    outbox = channel.attach([])
+    connection = Connection()
+    channel = JobChannel(connection)
+
+    async def receive() -> None:
+        async for _ in channel.frames():
+            pass
+
+    receiving = asyncio.create_task(receive())
+    channel.send(event("version", 0))
+    await asyncio.sleep(0.01)
+    assert len(connection.taken) == 1
     for number in range(4):
         await asyncio.wait_for(channel.drain(), 1)
         channel.send(event("version", number))
     waiting = asyncio.create_task(channel.drain())
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
     assert not waiting.done()
-    assert len(await outbox.take()) == 4
+    connection.ended.set()
     await asyncio.wait_for(waiting, 1)
-    for number in range(4):
-        channel.send(event("version", number))
-    waiting = asyncio.create_task(channel.drain())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    channel.detach()
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(receiving, 1)
 
 
 async def test_two_keys_of_one_connection_are_refused(base, caplog):
@@ -310,59 +328,62 @@ async def test_a_second_process_of_a_job_takes_its_place(base, parts):
         raise await asyncio.wait_for(trainer._link.failure(), 30)
 
 
-async def cut(remote) -> None:
-    """Lose a connection, as a network does."""
-    for connection in remote.server._connections.values():
-        connection.transport.abort()
-
-
-async def test_a_connection_that_is_lost_is_made_again_and_each_call_is_executed_once(base, parts):
+async def test_with_its_connection_the_server_forgets_a_job_which_begins_again(base, parts):
     engine, trainer = await base.job()
     await engine.sample("policy", SPEC)
     await trainer.create("policy", POLICY)
     wanted = await reply(engine)
     reading = asyncio.ensure_future(reply(engine))
-    steps = []
-    for number in range(5):
-        await trainer.forward_backward("policy", [ROW], LOSS, f"g{number}")
-        steps.append(asyncio.ensure_future(trainer.optim_step("policy", OptimParams(learning_rate=0.1), f"u{number}")))
-        await asyncio.sleep(0)
-        await cut(base)
-        assert (await asyncio.wait_for(steps[-1], 30)).applied
-        await trainer.weights("policy")
-    assert await asyncio.wait_for(reading, 30) == wanted  # every token once, in order
-    assert trainer.version("policy") == PolicyVersion(0, 5)
-    assert not engine._link.is_lost
-
-
-async def test_a_reply_does_not_say_that_earlier_calls_are_answered(base):
-    _, trainer = await base.job()
-    link = trainer._link
-    link._is_connected.clear()  # nothing is sent
-    link.send(Call(901, "trainer.weights", raw(("policy",))))
-    link.send(Call(902, "engine.generate", raw(())))
-    oldest, _ = unpack_messages(link._replies[902])
-    assert decode(int, oldest.value) == 901
-    link._calls.clear()
-
-
-async def test_a_job_that_does_not_come_back_is_forgotten_and_one_that_says_goodbye_at_once(base, parts):
-    _, trainer = await base.job(job="gone")
+    await asyncio.sleep(0.05)
+    for job in base.server._jobs.values():  # as a network loses a connection
+        job.channel._connection.transport.abort()
+    await asyncio.wait_for(engine._link.lost(), 30)
+    with pytest.raises(BaseServerLost):
+        await trainer.forward_backward("policy", [ROW], LOSS, "g")
+    trainer.forget()
+    await asyncio.wait_for(engine._link.renew(), 30)
+    await engine.sample("policy", SPEC)  # under the same names, because those of before are freed
     await trainer.create("policy", POLICY)
-    _, other = await base.job(job="polite")
-    await other.create("policy", POLICY)
-    await other.close()
-    async with asyncio.timeout(30):
-        while len(base.server.jobs) > 1:
-            await asyncio.sleep(0.01)
-    assert [name for _, name, _ in base.server.jobs] == ["gone"]
+    assert not reading.done()
+    await engine.resume()
+    assert await asyncio.wait_for(reading, 30) == wanted  # every token once, in order
+    assert trainer.version("policy") == PolicyVersion(0, 0)
+    assert base.server.jobs == [("ada", "job", 1)]
+
+
+async def test_a_call_that_has_begun_is_executed_before_its_job_is_forgotten(base, parts, monkeypatch):
+    _, trainer = await base.job()
+    await trainer.create("policy", POLICY)
+    begun, may_end, create = asyncio.Event(), asyncio.Event(), parts[1].create
+
+    async def slow(*given) -> None:
+        begun.set()
+        await may_end.wait()
+        await create(*given)
+
+    monkeypatch.setattr(parts[1], "create", slow)
+    creating = asyncio.ensure_future(trainer.create("second", POLICY))
+    await asyncio.wait_for(begun.wait(), 30)
     trainer._link._task.cancel()  # as if the process were killed
+    await asyncio.sleep(0.05)
+    assert base.server.jobs == [("ada", "job", 1)]
+    may_end.set()
     async with asyncio.timeout(30):
         while base.server.jobs:
             await asyncio.sleep(0.01)
-        with contextlib.suppress(NotFound):  # its policies are removed a moment after it
-            while parts[1].version("ada/gone/policy"):
-                await asyncio.sleep(0.01)
+    for name in ("policy", "second"):
+        with pytest.raises(NotFound):
+            parts[1].version(f"ada/job/{name}")
+    creating.cancel()
+
+
+async def test_a_job_that_disconnects_is_forgotten_at_once(base):
+    _, trainer = await base.job(job="polite")
+    await trainer.create("policy", POLICY)
+    await trainer.close()
+    async with asyncio.timeout(5):
+        while base.server.jobs:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_server_that_was_started_again_has_to_be_given_everything_again(parts, tmp_path):
@@ -383,7 +404,7 @@ async def test_a_server_that_was_started_again_has_to_be_given_everything_again(
             await trainer.forward_backward("policy", [ROW], LOSS, "g")
         assert not waiting.done()
         trainer.forget()
-        connection.renew()
+        await connection.renew()
         await engine.sample("policy", SPEC)
         await trainer.create("policy", POLICY)
         assert not waiting.done()
