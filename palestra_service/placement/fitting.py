@@ -1,8 +1,7 @@
-"""Free resources of nodes: whether a job fits, where it fits best, and where it could start soonest.
+"""Free resources of nodes: whether a process fits, and what it leaves over; `gangs` chooses the nodes of a job.
 
-Sums are exact: CPUs and GPUs are counted in parts of 1/SHARES, memory in MiB. Jobs here are on one node; `gangs` places
-jobs of several processes. A fraction of a GPU is on one device, and whole GPUs are whole devices. Within one decision
-free amounts only shrink.
+Sums are exact: CPUs and GPUs are counted in parts of 1/SHARES, memory in MiB. A fraction of a GPU is on one device, and
+whole GPUs are whole devices. Within one decision free amounts only shrink.
 """
 
 from __future__ import annotations
@@ -289,38 +288,6 @@ class FreeOnNode(FreeResources):
         """Return whether a job would fit on the empty node."""
         return all(need <= have for need, have in zip(needs, self.capacity, strict=True))
 
-    def will_fit(self, needs: Amounts) -> bool:
-        """Return whether a job fits when all jobs that ever end have ended."""
-        return self.lasting.fits(needs)
-
-    def soonest_by_ends(self, needs: Amounts, now: float) -> tuple[float, FreeResources] | None:
-        """Return when a job fits if all others end as expected, and what is free then; None: unknown from the expected
-        ends.
-        """
-        ends = sorted((h.ends, h) for h in self.holdings if h.ends is not None and now < h.ends < math.inf)
-        found = self._released(needs, [holding for _, holding in ends])
-        return found and (found[0].ends or now, found[1])
-
-    def soonest_by_age(self, needs: Amounts) -> tuple[float, FreeResources] | None:
-        """Return the start of the youngest job that must end if the oldest end first, and what is free then.
-
-        None: the job does not fit even when all jobs that ever end have ended.
-        """
-        found = self._released(needs, sorted(h for h in self.holdings if h.ends != math.inf))
-        return found and (found[0].since, found[1])
-
-    def _released(self, needs: Amounts, order: Iterable[Allocation]) -> tuple[Allocation, FreeResources] | None:
-        """Return the first allocation in `order` whose end lets a job fit, and the free resources then; None: none
-        does.
-        """
-        if self.will_fit(needs):
-            room = self.copy()
-            for holding in order:
-                room.give(holding.needs, holding.devices, -1)
-                if room.fits(needs):
-                    return holding, room
-        return None
-
 
 @dataclass(kw_only=True, slots=True)
 class Reservation:
@@ -359,34 +326,3 @@ class Reservation:
     def is_over(self, ends: float | None) -> bool:
         """Return whether a job with this expected end has ended when the first job can start."""
         return ends is not None and self.starts_at is not None and ends <= self.starts_at
-
-
-def best_fit(rooms: Iterable[FreeOnNode], needs: Amounts) -> FreeOnNode | None:
-    """Return the node on which a job leaves the least over, the first of equal ones; None: it fits nowhere."""
-    fitting = [room for room in rooms if room.fits(needs)]
-    return min(fitting, key=lambda room: room.leftover(needs)) if fitting else None
-
-
-def reserve(rooms: Iterable[FreeOnNode], job_id: str, needs: Amounts, now: float, trusting: bool) -> Reservation | None:
-    """Reserve the node on which a job that fits nowhere can start soonest; None: no end of a job helps.
-
-    With `trusting` the expected ends decide (EASY backfill; Lifka, The ANL/IBM SP scheduling system, 1995). If they are
-    unknown or not trusted, it is the node whose jobs have run longest: the jobs that must end, counted from the oldest,
-    began before those of any other node. A job that starts on that node later counts as younger, so the choice can only
-    change to an even older set of jobs, which happens a limited number of times. So the job eventually starts if jobs
-    end that are not known to be endless, which are never waited for.
-
-    Args:
-        trusting: whether to use expected ends.
-    """
-    nodes = list(rooms)
-    if trusting:
-        timed = [(soonest, node) for node in nodes if (soonest := node.soonest_by_ends(needs, now))]
-        if timed:
-            (at, then), node = min(timed, key=lambda found: (found[0][0], found[1].node_id))
-            return Reservation(job_id=job_id, needs=(needs,), node=node, then=then, starts_at=at)
-    aged = [(soonest, node) for node in nodes if (soonest := node.soonest_by_age(needs))]
-    if aged:
-        (_, then), node = min(aged, key=lambda found: (found[0][0], found[1].node_id))
-        return Reservation(job_id=job_id, needs=(needs,), node=node, then=then, starts_at=None)
-    return None

@@ -1,9 +1,10 @@
-"""Jobs of several processes, which start together or not at all: their nodes, and missing resources.
+"""The nodes of a job's processes, which start together or not at all: now, and where the job could start soonest.
 
-`STRICT_PACK` puts all on one node. `PACK` does so if possible, and otherwise fills one node after another, first the
-one that holds most of the remaining processes. `SPREAD` gives each process to the node with the fewest of the job, and
-packs them if that leaves one without a node. Processes with labels are placed first, and larger ones before smaller
-ones. This is a bin-packing heuristic, like Ray's: a job may be refused although an arrangement exists.
+A single process goes where it leaves the least over. Of several, `STRICT_PACK` puts all on one node. `PACK` does so if
+possible, and otherwise fills one node after another, first the one that holds most of the remaining processes. `SPREAD`
+gives each process to the node with the fewest of the job, and packs them if that leaves one without a node. Processes
+with labels are placed first, and larger ones before smaller ones. This is a bin-packing heuristic, like Ray's: a job
+may be refused although an arrangement exists.
 
 With P processes and N nodes a placement takes O(P P N) at most, and O(P N) if one node holds all.
 """
@@ -75,7 +76,7 @@ class Gang(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether this is one process for any node, which `fitting` handles faster."""
+        """Return whether this is one process for any node."""
         return len(self.parts) == 1 and not self.parts[0].wants
 
     @property
@@ -112,6 +113,8 @@ def _part(name: str, needs: ProcessResources) -> GangPart:
 
 def fit_gang(gang: Gang, free: Free) -> GangPlaces | NoRoom:
     """Return the nodes of a job's processes, or the process that finds none. The first of equal nodes is used."""
+    if len(gang.parts) == 1:
+        return _placed_alone(gang.parts[0], free)
     order = sorted(range(len(gang.parts)), key=lambda number: (_turn(gang.parts[number]), -number), reverse=True)
     if gang.placement == "SPREAD":
         spread = _placed_by(_least_used, gang, order, free)
@@ -123,6 +126,13 @@ def fit_gang(gang: Gang, free: Free) -> GangPlaces | NoRoom:
     if gang.placement == "STRICT_PACK" and isinstance(packed, GangPlaces):
         return NoRoom(0, free)
     return packed
+
+
+def _placed_alone(part: GangPart, free: Free) -> GangPlaces | NoRoom:
+    """Return the place of a single process, on the node where it leaves the least over."""
+    node = min(_able(part, free), key=lambda node: free[node].leftover(part.needs), default=None)
+    devices = None if node is None else devices_for(part.needs.gpus, free[node].devices, free[node].devices)
+    return NoRoom(0, free) if node is None or devices is None else GangPlaces(((node, devices),))
 
 
 def _turn(part: GangPart) -> tuple[bool, tuple[int, int, int]]:
@@ -201,31 +211,27 @@ def _fewest_nodes(part: GangPart, later: list[GangPart], left: Free, used: Count
     return min(able, key=lambda node: (-held(node), left[node].leftover(part.needs)), default=None)
 
 
-def reserve_gang(
+def reserve(
     rooms: Iterable[FreeOnNode], job_id: str, gang: Gang, now: float, trusting: bool
 ) -> tuple[Reservation, ...]:
     """Reserve the nodes on which a job that fits nowhere can start soonest; (): no end of a job helps.
 
-    Jobs are assumed to end in the order of their expected ends or, if these are unknown or not trusted, from the oldest
-    on; see `fitting.reserve`. The smallest sufficient number of them is used.
+    With `trusting` jobs are assumed to end in the order of their expected ends (EASY backfill; Lifka, The ANL/IBM SP
+    scheduling system, 1995), and the smallest sufficient number of them is used. If the ends are unknown or not
+    trusted, it is from the oldest job on: a job that starts on a reserved node later counts as younger, so the choice
+    can only change to an even older set of jobs, which happens a limited number of times. So the job eventually starts
+    if jobs end that are not known to be endless, which are never waited for.
     """
     nodes = list(rooms)
     holdings = [(holding, node) for node in nodes for holding in node.holdings if holding.ends != math.inf]
-    timed = sorted(
-        (
-            (holding.ends, holding, node)
-            for holding, node in holdings
-            if holding.ends is not None and holding.ends > now
-        ),
-        key=lambda each: (each[0], each[1], each[2].node_id),
-    )
-    aged = sorted(holdings, key=lambda each: (each[0], each[1].node_id))
     if trusting:
+        ends = ((one.ends, one, node) for one, node in holdings if one.ends is not None and one.ends > now)
+        timed = sorted(ends, key=lambda each: (each[0], each[1], each[2].node_id))
         found = _soonest(nodes, gang, [(holding, node) for _, holding, node in timed])
         if found is not None:
             count, then, places = found
             return _kept(job_id, gang, then, places, timed[count - 1][0] if count else now)
-    found = _soonest(nodes, gang, aged)
+    found = _soonest(nodes, gang, sorted(holdings, key=lambda each: (each[0], each[1].node_id)))
     return () if found is None else _kept(job_id, gang, found[1], found[2], None)
 
 

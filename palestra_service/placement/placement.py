@@ -1,13 +1,13 @@
 """Decides which job starts where: a pure function of the queue, the running jobs, the nodes, the policy and the time.
 
-Jobs have their turns in the order of `turns`. A job that fits starts where the least is left over (`fitting`). For the
+Jobs have their turns in the order of `turns`. A job that fits starts where the least is left over (`gangs`). For the
 first job that fits nowhere a node is reserved, and later jobs start only where they do not delay it (backfill). A job
-stopped by its tenant's quota reserves its part of the quota in the same manner. The processes of a job (`gangs`) start
+stopped by its tenant's quota reserves its part of the quota in the same manner. The processes of a job start
 together, with reservations for all of them. No job starves:
 
 - a waiting job ages until it is overdue, once the finite number of jobs that its tenant submitted before it are over;
 - only a finite number of jobs has been overdue for longer, so it becomes the first;
-- the node reserved for an overdue job is chosen without trusting estimates, and the choice settles (`fitting.reserve`).
+- the node reserved for an overdue job is chosen without trusting estimates, and the choice settles (`gangs.reserve`).
 
 Only resources of a dead node that may come back, or of an endless job that may be stopped, cannot be promised.
 
@@ -29,11 +29,8 @@ from palestra_service.placement.fitting import (
     PlacedBundle,
     Reservation,
     RunningJob,
-    best_fit,
-    devices_for,
-    reserve,
 )
-from palestra_service.placement.gangs import Gang, GangPlaces, fit_gang, gang_of, reserve_gang
+from palestra_service.placement.gangs import Gang, GangPlaces, fit_gang, gang_of, reserve
 from palestra_service.placement.queues import QueueEntry, TenantQueue, WaitingJob, in_order
 from palestra_service.placement.reasons import (
     Shortage,
@@ -257,11 +254,8 @@ class _Placement:
     def _reachable(self, needs: Gang) -> bool:
         """Return whether a job will fit on open nodes when all jobs that ever end have ended."""
         if needs not in self._reached:
-            if needs.is_plain:
-                self._reached[needs] = any(room.will_fit(needs.total) for room in self._rooms)
-            else:
-                lasting = {room: room.lasting for room in self._rooms}
-                self._reached[needs] = isinstance(fit_gang(needs, lasting), GangPlaces)
+            lasting = {room: room.lasting for room in self._rooms}
+            self._reached[needs] = isinstance(fit_gang(needs, lasting), GangPlaces)
         return self._reached[needs]
 
     def _best_fit(self, needs: Gang) -> GangPlaces | None:
@@ -277,12 +271,7 @@ class _Placement:
     def _keep_nodes(self, turn: QueueEntry, needs: Gang) -> None:
         """Keep nodes for the first job that fits nowhere. For an overdue job, estimated ends are not trusted."""
         if self._first is None and self._reachable(needs):
-            trusting = turn.below_overdue > 0
-            if needs.is_plain:
-                one = reserve(self._rooms, turn.job_id, needs.total, self._now, trusting)
-                kept: tuple[Reservation, ...] = () if one is None else (one,)
-            else:
-                kept = reserve_gang(self._rooms, turn.job_id, needs, self._now, trusting)
+            kept = reserve(self._rooms, turn.job_id, needs, self._now, trusting=turn.below_overdue > 0)
             self._kept = {reservation.node: reservation for reservation in kept}
             self._first = turn if kept else None
 
@@ -297,7 +286,7 @@ class _Placement:
             return None
         if not any(room in self._kept for room, _ in found.places):
             return found
-        if needs.is_plain:
+        if len(found.places) == 1:
             room, _ = found.places[0]
             if (devices := self._kept[room].borrow(needs.total, ends)) is not None:
                 return GangPlaces(((room, devices),))
@@ -367,12 +356,7 @@ def _rooms(nodes: Iterable[Node], running: Iterable[RunningJob]) -> list[FreeOnN
     return list(rooms.values())
 
 
-def _fitted(rooms: Sequence[FreeOnNode], needs: Gang) -> GangPlaces | None:
+def _fitted(rooms: Iterable[FreeOnNode], needs: Gang) -> GangPlaces | None:
     """Return the best places for a job on some nodes; None: it does not fit there."""
-    if not needs.is_plain:
-        found = fit_gang(needs, {room: room for room in rooms})
-        return found if isinstance(found, GangPlaces) else None
-    amounts = needs.parts[0].needs
-    room = best_fit(rooms, amounts)
-    devices = None if room is None else devices_for(amounts.gpus, room.devices, room.devices)
-    return None if room is None or devices is None else GangPlaces(((room, devices),))
+    found = fit_gang(needs, {room: room for room in rooms})
+    return found if isinstance(found, GangPlaces) else None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from palestra_control.jobs import SHARES, Bundle, Resources
 from palestra_service.placement.fitting import Allocation, FreeOnNode, Node
-from palestra_service.placement.gangs import GangPlaces, fit_gang, gang_of, reserve_gang
+from palestra_service.placement.gangs import GangPlaces, fit_gang, gang_of, reserve
 
 amounts = st.tuples(st.integers(1, 4), st.sampled_from((0.0, 0.5, 1.0, 2.0)))
 placements = st.sampled_from(("PACK", "STRICT_PACK", "SPREAD"))
@@ -78,7 +78,7 @@ def test_nodes_are_kept_for_a_job_exactly_if_it_fits_when_others_have_ended(size
             needs = gang.parts[0].needs._replace(cpus=SHARES, gpus=0, memory=0)
             room.hold(Allocation(float(number), f"{room.node_id}-{number}", ends, needs, ()))
     reachable = isinstance(fit_gang(gang, {room: room.lasting for room in rooms}), GangPlaces)
-    kept = reserve_gang(rooms, "job", gang, now=1.0, trusting=data.draw(st.booleans()))
+    kept = reserve(rooms, "job", gang, now=1.0, trusting=data.draw(st.booleans()))
     assert bool(kept) == reachable
     for reservation in kept:
         assert reservation.then.copy().hold_all(reservation.needs) is not None, "it has room there then"
