@@ -66,6 +66,10 @@ class ChildProcess(Protocol):
         """Kill the process without waiting, even if it is stopped."""
         ...
 
+    async def code(self) -> int | None:
+        """Wait for the end of the process, and return its exit code; None: it is gone with its machine."""
+        ...
+
     async def how_ended(self) -> str:
         """Wait for the end of the process, and describe it: `was killed by SIGKILL`."""
         ...

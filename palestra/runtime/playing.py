@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from palestra.agents import ModelAgent
 from palestra.algorithms.base import Algorithm
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
+from palestra.process.child import ProcessStarter
 from palestra.rollout import RolloutSpec
 from palestra.runners import Runner, RunnerPool
 from palestra.runtime.early_checks import agents_of, check_roles
-from palestra.runtime.runner_fleet import RunnerFleet, RunnerOrder, RunnerStarter
+from palestra.runtime.runner_fleet import RunnerFleet, RunnerOrder, run_runner, start_here
 from palestra.runtime.tasks import played_of
 from palestra.server import DataPlane
 from palestra.session import Sessions
@@ -100,8 +103,10 @@ def plays_apart(config: JobConfig) -> bool:
     return config.kind != "inference" and (config.environment.runners is not None or config.harness is not None)
 
 
-def fleet_of(config: JobConfig, plane: DataPlane, url: str, starter: RunnerStarter) -> RunnerFleet:
-    """Return the processes of a job that `plays_apart`: runners of its environment, or one for its harness."""
+def fleet_of(config: JobConfig, plane: DataPlane, url: str, start: ProcessStarter | None) -> RunnerFleet:
+    """Return the processes of a job that `plays_apart`: runners of its environment, or one for its harness. `start`:
+    None: on this machine.
+    """
     count = config.environment.runners or 1
     order = RunnerOrder(
         url=url,
@@ -109,4 +114,4 @@ def fleet_of(config: JobConfig, plane: DataPlane, url: str, starter: RunnerStart
         concurrency=-(-_concurrency(config) // count),
         harness=config.harness,
     )
-    return RunnerFleet(count, order, starter, plane)
+    return RunnerFleet(count, order, partial(run_runner, start or start_here), plane)

@@ -1,14 +1,14 @@
 """A job's runners, which play its environment or harness in their own processes: how they are kept alive, and their
 program.
 
-`python -m palestra.runtime.runner_fleet SOCKET URL NAME CONCURRENCY HARNESS`, with the key in PALESTRA_API_KEY; HARNESS
-is the section of the configuration as JSON, or empty.
+`python -m palestra.runtime.runner_fleet SOCKET` is a runner; PALESTRA_RUNNER has what `play_episodes` takes, as JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import re
@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from palestra.agents import named_agents
@@ -25,8 +26,8 @@ from palestra.client.fleet import Crashes
 from palestra.client.harness import harness_rollout
 from palestra.config import HarnessConfig
 from palestra.envs.catalog import catalog_maker
-from palestra.errors import ConfigError, PalestraError
-from palestra.process.child import start_process, with_owner
+from palestra.errors import ConfigError, PalestraError, ServerFailed
+from palestra.process.child import ProcessStarter, start_process, with_owner
 from palestra.rollout import EnvironmentPlayer, RolloutSpec
 from palestra.rollout.result import Lost
 from palestra.waiting import cancelled
@@ -157,7 +158,7 @@ class RunnerFleet:
             self._plane.workers.forget(name)
 
 
-# Runners on this machine
+# A runner
 
 
 async def play_episodes(
@@ -178,36 +179,42 @@ async def play_episodes(
         await Worker(client, EnvironmentPlayer(client, spec, facts), concurrency).run()
 
 
-KEY_VARIABLE = "PALESTRA_API_KEY"
+ORDER = "PALESTRA_RUNNER"  # the variable with a runner's order
+PROGRAM = "palestra.runtime.runner_fleet"
+start_here: ProcessStarter = partial(start_process, prints=True, computes=False)
 
 
-async def start_runner(order: RunnerOrder, worker_id: str) -> None:
+async def run_runner(start: ProcessStarter, order: RunnerOrder, worker_id: str) -> None:
     """Run a runner as a process, until the job is over. See `RunnerStarter`."""
-    harness = "" if order.harness is None else order.harness.model_dump_json()
-    words = (order.url, worker_id, str(order.concurrency), harness)
-    variables = {KEY_VARIABLE: order.key()}
-    process = await start_process("palestra.runtime.runner_fleet", variables, *words, prints=True, computes=False)
+    harness = None if order.harness is None else order.harness.model_dump(mode="json")
+    given = {"url": order.url, "key": order.key(), "worker_id": worker_id, "concurrency": order.concurrency}
+    try:
+        process = await start(PROGRAM, {ORDER: json.dumps(given | {"harness": harness})})
+    except ServerFailed as error:
+        raise RunnerDied(f"did not start: {error}") from error
     try:
         code = await process.code()
     finally:
-        await process.end(0.0)
-    if code:
-        raise RunnerDied(await process.how_ended())
+        process.kill()
+        process.connection.close()
+        how = await process.how_ended()
+    if code != 0:
+        raise RunnerDied(how)
 
 
 def _main() -> int:
     """Play until the job is over; return the exit code."""
     from palestra.terminal import say
 
-    url, worker_id, concurrency, harness = sys.argv[2:]
     # Ctrl-C reaches all processes of a terminal; the job decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with_owner(lambda _: os._exit(1))
+    order = json.loads(os.environ.pop(ORDER))
+    harness = order.pop("harness")
     try:
-        played = (url, os.environ.pop(KEY_VARIABLE), worker_id, int(concurrency))
-        asyncio.run(play_episodes(*played, HarnessConfig.model_validate_json(harness) if harness else None))
+        asyncio.run(play_episodes(**order, harness=harness and HarnessConfig.model_validate(harness)))
     except PalestraError as error:
-        say(f"{worker_id}: {error}", file=sys.stderr)
+        say(f"{order['worker_id']}: {error}", file=sys.stderr)
         return 2
     return 0
 

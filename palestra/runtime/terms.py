@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from palestra.client.task_files import TaskFile
 from palestra.learner.samplers import SamplerMaker
 from palestra.process.child import ProcessStarter
-from palestra.runtime.runner_fleet import RunnerStarter, start_runner
 from palestra.types.records import Task
 
 if TYPE_CHECKING:
@@ -22,14 +21,14 @@ class JobPlaces:
     """Starts the processes of a job.
 
     Attributes:
-        runner: starts a runner of `environment.runners`, or of a harness.
+        runner: starts a runner in its own bundle; None: runners share this machine with the job.
         engine: starts an inference worker in its own bundle; None: workers share this machine with the job.
         trainer: starts a rank in its own bundle; None: ranks share this machine with the job.
         rank_memory_gib: memory of a rank's bundle; None: unknown or no bundle.
         folder: shared folder for weights that travel between machines; None: there is only this machine.
     """
 
-    runner: RunnerStarter = start_runner
+    runner: ProcessStarter | None = None
     engine: ProcessStarter | None = None
     trainer: ProcessStarter | None = None
     rank_memory_gib: float | None = None

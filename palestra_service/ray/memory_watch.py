@@ -34,17 +34,17 @@ def used_bytes(pid: int, children: list[int], limit_bytes: int) -> int:
     return sum(_sum(f"/proc/{process}/smaps_rollup", _SHARE) for process in (pid, *children))
 
 
-def descendants(*pids: int) -> list[int]:
-    """Return the descendants of processes, without these and without this process."""
+def descendants(pid: int) -> list[int]:
+    """Return the descendants of a process, without this process."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         fields = _stat(int(entry)) if entry.isdigit() else None
         if fields is not None:
             children.setdefault(int(fields[1]), []).append(int(entry))
-    found = list(pids)
+    found = [pid]
     for parent in found:  # the list grows during the loop
         found.extend(children.get(parent, ()))
-    return [child for child in found if child not in (*pids, os.getpid())]
+    return [child for child in found if child not in (pid, os.getpid())]
 
 
 def start_time(pid: int) -> str | None:
@@ -53,23 +53,7 @@ def start_time(pid: int) -> str | None:
     return None if fields is None or fields[0] in ("Z", "X") else fields[19]
 
 
-def join(beside: Path) -> None:
-    """Count this process's memory as a job's, see `watch`."""
-    beside.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (beside / str(os.getpid())).write_text(start_time(os.getpid()) or "", encoding="utf-8")
-
-
-def _joined(beside: Path | None) -> list[int]:
-    """Return the registered running processes, without reused pids."""
-    found = list[int]()
-    with contextlib.suppress(OSError):
-        for path in beside.iterdir() if beside is not None else ():
-            if path.name.isdigit() and path.read_text(encoding="utf-8") == start_time(int(path.name)):
-                found.append(int(path.name))
-    return found
-
-
-def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path, beside: Path | None = None) -> bool:
+def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path) -> bool:
     """Watch a process until it ends, or kill it; return whether it was killed.
 
     Args:
@@ -77,12 +61,11 @@ def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path, beside:
         ended: file for the job's ending; written before the process is killed.
         text: content of `ended`, with the placeholder `USED`.
         log: the job's log, to which the text is appended.
-        beside: folder with pids of the job's further processes, which count with their children; None: none.
     """
     started, children, looks = start_time(pid), list[int](), 0
     while started is not None and start_time(pid) == started:
         if looks % LOOKS_A_SCAN == 0:  # not at every look: it reads all processes of the machine
-            children = [*(joined := _joined(beside)), *descendants(pid, *joined)]
+            children = descendants(pid)
         looks += 1
         used = used_bytes(pid, children, limit_bytes)
         if used > limit_bytes:
@@ -98,7 +81,7 @@ def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path, beside:
                 temporary.replace(ended)
                 with log.open("a", encoding="utf-8") as file:
                     file.write(said + "\n")
-            for process in (pid, *(joined := _joined(beside)), *descendants(pid, *joined)):
+            for process in (pid, *descendants(pid)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             return True
@@ -124,4 +107,4 @@ def _sum(path: str, names: tuple[str, ...]) -> int:
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], *map(Path, sys.argv[5:]))
+    watch(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], Path(sys.argv[5]))

@@ -19,7 +19,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,15 +97,6 @@ class Bundles:
             for index in sorted(self._bundles):
                 self._free.put_nowait(index)
         return self._free
-
-    @contextlib.asynccontextmanager
-    async def taken(self) -> AsyncIterator[int]:
-        """Hold an empty bundle while the block runs, and yield its index."""
-        index = await self.empty().get()
-        try:
-            yield index
-        finally:
-            self._give_back(index)
 
     def memory_limit(self, index: int) -> MemoryLimit | None:
         """Return the memory limit of a bundle's next process; None: unlimited. Blocks for the disk."""
@@ -262,27 +253,32 @@ class HostedProcess:
         """Kill the program with its actor, without waiting."""
         ray.kill(self._actor)
 
+    async def code(self) -> int | None:
+        """Wait for the end of the program, and return its exit code; None: unknown."""
+        return (await asyncio.shield(self._ended))[0]
+
     async def how_ended(self) -> str:
         """Wait for the end of the program, and describe how it ended."""
-        return await asyncio.shield(self._ended)
+        return (await asyncio.shield(self._ended))[1]
 
-    async def _end(self) -> str:
+    async def _end(self) -> tuple[int | None, str]:
         try:
-            said = await self._code()
+            code, said = await self._code()
         finally:
             ray.kill(self._actor)  # so that the bundle is free for another
             self._give_back()
         written = None if self._limit is None else await asyncio.to_thread(self._limit.said)
-        return said if written is None else f"{said}: {written}"
+        return code, said if written is None else f"{said}: {written}"
 
-    async def _code(self) -> str:
+    async def _code(self) -> tuple[int | None, str]:
         while True:
             try:
-                return ending(await _awaited(self._actor.ended.remote()))
+                code: int = await _awaited(self._actor.ended.remote())
+                return code, ending(code)
             except ray.exceptions.ActorUnavailableError:  # perhaps only for a while; a silent program ends otherwise
                 await asyncio.sleep(AGAIN_SECONDS)
             except ray.exceptions.RayError as error:  # the actor was killed, or its machine is gone
-                return f"is gone with its machine, or was ended ({type(error).__name__})"
+                return None, f"is gone with its machine, or was ended ({type(error).__name__})"
 
 
 class _ProcessHost:

@@ -49,7 +49,7 @@ from palestra_service.ray import memory_watch
 from palestra_service.ray.cluster import NAMESPACE, disconnect
 from palestra_service.ray.gpu_watch import GpuWatch
 from palestra_service.ray.job_environment import limit_environment
-from palestra_service.ray.runners import beside_job, places_of
+from palestra_service.ray.places import places_of
 
 log = logging.getLogger("palestra.runtime")
 ROOM_SECONDS = 60.0  # limit for a node to free the resources that the scheduler counts as free
@@ -140,7 +140,7 @@ class RayServers:
                         max_restarts=0,
                         name=_name(order.job_id),
                         lifetime="detached",
-                        num_cpus=needs.cpus - _runners_beside(order),  # each is an actor with a core of its own
+                        num_cpus=needs.cpus,
                         num_gpus=needs.gpus,
                         memory=int(needs.memory_gib * GIB) or None,
                         max_concurrency=16,
@@ -298,8 +298,8 @@ def _set_base_key(order: ServerOrder) -> None:
 
 
 def _limit_memory(order: ServerOrder | BaseOrder) -> None:
-    """Start a watcher that kills the job if its processes use too much memory: this one, runners beside it, and
-    children.
+    """Start a watcher that kills the job if its processes use too much memory: this one, and its
+    children, such as runners without a bundle.
     """
     limit, asked = order.memory_gib, order.resources.memory_gib
     if limit is None:
@@ -314,7 +314,6 @@ def _limit_memory(order: ServerOrder | BaseOrder) -> None:
     text = ended_text(Ended(ending=Ending.FAILED, reason=reason))
     command = [sys.executable, "-I", "-S", str(WATCH), str(os.getpid()), str(int(limit * GIB))]
     command += [str(order.folder / ENDED_FILE), text, str(order.folder / LOG_FILE)]
-    command += [str(beside_job(order.folder))] if isinstance(order, ServerOrder) else []
 
     def keep_watching() -> None:
         while True:  # restart the watcher if it was killed, perhaps because the machine was short of memory

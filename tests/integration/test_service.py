@@ -144,16 +144,16 @@ def test_a_role_of_a_job_is_played_by_another_job_and_trained_there(service, tmp
 
 
 def runners_of(service) -> list[psutil.Process]:
-    """The actors of this service's cluster that play an environment."""
+    """The processes of jobs on this machine that play an environment."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.Error):
-            if "ray::_Runner" in " ".join(process.info["cmdline"] or ()):
+            if "palestra.runtime.runner_fleet" in " ".join(process.info["cmdline"] or ()):
                 found.append(process)
     return found
 
 
-def test_runners_are_actors_that_count_as_cores_of_their_job_and_are_replaced(service):
+def test_runners_count_as_cores_of_their_job_and_are_replaced(service):
     control = service.client()
     acted = GAMES["environment"] | {"agent": "tools", "agent_settings": {"tools": "calculator"}}
     alone = control.submit(GAMES | {"environment": acted})

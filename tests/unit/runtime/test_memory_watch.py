@@ -49,9 +49,9 @@ def start():
         process.stdout.close()
 
 
-def watcher(process: subprocess.Popen, folder: Path, limit_mib: int, *beside: str) -> subprocess.Popen:
+def watcher(process: subprocess.Popen, folder: Path, limit_mib: int) -> subprocess.Popen:
     command = [sys.executable, "-I", "-S", memory_watch.__file__, str(process.pid), str(limit_mib * MIB)]
-    return subprocess.Popen([*command, str(folder / ENDED_FILE), TEXT, str(folder / "log.txt"), *beside])
+    return subprocess.Popen([*command, str(folder / ENDED_FILE), TEXT, str(folder / "log.txt")])
 
 
 @pytest.mark.parametrize("words", [(EAT.format(100),), (BLOCKED,), (CHILD, EAT.format(100)), (FORKED.format(100),)])
@@ -92,38 +92,3 @@ def test_what_is_shared_by_a_fork_is_counted_once(start):
         assert time.monotonic() < deadline, children
     assert used_bytes(process.pid, children, 1000 * MIB) > 800 * MIB  # four processes that each show 200 MiB
     assert 200 * MIB <= used_bytes(process.pid, children, 300 * MIB) < 240 * MIB
-
-
-JOIN = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import memory_watch; "
-    "memory_watch.join(Path(sys.argv[2])); exec(sys.argv[3])"
-)
-
-
-def test_what_has_joined_counts_with_its_children_and_is_ended_too(start, tmp_path):
-    """A runner is no child of the job, and has a process group of its own."""
-    beside, module = tmp_path / "beside", str(Path(memory_watch.__file__).parent)
-    job = start(EAT.format(1))
-    runner = start(JOIN, module, str(beside), f"import sys; sys.argv[1] = {EAT.format(80)!r}; {CHILD}")
-    stranger = start(EAT.format(200))
-    (beside / str(stranger.pid)).write_text("1")  # of an earlier process with the same number
-    watching = watcher(job, tmp_path, 60, str(beside))
-    assert job.wait(30) == runner.wait(30) == -9
-    assert watching.wait(30) == 0
-    ended = read_ended(tmp_path)
-    assert ended is not None
-    had = float(ended.reason.removeprefix("it had ").removesuffix(" GiB")) * 1024
-    assert 60 <= had < 150, "the stranger is not counted"
-    assert descendants(runner.pid) == []
-    assert stranger.poll() is None
-
-
-@pytest.mark.slow
-def test_without_any_that_has_joined_a_job_has_what_it_has_itself(start, tmp_path):
-    job = start(EAT.format(20))
-    watching = watcher(job, tmp_path, 60, str(tmp_path / "beside"))
-    time.sleep(1.5)  # several looks
-    assert job.poll() is watching.poll() is None
-    job.kill()
-    job.wait()
-    assert watching.wait(30) == 0
