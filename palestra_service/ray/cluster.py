@@ -21,12 +21,15 @@ from typing import Any
 
 from palestra.disk import read_own, write_whole
 from palestra.errors import ConfigError
-from palestra.process.child import MALLOC_VARIABLE, malloc_without_caches
+from palestra.process.child import MALLOC_VARIABLE, kept_command, malloc_without_caches
+from palestra.process.keeper import LAST_SECONDS, members_of
 from palestra_service.ray.job_environment import job_environment
+from palestra_service.ray.memory_watch import start_time
 
 log = logging.getLogger("palestra.runtime")
 NAMESPACE = "palestra"
 START_SECONDS = 60.0
+END_SECONDS = 5.0  # from asking its processes to end to killing them
 _FILE = "ray.json"
 
 
@@ -83,20 +86,15 @@ def stop_local(state_dir: Path) -> None:
     found = _read(state_dir)
     if found is None:
         return
-    family: dict[int, str] = {}  # every process ever seen: children outlive their parents
-    for number, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        until, signalled = time.monotonic() + seconds, set[int]()
-        while True:
-            family |= _family(found)  # again each time, because new processes may start
-            left = [pid for pid, started in family.items() if _started(pid) == started]
-            for pid in left:
-                if pid not in signalled:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, number)
-            signalled.update(left)
-            if not left or time.monotonic() > until:
-                break
-            time.sleep(0.05)
+    if _alive(found):
+        os.kill(found["pid"], signal.SIGTERM)  # the keeper, which ends all
+    until = time.monotonic() + END_SECONDS + 2 * LAST_SECONDS
+    while _alive(found) and time.monotonic() < until:
+        time.sleep(0.05)
+    if start_time(found["pid"]) in (None, found["started"]):  # no other process has its number
+        for left in members_of(found["pid"]):  # the keeper was killed by another, say
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(left, signal.SIGKILL)
     (state_dir / _FILE).unlink(missing_ok=True)
 
 
@@ -114,7 +112,7 @@ def _use_own_token(state_dir: Path) -> None:
 
 
 def _start(state_dir: Path, local: LocalRay, pass_env: Collection[str]) -> str:
-    """Run `ray start --head` in a session of its own, with the variables and the working directory for its jobs."""
+    """Run `ray start --head` under a keeper, with the variables and the working directory for its jobs."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -130,16 +128,22 @@ def _start(state_dir: Path, local: LocalRay, pass_env: Collection[str]) -> str:
     variables = job_environment(os.environ, pass_env)
     if settings := malloc_without_caches(variables.get(MALLOC_VARIABLE, "")):  # which its processes inherit
         variables[MALLOC_VARIABLE] = settings
+    # Its keeper has both ends of its lifeline, so that the cluster outlives this process.
+    lifeline = os.pipe()
     with said.open("ab") as out:
         head = subprocess.Popen(
-            command,
+            kept_command(lifeline[0], END_SECONDS, command),
+            stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=lifeline,
             env=variables,
             cwd=work,
         )
-    _write(state_dir, {"address": f"127.0.0.1:{port}", "pid": head.pid, "started": _started(head.pid)})
+    for end in lifeline:
+        os.close(end)
+    _write(state_dir, {"address": f"127.0.0.1:{port}", "pid": head.pid, "started": start_time(head.pid)})
     try:
         _wait(head, port, said)
     except BaseException:
@@ -186,39 +190,5 @@ def _write(state_dir: Path, data: dict[str, Any]) -> None:
 
 
 def _alive(found: dict[str, Any]) -> bool:
-    """Return whether the cluster's process is still running; its pid may be reused."""
-    return found["started"] is not None and bool(_started(int(found["pid"])) == found["started"])
-
-
-def _started(pid: int) -> str | None:
-    """Return a process's start time, in kernel ticks, or None without the process."""
-    fields = _stat(pid)
-    return None if fields is None or fields[0] == "Z" else fields[19]
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Return the fields of `/proc/PID/stat` from the state on, or None without the process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-
-
-def _family(found: dict[str, Any]) -> dict[int, str]:
-    """Return the start time of each process of a cluster, youngest first: the head's session and its descendants.
-
-    The session exists until it is empty, even without the head, and its pid is not reused before.
-    """
-    head = int(found["pid"])
-    if _started(head) not in (None, found["started"]):
-        return {}
-    known = {int(entry.name): _stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
-    children: dict[int, list[int]] = {}
-    for pid, fields in known.items():
-        if fields is not None:
-            children.setdefault(int(fields[1]), []).append(pid)
-    family = [pid for pid, fields in known.items() if pid == head or (fields is not None and int(fields[3]) == head)]
-    for pid in family:  # the list grows during the loop
-        family.extend(child for child in children.get(pid, ()) if child not in family)
-    stats = {pid: fields for pid in reversed(family) if (fields := known[pid]) is not None and fields[0] != "Z"}
-    return {pid: fields[19] for pid, fields in stats.items()}
+    """Return whether the cluster's keeper is still running; its pid may be reused."""
+    return found["started"] is not None and start_time(found["pid"]) == found["started"]
