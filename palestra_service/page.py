@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Callable, Collection, Sequence
-from typing import Annotated, Any, Protocol
+from collections.abc import Collection
+from typing import Annotated
 
 from fastapi import Depends, FastAPI, Query
 from starlette.requests import Request
@@ -34,39 +34,7 @@ MOST_FOLLOWED = 50  # runs of one stream
 AFTER = "`JOB:NUMBER` for each job whose events are wanted."
 
 
-class JobAccess(Protocol):
-    """Authorizes access to jobs and provides their runs; the routes know neither keys nor tenants.
-
-    Attributes:
-        any_key: route dependency that any valid key passes.
-        listing: dependency of a route that lists jobs.
-        reading: dependency of a route that reads the job of the path parameter `run`.
-    """
-
-    any_key: Callable[..., Any]
-    listing: Callable[..., Any]
-    reading: Callable[..., Any]
-
-    async def run(self, request: Request, job_id: str) -> Run:
-        """Return the run of a job. Raises NotFound if the job is not visible, or has no run yet. Raises Forbidden if
-        the key may not read jobs.
-        """
-        ...
-
-    async def running(self, request: Request) -> Sequence[Run]:
-        """Return the runs of visible running jobs, newest first."""
-        ...
-
-    async def check(self, request: Request, job_ids: Collection[str]) -> None:
-        """Check that a continuing request's key still gives access to some jobs. Raises PalestraError if not."""
-        ...
-
-    async def tenant(self, request: Request) -> str:
-        """Return the tenant of a request."""
-        ...
-
-
-def add_service_page(app: FastAPI, jobs: JobAccess, stopping: asyncio.Event) -> None:
+def _add_service_page(app: FastAPI, jobs: TenantJobs, stopping: asyncio.Event) -> None:
     """Add the page, and the runs of jobs, to an application with public `/` and `public_paths`."""
     reader = Reader((), stopping, MOST_RUNS)
 
@@ -107,7 +75,7 @@ def add_service_page(app: FastAPI, jobs: JobAccess, stopping: asyncio.Event) -> 
     _add_stream(app, jobs, reader, stopping)
 
 
-def _add_stream(app: FastAPI, jobs: JobAccess, reader: Reader, stopping: asyncio.Event) -> None:
+def _add_stream(app: FastAPI, jobs: TenantJobs, reader: Reader, stopping: asyncio.Event) -> None:
     """Add the route that streams jobs' reports."""
     streams = Streams(reader, stopping)
 
@@ -137,12 +105,18 @@ def _add_stream(app: FastAPI, jobs: JobAccess, reader: Reader, stopping: asyncio
 def create_service_app(plane: ControlPlane, stopping: asyncio.Event) -> FastAPI:
     """Return the application of a control plane with its page."""
     app = create_control_app(plane, public={*PUBLIC, "/", *public_paths()})
-    add_service_page(app, _TenantJobs(plane), stopping)
+    _add_service_page(app, TenantJobs(plane), stopping)
     return app
 
 
-class _TenantJobs:
-    """The jobs that the key of a request may read; see `JobAccess`."""
+class TenantJobs:
+    """The jobs that the key of a request may read, and their runs.
+
+    Attributes:
+        any_key: route dependency that any valid key passes.
+        listing: dependency of a route that lists jobs.
+        reading: dependency of a route that reads the job of the path parameter `run`.
+    """
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
@@ -151,7 +125,9 @@ class _TenantJobs:
         self.reading = plane.may(Action.JOB_READ)
 
     async def run(self, request: Request, job_id: str) -> Run:
-        """Return the run of a job; see `JobAccess`."""
+        """Return the run of a job. Raises NotFound if the job is not visible, or has no run yet. Raises Forbidden if
+        the key may not read jobs.
+        """
         by = await self._plane.who(request)
         job = await self._plane.job(by, job_id, Action.JOB_READ)
         run = self._run_of(job)
@@ -160,7 +136,7 @@ class _TenantJobs:
         return run
 
     async def running(self, request: Request) -> list[Run]:
-        """Return the runs of the newest running jobs; see `JobAccess`."""
+        """Return the runs of visible running jobs, newest first."""
         by = await self._plane.who(request)
         page = await self._plane.store.jobs(
             by.tenant,
@@ -171,7 +147,7 @@ class _TenantJobs:
         return [self._run_of(job) for job in page.jobs]
 
     async def check(self, request: Request, job_ids: Collection[str]) -> None:
-        """Check a key that has opened a stream; see `JobAccess`."""
+        """Check that a continuing request's key still gives access to some jobs. Raises PalestraError if not."""
         by = await self._plane.identities.renewed(await self._plane.who(request))
         if by is None:
             raise Unauthorized("the key of this stream was revoked, or has expired")
