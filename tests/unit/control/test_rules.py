@@ -23,11 +23,12 @@ from palestra_control.jobs import Resources
 from palestra_engines.vllm.config import VllmEngineConfig
 from palestra_service.api.submission import _checked
 from palestra_service.jobs.engine_rules import EngineRules
-from palestra_service.jobs.rules import CAPS, EXEMPT, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules
+from palestra_service.jobs.rules import CAPS, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules
 from palestra_service.jobs.shared_jobs import check_shared
 from palestra_service.placement.bases import BaseLimits
 from unit.control.launching import FakeLauncher
 from unit.control.scheduling import in_state, scheduling, submit
+from unit.control.uncapped import EXEMPT
 from unit.waiting import until
 
 WITH_VLLM = Rules(engines=EngineRules(programs={"vllm": Path("/venv/bin/python")}))
