@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from palestra_bases.tinker.serving import TinkerOptions, TinkerServer
 
 S = TypeVar("S")
-_TINKER_DEFAULTS = {"max_models": 16, "checkpoint_steps": 16, "loaded_models": 8}
+_TINKER_DEFAULTS = {"max_models": 16, "checkpoint_steps": 16}
 
 
 def add_server_options(parser: argparse.ArgumentParser, folder: str, has: str, host: str) -> None:
@@ -46,7 +46,8 @@ def add_server_options(parser: argparse.ArgumentParser, folder: str, has: str, h
         "--slots",
         metavar="POLICIES",
         type=int,
-        help="trained adapters in memory with their moments; others wait on disk. Without it, all",
+        default=16,
+        help="trained adapters in memory with their moments; others wait on disk",
     )
     parser.add_argument(
         "--loaded-adapters",
@@ -75,7 +76,6 @@ def add_tinker_options(parser: Any) -> None:
             "STEPS",
             "steps of a model between two checkpoints; after a kill, what came after the newest is computed again",
         ),
-        ("loaded_models", "MODELS", "models in training that are in memory, of all tenants"),
     ):
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, metavar=metavar, type=int, help=f"{said} (default: {known[name]})")
@@ -111,11 +111,7 @@ def tinker_options(arguments: argparse.Namespace, folder: Path, port: int) -> Ti
         host=arguments.host,
         port=port,
         tenants=arguments.tenant or ["default"],
-        limits=TinkerLimits(
-            models=given["max_models"],
-            loaded_models=given["loaded_models"],
-            checkpoint_steps=given["checkpoint_steps"],
-        ),
+        limits=TinkerLimits(models=given["max_models"], checkpoint_steps=given["checkpoint_steps"]),
         adapters=dict(_named(text) for text in arguments.adapter),
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from palestra.errors import CheckpointError, NotFound, PalestraError, StoreError
 from palestra.threads import in_thread
@@ -30,7 +30,6 @@ class Model:
 
     Attributes:
         record: as of this object's creation.
-        used_at: last request, in monotonic seconds.
     """
 
     def __init__(
@@ -40,25 +39,18 @@ class Model:
         journal: Journal,
         sessions: TinkerSessions,
         settled: Callable[[str], None],
-        free_capacity: Callable[[], Awaitable[None]],
     ) -> None:
-        """Prepare to execute; `run` does. `free_capacity`: awaited before the model is loaded, to free memory."""
+        """Prepare to execute; `run` does."""
         self.record = record
         self._context, self._journal, self._sessions = context, journal, sessions
         self._trainer = context.trainer_of(record.tenant)
-        self._settled, self._free_capacity = settled, free_capacity
+        self._settled = settled
         self._training: Training | None = None  # None: the model is not in memory
         self._executed, self._dropped = record.executed, record.dropped
         self._saved_at: list[int] = []  # numbers of the requests after which the checkpoints that are kept were written
         self._since_save = 0  # optimizer steps
         self._wake, self._lock = asyncio.Event(), asyncio.Lock()
         self._running: asyncio.Task[bool] | None = None
-        self.used_at = asyncio.get_running_loop().time()
-
-    @property
-    def is_loaded(self) -> bool:
-        """Return whether the model is in memory."""
-        return self._training is not None
 
     @property
     def is_busy(self) -> bool:
@@ -69,10 +61,8 @@ class Model:
         """Check for new requests."""
         self._wake.set()
 
-    async def run(self, free: Callable[[], Awaitable[None]]) -> None:
-        """Execute requests until cancelled, or until the model could not be created. `free`: awaited whenever the model
-        may be unloaded.
-        """
+    async def run(self) -> None:
+        """Execute requests until cancelled, or until the model could not be created."""
         while True:
             self._wake.clear()
             request = await self._journal.next_request(self.record.model_id)
@@ -81,9 +71,7 @@ class Model:
                 continue
             # What has begun is finished also where this task is cancelled: `unload` waits for it.
             self._running = asyncio.create_task(self._execute_alone(request))
-            created = await asyncio.shield(self._running)
-            await free()
-            if not created:
+            if not await asyncio.shield(self._running):
                 return
 
     async def unload(self) -> None:
@@ -99,10 +87,7 @@ class Model:
 
     async def _execute_alone(self, request: FutureRequest) -> bool:
         async with self._lock:
-            try:
-                return await self._execute(request)
-            finally:
-                self.used_at = asyncio.get_running_loop().time()
+            return await self._execute(request)
 
     async def _execute(self, request: FutureRequest) -> bool:
         """Execute a request and record its result. False: the model could not be created, and was removed."""
@@ -147,7 +132,6 @@ class Model:
     async def _loaded(self, first: bool) -> Training:
         """Return the model in memory, restored if it was not there."""
         if self._training is None:
-            await self._free_capacity()
             self._training = Training(self.record, self._context)
             self._since_save, self._saved_at = 0, []
             if not first:

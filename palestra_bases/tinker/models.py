@@ -1,4 +1,4 @@
-"""The models of all tenants: their creation, their requests, and their eviction from memory."""
+"""The models of all tenants: their creation and their requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class Models:
         self._settled, self._spawn = settled, spawn
         self._models: dict[str, Model] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by model
-        self._room = asyncio.Condition()
 
     def in_memory(self) -> list[Model]:
         """Return the models that execute or await requests."""
@@ -174,33 +173,17 @@ class Models:
         """Make a model check for its requests."""
         name = record.model_id
         if name not in self._models:
-            self._models[name] = Model(
-                record, self._context, self._journal, self._sessions, self._settled, self._free_capacity
-            )
+            self._models[name] = Model(record, self._context, self._journal, self._sessions, self._settled)
             self._tasks[name] = self._spawn(name, self._run(self._models[name]))
         self._models[name].notify()
 
     async def _run(self, model: Model) -> None:
         try:
-            await model.run(self._room_changed)
+            await model.run()
         finally:
             name = model.record.model_id
             if self._models.get(name) is model:  # there may be another by now
                 del self._models[name], self._tasks[name]
-
-    async def _room_changed(self) -> None:
-        async with self._room:
-            self._room.notify_all()
-
-    async def _free_capacity(self) -> None:
-        """Wait until one more model may be loaded, unloading the least recently used."""
-        async with self._room:
-            while sum(model.is_loaded for model in self._models.values()) >= self._context.limits.loaded_models:
-                idle = [model for model in self._models.values() if model.is_loaded and not model.is_busy]
-                if idle:
-                    await min(idle, key=lambda model: model.used_at).unload()
-                else:
-                    await self._room.wait()
 
 
 def _identity(kind: str, body: bytes) -> bytes | None:

@@ -129,7 +129,6 @@ class TinkerLimits:
         gradients: requests whose gradients one step applies.
         targets: per request whose positions have several targets.
         models: per tenant, in live sessions.
-        loaded_models: in memory, of all tenants; others are restored from disk when used.
         waiting: requests without a result, per tenant.
         waiting_samples: sequences to be sampled, per tenant, in all requests without a result.
         sample_bytes: of the result of one sampling request; SQLite limits values to a gigabyte.
@@ -152,7 +151,6 @@ class TinkerLimits:
     datums: int = 4096
     targets: int = 2**20
     models: int = 16
-    loaded_models: int = 8
     waiting: int = 4096
     waiting_bytes: int = 2**30
     waiting_samples: int = 16_384

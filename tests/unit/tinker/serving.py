@@ -63,6 +63,7 @@ def running(
     *,
     deterministic: bool = False,
     loaded_adapters: int = 16,
+    slots: int | None = None,
     **options: Any,
 ) -> Iterator[Running]:
     """Serve `tiny-random` to the tenants ada and ben."""
@@ -85,6 +86,7 @@ def running(
                 trainer=TrainerConfig.model_validate(FLOAT32),
                 deterministic=deterministic,
                 loaded_adapters=loaded_adapters,
+                slots=slots,
             )
             async with tinker_server(settings, shared_models(models)) as server:
                 started.append(Running(server, asyncio.get_running_loop(), folder))
