@@ -19,6 +19,8 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -47,24 +49,30 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """The memory limit of a process in a bundle, with its children.
+    """The memory limit of a process, with its children.
 
     Attributes:
         gib: a process that uses more is killed.
+        reason: of that, with `memory_watch.USED` for the GiB in use.
         ended: file in which the reason is then written.
     """
 
     gib: float
+    reason: str
     ended: Path
 
     def watch(self, pid: int) -> None:
-        """Start a watcher that kills a process and its children if they use too much memory; see `memory_watch`."""
-        reason = (
-            f"it used {memory_watch.USED} GiB of memory, and its bundle has {self.gib:.3g}; give it more memory_gib"
-        )
-        text = ended_text(Ended(ending=Ending.FAILED, reason=reason))
+        """Kill a process and its children if they use too much memory, by a watcher of its own; see `memory_watch`."""
+        text = ended_text(Ended(ending=Ending.FAILED, reason=self.reason))
         command = [sys.executable, "-I", "-S", memory_watch.__file__, str(pid), str(int(self.gib * GIB))]
-        subprocess.Popen([*command, str(self.ended), text, str(self.ended.with_name(LOG_FILE))])
+        command += [str(self.ended), text, str(self.ended.with_name(LOG_FILE))]
+
+        def keep_watching() -> None:
+            # The watcher may be killed itself, perhaps because the machine was short of memory.
+            while subprocess.run(command, check=False).returncode != 0:
+                time.sleep(1.0)
+
+        threading.Thread(target=keep_watching, name="palestra-memory", daemon=True).start()
 
     def said(self) -> str | None:
         """Return why the process was killed; None: not because of its memory. Blocks for the disk."""
@@ -103,7 +111,10 @@ class Bundles:
         order = self._bundles[index]
         ended = self._folder / f"ended-{order.role}-{index}.json"
         ended.unlink(missing_ok=True)  # of the process before
-        return None if order.memory_gib is None else MemoryLimit(order.memory_gib, ended)
+        if (most := order.memory_gib) is None:
+            return None
+        reason = f"it used {memory_watch.USED} GiB of memory, and its bundle has {most:.3g}; give it more memory_gib"
+        return MemoryLimit(most, reason, ended)
 
     def actor(self, index: int, make: Any, *arguments: Any, **options: Any) -> Any:
         """Return an actor that holds a whole bundle."""
@@ -135,7 +146,7 @@ class Bundles:
                     actor = making.result()
                 limit = await asyncio.to_thread(self.memory_limit, index)
                 starting = asyncio.ensure_future(
-                    _awaited(
+                    awaited(
                         actor.start.remote(
                             module,
                             listener.getsockname(),
@@ -157,7 +168,7 @@ class Bundles:
             raise ServerFailed(f"the {order.role} process can't be connected with the job: {error}") from error
         except ray.exceptions.RayError as error:
             cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
-            said = cause if isinstance(cause, PalestraError) else _first_line(error)
+            said = cause if isinstance(cause, PalestraError) else first_line(error)
             raise ServerFailed(f"the {order.role} process on node {order.node[:12]} did not start: {said}") from error
         finally:
             if not kept:
@@ -224,11 +235,13 @@ async def _failed(starting: asyncio.Future[Any]) -> None:
     await asyncio.Event().wait()
 
 
-async def _awaited(reference: Any) -> Any:
+async def awaited(reference: Any) -> Any:
+    """Await an answer of Ray, which is no coroutine."""
     return await reference
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return what an error of Ray says, without its traces."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -273,7 +286,7 @@ class HostedProcess:
     async def _code(self) -> tuple[int | None, str]:
         while True:
             try:
-                code: int = await _awaited(self._actor.ended.remote())
+                code: int = await awaited(self._actor.ended.remote())
                 return code, ending(code)
             except ray.exceptions.ActorUnavailableError:  # perhaps only for a while; a silent program ends otherwise
                 await asyncio.sleep(AGAIN_SECONDS)

@@ -6,12 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -34,13 +29,11 @@ from palestra_control.jobs import BaseLoad, ProcessResources
 from palestra_service.base_process import BaseProcess
 from palestra_service.jobs.launcher import (
     ENDED_FILE,
-    LOG_FILE,
     BaseOrder,
     Ended,
     Ending,
     Listening,
     ServerOrder,
-    ended_text,
     runner_count,
 )
 from palestra_service.model_server import ModelServer
@@ -50,6 +43,7 @@ from palestra_service.ray.cluster import NAMESPACE, disconnect
 from palestra_service.ray.gpu_watch import GpuWatch
 from palestra_service.ray.job_environment import limit_environment
 from palestra_service.ray.places import places_of
+from palestra_service.ray.process_host import GIB, MemoryLimit, awaited, first_line
 
 log = logging.getLogger("palestra.runtime")
 ROOM_SECONDS = 60.0  # limit for a node to free the resources that the scheduler counts as free
@@ -59,8 +53,6 @@ IN_USE_SECONDS = 5.0  # between two checks whether another process still runs th
 PING_SECONDS, PING_LIMIT_SECONDS = 5.0, 30.0  # a server that does not answer within the limit is killed
 STUCK_SECONDS = 5.0  # a stopping job whose event loop is blocked for so long is killed
 WORK = "work"  # the empty working directory of a job's process, in the job's folder
-WATCH = Path(memory_watch.__file__)
-GIB = 2**30
 KIND_LABEL = "ray.io/accelerator-type"  # of a node, which Ray finds by its driver
 PREFIX = "palestra-"  # prefix of actors' and placement groups' names
 
@@ -95,7 +87,7 @@ class RayServers:
         try:
             nodes = await asyncio.to_thread(ray.nodes)
         except ray.exceptions.RayError as error:
-            raise ServerFailed(f"the Ray cluster does not answer: {_first_line(error)}") from error
+            raise ServerFailed(f"the Ray cluster does not answer: {first_line(error)}") from error
         for node in nodes:
             has = node["Resources"] or {}
             found.append(
@@ -160,7 +152,7 @@ class RayServers:
             if isinstance(error, TimeoutError):
                 raise ServerFailed("its machine had no room in time, or the model server did not start") from None
             if isinstance(error, ray.exceptions.RayError):
-                raise ServerFailed(f"the model server did not start: {_first_line(error)}") from error
+                raise ServerFailed(f"the model server did not start: {first_line(error)}") from error
             raise
         return listening
 
@@ -298,9 +290,7 @@ def _set_base_key(order: ServerOrder) -> None:
 
 
 def _limit_memory(order: ServerOrder | BaseOrder) -> None:
-    """Start a watcher that kills the job if its processes use too much memory: this one, and its
-    children, such as runners without a bundle.
-    """
+    """Have the job killed if this process and its children, such as runners without a bundle, use too much memory."""
     limit, asked = order.memory_gib, order.resources.memory_gib
     if limit is None:
         return
@@ -311,16 +301,7 @@ def _limit_memory(order: ServerOrder | BaseOrder) -> None:
         remedy = "submit it with more --memory-gib, or make it smaller (docs/how-to/service-rules.md)"
     why = f"it asked for {asked:g} GiB" if asked else f"it asked for none, and its share of the node is {limit:.3g} GiB"
     reason = f"out of memory: its processes had {memory_watch.USED} GiB, and {why}; {remedy}"
-    text = ended_text(Ended(ending=Ending.FAILED, reason=reason))
-    command = [sys.executable, "-I", "-S", str(WATCH), str(os.getpid()), str(int(limit * GIB))]
-    command += [str(order.folder / ENDED_FILE), text, str(order.folder / LOG_FILE)]
-
-    def keep_watching() -> None:
-        while True:  # restart the watcher if it was killed, perhaps because the machine was short of memory
-            subprocess.run(command, check=False)
-            time.sleep(1.0)
-
-    threading.Thread(target=keep_watching, name="palestra-memory", daemon=True).start()
+    MemoryLimit(limit, reason, order.folder / ENDED_FILE).watch(os.getpid())
 
 
 def _at(url: str) -> Listening:
@@ -367,7 +348,7 @@ async def _made(make: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
 
 async def _until_ready(group: PlacementGroup, node_ids: Collection[str]) -> None:
     """Wait until the placement group holds its resources."""
-    ready = asyncio.ensure_future(_awaited(group.ready()))
+    ready = asyncio.ensure_future(awaited(group.ready()))
     try:
         while not ready.done():
             await asyncio.wait({ready}, timeout=NODE_SECONDS)
@@ -399,10 +380,6 @@ async def _node_lost(group: PlacementGroup | None) -> Ended:
                 return Ended(ending=Ending.LOST, reason=f"node {gone[:12]} is gone, which had processes of the job")
 
 
-async def _awaited(reference: Any) -> Any:
-    return await reference
-
-
 async def _result(actor: Any) -> Ended:
     while True:
         try:
@@ -410,7 +387,7 @@ async def _result(actor: Any) -> Ended:
         except ray.exceptions.ActorUnavailableError:  # perhaps only for a while; `_until_silent` decides
             await asyncio.sleep(1.0)
         except ray.exceptions.RayError as error:
-            return Ended(ending=Ending.LOST, reason=f"its process or its machine is gone: {_first_line(error)}")
+            return Ended(ending=Ending.LOST, reason=f"its process or its machine is gone: {first_line(error)}")
         else:
             return found
 
@@ -423,7 +400,7 @@ async def _listening(actor: Any, order: ServerOrder | BaseOrder, host: str | Non
             await actor.ping.remote()  # answered once the process exists, which has no time limit
         await _until_silent(actor.ping.remote, PING_SECONDS, PING_LIMIT_SECONDS)
 
-    listening: Listening | None = (await race(_awaited(actor.start.remote(order, host)), until_silent())).result
+    listening: Listening | None = (await race(awaited(actor.start.remote(order, host)), until_silent())).result
     if listening is None:
         raise ServerFailed(f"the model server did not answer for {PING_LIMIT_SECONDS:g} s while it started")
     return listening
@@ -456,7 +433,7 @@ async def _until_silent(
     silent_seconds, asked = 0.0, None
     try:
         while silent_seconds < limit_seconds:
-            asked = asked or asyncio.ensure_future(_awaited(ping()))
+            asked = asked or asyncio.ensure_future(awaited(ping()))
             await asyncio.wait({asked}, timeout=every_seconds)
             if not asked.done():
                 silent_seconds += every_seconds
@@ -473,7 +450,3 @@ async def _until_silent(
     finally:
         if asked is not None:
             asked.cancel()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
