@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +164,10 @@ def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
     if config.audit is not None:
         raise InvalidRequest("a service audits no rewards; leave config.audit out", "config.audit")
     for name, policy in config.policies.items():
-        try:
+        with _about(f"policies.{name}.model"):
             rules.weights(policy.model)
-        except ConfigError as error:
-            raise InvalidRequest(str(error), f"config.policies.{name}.model") from error
     check_shared(config, rules.bases)
-    config = _with_judge_key(_with_environment_key(config, rules), rules)
+    _check_servers(config, rules)
     rules.engines.check(config)
     _check_algorithm("algorithm", config.algorithm, rules)
     for name, policy in config.policies.items():
@@ -177,34 +176,24 @@ def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
     return config
 
 
-def _with_environment_key(config: JobConfig, rules: Rules) -> JobConfig:
-    """Return the configuration with the operator's variable for the key of its environment server, if it has one."""
-    environment = config.environment
-    if environment.url is None:
-        return config
+@contextlib.contextmanager
+def _about(key: str) -> Iterator[None]:
+    """Refuse a request for what the operator's rules do not allow, naming the key."""
     try:
-        variable = rules.host_variable(environment.url, "environment.url")
+        yield
     except ConfigError as error:
-        raise InvalidRequest(str(error), "config.environment.url") from error
-    # A variable that the tenant names could be any secret of the job's process.
-    named = environment.model_copy(update={"key_variable": variable})
-    return config.model_copy(update={"environment": named})
+        raise InvalidRequest(str(error), f"config.{key}") from error
 
 
-def _with_judge_key(config: JobConfig, rules: Rules) -> JobConfig:
-    """Return the configuration with the operator's variable for the key of its judge's server, if it has one."""
+def _check_servers(config: JobConfig, rules: Rules) -> None:
+    """Raise an error for a server that jobs may not connect to, or a file of the server of this API."""
     judge = config.judge
-    if judge is None:
-        return config
-    if named := [name for name, value in judge if isinstance(value, Path)]:
+    if judge is not None and (named := [name for name, value in judge if isinstance(value, Path)]):
         raise InvalidRequest(f"config.judge.{named[0]} names a file, which the server does not read", "config.judge")
-    variable = None
-    if judge.url is not None:
-        try:
-            variable = rules.host_variable(judge.url, "judge.url")
-        except ConfigError as error:
-            raise InvalidRequest(str(error), "config.judge.url") from error
-    return config.model_copy(update={"judge": judge.model_copy(update={"key_variable": variable})})
+    for key, url in (("environment.url", config.environment.url), ("judge.url", None if judge is None else judge.url)):
+        if url is not None:
+            with _about(key):
+                rules.host_variable(url, key)
 
 
 def _check_recorded_sources(given: dict[str, Any]) -> None:
@@ -239,10 +228,8 @@ def _check_algorithm(key: str, algorithm: AlgorithmConfig, rules: Rules) -> None
             f"config.{key}.teacher_server",
         )
     if algorithm.kl is not None and algorithm.kl.reference is not None:
-        try:
+        with _about(f"{key}.kl.reference"):
             rules.weights(algorithm.kl.reference)
-        except ConfigError as error:
-            raise InvalidRequest(str(error), f"config.{key}.kl.reference") from error
     create_algorithm(algorithm)  # refuses code of the tenant's own
 
 

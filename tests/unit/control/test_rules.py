@@ -23,6 +23,7 @@ from palestra_control.jobs import Resources
 from palestra_engines.vllm.config import VllmEngineConfig
 from palestra_service.api.submission import _checked
 from palestra_service.jobs.engine_rules import EngineRules
+from palestra_service.jobs.orders import _with_operators_settings
 from palestra_service.jobs.rules import CAPS, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules
 from palestra_service.jobs.shared_jobs import check_shared
 from palestra_service.placement.bases import BaseLimits
@@ -258,7 +259,8 @@ def test_the_key_of_an_environment_server_is_in_the_variable_that_the_operator_n
     (tmp_path / "rules.toml").write_text('[environment.allowed_hosts]\n"10.0.0.7:7500" = "NIM_KEY"\n')
     rules = load_rules(tmp_path / "rules.toml")
     given = {"environment": {"url": NIM, "key_variable": "HF_TOKEN"}, "tasks": {}}
-    assert _checked(given, rules).environment.key_variable == "NIM_KEY"
+    _checked(given, rules)
+    assert _with_operators_settings(given, rules)["environment"] == {"url": NIM, "key_variable": "NIM_KEY"}
     with pytest.raises(InvalidRequest, match=r"allows none"):
         _checked(given, Rules())
 
