@@ -8,12 +8,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, ConfigDict, Field
 
 from palestra.agents import installed_agent
 from palestra.config import BUILT_IN, JobConfig
+from palestra.config.engine import Dtype
 from palestra.config.loading import read_toml
+from palestra.config.section import Positive, Seconds, Section
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError, InvalidRequest
 from palestra_control.jobs import Resources
@@ -24,8 +28,6 @@ DAY, WEEK = 86_400, 604_800  # seconds
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 OPEN_EPISODES = "rollout.group_size x groups_per_step x (1 + max_staleness)"
 TIME_LIMIT = "time_limit_seconds"  # of a job, beside its configuration; no cap unless the operator sets one
-_PICTURE_HOSTS = ("picture_hosts", "private_picture_hosts")
-_BASE_AMOUNTS, _BASE_COUNTS = ("cpus", "gpus", "memory_gib"), ("slots", "adapters", "waiting")  # of [bases]
 
 CAPS: Mapping[str, float] = {
     "steps": 1_000_000,
@@ -202,99 +204,78 @@ class Rules:
         return {name: place for name, place in found.items() if place is not None}
 
 
-def load_rules(path: Path) -> Rules:
-    """Read the operator's TOML file.
+class _Table(Section):
+    """A table of the operator's file: values have the type of their key, and are not converted."""
 
-    Its keys are `hub_models`, `trackers`, `picture_hosts`, `private_picture_hosts`, `[models]`, `[caps]`,
-    `[environment]`, `[bases]` and `[engines]`, all optional.
-    """
+    model_config = ConfigDict(strict=True)
+
+
+class _Environments(_Table):
+    allowed_hosts: dict[
+        Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}$"), AfterValidator(str.lower)],
+        Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")],
+    ] = Field(default_factory=dict)
+    programs: bool = False
+
+
+class _Bases(_Table):
+    cpus: float | None = None  # None: as usual
+    gpus: float | None = None
+    memory_gib: float | None = None
+    dtype: Dtype | None = None
+    slots: Positive | None = None
+    adapters: Positive | None = None
+    waiting: Positive | None = None
+    idle_seconds: Seconds | None = None
+
+    @property
+    def limits(self) -> BaseLimits:
+        """Return what is given, and what else base servers have."""
+        given = self.model_dump(exclude_unset=True)
+        amounts = {name: given.pop(name) for name in ("cpus", "gpus", "memory_gib") if name in given}
+        return BaseLimits(resources=Resources(**amounts), **given)
+
+
+class _RulesFile(_Table):
+    hub_models: bool = True
+    trackers: list[str] = Field(default_factory=list)
+    picture_hosts: list[str] = Field(default_factory=list)
+    private_picture_hosts: list[str] = Field(default_factory=list)
+    models: dict[str, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
+    caps: dict[str, Any] = Field(default_factory=dict)
+    environment: _Environments = Field(default_factory=_Environments)
+    bases: _Bases = Field(default_factory=_Bases)
+    engines: dict[str, Any] = Field(default_factory=dict)
+
+
+def load_rules(path: Path) -> Rules:
+    """Read the operator's TOML file; all of its keys and tables are optional."""
     data = read_toml(path)
-    known = ("hub_models", "trackers", "models", "caps", "environment", "bases", "engines", *_PICTURE_HOSTS)
-    for key in data:
-        _require_known(path, key, known)
-    hub = data.get("hub_models", True)
-    models, given = data.get("models", {}), data.get("caps", {})
-    if not isinstance(hub, bool) or not isinstance(models, dict) or not isinstance(given, dict):
-        raise ConfigError(f"{path}: hub_models is true or false, [models] and [caps] are tables")
+    try:
+        found = _RulesFile(**data)
+        bases = found.bases.limits
+    except (ConfigError, InvalidRequest) as error:
+        raise ConfigError(f"{path}: {str(error).removeprefix('_RulesFile: ')}") from error
     caps = dict(CAPS)
-    for key, value in _flat(given, ""):
-        _require_known(path, key, (*CAPS, TIME_LIMIT))
+    for key, value in _flat(found.caps, ""):
+        if key not in (*CAPS, TIME_LIMIT):
+            near = difflib.get_close_matches(key, (*CAPS, TIME_LIMIT), n=1, cutoff=0.5)
+            raise ConfigError(
+                f"{path}: unknown key {key!r} of [caps]" + (f"; did you mean {near[0]!r}?" if near else "")
+            )
         caps[key] = _cap(path, key, value)
     return Rules(
         caps=caps,
-        models={name: _place(path, name, place) for name, place in models.items()},
-        hub_models=hub,
-        environment_hosts=_hosts(path, data.get("environment", {})),
-        programs=_programs(path, data.get("environment", {})),
-        trackers=_trackers(path, data.get("trackers", [])),
-        picture_hosts=_picture_hosts(path, "picture_hosts", data),
-        private_picture_hosts=_picture_hosts(path, "private_picture_hosts", data),
-        bases=_bases(path, data.get("bases", {})),
-        engines=load_engine_rules(path, data.get("engines", {})),
+        models={name: _place(path, name, place) for name, place in found.models.items()},
+        hub_models=found.hub_models,
+        environment_hosts=found.environment.allowed_hosts,
+        programs=found.environment.programs,
+        trackers=frozenset(found.trackers),
+        picture_hosts=frozenset(map(str.lower, found.picture_hosts)),
+        private_picture_hosts=frozenset(map(str.lower, found.private_picture_hosts)),
+        bases=bases,
+        engines=load_engine_rules(path, found.engines),
     )
-
-
-def _bases(path: Path, table: Any) -> BaseLimits:
-    """Return the settings of base servers, from `[bases]`."""
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path}: [bases] is a table")
-    for key in table:
-        _require_known(path, key, (*_BASE_AMOUNTS, *_BASE_COUNTS, "idle_seconds", "dtype"))
-    for key, value in table.items():
-        counts = key in _BASE_COUNTS
-        if key != "dtype" and (isinstance(value, bool) or not isinstance(value, int if counts else int | float)):
-            raise ConfigError(f"{path}: bases.{key} is {value!r}; it has to be a {'whole ' if counts else ''}number")
-        if key in (*_BASE_COUNTS, "idle_seconds") and not value > 0:
-            raise ConfigError(f"{path}: bases.{key} is {value!r}; it has to be above 0")
-    if (dtype := table.get("dtype", "bfloat16")) not in ("bfloat16", "float32"):
-        raise ConfigError(f"{path}: bases.dtype is {dtype!r}; it is 'bfloat16' or 'float32'")
-    try:
-        given: dict[str, Any] = {key: float(table[key]) for key in _BASE_AMOUNTS if key in table}
-        resources = Resources(**given)
-    except InvalidRequest as error:
-        raise ConfigError(f"{path}: bases: {error}") from error
-    others = {key: value for key, value in table.items() if key not in _BASE_AMOUNTS}
-    return BaseLimits(resources=resources, **others)
-
-
-def _hosts(path: Path, table: Any) -> dict[str, str]:
-    """Return the environment servers that jobs may connect to, from `[environment.allowed_hosts]`."""
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path}: [environment.allowed_hosts] is a table")
-    for key in table:
-        _require_known(path, key, ("allowed_hosts", "programs"))
-    hosts = table.get("allowed_hosts", {})
-    if not isinstance(hosts, dict):
-        raise ConfigError(f"{path}: [environment.allowed_hosts] is a table")
-    for host, variable in hosts.items():
-        if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}", host):
-            raise ConfigError(f"{path}: environment.allowed_hosts: {host!r} is no host with a port, as 10.0.0.7:7500")
-        if not (isinstance(variable, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable)):
-            raise ConfigError(f"{path}: environment.allowed_hosts: {variable!r} is no name of a variable")
-    return {host.lower(): variable for host, variable in hosts.items()}
-
-
-def _picture_hosts(path: Path, key: str, data: Mapping[str, Any]) -> frozenset[str]:
-    """Return the hosts from which jobs may fetch pictures."""
-    hosts = data.get(key, [])
-    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
-        raise ConfigError(f"{path}: {key} is a list of hosts, such as ['images.example.com']")
-    return frozenset(host.lower() for host in hosts)
-
-
-def _trackers(path: Path, names: Any) -> frozenset[str]:
-    """Return the trackers that jobs may name."""
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{path}: trackers is a list of names, such as ['tensorboard']")
-    return frozenset(names)
-
-
-def _programs(path: Path, table: Mapping[str, Any]) -> bool:
-    """Return whether jobs may play environments that start programs, from `environment.programs`."""
-    allowed = table.get("programs", False)
-    if not isinstance(allowed, bool):
-        raise ConfigError(f"{path}: environment.programs is true or false, and not {allowed!r}")
-    return allowed
 
 
 def _host(url: str, key: str) -> str:
@@ -319,28 +300,16 @@ def _cap(path: Path, key: str, value: Any) -> float:
     return value
 
 
-def _place(path: Path, name: str, place: Any) -> str:
+def _place(path: Path, name: str, place: str) -> str:
     """Return the folder or the hub's name of a model in the file."""
     if name in BUILT_IN:
         raise ConfigError(f"{path}: models.{name} is the name of a model that Palestra has; take another name")
-    if not isinstance(place, str) or not place:
-        raise ConfigError(f"{path}: models.{name} has to be a folder, or a name of the Hugging Face hub")
     folder = path.parent / Path(place).expanduser()
     if folder.is_dir():
         return str(folder.resolve())
     if place.startswith((".", "/", "~")) or place.count("/") != 1:
         raise ConfigError(f"{path}: models.{name} is {place!r}: no such folder, and no name of the hub")
     return place
-
-
-def _require_known(path: Path, key: str, known: tuple[str, ...]) -> None:
-    """Refuse a key of the file that is not known, and name the closest one."""
-    if key not in known:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        raise ConfigError(
-            f"{path}: unknown key {key!r}; "
-            + (f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}")
-        )
 
 
 def _numbers(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
