@@ -5,6 +5,7 @@
 import asyncio
 import os
 import stat
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -170,20 +171,9 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         job = await plane.job(by, job_id, Action.JOB_RESUBMIT)
         config = await plane.pool.run(allowed, job.config, by, plane.rules)
         await recorded_source(plane, by, job.kind, config)  # it may read other episodes than the first job
-        request = JobRequest(
-            name=job.name,
-            kind=job.kind,
-            priority=job.priority,
-            config=config,
-            resources=job.resources,
-            attached=job.attached,
-            private=job.private,
-            restarts_limit=job.restarts_limit,
-            time_limit_seconds=plane.rules.time_limit(job.time_limit_seconds),
-            from_job=job.from_job,
-            from_step=job.from_step,
-            adapters=job.adapters,
-        )
+        alike = {one.name: getattr(job, one.name) for one in fields(JobRequest) if hasattr(job, one.name)}
+        limit = plane.rules.time_limit(job.time_limit_seconds)
+        request = JobRequest(**alike | {"config": config, "time_limit_seconds": limit})
         again = await store.submit_job(by.tenant, by.user, request, idempotency_key, by.limits.open_jobs)
         await plane.log(by, Action.JOB_RESUBMIT, again.job_id)
         return view(again)

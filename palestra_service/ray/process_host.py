@@ -168,7 +168,7 @@ class Bundles:
             raise ServerFailed(f"the {order.role} process can't be connected with the job: {error}") from error
         except ray.exceptions.RayError as error:
             cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
-            said = cause if isinstance(cause, PalestraError) else first_line(error)
+            said = cause if isinstance(cause, PalestraError) else ray_error_line(error)
             raise ServerFailed(f"the {order.role} process on node {order.node[:12]} did not start: {said}") from error
         finally:
             if not kept:
@@ -240,7 +240,7 @@ async def awaited(reference: Any) -> Any:
     return await reference
 
 
-def first_line(error: Exception) -> str:
+def ray_error_line(error: Exception) -> str:
     """Return what an error of Ray says, without its traces."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

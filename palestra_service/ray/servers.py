@@ -43,7 +43,7 @@ from palestra_service.ray.cluster import NAMESPACE, disconnect
 from palestra_service.ray.gpu_watch import GpuWatch
 from palestra_service.ray.job_environment import limit_environment
 from palestra_service.ray.places import places_of
-from palestra_service.ray.process_host import GIB, MemoryLimit, awaited, first_line
+from palestra_service.ray.process_host import GIB, MemoryLimit, awaited, ray_error_line
 
 log = logging.getLogger("palestra.runtime")
 ROOM_SECONDS = 60.0  # limit for a node to free the resources that the scheduler counts as free
@@ -87,7 +87,7 @@ class RayServers:
         try:
             nodes = await asyncio.to_thread(ray.nodes)
         except ray.exceptions.RayError as error:
-            raise ServerFailed(f"the Ray cluster does not answer: {first_line(error)}") from error
+            raise ServerFailed(f"the Ray cluster does not answer: {ray_error_line(error)}") from error
         for node in nodes:
             has = node["Resources"] or {}
             found.append(
@@ -152,7 +152,7 @@ class RayServers:
             if isinstance(error, TimeoutError):
                 raise ServerFailed("its machine had no room in time, or the model server did not start") from None
             if isinstance(error, ray.exceptions.RayError):
-                raise ServerFailed(f"the model server did not start: {first_line(error)}") from error
+                raise ServerFailed(f"the model server did not start: {ray_error_line(error)}") from error
             raise
         return listening
 
@@ -387,7 +387,7 @@ async def _result(actor: Any) -> Ended:
         except ray.exceptions.ActorUnavailableError:  # perhaps only for a while; `_until_silent` decides
             await asyncio.sleep(1.0)
         except ray.exceptions.RayError as error:
-            return Ended(ending=Ending.LOST, reason=f"its process or its machine is gone: {first_line(error)}")
+            return Ended(ending=Ending.LOST, reason=f"its process or its machine is gone: {ray_error_line(error)}")
         else:
             return found
 

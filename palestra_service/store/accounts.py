@@ -5,7 +5,7 @@ Rows are never deleted, because the audit log refers to them.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import orjson
@@ -180,17 +180,8 @@ def _user_of(row: Any) -> UserRecord:
 
 def _key_of(row: Any) -> KeyRecord:
     """Return the key that a row of `keys` holds."""
-    return KeyRecord(
-        key_id=row.key_id,
-        tenant=row.tenant,
-        user=row.user_name,
-        label=row.label,
-        limits=KeyLimits(**orjson.loads(row.limits)),
-        created_at=row.created_at,
-        expires_at=row.expires_at,
-        revoked_at=row.revoked_at,
-        last_used_at=row.last_used_at,
-    )
+    known = {one.name: getattr(row, one.name) for one in fields(KeyRecord) if one.name not in ("user", "limits")}
+    return KeyRecord(**known, user=row.user_name, limits=KeyLimits(**orjson.loads(row.limits)))
 
 
 MAX_TEXT = 1024  # characters of a target

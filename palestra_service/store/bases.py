@@ -12,6 +12,7 @@ from palestra_service.store.stored_text import clean
 from palestra_service.store.tables import bases
 
 MAX_REASON = 4096  # characters
+_ALIKE = ("base_id", "node", "address", "created_at", "changed_at", "starts")  # in records and in rows
 
 
 def all_bases(connection: Connection) -> list[BaseRecord]:
@@ -28,21 +29,10 @@ def put(connection: Connection, base: BaseRecord) -> None:
     held = base.resources
     connection.execute(
         bases.insert(),
-        {
-            "base_id": base.base_id,
-            "model": base.kind.model,
-            "deterministic": base.kind.deterministic,
-            "state": base.state.value,
-            "reason": clean(base.reason, MAX_REASON),
-            "node": base.node,
-            "cpus": held.cpus,
-            "gpus": held.gpus,
-            "memory_gib": held.memory_gib,
-            "address": base.address,
-            "created_at": base.created_at,
-            "changed_at": base.changed_at,
-            "starts": base.starts,
-        },
+        {name: getattr(base, name) for name in _ALIKE}
+        | base.kind._asdict()
+        | {"state": base.state.value, "reason": clean(base.reason, MAX_REASON)}
+        | {"cpus": held.cpus, "gpus": held.gpus, "memory_gib": held.memory_gib},
     )
 
 
@@ -54,14 +44,9 @@ def remove(connection: Connection, base_id: str) -> None:
 def _record_of(row: Any) -> BaseRecord:
     """Return the base server that a row of `bases` holds."""
     return BaseRecord(
-        base_id=row.base_id,
+        **{name: getattr(row, name) for name in _ALIKE},
         kind=BaseKind(row.model, row.deterministic),
         state=BaseState(row.state),
         reason=row.reason,
-        node=row.node,
         resources=Resources(cpus=row.cpus, gpus=row.gpus, memory_gib=row.memory_gib),
-        address=row.address,
-        created_at=row.created_at,
-        changed_at=row.changed_at,
-        starts=row.starts,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple, TypedDict
 
 import orjson
@@ -34,38 +35,21 @@ MAX_REASON = 4096  # characters
 MAX_LOG_TAIL = 65536  # characters
 
 
+# What a row of `jobs` has as a record and a request have it.
+_OTHERWISE = ("user", "config", "resources", "state", "bundle_nodes", "from_newest")
+_OF_RECORD = [one.name for one in fields(JobRecord) if one.name not in _OTHERWISE]
+_OF_REQUEST = [one.name for one in fields(JobRequest) if one.name not in _OTHERWISE]
+
+
 def record_of(row: Any) -> JobRecord:
     """Return the job of a row of `jobs`."""
     return JobRecord(
-        job_id=row.job_id,
-        tenant=row.tenant,
+        **{name: getattr(row, name) for name in _OF_RECORD},
         user=row.user_name,
-        name=row.name,
-        kind=row.kind,
-        priority=row.priority,
         config=orjson.loads(row.config),
         resources=resources_of_row(row),
-        attached=row.attached,
-        private=row.private,
         state=JobState(row.state),
-        reason=row.reason,
-        created_at=row.created_at,
-        changed_at=row.changed_at,
-        starts=row.starts,
-        restarts_limit=row.restarts_limit,
-        restarts_left=row.restarts_left,
-        url=row.url,
-        run_dir=row.run_dir,
-        node=row.node,
         bundle_nodes=tuple(orjson.loads(row.bundle_nodes or "[]")),
-        cancel_requested=row.cancel_requested,
-        log_tail=row.log_tail,
-        from_job=row.from_job,
-        from_step=row.from_step,
-        time_limit_seconds=row.time_limit_seconds,
-        ran_seconds=row.ran_seconds,
-        adapters=row.adapters,
-        base_id=row.base_id,
     )
 
 
@@ -128,34 +112,25 @@ def submit(connection: Connection, submission: Submission, now: float) -> JobRec
     _check_adapters(connection, tenant, request.adapters)
     connection.execute(
         jobs.insert(),
-        {
+        {name: getattr(request, name) for name in _OF_REQUEST}
+        | {
             "job_id": job_id,
             "tenant": tenant,
             "user_name": user,
-            "name": request.name,
-            "kind": request.kind,
-            "priority": request.priority,
             "config": config,
             "cpus": asked.cpus,
             "gpus": asked.gpus,
             "memory_gib": asked.memory_gib,
             "more_resources": more,
-            "attached": request.attached,
-            "private": request.private,
             "state": JobState.QUEUED.value,
             "reason": "submitted",
             "created_at": now,
             "changed_at": now,
             "starts": 0,
-            "restarts_limit": request.restarts_limit,
             "restarts_left": request.restarts_limit,
             "cancel_requested": False,
             "request_key": request_key,
             "request_digest": digest,
-            "from_job": request.from_job,
-            "from_step": request.from_step,
-            "time_limit_seconds": request.time_limit_seconds,
-            "adapters": request.adapters,
         },
     )
     changes.add_change(connection, changes.NewChange(tenant, job_id, job_id, None, JobState.QUEUED, "submitted"), now)
@@ -232,7 +207,7 @@ def change_state(connection: Connection, move: Move, now: float) -> JobRecord:
         Conflict: the job is in another state, or it would be queued although its cancellation was requested.
         IllegalTransition: the lifecycle does not have this move.
     """
-    job_id, change_id, expected, following, reason, fields = move
+    job_id, change_id, expected, following, reason, changed = move
     job = read_job(connection, None, job_id)
     if changes.is_known(connection, change_id):
         return job
@@ -242,7 +217,7 @@ def change_state(connection: Connection, move: Move, now: float) -> JobRecord:
     check_transition(f"job {job_id}", job.state, following)
     if following is JobState.QUEUED and job.cancel_requested:
         raise Conflict(f"the cancellation of job {job_id} was requested; it can't go back to the queue")
-    values: dict[str, Any] = {**_checked(fields)}
+    values: dict[str, Any] = {**_checked(changed)}
     if following not in LIVE_STATES:
         values["url"] = None
     if following is JobState.STARTING:
@@ -306,12 +281,12 @@ def _check_adapters(connection: Connection, tenant: str, adapters: int) -> None:
         )
 
 
-def _checked(fields: JobFields) -> dict[str, Any]:
+def _checked(changed: JobFields) -> dict[str, Any]:
     """Return fields that may be set, with keys in texts hidden."""
-    unknown = fields.keys() - JobFields.__annotations__.keys()
+    unknown = changed.keys() - JobFields.__annotations__.keys()
     if unknown:
         raise TypeError(f"{', '.join(sorted(unknown))} can't be set")
-    given: dict[str, Any] = {**fields}
+    given: dict[str, Any] = {**changed}
     if "bundle_nodes" in given:
         given["bundle_nodes"] = to_json(given["bundle_nodes"])
     return {name: clean(value, MAX_LOG_TAIL) if isinstance(value, str) else value for name, value in given.items()}
