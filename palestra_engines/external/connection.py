@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -290,3 +290,20 @@ async def check_tokenizer(http: EngineConnection, sample: SampleText) -> None:
             f"the engine's server has another tokenizer than the policy's model: it makes {shown} of a text of "
             f"{len(sample.ids)}; {OTHER_MODEL}"
         )
+
+
+async def check_vocabulary(ask: Callable[[int], Awaitable[None]], size: int) -> None:
+    """Ask a server to continue the last token id of the policy's model, which it must accept, and the next, which it
+    must refuse. `ask` sends a token id; `size` is that of the model's vocabulary.
+    """
+    try:
+        await ask(size - 1)
+    except InvalidRequest as error:
+        raise ConfigError(
+            f"the engine's server has another vocabulary than the policy's model ({error}); {OTHER_MODEL}"
+        ) from error
+    try:
+        await ask(size)
+    except InvalidRequest:
+        return
+    raise ConfigError(f"the engine's server has more tokens than the {size} of the policy's model; {OTHER_MODEL}")

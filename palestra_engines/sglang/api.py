@@ -17,7 +17,13 @@ from palestra.terminal import one_line_of, problem
 from palestra.threads import in_thread
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
 from palestra_engines.external.api import Chunk, Counters
-from palestra_engines.external.connection import LOADING, OTHER_MODEL, EngineConnection, SampleText, check_tokenizer
+from palestra_engines.external.connection import (
+    LOADING,
+    EngineConnection,
+    SampleText,
+    check_tokenizer,
+    check_vocabulary,
+)
 from palestra_engines.external.process import dotted, version_of
 from palestra_engines.external.reply import ReplyBounds
 
@@ -101,7 +107,7 @@ class SglangApi:
         """Inspect the server, and compare its vocabulary with the policy's model; see `EngineApi`."""
         await self.inspect(dtype)
         await self.resume()  # a server that is paused would not answer what is asked next
-        await self._check_vocabulary()
+        await check_vocabulary(self._ask, self._bounds.vocab_size)
 
     async def _settings(self) -> Mapping[str, Any]:
         try:
@@ -123,23 +129,10 @@ class SglangApi:
             if isinstance(limit, int) and limit + more < needed:
                 raise ConfigError(f"max_context is {needed}, and the engine's server has {key} {one_line_of(limit)}")
 
-    async def _check_vocabulary(self) -> None:
-        """Send the last token id of the policy's model, which the server must accept, and the next, which it must
-        refuse.
-        """
-        size = self._bounds.vocab_size
-        body = {"sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-        try:
-            await self._http.post("/generate", {"input_ids": [size - 1], **body})
-        except InvalidRequest as error:
-            raise ConfigError(
-                f"the engine's server has another vocabulary than the policy's model ({error}); {OTHER_MODEL}"
-            ) from error
-        try:
-            await self._http.post("/generate", {"input_ids": [size], **body})
-        except InvalidRequest:
-            return
-        raise ConfigError(f"the engine's server has more tokens than the {size} of the policy's model; {OTHER_MODEL}")
+    async def _ask(self, token: int) -> None:
+        """Let the server continue a token."""
+        body = {"input_ids": [token], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        await self._http.post("/generate", body)
 
     async def generate(self, request: EngineRequest, adapter: str | None) -> AsyncIterator[Chunk]:
         """Stream a reply; each event repeats earlier content, unless the server is configured not to;

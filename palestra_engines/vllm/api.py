@@ -29,12 +29,12 @@ from palestra.types.calls import PolicyVersion, TokenSequence
 from palestra_engines.external.api import Chunk, Counters
 from palestra_engines.external.connection import (
     LOADING,
-    OTHER_MODEL,
     QUICK,
     Body,
     EngineConnection,
     SampleText,
     check_tokenizer,
+    check_vocabulary,
 )
 from palestra_engines.external.process import dotted, version_of
 from palestra_engines.external.reply import ReplyBounds
@@ -152,7 +152,7 @@ class VllmApi:
                     f"the engine's server needs the --worker-extension-cls of this version of Palestra: {error}"
                 ) from error
         await self.resume()  # a server that is paused would not answer what is asked next
-        await self._check_vocabulary()
+        await check_vocabulary(self._ask, self._bounds.vocab_size)
 
     def _check_settings(self, settings: Mapping[str, Any], dtype: str) -> None:
         """Compare the server's settings with the policy's needs, and its precision with `engine.dtype`."""
@@ -207,22 +207,10 @@ class VllmApi:
                 "broadcast weights both need the same version; install it, or set engine.weight_transfer = 'file'"
             )
 
-    async def _check_vocabulary(self) -> None:
-        """Send the last token id of the policy's model, which the server must accept, and the next, which it must
-        refuse.
-        """
-        size = self._bounds.vocab_size
+    async def _ask(self, token: int) -> None:
+        """Let the server continue a token."""
         body = {"sampling_params": {"max_tokens": 1, "detokenize": False}, "return_token_ids": True}
-        try:
-            _check_echo(await self._http.post(GENERATE, {"token_ids": [size - 1], **body}), [size - 1])
-            await self._http.post(GENERATE, {"token_ids": [size], **body})
-        except InvalidRequest as error:
-            if f"Token id {size} is" in str(error):
-                return
-            raise ConfigError(
-                f"the engine's server has another vocabulary than the policy's model ({error}); {OTHER_MODEL}"
-            ) from error
-        raise ConfigError(f"the engine's server has more tokens than the {size} of the policy's model; {OTHER_MODEL}")
+        _check_echo(await self._http.post(GENERATE, {"token_ids": [token], **body}), [token])
 
     async def generate(self, request: EngineRequest, adapter: str | None) -> AsyncIterator[Chunk]:
         """Stream a reply, one or more tokens per chunk; see `EngineApi`."""
