@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from palestra.errors import ConfigError, NotFound
@@ -100,7 +100,7 @@ class TrainingQueue:
             raise ConfigError(f"the weight of the tenant {tenant!r} is {weight:g}, and has to be positive")
         self._shares.add(tenant, weight)
         known = self._tenants.get(tenant, TenantLoad(tenant=tenant, weight=weight))
-        self._tenants[tenant] = known.with_weight(weight)
+        self._tenants[tenant] = replace(known, weight=weight)
 
     async def remove_tenant(self, tenant: str) -> None:
         """Remove a tenant and its policies, even during its requests; waiting requests fail."""
@@ -162,14 +162,12 @@ class TrainingQueue:
     def load(self) -> QueueLoad:
         """Return the waiting requests, and the tokens computed for each tenant."""
         now, waiting = self._clock(), [request for line in self._lines.values() for request in line]
-        return QueueLoad(
-            tenants=tuple(
-                known.with_waiting([now - request.since for request in waiting if request.tenant == name])
-                for name, known in self._tenants.items()
-            ),
-            passes=self._passes,
-            merged_passes=self._merged,
+        waits = {name: [now - one.since for one in waiting if one.tenant == name] for name in self._tenants}
+        tenants = (
+            replace(known, waiting=len(waits[name]), longest_wait=max(waits[name], default=0.0))
+            for name, known in self._tenants.items()
         )
+        return QueueLoad(tenants=tuple(tenants), passes=self._passes, merged_passes=self._merged)
 
     async def close(self) -> None:
         """Compute everything that waits, and close the trainer."""
@@ -320,7 +318,7 @@ class TrainingQueue:
         for request in requests:
             self._shares.charge(request.tenant, tokens)
             if (known := self._tenants.get(request.tenant)) is not None:
-                self._tenants[request.tenant] = known.with_tokens(tokens)
+                self._tenants[request.tenant] = replace(known, tokens=known.tokens + tokens)
 
     def _answer(self, request: Queued, result: Any) -> None:
         """End a request with its result."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
@@ -78,18 +78,6 @@ class TenantLoad:
     waiting: int = 0
     longest_wait: float = 0.0
     tokens: int = 0
-
-    def with_weight(self, weight: float) -> TenantLoad:
-        """Return the record with another weight."""
-        return replace(self, weight=weight)
-
-    def with_tokens(self, tokens: int) -> TenantLoad:
-        """Return the record with `tokens` added."""
-        return replace(self, tokens=self.tokens + tokens)
-
-    def with_waiting(self, waits: Sequence[float]) -> TenantLoad:
-        """Return the record with the waiting times of its requests, in seconds."""
-        return replace(self, waiting=len(waits), longest_wait=max(waits, default=0.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
