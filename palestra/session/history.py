@@ -106,7 +106,9 @@ class CallHistory:
             messages = chat.messages
         known = keys or {}
         for message in (*messages, chat.reply):
-            key = known.get(id(message)) or message_key(message, self._compared, self._unseen)
+            key = known.get(id(message))
+            if key is None:
+                key = message_key(message, self._compared, self._unseen)
             bare = self._bare_key(message) if self._sameness.reasoning else None
             child = node.children.get(key)
             if child is None:
