@@ -13,6 +13,7 @@ from sqlalchemy import Connection, func, select
 from sqlalchemy.dialects.sqlite import insert
 
 from palestra.database import Database, to_json
+from palestra.database.sqlite import Prepared
 from palestra.errors import JudgeFailed
 from palestra.store.codec import episode_of
 from palestra.store.tables import OF_GROUP, episodes, groups, verdicts
@@ -21,6 +22,14 @@ from palestra.types.records import AUDIT, EpisodeKind, EpisodeRecord, Verdict, V
 from palestra.types.states import EpisodeState
 
 UNJUDGED, COMPLETED = EpisodeState.UNJUDGED.value, EpisodeState.COMPLETED.value
+_KNOWN = Prepared(
+    select(verdicts).where(*(column == sa.bindparam(column.name) for column in verdicts.primary_key.columns))
+)
+_RECORD = Prepared(
+    insert(verdicts)
+    .values({column.name: sa.bindparam(column.name) for column in verdicts.columns})
+    .on_conflict_do_nothing()
+)
 _VALIDATED = (
     select(episodes)
     .join(groups, OF_GROUP)
@@ -78,10 +87,10 @@ class Verdicts:
 
     async def known(self, key: VerdictKey) -> Verdict | None:
         """Return a verdict that was given before."""
-        same = [verdicts.c[name] == value for name, value in self._columns(key).items()]
+        values = self._columns(key)
 
         def query(connection: Connection) -> Verdict | None:
-            row = connection.execute(select(verdicts).where(*same)).first()
+            row = _KNOWN.row(connection, values)
             return None if row is None else _verdict(row)
 
         return await self._db.read(query)
@@ -96,9 +105,7 @@ class Verdicts:
             "seconds": verdict.seconds,
             "at": self._clock.now(),
         }
-        await self._db.write(
-            lambda connection: connection.execute(insert(verdicts).on_conflict_do_nothing(), row), "verdict_commit"
-        )
+        await self._db.write(lambda connection: _RECORD.change(connection, row), "verdict_commit")
         self.recorded += 1
 
     async def tokens(self) -> int:
