@@ -57,6 +57,7 @@ class SandboxSpec:
         workdir: folder in the box in which commands start; None: the image's, or the provider's.
         network: `none`; `endpoint`: only the server at `endpoint`; `open`: what the machine reaches.
         endpoint: base URL of a model's server, which the box reaches through a socket of this process.
+        endpoint_key: its key, which stays outside: programs in the box send `Sandbox.endpoint_key` in its place.
         limits: of the box.
     """
 
@@ -68,6 +69,7 @@ class SandboxSpec:
     workdir: str | None = None
     network: Network = "none"
     endpoint: str | None = None
+    endpoint_key: str | None = None
     limits: SandboxLimits = field(default_factory=SandboxLimits)
 
     def check(self) -> None:
@@ -83,6 +85,8 @@ class SandboxSpec:
             raise ConfigError(f"{self.image!r} is no name of an image")
         if (self.network == "endpoint") != (self.endpoint is not None):
             raise ConfigError('the endpoint of a sandbox and network = "endpoint" belong together')
+        if self.endpoint_key is not None and self.endpoint is None:
+            raise ConfigError("the key of a sandbox's endpoint needs the endpoint")
         if self.workdir is not None and not self.workdir.startswith("/"):
             raise ConfigError(f"the working folder of a sandbox is an absolute path, and not {self.workdir!r}")
         if self.folder is not None and not self.folder.is_dir():
@@ -123,6 +127,11 @@ class Sandbox(Protocol):
     @property
     def endpoint(self) -> str | None:
         """Return the base URL of the model's server for programs in the box; None: they reach none."""
+        ...
+
+    @property
+    def endpoint_key(self) -> str | None:
+        """Return what programs in the box send as the server's key; it is worth nothing outside."""
         ...
 
     async def run(

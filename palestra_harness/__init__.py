@@ -2,9 +2,9 @@
 
     palestra.train(harness="pi", reward=score, tasks=[{"prompt": "Fix the test.", "files": {"add.py": "…"}}], …)
 
-The program gets a workspace and a home of its own, and the server's address, the episode's key and the model's name. It
-is not isolated: it may read what its user may. A package of another author brings harnesses by the entry points of the
-group `palestra.harnesses`, each of which leads to a `Harness`.
+The program gets a workspace and a home of its own, and the server's address, the episode's key and the model's name.
+Without a `sandbox` it is not isolated: it may read what its user may. A package of another author brings harnesses by
+the entry points of the group `palestra.harnesses`, each of which leads to a `Harness`.
 """
 
 from __future__ import annotations

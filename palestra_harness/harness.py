@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.client import harness as installed
-from palestra.config import HarnessConfig
+from palestra.config import HarnessConfig, SandboxConfig
 from palestra.errors import ConfigError
 from palestra.extensions import extensions
+from palestra.sandbox import SandboxLimits, SandboxSpec
 
 if TYPE_CHECKING:
     from palestra_harness.rollout import HarnessRollout
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _FIELD = re.compile(r"\{(base_url|anthropic_url|api_key|model|task|workspace|home|max_tokens|max_context)\}")
 # Variables of this process that a program gets; all others, such as keys of providers, are not passed on.
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE")
+BOX_BYTES = 64 * 2**20  # of a program's output in a box, and of the workspace that comes out of it
 TEMPORARY = "tmp"  # folder in a program's home for its temporary files, which are removed with it
 Scored = float | Mapping[str, float] | None
 
@@ -70,6 +72,7 @@ class Harness(installed.HarnessProgram):
             timeout_seconds=settings.timeout_seconds,
             max_calls=settings.max_calls,
             max_tokens=settings.max_tokens,
+            box=box_of(settings.sandbox),
         )
 
     def filled(self, text: str, values: Mapping[str, Any]) -> str:
@@ -112,6 +115,20 @@ class Harness(installed.HarnessProgram):
             hint = f"; install it: {self.install}" if self.install else ""
             raise ConfigError(f"the program {program!r} of {self.name} is not installed{hint}")
         return found
+
+
+def box_of(settings: SandboxConfig | None) -> SandboxSpec | None:
+    """Return the box of a job's harness, without its workspace and its endpoint."""
+    if settings is None:
+        return None
+    limits = SandboxLimits(
+        cpus=settings.cpus,
+        memory_mib=settings.memory_mib,
+        processes=settings.processes,
+        disk_mib=settings.disk_mib,
+        output_bytes=BOX_BYTES,
+    )
+    return SandboxSpec(image=settings.image, build=settings.build, limits=limits)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,11 +22,13 @@ from palestra.client import ModelEndpoint, RolloutResult
 from palestra.errors import ConfigError, InvalidRequest, RolloutFailed
 from palestra.http_clients import async_http_client
 from palestra.process.child import ending
+from palestra.sandbox import SandboxSpec, sandbox_provider
 from palestra.threads import call, in_thread
 from palestra.types.wire import EpisodeCalls
+from palestra_harness.boxed import run_in_box
 from palestra_harness.folders import temporary_folder
-from palestra_harness.harness import Harness, Score
-from palestra_harness.running import run_harness, write_files
+from palestra_harness.harness import BOX_BYTES, Harness, Score
+from palestra_harness.running import RunLimits, run_harness, write_files
 
 CALLS_SECONDS = 30.0  # for the server to count an episode's calls, at the end; it may be starting again
 RETRY_SECONDS = 1.0
@@ -47,6 +49,7 @@ class HarnessRollout:
         timeout_seconds: float = 600.0,
         max_calls: int | None = None,
         max_tokens: int | None = None,
+        box: SandboxSpec | None = None,
     ) -> None:
         """Prepare to play.
 
@@ -60,12 +63,17 @@ class HarnessRollout:
             max_calls: answered model calls at which the program is ended, and what it left is scored, as truncated.
                 It is looked at every second. None: any number.
             max_tokens: the same for sampled tokens of the episode.
+            box: a box of each episode, in which the program runs; its workspace and its endpoint are added. None: it
+                is not isolated.
 
         Raises:
-            ConfigError: the program is not installed, or there is no such folder or archive.
+            ConfigError: the program is not installed, there is no such folder or archive, or no such box can be had.
         """
-        harness.find_program()
-        self.harness = harness
+        if box is None:
+            harness.find_program()
+        else:
+            sandbox_provider(box)
+        self.harness, self._box = harness, box
         self._score, self._timeout = score, timeout_seconds
         self._max_calls, self._max_tokens = max_calls, max_tokens
         self._folder = None if folder is None else Path(folder)
@@ -88,14 +96,14 @@ class HarnessRollout:
             workspace = made / "workspace"  # the same last part in each episode: paths stand in prompts
             await in_thread(lambda: self._fill(workspace, files))
             limited = self._max_calls is not None or self._max_tokens is not None
-            result = await run_harness(
-                self.harness,
-                endpoint,
-                prompt,
-                workspace,
-                timeout_seconds=self._timeout,
-                reached=partial(self._reached, http, endpoint) if limited else None,
-            )
+            reached = partial(self._reached, http, endpoint) if limited else None
+            if self._box is None:
+                result = await run_harness(
+                    self.harness, endpoint, prompt, workspace, timeout_seconds=self._timeout, reached=reached
+                )
+            else:
+                limits = RunLimits(self._timeout, BOX_BYTES, reached)
+                result = await run_in_box(self.harness, endpoint, prompt, workspace, self._box, limits)
             how = f"{self.harness.name} {ending(result.exit_code)}: {_last_words(result.output)}"
             try:
                 calls = await episode_calls(http, endpoint)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from palestra.client import ModelEndpoint
 from palestra.errors import ConfigError, InvalidRequest, RolloutFailed
@@ -39,7 +39,7 @@ _GIT = (
 _ATTRIBUTES = "* -text !eol !ident !filter !diff !working-tree-encoding\n"
 
 
-class _Limits(NamedTuple):
+class RunLimits(NamedTuple):
     """What ends a program; see `run_harness`."""
 
     seconds: float
@@ -98,33 +98,24 @@ async def run_harness(
     async with temporary_folder("home-") as folder:
         home, snapshot = folder / "home", folder / "snapshot"
         (home / TEMPORARY).mkdir(parents=True)
-        text = f" {task}" if task.startswith("-") else task  # no option of the program
-        values = {"task": text, "workspace": workspace, "home": home} | {
-            **{name: getattr(endpoint, name) for name in ("base_url", "anthropic_url", "api_key", "model")},
-            "max_tokens": endpoint.max_tokens or MAX_TOKENS,
-            "max_context": endpoint.max_context or MAX_CONTEXT,
-        }
+        values = values_of(endpoint, task, workspace, home)
         command = [harness.filled(part, values) for part in harness.command]
         variables = harness.environment(home, values)
         write_files(home, {name: harness.filled(text, values) for name, text in harness.files.items()})
-        await _git(snapshot, workspace, "init", "--quiet")
-        (snapshot / "info" / "attributes").write_text(_ATTRIBUTES, encoding="utf-8")
-        await _add_all(snapshot, workspace)
-        await _git(snapshot, workspace, "commit", "--quiet", "--allow-empty", "--message", "before")
+        await take_snapshot(snapshot, workspace)
         begun, real = time.monotonic(), _real_folder(workspace)
         process, lifeline = _started(command, workspace, variables, home)
-        limits = _Limits(timeout_seconds, max_output_bytes, reached)
+        limits = RunLimits(timeout_seconds, max_output_bytes, reached)
         code, output, truncated = await _watched(harness.name, process, lifeline, limits)
         seconds = time.monotonic() - begun
         if _real_folder(workspace) != real:
             raise RolloutFailed("workspace", f"{harness.name} has put something else in the place of its workspace")
-        await _add_all(snapshot, workspace)
-        diff = await _git(snapshot, workspace, "diff", "--cached", "HEAD", most=4 * MAX_DIFF)
+        diff = await changes_since(snapshot, workspace)
         return HarnessResult(
             exit_code=kept_code(code),
-            output=_without_key(output, endpoint.api_key)[-KEPT_BYTES:],
+            output=without_key(output, endpoint.api_key)[-KEPT_BYTES:],
             workspace=workspace,
-            diff=_without_key(diff.decode(errors="replace"), endpoint.api_key)[:MAX_DIFF],
+            diff=without_key(diff, endpoint.api_key)[:MAX_DIFF],
             seconds=seconds,
             truncated=truncated,
         )
@@ -134,7 +125,33 @@ def _real_folder(path: Path) -> Path | None:
     return path.resolve() if path.is_dir() else None
 
 
-def _without_key(text: str, key: str) -> str:
+def values_of(endpoint: ModelEndpoint, task: str, workspace: Path, home: Path) -> dict[str, Any]:
+    """Return the values of names in braces; see `Harness`."""
+    text = f" {task}" if task.startswith("-") else task  # no option of the program
+    return {"task": text, "workspace": workspace, "home": home} | {
+        **{name: getattr(endpoint, name) for name in ("base_url", "anthropic_url", "api_key", "model")},
+        "max_tokens": endpoint.max_tokens or MAX_TOKENS,
+        "max_context": endpoint.max_context or MAX_CONTEXT,
+    }
+
+
+async def take_snapshot(snapshot: Path, workspace: Path) -> None:
+    """Keep what is in a workspace, in a repository of its own."""
+    await _git(snapshot, workspace, "init", "--quiet")
+    (snapshot / "info" / "attributes").write_text(_ATTRIBUTES, encoding="utf-8")
+    await _add_all(snapshot, workspace)
+    await _git(snapshot, workspace, "commit", "--quiet", "--allow-empty", "--message", "before")
+
+
+async def changes_since(snapshot: Path, workspace: Path) -> str:
+    """Return what has changed in a workspace since its snapshot, as `git diff` shows it; perhaps only its beginning."""
+    await _add_all(snapshot, workspace)
+    diff = await _git(snapshot, workspace, "diff", "--cached", "HEAD", most=4 * MAX_DIFF)
+    return diff.decode(errors="replace")
+
+
+def without_key(text: str, key: str) -> str:
+    """Return a text with `(key)` in the place of a key."""
     return text.replace(key, "(key)") if key else text
 
 
@@ -166,7 +183,7 @@ async def _watched(
     name: str,
     process: subprocess.Popen[bytes],
     lifeline: int,
-    limits: _Limits,
+    limits: RunLimits,
 ) -> tuple[int, str, bool]:
     """Wait until all processes of a program have ended; return exit code, end of the output, and if it was cut off."""
     reading = asyncio.ensure_future(in_thread(partial(_read, process, limits.output_bytes), "palestra-harness"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 from urllib.parse import urlsplit, urlunsplit
 
@@ -12,6 +13,7 @@ _FIRST_PORT = 1024  # below it, a program needs a right to listen
 _OTHER_PORT = 8000
 _MAX_CONNECTIONS = 64
 _CHUNK = 65_536
+_HEAD_BYTES = 65_536  # of a request's first line and headers
 
 
 def address_of(endpoint: str) -> tuple[str, int]:
@@ -43,10 +45,16 @@ def inner_port(endpoint: str) -> int:
 
 
 class Forwarder:
-    """Passes connections to a listening socket, made in the box's network, on to a server outside."""
+    """Passes connections to a listening socket, made in the box's network, on to a server outside.
 
-    def __init__(self, endpoint: str) -> None:
-        self._address = address_of(endpoint)
+    Attributes:
+        stand_in: what programs in the box send as the key.
+    """
+
+    def __init__(self, endpoint: str, key: str | None) -> None:
+        """Describe a server. `key`: replaces `stand_in` in the heads of requests; None: nothing is replaced."""
+        self._address, self._key = address_of(endpoint), key
+        self.stand_in = None if key is None else f"sandbox-{secrets.token_hex(16)}"
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
 
@@ -54,7 +62,7 @@ class Forwarder:
         """Accept connections; the socket is closed with the forwarder. A forwarder that runs goes on with this one."""
         await self.close()
         listening.setblocking(False)
-        self._server = await asyncio.start_server(self._accept, sock=listening)
+        self._server = await asyncio.start_server(self._accept, sock=listening, limit=_HEAD_BYTES)
 
     async def close(self) -> None:
         """Close the socket and all connections."""
@@ -82,12 +90,23 @@ class Forwarder:
             writer.close()  # the program sees that the server is away
             return
         try:
+            if self._key is not None and self.stand_in is not None:
+                back.write(_with_key(await reader.readuntil(b"\r\n\r\n"), self.stand_in, self._key))
             async with asyncio.TaskGroup() as group:
                 group.create_task(_pass(reader, back))
                 group.create_task(_pass(there, writer))
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
+            return  # no request of HTTP, or the program has ended
         finally:
             writer.close()
             back.close()
+
+
+def _with_key(head: bytes, stand_in: str, key: str) -> bytes:
+    """Return the head of a request with the key; it becomes the last of its connection, of which one is looked at."""
+    lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection:")]
+    lines[1:1] = [b"Connection: close"]
+    return b"\r\n".join(lines).replace(stand_in.encode(), key.encode())
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

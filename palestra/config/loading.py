@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from palestra.config.engine import EngineConfig
 from palestra.config.job import JobConfig
 from palestra.config.judge import JudgeConfig
-from palestra.config.parts import HarnessConfig
+from palestra.config.parts import HarnessConfig, SandboxConfig
 from palestra.config.policy import PolicyConfig
 from palestra.config.section import Mistake, Section, explain, explain_all, key_parts, sections_of
 from palestra.errors import ConfigError
@@ -168,7 +168,8 @@ def resolve_paths(table: dict[str, Any], folder: Path, names: bool = True) -> No
 @cache
 def path_keys() -> frozenset[str]:
     """Return the keys whose values are paths, in any table."""
-    kinds: list[type[Section]] = [*sections_of(EngineConfig), *sections_of(JudgeConfig), *sections_of(HarnessConfig)]
+    read = (EngineConfig, JudgeConfig, HarnessConfig, SandboxConfig)
+    kinds: list[type[Section]] = [kind for section in read for kind in sections_of(section)]
     return frozenset(
         {"run_dir", "train", "validation", "path"}
         | {key for kind in kinds for key, field in kind.model_fields.items() if _is_path(field.annotation)}

@@ -203,6 +203,17 @@ class ServerConfig(Section):
         return "port" in self.model_fields_set
 
 
+class SandboxConfig(Section):
+    """The box in which a program runs: of an image by podman or docker, else of this machine's `/usr` by bubblewrap."""
+
+    image: str | None = Field(None, description="Name of an image, or the absolute path of its archive.")
+    build: Path | None = Field(None, description="Folder with a Dockerfile to build the image from, once.")
+    cpus: float | None = Field(None, gt=0, description="Processors of all its programs together; containers only.")
+    memory_mib: Positive = Field(2048, description="Memory of all its programs together, in MiB.")
+    processes: Positive = Field(256, description="Processes of all its programs together, threads included.")
+    disk_mib: Positive | None = Field(1024, description="What it may write, in MiB. None: any number, containers only.")
+
+
 class HarnessConfig(Section):
     """A program plays each episode in a workspace, and what it leaves there is scored."""
 
@@ -223,4 +234,7 @@ class HarnessConfig(Section):
     )
     max_tokens: Positive | None = Field(
         None, description="The same for sampled tokens of an episode. None: any number."
+    )
+    sandbox: SandboxConfig | None = Field(
+        None, description="A box of each episode that the program runs in, and its limits. None: no isolation."
     )

@@ -100,7 +100,8 @@ class BubblewrapBox:
         self.workdir = spec.workdir or HOME
         self.endpoint = None if spec.endpoint is None else inner_url(spec.endpoint)
         self._spec, self._limits, self._program, self._control = spec, limits, program, control
-        self._forwarder = None if spec.endpoint is None else Forwarder(spec.endpoint)
+        self._forwarder = None if spec.endpoint is None else Forwarder(spec.endpoint, spec.endpoint_key)
+        self.endpoint_key = None if self._forwarder is None else self._forwarder.stand_in
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {0: asyncio.get_running_loop().create_future()}
         self._over: str | None = None  # limit for which the last processes were ended

@@ -100,7 +100,8 @@ class ContainerBox:
         self._engine, self._spec, self._image = engine, spec, image
         self._user = spec.user or image.user
         self._owner: Owner = (0, 0)
-        self._forwarder = None if spec.endpoint is None else Forwarder(spec.endpoint)
+        self._forwarder = None if spec.endpoint is None else Forwarder(spec.endpoint, spec.endpoint_key)
+        self.endpoint_key = None if self._forwarder is None else self._forwarder.stand_in
         self._watching: asyncio.Task[None] | None = None
         self._ended_for: str | None = None
         self._closed = False

@@ -1,0 +1,106 @@
+"""A harness in a box: it calls the model by the one way out, and its workspace is scored outside."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from in_process import serving, trajectory_of
+from machine import require
+
+from palestra.client import AsyncClient, ModelEndpoint
+from palestra.client.worker import Worker
+from palestra.config import HarnessConfig
+from palestra.errors import ConfigError, RolloutFailed
+from palestra_harness import Harness, HarnessRollout
+from palestra_harness.harness import box_of
+
+require("bwrap", "git")
+SETTINGS = {"rollout": {"group_size": 2, "groups_per_step": 1}, "steps": 1, "evaluation": {"every_steps": 0}}
+CODER = r"""
+address=${1#http://}; host=${address%%/*}
+body="{\"model\": \"$MODEL\", \"messages\": [{\"role\": \"user\", \"content\": \"$2\"}]}"
+exec 3<> /dev/tcp/${host%:*}/${host#*:}
+printf 'POST /v1/chat/completions HTTP/1.1\r\nHost: %s\r\nAuthorization: Bearer %s\r\n' "$host" "$KEY" >&3
+printf 'Content-Type: application/json\r\nContent-Length: %s\r\n\r\n%s' "${#body}" "$body" >&3
+cat <&3 > answer.txt
+env > seen.txt; cat ~/settings.json >> seen.txt; ls / >> seen.txt
+rm gone.txt; ln -s given.txt inside; ln -s /etc/passwd outside; echo end of the program
+setsid sleep 4325 > /dev/null 2>&1 &
+"""
+HARNESS = Harness(
+    name="coder",
+    command=("bash", "-c", CODER, "coder", "{base_url}", "{task}"),
+    variables={"KEY": "{api_key}", "MODEL": "{model}"},
+    files={"settings.json": '{"key": "{api_key}"}'},
+)
+
+
+@pytest.fixture(params=["bubblewrap", "container"])
+def settings(request) -> dict:
+    image = request.getfixturevalue("tiny_image") if request.param == "container" else None
+    return {"image": image, "memory_mib": 256, "disk_mib": 32}
+
+
+async def test_it_plays_an_episode_and_does_not_see_the_key(tmp_path: Path, settings, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "of the user")
+    (tmp_path / "given").mkdir()
+    for name in ("given.txt", "gone.txt"):
+        (tmp_path / "given" / name).write_text("given")
+    keys, scored = [], []
+
+    def score(task, result) -> float:
+        seen = (result.workspace / "seen.txt").read_text()
+        assert not [key for key in keys if key in seen]
+        assert "KEY=sandbox-" in seen
+        assert "of the user" not in seen
+        assert (result.exit_code, result.output) == (0, "end of the program\n")
+        assert (result.workspace / "inside").read_text() == "given"
+        assert not (result.workspace / "outside").is_symlink()
+        assert not (result.workspace / "gone.txt").exists()
+        assert "answer.txt" in result.diff
+        assert "gone.txt" in result.diff
+        scored.append(result)
+        return float(len(scored))
+
+    rollout = HarnessRollout(
+        HARNESS, score, folder=tmp_path / "given", box=box_of(HarnessConfig(name="coder", sandbox=settings).sandbox)
+    )
+
+    async def play(task: dict, endpoint: ModelEndpoint):
+        keys.append(endpoint.api_key)
+        return await rollout(task, endpoint)
+
+    async with serving(tmp_path, **SETTINGS) as job:
+        running = asyncio.create_task(job.run())
+        async with AsyncClient(job.url, job.api_key) as client:
+            await client.push_tasks([{"prompt": "Say hello."}])
+            await Worker(client, play, 1).run()
+        await running
+        played = [await trajectory_of(job, f"train-000000-0{sample}") for sample in range(2)]
+    assert sorted(one.episode.reward for one in played) == [1.0, 2.0]
+    assert {one.chats[0].messages[0].text for one in played} == {"Say hello."}
+    assert {one.chats[0].reply.text for one in played} == {result.answer for result in scored}
+
+
+@pytest.mark.parametrize(
+    ("code", "limits", "expected"),
+    [
+        ("sleep 60", {"timeout_seconds": 0.5}, "longer than"),
+        ("yes", {}, "wrote more than"),
+        ("for i in 1 2 3 4; do head -c 20000000 /dev/zero > $i; done", {}, "the workspace has more"),
+    ],
+)
+async def test_what_runs_too_long_or_leaves_too_much_fails(code: str, limits: dict, expected: str):
+    box = box_of(HarnessConfig(name="x", sandbox={"memory_mib": 512, "disk_mib": 100}).sandbox)
+    harness = Harness(name="own", command=("bash", "-c", code))
+    endpoint = ModelEndpoint(base_url="http://127.0.0.1:9/v1", api_key="pe-key", model="policy", version="0.0")
+    with pytest.raises(RolloutFailed, match=expected):
+        await HarnessRollout(harness, lambda task, result: 1.0, box=box, **limits)({"prompt": "x"}, endpoint)
+
+
+def test_a_box_that_can_not_be_had_is_refused_before_the_first_episode():
+    box = box_of(HarnessConfig(name="x", sandbox={"cpus": 1}).sandbox)
+    with pytest.raises(ConfigError, match="cpus"):
+        HarnessRollout(HARNESS, lambda task, result: 1.0, box=box)
