@@ -36,6 +36,7 @@
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
     ├── TeacherFailed                503  the server that teaches did not score a step's tokens
     ├── JudgeFailed              503  a judge gave no verdict that can be used
+    ├── BudgetSpent              402  a call does not fit into the job's budget any more
     ├── JudgeBudgetSpent         500  a judge has used up the tokens that it may
     ├── JudgeUnavailable         500  a judge could not be asked for a long time
     ├── InvalidAlgorithm         500  an algorithm or a loss does not keep to what these have to do
@@ -403,6 +404,12 @@ class VersionQuarantined(Conflict):
 
     They answer no call outside the job's own episodes, and are exported only with `--force`.
     """
+
+
+class BudgetSpent(PalestraError):
+    """A call does not fit into the job's `budget` any more. Raise it and resume to continue."""
+
+    http_status = 402
 
 
 class JudgeBudgetSpent(PalestraError):

@@ -87,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
             tried, trial = _tried(config, limit_seconds, rollout, report, end)
             findings += tried
     if arguments.json:
-        say(json.dumps(_as_json([*wrong, *findings], trial), indent=2))
+        say(json.dumps(_as_json([*wrong, *findings], trial, config), indent=2))
     else:
         _show(config, findings, trial, works=not wrong)
     code = end.code or (MISTAKEN if wrong else int(any(finding.fatal for finding in findings)))
@@ -130,6 +130,7 @@ def _tried(
 ) -> tuple[list[CheckFinding], Trial | None]:
     """Return the findings of two steps, and their measurements; None for a job that only serves its model."""
     from palestra_inspect.checking import CheckFinding
+    from palestra_inspect.estimate import budget_findings, estimate_of
     from palestra_inspect.trial import try_model, try_steps
 
     trial, end.trying = None, True
@@ -142,6 +143,8 @@ def _tried(
     except PalestraError as error:
         return [CheckFinding(key=_key_in(str(error), config), text=one_line(str(error)))], None
     findings = []
+    if trial is not None and (found := estimate_of(config, trial)) is not None:
+        findings += budget_findings(config, found)
     if not ended:
         what, key = ("loading it takes", "model") if trial is None else ("two steps take", "rollout.groups_per_step")
         text = f"{what} longer than {limit_seconds:g} s (--trial-seconds)"
@@ -197,11 +200,18 @@ def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(f"{text} …")
 
 
-def _as_json(findings: Sequence[CheckFinding], trial: Trial | None) -> dict[str, Any]:
+def _as_json(findings: Sequence[CheckFinding], trial: Trial | None, config: JobConfig | None = None) -> dict[str, Any]:
+    from palestra_inspect.estimate import estimate_of
+
+    whole = None if trial is None or config is None else estimate_of(config, trial)
+    taken = None if trial is None else dataclasses.asdict(trial)
+    if taken is not None:
+        del taken["used"]  # a row for each episode
     return {
         "works": not any(finding.fatal for finding in findings),
         "findings": [dataclasses.asdict(finding) for finding in findings],
-        "trial": None if trial is None else dataclasses.asdict(trial),
+        "trial": taken,
+        "estimate": None if whole is None else dataclasses.asdict(whole),
     }
 
 
@@ -231,6 +241,7 @@ def _table(config: JobConfig, trial: Trial) -> Table:
 
     from palestra.models.device import available_bytes
     from palestra.types.progress import duration
+    from palestra_inspect.estimate import estimate_of, evaluations
     from palestra_inspect.trial import plays_episodes
 
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -243,11 +254,16 @@ def _table(config: JobConfig, trial: Trial) -> Table:
     table.add_row(
         f"tokens {played}", f"{trial.completion_tokens:,}", f"in {trial.calls:,} calls of {trial.episodes:,} episodes"
     )
-    if trial.rows:
+    if (whole := estimate_of(config, trial)) is not None:
         row = trial.rows[-1]
         table.add_row("replies cut", f"{row['rollout/truncated_share']:.0%}", "at max_tokens")
-        rest = f"{config.steps} steps like the last one, without evaluations"
-        table.add_row("time of the job", duration(row["time/step_seconds"] * config.steps), rest)
+        rest = (
+            f"{config.steps:,} steps like the last one, and {evaluations(config) if trial.held_out else 0} evaluations"
+        )
+        table.add_row("time of the job", whole.hours.shown(lambda hours: duration(hours * 3600)), rest)
+        table.add_row("tokens of the job", whole.tokens.shown(lambda tokens: f"{tokens:,.0f}"), "prompts and replies")
+        if whole.money is not None:
+            table.add_row("cost of the job", whole.money.shown(lambda money: f"{money:,.2f}"), "by [prices]")
     table.add_row("memory", f"{trial.memory_bytes / GIB:.1f} GiB", f"{available_bytes() / GIB:.1f} GiB are free")
     if trial.gpu_bytes:
         table.add_row("memory of the GPU", f"{trial.gpu_bytes / GIB:.1f} GiB", "")

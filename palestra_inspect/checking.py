@@ -18,6 +18,7 @@ from palestra.algorithms.base import RecordedEpisodes
 from palestra.algorithms.registry import create_algorithm
 from palestra.client.harness import check_harness_config
 from palestra.config import DEFAULT_CONTEXT, JobConfig
+from palestra.config.budget import unpriced_servers, unused_prices
 from palestra.engine.driver import driver_of
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.tasks import Split
@@ -69,7 +70,7 @@ class CheckFinding:
 
 def check_job(config: JobConfig) -> list[CheckFinding]:
     """Return the problems of a job with this configuration, this machine and the job's files."""
-    checks: list[Callable[[JobConfig], Iterator[CheckFinding]]] = [_port, _folder, _devices, _engine]
+    checks: list[Callable[[JobConfig], Iterator[CheckFinding]]] = [_port, _folder, _devices, _engine, _prices]
     if config.kind == "training":
         checks += [_tasks, _environments, _harness, _algorithms, _groups, _updates]
     if config.loads_models:
@@ -131,6 +132,15 @@ def _engine(config: JobConfig) -> Iterator[CheckFinding]:
     for key, table in config.engine.keyed_tables.items():
         for wrong, text in driver_of(table).check(config, key, table):
             yield CheckFinding(key=wrong, text=text)
+
+
+def _prices(config: JobConfig) -> Iterator[CheckFinding]:
+    """Check that what is asked for tokens has a price, if the job has prices, and that each price is of something."""
+    for key, text in unpriced_servers(config):
+        yield CheckFinding(key=key, text=text, fatal=False)
+    for name in unused_prices(config):
+        text = f"prices.tokens has {name!r}, and no policy, model or server of the job has that name"
+        yield CheckFinding(key="prices.tokens", text=text, fatal=False)
 
 
 def _tasks(config: JobConfig) -> Iterator[CheckFinding]:

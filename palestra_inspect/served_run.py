@@ -11,6 +11,7 @@ from urllib.parse import quote
 from palestra.cli.options import JOB_ID
 from palestra.client.exchange import Settings
 from palestra.dashboard.answers import (
+    CostsAnswer,
     EpisodeDetail,
     EpisodeLine,
     EpisodesAnswer,
@@ -70,6 +71,11 @@ class ServedRun:
         found: MetricsAnswer = self._server.request(
             "GET", f"{self._path}/metrics", MetricsAnswer, params={"after": after}
         )
+        return found
+
+    def costs(self) -> CostsAnswer:
+        """Return what the run has cost so far."""
+        found: CostsAnswer = self._server.request("GET", f"{self._path}/costs", CostsAnswer)
         return found
 
     def slow_calls(self) -> SlowCallsAnswer:

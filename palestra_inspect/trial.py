@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Self, TypeVar
 
 import orjson
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from palestra.algorithms.registry import create_algorithm
 from palestra.client.async_client import AsyncClient
@@ -40,7 +40,8 @@ from palestra.runtime.local_job import LocalJob
 from palestra.runtime.starting_points import newest_checkpoints
 from palestra.runtime.tasks import task_of
 from palestra.store.browsing import browse, list_episodes
-from palestra.store.tables import chats
+from palestra.store.spending import Used, counted, sums, sums_by_episode
+from palestra.store.tables import chats, tasks
 from palestra.threads import in_thread
 from palestra.types.metrics import row_of_policy
 from palestra.waiting import race
@@ -114,6 +115,8 @@ class Trial:
         gpu_bytes: peak GPU memory; 0 without a GPU.
         checkpoint_bytes: of one checkpoint; 0: none was written.
         stopped: whether it was ended before both steps were finished.
+        used: what the calls have used, by episode.
+        held_out: validation tasks of the job.
         stand_in: whether one question replaced the episodes of an external agent.
     """
 
@@ -125,6 +128,8 @@ class Trial:
     memory_bytes: int = 0
     gpu_bytes: int = 0
     checkpoint_bytes: int = 0
+    used: list[Used] = field(default_factory=list)
+    held_out: int = 0
     stopped: bool = False
     stand_in: bool = False
 
@@ -277,6 +282,7 @@ def _trial_config(config: JobConfig, folder: Path) -> JobConfig:
             "run_dir": folder,
             "steps": STEPS,
             "token_budget": None,
+            "budget": None,
             "tracking": [],
             "seats": SeatsConfig(),  # no worker comes to a trial
             "policies": policies,
@@ -309,9 +315,18 @@ def _count(trial: Trial, config: JobConfig) -> None:
     """Count the episodes that ended, and the calls and tokens of all."""
     with browse(config.folder / "run.db") as connection:
         trial.episodes = len(list_episodes(connection, "train", "completed", 10**6))
+        trial.used = sums_by_episode(connection) + _outside(sums(connection))
+        trial.used = trial.used or list(counted(connection, config))
+        held_out = select(func.count()).select_from(tasks).where(tasks.c.split.startswith("validation"))
+        trial.held_out = connection.execute(held_out).scalar_one()
         sampled = [orjson.loads(versions) for versions in connection.scalars(select(chats.c.versions))]
     trial.calls = len(sampled)
     trial.completion_tokens = sum(tokens for spans in sampled for *_, tokens in spans)
+
+
+def _outside(found: list[Used]) -> list[Used]:
+    """Return the sums of calls that are of no episode."""
+    return [one for one in found if one.kind in ("judge", "audit", "teacher")]
 
 
 async def _until_over(job: LocalJob, rollout: Rollout | None, concurrency: int) -> None:

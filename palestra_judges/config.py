@@ -70,9 +70,14 @@ class ModelJudge(JudgeConfig):
         return self
 
     @property
-    def asks_policy(self) -> bool:
-        """Return whether the judge is a policy of the job; see `JudgeConfig`."""
-        return self.policy is not None
+    def asked_policy(self) -> str | None:
+        """Return the policy of the job that judges; see `JudgeConfig`."""
+        return self.policy
+
+    @property
+    def served_model(self) -> str | None:
+        """Return the name of the model on the server; see `JudgeConfig`."""
+        return self.model
 
     def model_of(self, access: JudgeAccess) -> JudgeModel:
         """Return the model that is asked."""
@@ -84,9 +89,11 @@ class ModelJudge(JudgeConfig):
                 raise ConfigError(
                     f"judge.policy is {self.policy!r}, and is no frozen policy of the job (it has {known})"
                 )
-            return JudgeModel(self, access.url, access.key, self.policy)
+            return JudgeModel(self, access.url, access.key, self.policy)  # whose own calls are counted
         key = key_in(self.key_variable, "judge.key_variable")
-        return JudgeModel(self, checked_url(self.url or "", "http://127.0.0.1:8000"), lambda: key, self.model)
+        return JudgeModel(
+            self, checked_url(self.url or "", "http://127.0.0.1:8000"), lambda: key, self.model, access.meter
+        )
 
 
 class Criterion(Section):

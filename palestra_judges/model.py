@@ -14,6 +14,7 @@ import httpx2
 import orjson
 
 from palestra.client.exchange import asked_pause, is_passing, trouble_of
+from palestra.config.judge import Meter
 from palestra.envs.judge import VerdictBook
 from palestra.errors import ConfigError, JudgeBudgetSpent, JudgeFailed, JudgeUnavailable
 from palestra.http_clients import async_http_client
@@ -46,15 +47,19 @@ class Answered(Generic[T]):
 class JudgeModel:
     """Asks one model. A question that gets no answer, or none that can be read, is asked again, and then fails."""
 
-    def __init__(self, config: ModelJudge, url: str, key: Callable[[], str], model: str | None) -> None:
+    def __init__(
+        self, config: ModelJudge, url: str, key: Callable[[], str], model: str | None, meter: Meter | None = None
+    ) -> None:
         """Prepare to ask; nothing is sent yet.
 
         Args:
             url: of the server, without /v1.
             key: returns its present key, which may change; empty: it needs none.
             model: its name there; None: the only one that the server lists.
+            meter: what the calls are charged to; None: they are not counted.
         """
         self._config, self._url, self._key, self._model = config, url, key, model
+        self._meter = meter
         # Of a machine that is down nothing comes back: that is an outage, and no slow answer.
         connect = min(CONNECT_SECONDS, config.timeout_seconds / 2)
         self._http = async_http_client(timeout=httpx2.Timeout(None, connect=connect))
@@ -148,7 +153,7 @@ class JudgeModel:
         limit = self._config.timeout_seconds
         try:
             async with asyncio.timeout(limit):
-                answer = await self._sent("POST", "/v1/chat/completions", body)
+                answer = await self._bought(body)
         except TimeoutError:
             raise JudgeFailed(f"the judge did not answer within {limit:g} s") from None
         except httpx2.RequestError as error:
@@ -163,6 +168,27 @@ class JudgeModel:
             raise JudgeFailed("the judge's server answered with something that is no chat completion") from None
         text = text if isinstance(text, str) else ""
         return text, _tokens(answer, question, text)
+
+    async def _bought(self, body: Mapping[str, Any]) -> Any:
+        """Return what the server answers to a question, whose tokens are charged to the job's budget.
+
+        A byte of the question is a token at most. A question without an answer costs what it may have cost, unless the
+        server was not reached or has refused it.
+        """
+        if self._meter is None:
+            return await self._sent("POST", "/v1/chat/completions", body)
+        most = len(json.dumps(body, ensure_ascii=False).encode(errors="replace")), self._config.max_tokens
+        reserved = await self._meter.reserve(*most)
+        used = most
+        try:
+            answer = await self._sent("POST", "/v1/chat/completions", body)
+            used = _usage(answer, most)
+        except (_Final, _Unavailable, ConfigError, httpx2.ConnectError, httpx2.ConnectTimeout):
+            used = (0, 0)
+            raise
+        finally:
+            await asyncio.shield(self._meter.pay(reserved, *used))
+        return answer
 
     async def _sent(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         """Return the JSON that the server answers."""
@@ -238,6 +264,16 @@ class _Outage:
             ) from error
         await asyncio.sleep(min(max(error.pause, self._pause), left))
         self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+
+
+def _usage(answer: Any, most: tuple[int, int]) -> tuple[int, int]:
+    """Return the tokens of prompt and reply that a server reports, or those of replies at most; or `most`."""
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    counts = [(usage or {}).get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+    prompt, reply, total = (count if type(count) is int and count >= 0 else None for count in counts)
+    if prompt is not None and reply is not None:
+        return prompt, reply
+    return most if total is None else (total - min(total, most[1]), min(total, most[1]))
 
 
 def _tokens(answer: Any, question: Question, text: str) -> int:

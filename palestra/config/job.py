@@ -13,6 +13,7 @@ from pydantic_core import to_json
 from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.algorithm_base import AlgorithmConfig
 from palestra.config.audit import AuditConfig
+from palestra.config.budget import BudgetConfig, PricesConfig, check_budget
 from palestra.config.checks import check_bases, check_devices, check_trained
 from palestra.config.engine import EngineConfig, default_engine
 from palestra.config.judge import JudgeConfig
@@ -130,6 +131,8 @@ class JobConfig(Section):
         "rewards). None: the environment's reward alone counts.",
     )
     audit: AuditConfig | None = Field(None, description="Watches whether the reward is gamed. None: no audit.")
+    prices: PricesConfig | None = Field(None, description="What things cost (docs/how-to/costs.md). None: not known.")
+    budget: BudgetConfig | None = Field(None, description="The most that the job may spend. None: any amount.")
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     engine: EngineConfig = Field(default_factory=default_engine)
@@ -228,6 +231,11 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _fits_its_engine(self) -> JobConfig:
         self.engine.check_job(self)
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_budget_that_can_be_kept(self) -> JobConfig:
+        check_budget(self)
         return self
 
     @model_validator(mode="after")
@@ -369,6 +377,7 @@ class JobConfig(Section):
         learning rate depends on it). The tasks themselves are in the run store.
         """
         apart = "name kind run_dir tracking seats server pictures store checkpoint evaluation watchdog audit"
+        apart += " prices budget"
         left_out: dict[str, Any] = dict.fromkeys(apart.split(), True)
         left_out["rollout"] = {
             "lease_seconds",

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
@@ -21,6 +21,18 @@ if TYPE_CHECKING:
 GROUP = "palestra.judges"
 
 
+class Meter(Protocol):
+    """Counts the tokens that a server is asked for, within the budget of the job."""
+
+    async def reserve(self, prompt_tokens: int, reply_tokens: int) -> Any:
+        """Return what reserves the tokens that a call may use, once they fit into the budget."""
+        ...
+
+    async def pay(self, reserved: Any, prompt_tokens: int, reply_tokens: int) -> None:
+        """Record what a call has used, in place of what it has reserved."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgeAccess:
     """How a judge reaches the policies of its job.
@@ -29,11 +41,13 @@ class JudgeAccess:
         url: of the job's server, without /v1.
         key: returns the present key of model calls outside any episode; `model` names the policy.
         frozen: names of the job's frozen policies.
+        meter: what calls to servers are charged to; None: they are not counted.
     """
 
     url: str
     key: Callable[[], str]
     frozen: tuple[str, ...] = ()
+    meter: Meter | None = None
 
 
 class JudgeConfig(Section, ABC):
@@ -79,9 +93,19 @@ class JudgeConfig(Section, ABC):
         return None
 
     @property
+    def asked_policy(self) -> str | None:
+        """Return the policy of the job that judges; None: the judge is none."""
+        return None
+
+    @property
+    def served_model(self) -> str | None:
+        """Return the name of the model on the server; None: the only one that it has."""
+        return None
+
+    @property
     def asks_policy(self) -> bool:
         """Return whether the judge is a policy of the job, which answers no call before the job samples."""
-        return False
+        return self.asked_policy is not None
 
     @abstractmethod
     def make(self, access: JudgeAccess) -> Judge:

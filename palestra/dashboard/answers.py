@@ -105,6 +105,30 @@ class MetricsAnswer(Answer):
     last_event: int = Field(description="Number of the newest event that the columns contain.")
 
 
+class CostLine(Answer):
+    """What something has cost."""
+
+    name: str
+    calls: int
+    prompt_tokens: int
+    reply_tokens: int
+    ms: int = Field(description="Milliseconds of the run.")
+    money: str = Field(description="In the currency of `[prices]`: an exact decimal number.")
+    shown: str = Field(description="`money`, rounded.")
+
+
+class CostsAnswer(Answer):
+    """What a run has cost so far. Each list adds up to the total."""
+
+    run: str
+    counted: bool = Field(description="Whether calls are in it; they are where a job has `[prices]` or a `[budget]`.")
+    priced: bool = Field(description="Whether the job has `[prices]`; without them, money is 0.")
+    total: CostLine
+    phases: list[CostLine]
+    payees: list[CostLine] = Field(description="By policy, or server that was asked, and the time of `(devices)`.")
+    episodes: list[CostLine] = []
+
+
 class SettingsAnswer(Answer):
     """The configuration of a run."""
 

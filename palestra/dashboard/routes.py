@@ -16,6 +16,7 @@ from palestra import __version__
 from palestra.dashboard.access import OneTimeLink, PageAccess
 from palestra.dashboard.answers import (
     ConversationAnswer,
+    CostsAnswer,
     EpisodeDetail,
     EpisodesAnswer,
     EventsAnswer,
@@ -30,6 +31,7 @@ from palestra.dashboard.answers import (
     TokensAnswer,
 )
 from palestra.dashboard.conversation import read_call, seen_picture
+from palestra.dashboard.costs import run_costs
 from palestra.dashboard.episode import MOST_TOKENS, episode_answer, read_tokens
 from palestra.dashboard.files import PAGE, add_files, public_paths
 from palestra.dashboard.progress import read_columns, read_settings
@@ -200,6 +202,12 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
         """Return the metrics of all steps after `after`, in columns."""
         found = reader.run(run)
         return await reader.read(found, lambda: read_columns(found, after))
+
+    @api.get("/{run}/costs")
+    async def costs(run: str) -> CostsAnswer:
+        """Return what a run has cost so far, by phase and by policy or server."""
+        found = reader.run(run)
+        return await reader.read(found, lambda: run_costs(found))
 
     @api.get("/{run}/settings")
     async def settings(run: str) -> SettingsAnswer:

@@ -14,6 +14,7 @@ from sqlalchemy import Connection
 
 from palestra.config import SAVED_CONFIG, JobConfig, load_saved_config, past_of
 from palestra.dashboard.answers import LiveState
+from palestra.dashboard.costs import PhaseTimes
 from palestra.disk import RUN_LOCK, is_locked
 from palestra.doctor.examination import Examined
 from palestra.errors import ConfigError, NotFound, StoreError
@@ -64,10 +65,12 @@ class RunMemory:
 
     Attributes:
         examined: what the doctor's findings need of finished steps; one search at a time uses it.
+        times: of finished steps, by phase.
     """
 
     def __init__(self) -> None:
         self.counts, self.examined, self.rows = EpisodeCounts(), Examined(), list[dict[str, float]]()
+        self.times = PhaseTimes()
 
 
 @dataclass(frozen=True, kw_only=True)

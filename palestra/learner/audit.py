@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from palestra.config import AuditConfig, JudgeAccess
+from palestra.config.budget import JUDGE
 from palestra.doctor.audit_rules import divergence
 from palestra.doctor.rule import JobSize, RunHistory
 from palestra.envs.judge import Judge, JudgedGroup, ProbedJudge, last_speakers, weighted_share
@@ -117,7 +118,8 @@ class Audit:
         if self._config.judge is not None:
             self._judge = await self._opened(loop, self._config.judge.make(self._access))
         if self._run.config.judge is not None:
-            judge = self._run.config.judge.make(self._access)
+            meter = None if self._run.metering is None else self._run.metering.server("audit", JUDGE)
+            judge = self._run.config.judge.make(replace(self._access, meter=meter))
             if isinstance(judge, ProbedJudge):
                 await self._opened(loop, judge)
                 self._probed = judge

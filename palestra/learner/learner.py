@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any
 
 from palestra.algorithms.base import Algorithm
-from palestra.errors import ConfigError
+from palestra.errors import BudgetSpent, ConfigError
 from palestra.faults import fault_point
 from palestra.learner.audit import Audit, restore_quarantine
 from palestra.learner.engine_check import check_engine
 from palestra.learner.evaluation import validate
 from palestra.learner.groups import DynamicSampling, Gathered, gather_groups
-from palestra.learner.metrics import environment_metrics
+from palestra.learner.metrics import environment_metrics, spent_metrics
 from palestra.learner.open_run import OpenRun
 from palestra.learner.pools import Pools
 from palestra.learner.recordings import Recordings, gather_recorded
@@ -40,6 +40,8 @@ from palestra.types.progress import Part, Phase
 from palestra.types.records import JUDGE_FAILED, BatchManifest, Task, Trajectory
 from palestra.types.states import JobState
 from palestra.waiting import cancelled, race, together
+
+AFTER_PLAYING = ("time/train_seconds", "time/publish_seconds", "time/checkpoint_seconds")
 
 
 class Learner:
@@ -125,7 +127,7 @@ class Learner:
         finished = unfinished is None
         if unfinished is not None and not self._stopping.is_set():  # if stopped, the validation tasks may be missing
             finished = await self._finish_step(unfinished)
-        while finished and not self._budget.is_over(self._run.progress.step) and not self._stopping.is_set():
+        while finished and not self._budget.is_over(self._run.progress.step) and self._goes_on():
             self._run.progress.step_began = started = time.monotonic()
             step = self._run.progress.step + 1
             found = await self._unless_stopped(self._manifest(step))
@@ -133,9 +135,13 @@ class Learner:
                 break
             manifest, trajectories, gathered = found
             del found
-            with short_turns():
-                row = await self._train(manifest, trajectories, gathered)
-                await freed(trajectories)
+            try:
+                with short_turns():
+                    row = await self._train(manifest, trajectories, gathered)
+                    await freed(trajectories)
+            except BudgetSpent:  # of the step a part may be trained, so that nothing is saved
+                await self._complete()
+                return
             row |= {"step": float(step), "time/step_seconds": time.monotonic() - started, **self._playing.rate(row)}
             await self._run.store.log.put_unfinished_metrics(row)  # before a checkpoint makes the step final
             self._run.progress.step, self._run.progress.sampled_tokens = step, self._budget.sampled
@@ -148,18 +154,34 @@ class Learner:
             due = bool(self._validation_tasks) and self._budget.evaluation_is_due(step)
             self._run.progress.evaluations_left = self._evaluations_left(step) + due
             finished = await self._finish_step(row)
+            if self._run.metering is not None:
+                self._run.metering.ledger.keep_for_end(sum(row.get(name, 0.0) for name in AFTER_PLAYING))
         if self._stopping.is_set():
             fault_point("during_stop")
         if self._run.progress.step > self._checkpoints.saved_step:
             self._run.progress.enter(f"saving step {self._run.progress.step}")
         with self._run.progress.inside(Part.CHECKPOINT):
             await self._checkpoints.save_now(self._run.progress.step)
-        if finished and self._budget.is_over(self._run.progress.step):
-            await self._run.event(
-                "completed", {"step": self._run.progress.step}
-            )  # before the state changes, so that followers of events see it
-            self._run.progress.move(JobState.COMPLETED)
+        if self._is_spent or (finished and self._budget.is_over(self._run.progress.step)):
+            await self._complete()
         self._run.store.episodes.available.notify()
+
+    async def _complete(self) -> None:
+        # Before the state changes, so that followers of events see it.
+        await self._run.event("completed", {"step": self._run.progress.step})
+        self._run.progress.move(JobState.COMPLETED)
+        self._run.store.episodes.available.notify()
+
+    @property
+    def _is_spent(self) -> bool:
+        return self._run.metering is not None and self._run.metering.ledger.over
+
+    def _goes_on(self) -> bool:
+        """Return whether a step may begin: nobody has stopped the job, and its budget has room for another step."""
+        if self._run.metering is not None and not self._run.metering.ledger.begin_step():
+            self._run.metering.ledger.end()
+            return False
+        return not self._stopping.is_set()
 
     async def _unless_stopped(self, work: Awaitable[Any]) -> Any:
         """Return the result of `work`; if the job is stopped first, cancel it, await its end and return None."""
@@ -418,6 +440,8 @@ class Learner:
         elif step == 0:
             return True
         row["wall_seconds"] = self._wall()
+        if self._run.metering is not None:
+            row |= spent_metrics(self._run.metering.ledger.total)
         row["time/checkpoint_seconds"] = self._checkpoints.take_seconds()
         await self._log.write(step, row, last=self._budget.is_over(step))
         return True

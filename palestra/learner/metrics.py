@@ -11,8 +11,10 @@ from palestra.algorithms.loss import LOSSES, LossMetric
 from palestra.algorithms.registry import ALGORITHMS
 from palestra.algorithms.regularization import REGULARIZATION_METRICS
 from palestra.config import AlgorithmConfig, Roles
+from palestra.config.budget import HOUR_MS, UNITS
 from palestra.learner.reporting import ROLE_METRICS
 from palestra.learner.shares import rewards_of
+from palestra.store.ledger import Amounts
 from palestra.trainer.base import CRITIC_METRICS, REFERENCE_METRICS, TRAINER_METRICS, StepReport
 from palestra.types.metrics import METRICS, Metric
 from palestra.types.records import EpisodeRecord, Trajectory
@@ -35,6 +37,7 @@ def metric_tables() -> dict[str, tuple[Metric, ...]]:
         "Every run": (*METRICS, *_trained(TRAINER_METRICS)),
         "Where several agents are rewarded": ROLE_METRICS,
         "With several environments": ENVIRONMENT_METRICS,
+        "With prices or a budget": SPENT_METRICS,
         "With a reference policy": _trained((*REFERENCE_METRICS, *REGULARIZATION_METRICS)),
         "With a critic": _trained((*CRITIC_METRICS, *CRITIC_UPDATE_METRICS)),
         "Algorithms": _trained(_named({name: algorithm.metrics for name, algorithm in ALGORITHMS.items()})),
@@ -77,6 +80,22 @@ ENVIRONMENT_METRICS = (
     ),
     Metric("validation/environments/NAME/reward_mean", "reward", "`validation/reward_mean` over the tasks of NAME."),
 )
+
+
+SPENT_METRICS = (
+    Metric("cost/tokens", "tokens", "Tokens of prompts and replies of all calls so far, of policies and of servers."),
+    Metric("cost/hours", "h", "Hours for which the job has run so far, over all its restarts."),
+    Metric("cost/money", "currency", "What calls and devices have cost so far, by `[prices]`."),
+)
+
+
+def spent_metrics(total: Amounts) -> dict[str, float]:
+    """Return the metrics of what a job has spent."""
+    return {
+        "cost/tokens": float(total.tokens),
+        "cost/hours": total.ms / HOUR_MS,
+        "cost/money": total.money / UNITS,
+    }
 
 
 def environment_of(episode: EpisodeRecord) -> str:

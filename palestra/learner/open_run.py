@@ -11,6 +11,7 @@ from palestra.config import JobConfig
 from palestra.engine.base import Engine, WorkerPool
 from palestra.session import PolicySet
 from palestra.store import RunStore
+from palestra.store.spending import Metering
 from palestra.types.progress import JobProgress
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class OpenRun:
         workers: the engine, if it is a pool of inference workers.
         resumed: whether workers of an earlier process may come back.
         sampling: set when the engine answers calls.
+        metering: counts what the job spends; None: it has neither prices nor a budget.
     """
 
     config: JobConfig
@@ -43,6 +45,7 @@ class OpenRun:
     workers: WorkerPool | None = None
     resumed: bool = False
     sampling: asyncio.Event = field(default_factory=asyncio.Event)
+    metering: Metering | None = None
 
     async def event(self, kind: str, data: dict[str, Any]) -> None:
         """Record an event, and report it."""

@@ -18,6 +18,7 @@ import numpy as np
 from palestra.client.async_client import drive_async
 from palestra.client.exchange import Endpoint, checked_url, exchange, key_in
 from palestra.config import TeacherServerConfig
+from palestra.config.judge import Meter
 from palestra.errors import ConfigError, PalestraError, TeacherFailed
 from palestra.http_clients import async_http_client
 from palestra.session import PolicyRuntime
@@ -35,10 +36,11 @@ RETRY_SECONDS = 60.0  # for which a request is sent again while the server can't
 class ServedTeacher:
     """Asks a server's model for the log-probabilities of rows."""
 
-    def __init__(self, config: TeacherServerConfig, student: PolicyRuntime) -> None:
+    def __init__(self, config: TeacherServerConfig, student: PolicyRuntime, meter: Meter | None = None) -> None:
         """Create the client without sending anything. The teacher must have the tokenizer of `student`, the learning
-        policy.
+        policy. `meter`: what the calls are charged to; None: they are not counted.
         """
+        self._meter = meter
         key = key_in(config.key_variable, "algorithm.teacher_server.key_variable")
         url = checked_url(config.url, "http://127.0.0.1:8000")
         self._config, self._student, self._model = config, student, config.model
@@ -123,7 +125,10 @@ class ServedTeacher:
         }
         request = {"method": "POST", "url": f"{self._endpoint.url}/v1/completions", "json": body}
         async with self._room:
+            reserved = None if self._meter is None else await self._meter.reserve(len(ids), 1)
             choice: Mapping[str, Any] = await self._sent(request, lambda answer: answer["choices"][0])
+            if self._meter is not None:
+                await self._meter.pay(reserved, len(ids), 1)
             return choice
 
     async def _sent(self, request: dict[str, Any], part: Any) -> Any:

@@ -18,6 +18,7 @@ from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import build_loss
 from palestra.algorithms.regularization import Regularization
 from palestra.config import JobConfig, reference_of
+from palestra.config.budget import TEACHER
 from palestra.errors import ConfigError
 from palestra.learner.batch import (
     Batch,
@@ -134,7 +135,8 @@ class PolicyUpdate:
         self._loss = algorithm.loss()
         self._loss_metrics = build_loss(self._loss).metrics
         served = settings.served_teacher
-        self.teacher = None if served is None else ServedTeacher(served, run.policies.runtime(policy))
+        meter = None if run.metering is None else run.metering.server("teacher", TEACHER)
+        self.teacher = None if served is None else ServedTeacher(served, run.policies.runtime(policy), meter)
         self._choices = CallChoices(trainer, policy, settings.name) if algorithm.every_choice else None
         self._replay = (
             None

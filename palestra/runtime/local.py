@@ -15,6 +15,7 @@ from functools import partial
 from palestra.algorithms.base import Algorithm
 from palestra.client.harness import check_harness_config
 from palestra.config import JobConfig, JudgeAccess, past_name
+from palestra.config.budget import AUDIT, JUDGE
 from palestra.engine.cards import gpus_of_job
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, tune_gc, url_of
@@ -40,6 +41,7 @@ from palestra.runtime.playing import algorithms_of, check_played_roles, fleet_of
 from palestra.runtime.renewal import Renewal
 from palestra.runtime.run_dir import starting_in
 from palestra.runtime.serving import Scoring, Serving
+from palestra.runtime.spending import open_metering
 from palestra.runtime.tasks import load_tasks, read_files
 from palestra.runtime.terms import USUAL, JobTerms
 from palestra.runtime.watchdog import Watchdog
@@ -64,6 +66,7 @@ async def local_job(
     """Open a job and serve its data plane while the block is open. Training begins with `run`. `play`: played by this
     process; None: the environment that `config.environment` names, if any.
     """
+    began = time.monotonic()
     spare_own_addresses()
     known, scores = (config.folder / "run.db").exists(), terms.scored is not None
     trains = config.kind == "training" and not scores
@@ -80,7 +83,7 @@ async def local_job(
         listener = stack.enter_context(listen(server.host, server.port, or_any=not server.port_is_given))
         parts, base = await _parts(config, terms, folder)
         try:
-            run = await _open_run(config, report, parts, folder, stack)
+            run = await _open_run(config, report, parts, folder, stack, None if scores else began)
         except BaseException:
             await _close(parts)
             raise
@@ -120,16 +123,17 @@ def _judging(run: OpenRun, plane: DataPlane, url: str, play: RolloutSpec | None)
     """Return what judges the episodes of a job; None: it has no judge."""
     if run.config.judge is None:
         return None
-    return Judging(run, run.config.judge, _access(run, plane, url), alone=play is not None and play.only_judged)
+    return Judging(run, run.config.judge, _access(run, plane, url, JUDGE), alone=play is not None and play.only_judged)
 
 
 def _audit(run: OpenRun, plane: DataPlane, url: str) -> Audit | None:
     """Return what looks whether the reward of a job is gamed; None: nothing does."""
-    return None if run.config.audit is None else Audit(run, run.config.audit, _access(run, plane, url))
+    return None if run.config.audit is None else Audit(run, run.config.audit, _access(run, plane, url, AUDIT))
 
 
-def _access(run: OpenRun, plane: DataPlane, url: str) -> JudgeAccess:
-    return JudgeAccess(url=url, key=lambda: plane.keys.playground_key, frozen=run.config.frozen_policies)
+def _access(run: OpenRun, plane: DataPlane, url: str, payee: str) -> JudgeAccess:
+    meter = None if run.metering is None else run.metering.server("audit" if payee == AUDIT else "judge", payee)
+    return JudgeAccess(url=url, key=lambda: plane.keys.playground_key, frozen=run.config.frozen_policies, meter=meter)
 
 
 def _algorithms(config: JobConfig, play: RolloutSpec | None, terms: JobTerms, known: bool) -> dict[str, Algorithm]:
@@ -145,9 +149,17 @@ def _algorithms(config: JobConfig, play: RolloutSpec | None, terms: JobTerms, kn
 
 
 async def _open_run(
-    config: JobConfig, report: Report, parts: Parts, folder: RunFolder, stack: contextlib.AsyncExitStack
+    config: JobConfig,
+    report: Report,
+    parts: Parts,
+    folder: RunFolder,
+    stack: contextlib.AsyncExitStack,
+    began: float | None,
 ) -> OpenRun:
-    """Open the store of a job's run; until the learner has published the weights of a resumed one, the engine waits."""
+    """Open the store of a job's run; until the learner has published the weights of a resumed one, the engine waits.
+
+    `began`: when the job's devices were taken, monotonic seconds; None: it does not count what it spends.
+    """
     policies = {name: each.config for name, each in parts.policies.runtimes.items()}
     config = config.model_copy(update={"policies": policies})
     resumed = folder.store.exists() and config.kind == "training"
@@ -156,10 +168,10 @@ async def _open_run(
     progress = JobProgress(
         job=config.name, steps=config.steps, token_budget=config.token_budget, run_dir=str(folder.path)
     )
-    opening = open_run_store(folder.store, config.rollout, config.store, pictures=config.pictures)
+    store = stack.enter_context(open_run_store(folder.store, config.rollout, config.store, pictures=config.pictures))
     return OpenRun(
         config=config,
-        store=stack.enter_context(opening),
+        store=store,
         engine=parts.engine,
         policies=parts.policies,
         folder=folder,
@@ -167,6 +179,7 @@ async def _open_run(
         report=report,
         workers=parts.pool,
         resumed=resumed,
+        metering=None if began is None else await open_metering(config, store, began),
     )
 
 
@@ -182,6 +195,7 @@ def _context(run: OpenRun) -> SessionContext:
         ignore_untrainable=rollout.untrainable_sampling == "ignore",
         sameness=Sameness(reasoning=keeps, whitespace=keeps),
         seats=frozenset(run.config.seats.roles),
+        metering=run.metering,
     )
 
 

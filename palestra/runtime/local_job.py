@@ -19,6 +19,7 @@ from palestra.runtime.judging import Judging
 from palestra.runtime.renewal import Renewal
 from palestra.runtime.runner_fleet import RunnerFleet
 from palestra.runtime.serving import Scoring, Serving
+from palestra.runtime.spending import BudgetWatch
 from palestra.runtime.watchdog import Watchdog
 from palestra.server import DataPlane
 from palestra.session import SeatBook
@@ -113,6 +114,9 @@ class LocalJob:
         self.opened, self.plane, self.url = run, plane, url
         self._work, self._player, self._renewal, self._watchdog = work, player, renewal, watchdog
         self._judging = judging
+        self._budget: BudgetWatch | None = None
+        if run.metering is not None:
+            self._budget = BudgetWatch(run.metering, run.event, self.stop, lambda: run.progress.step)
         self._stopping = False
         self._all_back_at = time.monotonic() + (RETURN_SECONDS if run.resumed else 0.0)
         self.over = asyncio.Event()  # set when `run` has ended
@@ -145,6 +149,8 @@ class LocalJob:
             await self._failed(error)
             raise
         finally:
+            if self._budget is not None:
+                await self._closed(self._budget)
             self.over.set()
             if self.plane.sessions.seats is not None:
                 self.plane.sessions.seats.wake()
@@ -158,7 +164,21 @@ class LocalJob:
             parts.append(self._player.run())
         if self._judging is not None:
             parts.append(self._judging.run())
+        if self._budget is not None:
+            parts.append(self._until_spent(self._budget))
         await self._unless_stuck(asyncio.ensure_future(race(*parts)))
+
+    async def _closed(self, budget: BudgetWatch) -> None:
+        try:
+            await budget.close()
+        except StoreError as error:  # a full disk, perhaps, which is why the job ends
+            log.error("the time of the job could not be recorded: %s", error)
+
+    async def _until_spent(self, budget: BudgetWatch) -> None:
+        """Return when the time of the budget is used up, which ends all work as it is."""
+        await budget.run()
+        await self.opened.event("completed", {"step": self.progress.step})
+        self.progress.move(JobState.COMPLETED)
 
     async def _unless_stuck(self, work: asyncio.Future[Any]) -> None:
         """Await the work, or fail the job when the watchdog says so, abandoning work that does not end."""

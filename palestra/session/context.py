@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from palestra.session.history import EXACT, Sameness
 from palestra.session.policies import PolicySet
 from palestra.store import RunStore
+from palestra.store.spending import Metering
 from palestra.threads import WorkPool
 from palestra.types.calls import Chat
 from palestra.types.clock import Clock
@@ -77,6 +78,7 @@ class SessionContext:
         pool: threads for work that would block the event loop.
         picture_pool: threads that decode pictures, separate so that pictures do not delay other requests.
         counts: calls, tokens and forks since the start.
+        metering: counts what calls use, within the job's budget; None: nothing is counted.
         times: seconds in each state, over all calls.
     """
 
@@ -90,6 +92,7 @@ class SessionContext:
     pool: WorkPool = field(default_factory=WorkPool)
     picture_pool: WorkPool = field(default_factory=WorkPool)
     counts: Counter[str] = field(default_factory=Counter)
+    metering: Metering | None = None
     times: StateTimes = field(init=False)
     rate: TokenRate = field(init=False)
 

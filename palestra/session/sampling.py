@@ -198,8 +198,9 @@ async def sample_reply(
     piecewise = bool(tell or request.stop or request.prompt is not None or not request.parallel_tool_calls)
     asked = EngineRequest(policy=request.policy, prompt=prompt, sampling=sampling, streamed=piecewise)
     listener = None if tell is None else _Listener(tell)
+    pieces: list[SampledTokens] = []
     for attempt in range(MOST_ATTEMPTS):
-        pieces: list[SampledTokens] = []
+        pieces.clear()
         try:
             if piecewise:
                 reader = ReplyReader(request, renderer, sampling.min_tokens, prompt.ids, call_ids)
@@ -208,8 +209,10 @@ async def sample_reply(
                 async for piece in runtime.engine.generate(asked):
                     pieces.append(piece)
             break
-        except ReplyLost:  # what was read of it is dropped, unless the listener has heard it
-            if (listener is not None and listener.heard) or attempt == MOST_ATTEMPTS - 1:
+        except BaseException as error:  # what was read of a lost reply is dropped, unless the listener has heard it
+            again = isinstance(error, ReplyLost) and not (listener is not None and listener.heard)
+            if not again or attempt == MOST_ATTEMPTS - 1:
+                chat.completion_ids = np.fromiter(chain.from_iterable(map(_IDS, pieces)), np.int32)  # they cost, too
                 raise
     ids, chat.logprobs, chat.versions = _join(pieces)
     if sampling.top_logprobs:

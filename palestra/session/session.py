@@ -274,6 +274,8 @@ class Session:
                 listener.sampled(number, piece)
 
         tell = None if listener is None else told
+        metering = self._context.metering
+        hold = None if metering is None else await metering.hold(chat)
         self._turns.move(call, TurnState.GENERATING)
         try:
             malformed = await sample_reply(
@@ -281,6 +283,9 @@ class Session:
             )
         except GrammarRefused as error:  # at a token of the reply; the engine does not know the request's field
             raise error.of_field(what.constraint.field) from None
+        finally:
+            if metering is not None and hold is not None:
+                metering.settle(hold, chat)
         if self.kind == "adhoc":
             self._check_served(chat.policy)
         self._turns.move(call, TurnState.INTERACTING)
@@ -306,6 +311,8 @@ class Session:
         failed = written.cancelled() or written.exception() is not None  # the error is raised where it is awaited
         self._registry.recorded(call.chat, written, kept=not failed and self._over is None)
         if failed:
+            if self._context.metering is not None:
+                self._context.metering.lost(call.chat, self.kind)
             return
         self._context.count(call.chat)
         if self._over is None:
@@ -317,6 +324,8 @@ class Session:
             return
         if call.seed is not None and call.state is not TurnState.INTERACTING:
             self._registry.free(call.chat.index, call.seed, call.prompt.digest)
+            if self._context.metering is not None and call.state is TurnState.GENERATING:
+                self._context.metering.lost(call.chat, self.kind)
         self._turns.move(call, TurnState.TERMINATED)
         self._context.counts["calls_incomplete"] += 1
 
@@ -331,7 +340,8 @@ class EpisodeSession(Session):
 
     def __init__(self, context: SessionContext, episode: EpisodeRecord, recorded: Sequence[Chat] = ()) -> None:
         """Create the session from the store's calls of this lease."""
-        super().__init__(context, context.store.calls, episode.episode_id, episode.fence, episode.kind, recorded)
+        calls: CallStore = context.store.calls if context.metering is None else context.metering.calls(episode.kind)
+        super().__init__(context, calls, episode.episode_id, episode.fence, episode.kind, recorded)
         self.episode = episode
 
 
@@ -342,7 +352,8 @@ class StatelessSession(Session):
     """
 
     def __init__(self, context: SessionContext) -> None:
-        super().__init__(context, NoStore(), uuid4().hex, 0, "adhoc")
+        calls: CallStore = NoStore() if context.metering is None else context.metering.unrecorded
+        super().__init__(context, calls, uuid4().hex, 0, "adhoc")
 
 
 def _replay(number: int, chat: Chat, listener: Listener | None) -> None:

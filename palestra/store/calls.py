@@ -68,13 +68,7 @@ class Calls:
 
         The future raises EpisodeLeaseExpired or EpisodeEnded if the call's lease is over.
         """
-
-        def insert(connection: Connection) -> None:
-            if _INSERT_IF_HELD.change(connection, chat_row(chat)) == 0:
-                held(connection, chat.episode_id, chat.fence)  # raises the reason
-                raise AssertionError(f"a call of episode {chat.episode_id}, which is held, was not recorded")
-
-        return self._db.submit(insert, "chat_commit")
+        return self._db.submit(partial(insert_call, chat), "chat_commit")
 
     async def summary(self, episode_id: str, fence: int) -> CallSummary:
         """Return what an episode's calls under one of its leases come to, so far."""
@@ -108,6 +102,13 @@ class Calls:
         # In pieces, because other tasks wait for the connection.
         found = [await self._db.read(partial(read, piece=piece)) for piece in pieces(episode_ids, READ_AT_ONCE)]
         return [trajectory for piece in found for trajectory in piece]
+
+
+def insert_call(chat: Chat, connection: Connection) -> None:
+    """Record a call in the caller's transaction; errors as of `Calls.append`."""
+    if _INSERT_IF_HELD.change(connection, chat_row(chat)) == 0:
+        held(connection, chat.episode_id, chat.fence)  # raises the reason
+        raise AssertionError(f"a call of episode {chat.episode_id}, which is held, was not recorded")
 
 
 def read_trajectory(connection: Connection, episode_id: str, calls: Prepared = _OF_LEASE) -> Trajectory:

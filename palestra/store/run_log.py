@@ -70,7 +70,7 @@ class RunLog:
         """Store the row of a trained step, hidden from `metrics`, until `put_metrics` writes it with the step's
         evaluation.
         """
-        await self._db.write(lambda connection: _set_fact(connection, UNFINISHED, to_json(dict(data))))
+        await self._db.write(lambda connection: set_fact(connection, UNFINISHED, to_json(dict(data))))
 
     async def restore_metrics(self, step: int) -> dict[str, float] | None:
         """Drop the rows after `step`, which will be trained again; return the row of `step` if it waits for its
@@ -115,7 +115,7 @@ class RunLog:
 
     async def set_fact(self, key: str, value: str) -> None:
         """Store a small fact of the run, for restarts."""
-        await self._db.write(lambda connection: _set_fact(connection, key, value))
+        await self._db.write(lambda connection: set_fact(connection, key, value))
 
 
 def insert_event(connection: Connection, kind: str, data: Mapping[str, Any], now: float) -> RunEvent:
@@ -228,6 +228,7 @@ def read_fact(connection: Connection, key: str) -> str | None:
     return connection.execute(select(meta.c.value).where(meta.c.key == key)).scalar()
 
 
-def _set_fact(connection: Connection, key: str, value: str) -> None:
+def set_fact(connection: Connection, key: str, value: str) -> None:
+    """Store a fact of the run in the caller's transaction."""
     connection.execute(sa.delete(meta).where(meta.c.key == key))
     connection.execute(meta.insert(), {"key": key, "value": value})

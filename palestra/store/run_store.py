@@ -26,6 +26,7 @@ from palestra.store.episodes import Episodes
 from palestra.store.groups import Groups, open_groups
 from palestra.store.leases import LeaseBook
 from palestra.store.run_log import RunLog
+from palestra.store.spending import Spending
 from palestra.store.tables import chats
 from palestra.store.tasks import Tasks
 from palestra.store.verdicts import Verdicts
@@ -116,6 +117,7 @@ class RunStore:
     audits: Verdicts
     trained: TrainedTokens
     log: RunLog
+    spending: Spending
     pictures: KeptPictures
 
     def close(self) -> None:
@@ -168,6 +170,7 @@ def open_run_store(
         audits=Verdicts(db, clock, audit=True),
         trained=TrainedTokens(db),
         log=RunLog(db, clock),
+        spending=Spending(db),
         pictures=_pictures(path.parent / FOLDER, pictures or PicturesConfig(), clock),
     )
 

@@ -122,6 +122,18 @@ verdicts = Table(
     Column("at", Float, nullable=False),
 )
 
+spending = Table(
+    "spending",
+    metadata,
+    Column("episode_id", String, primary_key=True),  # empty: the sum of all, with those of no episode
+    Column("kind", String, primary_key=True),  # of the episode, or `judge`, `audit`, `teacher`
+    Column("payee", String, primary_key=True),  # the policy or the server's model
+    Column("calls", Integer, nullable=False),
+    Column("prompt_tokens", Integer, nullable=False),
+    Column("reply_tokens", Integer, nullable=False),
+    sqlite_with_rowid=False,
+)
+
 manifests = Table(
     "manifests",
     metadata,

@@ -2,6 +2,7 @@
 import { append, h, replace, visible } from "./dom.js";
 import { Refused } from "./api.js";
 import * as session from "./session.js";
+import { costsView } from "./costs.js";
 import { curvesView } from "./curves.js";
 import { episodesView } from "./episodes.js";
 import { episodeView } from "./episode.js";
@@ -12,7 +13,7 @@ import { talkView } from "./talk.js";
 import { changed, followAll, loadRuns, onChange, state } from "./state.js";
 
 const main = document.getElementById("main");
-const VIEWS = { steps: stepsView, step: stepView, group: groupView, episodes: episodesView, episode: episodeView, findings: findingsView, talk: talkView, settings: settingsView, events: eventsView };
+const VIEWS = { steps: stepsView, step: stepView, group: groupView, episodes: episodesView, episode: episodeView, findings: findingsView, costs: costsView, talk: talkView, settings: settingsView, events: eventsView };
 let shown = null, turn = 0, service = null;   // service: what the page of `palestra serve` adds
 
 function parse() {

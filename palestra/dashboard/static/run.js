@@ -11,7 +11,7 @@ export const PARTS = [["rollout", "time/rollout_seconds"], ["train", "time/train
 
 export function tabs(run, current) {
   const ofService = isService() ? [["job", "Job"], ["log", "Log"], ["curves", "Curves"]] : [];
-  return h("nav", { class: "tabs", "aria-label": "Parts of the run" }, [...ofService, ["steps", "Steps"], ["episodes", "Episodes"], ["findings", "Findings"], ["talk", "Talk"], ["settings", "Settings"], ["events", "Events"]].map(([name, label]) =>
+  return h("nav", { class: "tabs", "aria-label": "Parts of the run" }, [...ofService, ["steps", "Steps"], ["episodes", "Episodes"], ["findings", "Findings"], ["costs", "Costs"], ["talk", "Talk"], ["settings", "Settings"], ["events", "Events"]].map(([name, label]) =>
     h("a", { href: href(run, name), "aria-current": name === current ? "page" : null }, label)));
 }
 

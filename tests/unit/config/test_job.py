@@ -207,9 +207,9 @@ def config(**leaf_values: Any) -> JobConfig:
 
 
 def test_the_table_of_this_test_has_every_field():
-    # See test_shared_base.py, test_policies.py, judges/test_judges.py, and the end of this file.
+    # See test_shared_base.py, test_budget.py, test_policies.py, judges/test_judges.py, and the end of this file.
     elsewhere = {"policies.policy.base", "policies.policy.vision", "judge", "harness"}
-    elsewhere |= {"environments", "curriculum", "tasks.weigh", "audit"}
+    elsewhere |= {"environments", "curriculum", "tasks.weigh", "audit", "prices", "budget"}
     assert leaves(config()) == OTHER.keys() | ONLY_ONE_VALUE | SHORT | elsewhere
 
 

@@ -197,6 +197,51 @@ async def test_ids_that_a_judge_invents_or_leaves_out_are_a_failure(change, said
     assert said in str(found)
 
 
+class Charged:
+    """A meter that notes what was reserved and paid, each as (tokens of prompts, of replies)."""
+
+    def __init__(self) -> None:
+        self.reserved: list[tuple[int, int]] = []
+        self.paid: list[tuple[int, int]] = []
+
+    async def reserve(self, prompt_tokens: int, reply_tokens: int) -> int:
+        self.reserved.append((prompt_tokens, reply_tokens))
+        return len(self.reserved) - 1
+
+    async def pay(self, reserved: int, prompt_tokens: int, reply_tokens: int) -> None:
+        most = self.reserved[reserved]
+        assert prompt_tokens <= most[0]
+        assert reply_tokens <= most[1]
+        self.paid.append((prompt_tokens, reply_tokens))
+
+
+@pytest.mark.parametrize(
+    ("name", "paid"), [("maybe", "usage"), ("never", "all"), ("too long", "nothing"), ("nobody there", "nothing")]
+)
+@pytest.mark.usefixtures("asked_once")
+async def test_each_question_is_charged_and_gives_back_what_it_did_not_use(name, paid, monkeypatch):
+    meter, made = Charged(), Rubric(url="http://127.0.0.1:9", model="m", criteria=[GOOD], timeout_seconds=0.5)
+    monkeypatch.setattr(judge_model, "OUTAGE_SECONDS", 0.0)
+
+    async def ask(url: str) -> None:
+        judge = made.model_copy(update={"url": url}).make(replace(ACCESS, meter=meter))
+        await judge.open(Book())
+        with contextlib.suppress(JudgeFailed, JudgeUnavailable):
+            await judge.judge(group(["4 \N{PILE OF POO}"]), Book())
+        await judge.close()
+
+    if name == "nobody there":
+        await ask(made.url)
+    else:
+        answer = NO_VERDICTS[name][0] if name in NO_VERDICTS else lambda asked: asked.choose(lambda one: "yes")
+        with judging(answer) as server:
+            await ask(server.url)
+    expected = {"nothing": (0, 0), "all": meter.reserved[0]}
+    assert len(meter.paid) == len(meter.reserved) == 1
+    assert meter.paid[0] == expected.get(paid, (0, 100))  # the server says how many in all
+    assert meter.reserved[0][1] == made.max_tokens
+
+
 async def test_a_failure_is_asked_again_and_what_can_be_read_then_counts():
     def answer(asked: Asked) -> Any:
         return (503, b"busy") if len(server.asked) == 1 else asked.choose(lambda one: "yes")

@@ -22,7 +22,7 @@ from palestra.dashboard.runs import Run
 from palestra.engine.fake.driver import FakeEngine, digits_script
 from palestra.errors import ConfigError, StoreError
 from palestra.learner.learner import Learner
-from palestra.learner.metrics import ENVIRONMENT_METRICS, metric_tables
+from palestra.learner.metrics import ENVIRONMENT_METRICS, SPENT_METRICS, metric_tables
 from palestra.learner.reporting import ROLE_METRICS
 from palestra.store.run_log import readable_metrics
 from palestra.threads import SHORT_TURN_SECONDS
@@ -67,7 +67,7 @@ async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the
     unused = {"nll", "log_ratio_squared"}  # of losses of the Tinker API that no policy gradient names
     beside = {name for name in metric_names() if name.startswith((*WITH_A_CRITIC, "train/teacher_kl", "judge/"))}
     beside |= {metric.name for metric in ROLE_METRICS}  # where several agents are rewarded
-    beside |= {metric.name for metric in ENVIRONMENT_METRICS}  # with several environments
+    beside |= {metric.name for metric in (*ENVIRONMENT_METRICS, *SPENT_METRICS)}  # with several, or a budget
     beside |= {f"train/{metric.name}" for metric in (*SAC.metrics, *TwinValueLoss.metrics, *DPO.metrics)}
     unused |= {"rewards/NAME"}
     assert named == metric_names() - {f"train/{name}" for name in unused} - {"validation/rewards/NAME"} - beside

@@ -1,0 +1,28 @@
+// What a run has cost, by phase and by policy or server; asked again after each step.
+import { h, replace, scrolled, visible } from "./dom.js";
+import { duration, whole } from "./format.js";
+import { at, get } from "./api.js";
+import { href } from "./curves.js";
+import { runHead } from "./run.js";
+import { onChange, state } from "./state.js";
+
+export async function costsView({ run }) {
+  const place = h("div", { "aria-live": "polite" });
+  async function load() {
+    const found = await get(at(run, "costs"));
+    replace(place, found.counted ? null : h("p", { class: "muted" }, "Calls are counted in jobs with [prices] or a [budget]; palestra cost counts those of this run."),
+      found.priced ? null : h("p", { class: "muted" }, "The job has no [prices], so there is no money."),
+      table("phase", found.phases, found), table("policy or server", found.payees, found));
+  }
+  await load();
+  const stop = onChange((what, name, event) => { if (what === "event" && name === run && event.kind === "step") load().catch(() => {}); });
+  const { title } = state.runs.get(run);
+  return { title: `Costs of ${title}`, crumbs: [[title, href(run, "steps")]], node: h("div", { class: "view" }, runHead(run, "costs"), place), dispose: stop };
+}
+
+function table(title, lines, found) {
+  const names = [title, "calls", "tokens in", "tokens out", "time", ...(found.priced ? ["money"] : [])];
+  return scrolled(`Costs by ${title}`, h("table", { class: "rows" }, h("thead", {}, h("tr", {}, names.map((name, place) => h("th", { scope: "col", class: place > 0 ? "n" : "" }, name)))),
+    h("tbody", {}, [...lines, found.total].map((line) => h("tr", {}, h("th", { scope: "row" }, visible(line.name)),
+      [whole(line.calls), whole(line.prompt_tokens), whole(line.reply_tokens), duration(line.ms / 1000), ...(found.priced ? [line.shown] : [])].map((text) => h("td", { class: "n" }, text)))))));
+}

@@ -1,0 +1,136 @@
+"""The budget of a running job: opened from the store, watched while the job runs, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from palestra.config import JobConfig
+from palestra.config.budget import FREE, HOUR_MS, device_count, shown_money, token_prices, units_of
+from palestra.learner.open_run import AddEvent
+from palestra.store import RunStore
+from palestra.store.ledger import Amounts, Ledger, Limits
+from palestra.store.spending import Metering
+from palestra.types.progress import duration
+
+WATCH_SECONDS = 0.5
+AHEAD_MS = 5_000  # of time are recorded before they are used, so that a killed job has not run for longer
+CLOSING_MS = 2000  # left for closing when the work is cancelled
+SHARES = (50, 80, 100)  # percent of the budget that are warned of
+
+
+async def open_metering(config: JobConfig, store: RunStore, began: float) -> Metering | None:
+    """Return what counts the calls and the time of a job; None: it has neither prices nor a budget, and never had.
+
+    `began`: from when on its time counts, monotonic seconds.
+    """
+    if config.prices is None and config.budget is None and not await store.spending.has_begun():
+        return None
+    prices = token_prices(config)
+    used, ms = await store.spending.begin(config)
+    tokens = sum(one.prompt_tokens + one.reply_tokens for one in used)
+    money = sum(prices.get(one.payee, FREE).of(one.prompt_tokens, one.reply_tokens) for one in used)
+    ledger = Ledger(
+        limits=limits_of(config),
+        monotonic=store.clock.monotonic,
+        began=began,
+        spent=Amounts(tokens, money, ms),
+        prices=prices,
+        device_ms=0 if config.prices is None else config.prices.device_ms * device_count(config),
+        refuses=config.kind == "inference",
+    )
+    return Metering(ledger, store.spending, None if config.judge is None else config.judge.asked_policy)
+
+
+def limits_of(config: JobConfig) -> Limits:
+    """Return the limits of a job's budget."""
+    if (budget := config.budget) is None:
+        return Limits()
+    return Limits(
+        tokens=budget.tokens,
+        money=None if budget.money is None else units_of(budget.money),
+        ms=None if budget.hours is None else int(budget.hours * HOUR_MS),
+    )
+
+
+def shown_amounts(amounts: Amounts, limits: Limits) -> str:
+    """Describe what is spent of each limit: `1,234 of 2,000 tokens, 0.50 of 1.00 (money)`."""
+    parts = []
+    if limits.money is not None:
+        parts.append(f"{shown_money(amounts.money)} of {shown_money(limits.money)} (money)")
+    if limits.ms is not None:
+        parts.append(f"{duration(amounts.ms / 1000)} of {duration(limits.ms / 1000)}")
+    if limits.tokens is not None:
+        parts.append(f"{amounts.tokens:,} of {limits.tokens:,} tokens")
+    return ", ".join(parts)
+
+
+class BudgetWatch:
+    """Records the time of a job, warns when shares of its budget are spent, and ends it before more is."""
+
+    def __init__(
+        self, metering: Metering, add_event: AddEvent, stop: Callable[[], None], step: Callable[[], int]
+    ) -> None:
+        """Prepare to watch.
+
+        Args:
+            stop: ends the job at a checkpoint, as soon as a step that is being trained is over.
+            step: returns the number of finished steps.
+        """
+        self._ledger, self._spending, self._event = metering.ledger, metering.spending, add_event
+        self._stop, self._step = stop, step
+        self._over, self._news = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._ledger.on_over = lambda: loop.call_soon_threadsafe(self._end)
+        self._told = min(100 * self._ledger.share, 99.9)  # percent that earlier processes have warned of
+        self._recorded = 0
+
+    async def run(self) -> None:
+        """Watch until the time is used up; what is left of the work is to be cancelled then."""
+        while self._ledger.left_ms() > CLOSING_MS:
+            await self.record_ahead()
+            await self._warn()
+            if self._ledger.left_ms() <= self._ledger.end_ms:
+                self._ledger.end()
+            if self._ledger.over and not self._over.is_set():  # by a call before the job was watched
+                self._end()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_SECONDS):
+                    await self._news.wait()
+            self._news.clear()
+
+    async def close(self) -> None:
+        """Record how long the job has run, and refuse the calls that its budget has no room for; it is over."""
+        await self._warn()
+        self._ledger.close()
+        await self._spending.set_ms(self._ledger.total.ms)
+
+    async def record_ahead(self) -> None:
+        """Record more time than the job has run for, unless that was recorded before."""
+        if (ms := self._ledger.total.ms) + AHEAD_MS / 2 > self._recorded:
+            self._recorded = ms + max(int(min(AHEAD_MS, self._ledger.left_ms())), 0)
+            await self._spending.set_ms(self._recorded)
+
+    def _end(self) -> None:
+        self._over.set()
+        self._news.set()
+        self._stop()
+
+    async def _warn(self) -> None:
+        """Add an event for each share that was reached since the last one."""
+        now = 100.0 if self._over.is_set() else min(100 * self._ledger.share, 99.9)
+        told, self._told = self._told, max(now, self._told)
+        for share in SHARES:
+            if told < share <= now:
+                data = {"code": f"budget_{share}", "share": share, "step": self._step(), "text": self._text(share)}
+                await self._event("warning", data)
+
+    def _text(self, share: int) -> str:
+        spent = shown_amounts(self._ledger.total, self._ledger.limits)
+        if share < 100:
+            return f"{share} % of the budget is spent: {spent}"
+        return (
+            f"the budget is spent: {spent}, and what comes next does not fit; the job ends after step {self._step()}. "
+            "Raise the budget, and go on with --resume"
+        )

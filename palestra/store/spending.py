@@ -1,0 +1,247 @@
+"""What the calls of a run have used: sums by episode and payee, kept with each call, so that no call is read again."""
+
+from __future__ import annotations
+
+import logging
+from asyncio import Future
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import orjson
+from sqlalchemy import Connection, bindparam, select
+from sqlalchemy.dialects.sqlite import insert
+
+from palestra.config import JobConfig
+from palestra.config.budget import AUDIT, JUDGE
+from palestra.database import Database
+from palestra.database.sqlite import Prepared
+from palestra.store.calls import insert_call
+from palestra.store.codec import unpack
+from palestra.store.ledger import Hold, Ledger
+from palestra.store.run_log import read_fact, set_fact
+from palestra.store.tables import chats, episodes, spending, verdicts
+from palestra.types.calls import Chat
+from palestra.types.records import AUDIT as OF_AUDIT
+
+log = logging.getLogger("palestra")
+MS_FACT = "spent_ms"  # how long the run's processes have run, milliseconds
+PIECE = 500  # calls that are read at a time
+
+_new = insert(spending).values({column.name: bindparam(column.name) for column in spending.c})
+_SUMS = ("calls", "prompt_tokens", "reply_tokens")
+_ADD = Prepared(
+    _new.on_conflict_do_update(
+        index_elements=[spending.c.episode_id, spending.c.kind, spending.c.payee],
+        set_={name: spending.c[name] + _new.excluded[name] for name in _SUMS},
+    )
+)
+
+
+class Used(NamedTuple):
+    """The use of tokens by the calls to one payee, of one episode or of several.
+
+    Attributes:
+        episode_id: empty: none, or the sum of all.
+        kind: that of the episode, or `judge`, `audit`, `teacher`; ad-hoc are also calls outside any episode.
+        payee: the policy, or a server as `palestra.config.budget` names it.
+    """
+
+    episode_id: str
+    kind: str
+    payee: str
+    calls: int
+    prompt_tokens: int
+    reply_tokens: int
+
+
+def used_by(chat: Chat, kind: str, episode_id: str) -> Used:
+    """Return what one call has used."""
+    return Used(episode_id, kind, _policy(chat.policy), 1, chat.prompt_tokens, len(chat.completion_ids))
+
+
+class Spending:
+    """Keeps the sums. Its methods may be called on any event loop."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def add(self, used: Used) -> Future[None]:
+        """Add calls that are recorded nowhere else; the future resolves when that is on disk."""
+        return self._db.submit(partial(_add, used))
+
+    def append(self, chat: Chat, kind: str) -> Future[None]:
+        """Record a call of an episode together with its use; see `Calls.append`."""
+
+        def both(connection: Connection) -> None:
+            insert_call(chat, connection)
+            _add(used_by(chat, kind, chat.episode_id), connection)
+
+        return self._db.submit(both, "chat_commit")
+
+    async def begin(self, config: JobConfig) -> tuple[list[Used], int]:
+        """Return the sums by kind and payee, and the milliseconds of earlier processes, at the start of a run.
+
+        A run that was begun without sums gets them from its calls, once.
+        """
+
+        def read(connection: Connection) -> tuple[list[Used], int]:
+            if connection.execute(select(spending.c.calls).limit(1)).first() is None:
+                for used in counted(connection, config):
+                    _add(used, connection)
+            return sums(connection), spent_ms(connection)
+
+        return await self._db.write(read)
+
+    async def has_begun(self) -> bool:
+        """Return whether the run has sums, which are kept from then on."""
+        return await self._db.read(lambda connection: bool(sums(connection)))
+
+    async def set_ms(self, ms: int) -> None:
+        """Record how long the run's processes have run, or will have until this is called again."""
+        await self._db.write(lambda connection: set_fact(connection, MS_FACT, str(ms)))
+
+
+@dataclass(frozen=True, slots=True)
+class MeteredCalls:
+    """The `CallStore` of an episode whose calls are counted."""
+
+    spending: Spending
+    kind: str
+
+    def append(self, chat: Chat) -> Future[None]:
+        """Record a call together with its use; see `Calls.append`."""
+        return self.spending.append(chat, self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class UnrecordedCalls:
+    """The `CallStore` of calls outside episodes that are counted.
+
+    Attributes:
+        judge: the policy that judges; None: no policy does.
+    """
+
+    spending: Spending
+    judge: str | None
+
+    def append(self, chat: Chat) -> Future[None]:
+        """Count a call; the future resolves when that is on disk."""
+        kind = "judge" if _policy(chat.policy) == self.judge else "adhoc"
+        return self.spending.add(used_by(chat, kind, ""))
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMeter:
+    """Charges the calls to a server to a job; see `palestra.config.judge.Meter`."""
+
+    ledger: Ledger
+    spending: Spending
+    kind: str
+    payee: str
+
+    async def reserve(self, prompt_tokens: int, reply_tokens: int) -> Hold:
+        """Return what reserves the tokens of a call, once they fit into the budget."""
+        # A step waits for its audit and its teacher, so that it would not end if they waited for the end of the job.
+        refusable = self.kind != "judge"
+        return await self.ledger.hold(self.payee, prompt_tokens, reply_tokens, refusable)
+
+    async def pay(self, reserved: Hold, prompt_tokens: int, reply_tokens: int) -> None:
+        """Record what a call has used, in place of what it has reserved."""
+        try:
+            await self.spending.add(Used("", self.kind, self.payee, 1, prompt_tokens, reply_tokens))
+        finally:
+            self.ledger.settle(reserved, prompt_tokens, reply_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Metering:
+    """Counts the calls of a job's sessions, within its budget.
+
+    Attributes:
+        judge: the policy of the job that judges; None: no policy does.
+    """
+
+    ledger: Ledger
+    spending: Spending
+    judge: str | None = None
+
+    async def hold(self, chat: Chat) -> Hold:
+        """Return what reserves the tokens of a call that is not sampled yet; see `Ledger.hold`."""
+        return await self.ledger.hold(_policy(chat.policy), chat.prompt_tokens, chat.sampling.max_tokens)
+
+    def settle(self, hold: Hold, chat: Chat) -> None:
+        """Count what was sampled of a call."""
+        self.ledger.settle(hold, chat.prompt_tokens, len(chat.completion_ids))
+
+    def lost(self, chat: Chat, kind: str) -> None:
+        """Record the use of a call that was sampled, at least in part, and is not recorded itself."""
+        adding = self.spending.add(used_by(chat, kind, chat.episode_id if chat.fence else ""))
+        adding.add_done_callback(_log_unrecorded)
+
+    def calls(self, kind: str) -> MeteredCalls:
+        """Return what records the calls of an episode."""
+        return MeteredCalls(self.spending, kind)
+
+    @property
+    def unrecorded(self) -> UnrecordedCalls:
+        """Return what counts calls outside episodes."""
+        return UnrecordedCalls(self.spending, self.judge)
+
+    def server(self, kind: str, payee: str) -> ServerMeter:
+        """Return what the calls to a server are charged to."""
+        return ServerMeter(self.ledger, self.spending, kind, payee)
+
+
+def _log_unrecorded(adding: Future[None]) -> None:
+    if not adding.cancelled() and (error := adding.exception()) is not None:
+        log.error("what a lost call has cost could not be recorded: %s", error)
+
+
+def _policy(name: str) -> str:
+    """Return the policy of a name that may be that of a past version or a checkpoint, as in `policy@20`."""
+    return name.partition("@")[0]
+
+
+def _add(used: Used, connection: Connection) -> None:
+    values = used._asdict()
+    _ADD.change(connection, values)
+    if used.episode_id:
+        _ADD.change(connection, values | {"episode_id": ""})
+
+
+def sums(connection: Connection, episode_id: str = "") -> list[Used]:
+    """Return the sums of a run, or of an episode, by kind and payee. Works in any process."""
+    wanted = select(spending).where(spending.c.episode_id == episode_id)
+    return [Used(*row) for row in connection.execute(wanted)]
+
+
+def sums_by_episode(connection: Connection) -> list[Used]:
+    """Return the sums of each episode of a run by kind and payee."""
+    wanted = select(spending).where(spending.c.episode_id > "")
+    return [Used(*row) for row in connection.execute(wanted)]
+
+
+def spent_ms(connection: Connection) -> int:
+    """Return how long the run's processes have run, milliseconds; 0: that was not recorded."""
+    return int(read_fact(connection, MS_FACT) or 0)
+
+
+def counted(connection: Connection, config: JobConfig) -> Iterator[Used]:
+    """Yield what each call of a run without sums has used, and each verdict of its judges. It reads all calls."""
+    columns = (chats.c.episode_id, episodes.c.kind, chats.c.policy, chats.c.shared, chats.c.prompt_tail)
+    wanted = select(*columns, chats.c.versions).join(episodes, episodes.c.episode_id == chats.c.episode_id)
+    if config.learns_recorded:  # nothing was sampled for training
+        wanted = wanted.where(episodes.c.kind != "train")
+    for row in connection.execute(wanted.execution_options(yield_per=PIECE)):
+        prompt = row.shared + len(unpack(row.prompt_tail, "i4"))
+        reply = sum(tokens for *_, tokens in orjson.loads(row.versions))
+        yield Used(row.episode_id, row.kind, _policy(row.policy), 1, prompt, reply)
+    audit = None if config.audit is None else config.audit.judge
+    of = {"judge": (config.judge, JUDGE), "audit": (audit, AUDIT)}
+    policies = {kind: None if judge is None else judge.asked_policy for kind, (judge, _) in of.items()}
+    for row in connection.execute(select(verdicts.c.judge, verdicts.c.calls, verdicts.c.tokens)):
+        kind = "audit" if row.judge.startswith(OF_AUDIT) else "judge"
+        # How many of the tokens are of prompts is not recorded.
+        yield Used("", kind, policies[kind] or of[kind][1], row.calls, row.tokens, 0)

@@ -1,0 +1,136 @@
+"""A ledger never lets more be spent than its limits, and loses nothing, whatever calls do."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.building import FakeClock
+
+from palestra.config.budget import UNITS, TokenPrice
+from palestra.errors import BudgetSpent
+from palestra.store.ledger import Amounts, Ledger, Limits
+
+BIG = 10**30
+TOKENS = st.one_of(st.integers(0, 50), st.integers(0, BIG))
+PRICES = {"cheap": TokenPrice(1, 3), "dear": TokenPrice(7 * UNITS, BIG), "Ω\N{PILE OF POO}\u202e": TokenPrice(0, 1)}
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from([*PRICES, "free"]),
+        TOKENS,  # of the prompt
+        TOKENS,  # most of the reply
+        st.fractions(0, 1),  # share of it that is used
+        st.integers(0, 3),  # turns of the event loop for which it is sampled
+        st.sampled_from(["used", "used", "cancelled"]),
+    ),
+    max_size=12,
+)
+
+
+def check(ledger: Ledger) -> None:
+    """What is spent and what may still be spent are within the limits."""
+    total = ledger.total
+    assert ledger._held_tokens >= 0 <= ledger._held_money
+    reserved = (total.tokens + ledger._held_tokens, total.money + ledger._held_money)
+    for used, limit in zip(reserved, ledger.limits[:2], strict=True):
+        assert limit is None or used <= limit
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    calls=CALLS,
+    tokens=st.one_of(st.none(), st.integers(1, 200), st.integers(1, BIG)),
+    money=st.one_of(st.none(), st.integers(1, 500), st.integers(1, BIG**2)),
+    refuses=st.booleans(),
+)
+def test_nothing_is_exceeded_and_nothing_leaks(calls, tokens, money, refuses):
+    ended: list[None] = []
+    ledger = Ledger(
+        limits=Limits(tokens=tokens, money=money),
+        monotonic=FakeClock().monotonic,
+        prices=PRICES,
+        refuses=refuses,
+        on_over=lambda: ended.append(None),
+    )
+    used: list[tuple[str, int, int]] = []
+
+    async def call(payee, prompt, most, share, turns, end) -> None:
+        reply = int(most * share)
+        try:
+            hold = await ledger.hold(payee, prompt, most)
+        except BudgetSpent:
+            assert refuses
+            assert ledger.over
+            return
+        check(ledger)
+        try:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        finally:
+            ledger.settle(hold, prompt, reply)
+            used.append((payee, prompt, reply))
+        check(ledger)
+
+    async def all_calls() -> None:
+        tasks = [asyncio.create_task(call(*each)) for each in calls]
+        await asyncio.sleep(0)
+        for task, (*_, end) in zip(tasks, calls, strict=True):
+            if end == "cancelled":
+                task.cancel()
+        for _ in range(60):
+            await asyncio.sleep(0)
+        left = [task for task in tasks if not task.done()]
+        assert not left or (ledger.over and not refuses)  # they wait for the end of the job
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)
+
+    asyncio.run(all_calls())
+    assert ledger._held_tokens == ledger._held_money == 0
+    assert ledger.total.tokens == sum(prompt + reply for _, prompt, reply in used)
+    free = TokenPrice(0, 0)
+    assert ledger.total.money == sum(PRICES.get(payee, free).of(prompt, reply) for payee, prompt, reply in used)
+    assert len(ended) == ledger.over
+
+
+@given(spent=st.integers(0, BIG), limit=st.integers(1, BIG), call=st.integers(1, BIG))
+@settings(max_examples=50, deadline=None)
+def test_a_call_fits_as_long_as_the_sums_of_the_store_leave_room(spent, limit, call):
+    ledger = Ledger(
+        limits=Limits(tokens=limit), monotonic=FakeClock().monotonic, spent=Amounts(tokens=spent), refuses=True
+    )
+
+    async def one() -> None:
+        await ledger.hold("policy", call, 0)
+
+    if spent + call <= limit:
+        asyncio.run(one())
+        assert not ledger.over
+    else:
+        with pytest.raises(BudgetSpent):
+            asyncio.run(one())
+        assert ledger.over
+
+
+def test_time_costs_money_and_the_end_of_the_job_has_its_share():
+    clock, ended = FakeClock(), []
+    ledger = Ledger(
+        limits=Limits(money=100_000, ms=60_000),
+        monotonic=clock.monotonic,
+        device_ms=5,
+        end_ms=1000,
+        on_over=lambda: ended.append(None),
+    )
+    assert ledger.left_ms() == 20_000  # the money of devices, before the hours
+    assert ledger.begin_step()
+    clock.advance(8)
+    assert ledger.total == Amounts(0, 40_000, 8000)
+    assert ledger.begin_step()
+    clock.advance(8)
+    assert not ledger.begin_step()  # another 8 s would take 120,000
+    ledger.end()
+    ledger.end()
+    assert ended == [None]

@@ -1,0 +1,115 @@
+"""Costs by phase, policy and episode: each table adds up to what was spent, to the last unit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from palestra.cli.main import main
+from palestra.config import JobConfig, dump_saved_config, parse_config
+from palestra.config.budget import UNITS
+from palestra.dashboard.costs import Cost, CostReport, costs_answer, read_costs, run_costs, summed
+from palestra.dashboard.runs import Run
+from palestra.store.ledger import Ledger, Limits
+from palestra.store.spending import Metering, Used
+from unit.building import TASK, make_chat, open_store
+
+PRICED = {"device_hour": 0.1, "tokens": {"policy": [0.3, 0.7], "http://h:1": [1e-7, 3.0]}}
+JUDGED = {"kind": "rubric", "url": "http://h:1", "criteria": [{"name": "good", "text": "Good?"}]}
+HUGE = 10**15  # tokens; SQLite's integers end at 9.2 * 10^18
+
+
+def config(**changes) -> JobConfig:
+    return parse_config({"engine": {"kind": "fake"}, "prices": PRICED, "judge": JUDGED} | changes)
+
+
+async def spend(folder: Path, metered: bool = True) -> None:
+    """Two training episodes, a validation, calls outside, a judge, two steps, and 100 s in all."""
+    with open_store(folder) as store:
+        metering = Metering(Ledger(limits=Limits(), monotonic=store.clock.monotonic), store.spending)
+        for kind, size in (("train", 2), ("validation", 1)):
+            await store.groups.register(kind, 0, 1, TASK, size)
+        for number, kind in enumerate(("validation", "train", "train")):
+            episode = await store.episodes.claim("w", f"r{number}", None)
+            book = metering.calls(episode.kind) if metered else store.calls
+            await book.append(make_chat(episode_id=episode.episode_id, prompt=range(7 + number)))
+            assert episode.kind == kind
+        if metered:
+            await metering.unrecorded.append(make_chat(fence=0))
+            await store.spending.add(Used("", "judge", "the judge", 3, HUGE, 11))
+            await store.spending.add(Used("", "adhoc", "Ω \u202e", 1, 5, HUGE))
+            await store.spending.set_ms(100_000)
+        times = {"time/rollout_seconds": 7.0001, "time/train_seconds": 5.0, "time/publish_seconds": 0.3333}
+        for step in (1, 2):
+            row = {"step": float(step), "wall_seconds": 40.0 * step, "time/validation_seconds": 2.5, **times}
+            await store.log.put_metrics(step, row)
+    (folder / "config.toml").write_text(dump_saved_config(config()))
+
+
+def add_up(found: CostReport) -> None:
+    for table in (found.phases, found.payees, found.episodes):
+        assert sum(table.values(), Cost()) == found.total
+
+
+async def test_the_sums_over_phases_policies_and_episodes_are_the_total(tmp_path):
+    await spend(tmp_path)
+    found = read_costs(tmp_path, config(), by_episode=True)
+    add_up(found)
+    assert found.phases["rollouts"].prompt_tokens == 8 + 9
+    assert found.phases["evaluation"].reply_tokens == 2
+    assert found.phases["serving"].reply_tokens == HUGE + 2
+    assert found.phases["waiting"].ms == 100_000 - 2 * (7000 + 5333 + 2500) == 70_334
+    token = UNITS // 10**7  # 0.1 a million
+    judge = HUGE * -(-UNITS // 10**13) + 11 * 30 * token
+    assert found.phases["judges"].money == judge
+    policy = 3 * token * (7 + 8 + 9 + 3) + 7 * token * 8
+    devices = 100_000 * -(-UNITS // (10 * 3_600_000))
+    assert found.total.money == judge + policy + devices
+    assert len(found.episodes) == 3 + 2
+
+
+async def test_a_run_that_does_not_count_has_its_calls_read(tmp_path):
+    await spend(tmp_path, metered=False)
+    found = read_costs(tmp_path, config(prices=None), by_episode=True)
+    add_up(found)
+    assert not found.priced
+    assert (found.total.prompt_tokens, found.total.reply_tokens, found.total.ms) == (24, 6, 80_000)
+    page = run_costs(Run(name="r", folder=tmp_path))
+    assert not page.counted
+    assert page.total.calls == 0
+
+
+async def test_a_page_that_is_asked_again_reads_new_steps_alone(tmp_path):
+    await spend(tmp_path)
+    run = Run(name="r", folder=tmp_path)
+    before = run_costs(run)
+    assert before == run_costs(run) == costs_answer("r", read_costs(tmp_path, config()))
+    with open_store(tmp_path) as store:
+        await store.log.put_metrics(3, {"step": 3.0, "time/train_seconds": 1.0})
+    after = {line.name: line.ms for line in run_costs(run).phases}
+    assert after["training"] == {line.name: line.ms for line in before.phases}["training"] + 1000
+    assert sum(after.values()) == before.total.ms == 100_000
+    both = summed("jobs", {"a": before, "b": before})
+    assert int(both.total.money.replace(".", "")) == 2 * int(before.total.money.replace(".", ""))
+
+
+async def test_the_command_prints_tables_or_exact_json(tmp_path, capsys):
+    await spend(tmp_path)
+    assert main(["cost", str(tmp_path), "--episodes", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("rollouts", "waiting", "the judge", "(4 others)", "total"))
+    assert "\u202e" not in printed
+    assert main(["cost", str(tmp_path), "--json", "--set", "prices.device_hour=0"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(int(line["money"].replace(".", "")) for line in found["phases"]) == int(
+        found["total"]["money"].replace(".", "")
+    )
+    assert all(line["money"] == "0.000000000000000" for line in found["payees"] if line["name"] == "(devices)")
+
+
+@pytest.mark.parametrize("words", [["--user", "u"], [], ["x", "--since", "1h"]])
+def test_the_command_says_what_it_needs(words, capsys):
+    assert main(["cost", *words]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
