@@ -154,7 +154,7 @@ class Link:
         """Reconnect until the link is closed or given up."""
         loop, pause = asyncio.get_running_loop(), 0.05
         since: float | None = None
-        while self._closed is None:
+        while True:
             why: BaseException | None = None
             try:
                 async with self._connect() as connection:
