@@ -50,7 +50,6 @@ def zeros_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 Named = Sequence[tuple[str, nn.Parameter]]
-Update = list[list[Tensor]]  # of each weight of a group: weight, gradient, two moments, step
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _APART_BYTES = 2**26  # of weights on a CPU, from which on their moments lie outside of the heap
 
@@ -91,21 +90,39 @@ class Optimizer:
         norm = self.clip(params.max_grad_norm)
         applied = math.isfinite(norm)
         if applied:
-            apply_updates([self.updates()], params)
+            self._apply(params)
         self.adamw.zero_grad(set_to_none=True)
         return OptimReport(learning_rate=params.learning_rate, grad_norm=norm if applied else 0.0, applied=applied)
 
-    def updates(self) -> list[Update]:
-        """Return what is updated of each weight that decays, and of each that does not."""
-        return [
-            [
+    @torch.no_grad()
+    def _apply(self, params: OptimParams) -> None:
+        """Update all weights that have a gradient, and their moments."""
+        for group, decay in zip(self.adamw.param_groups, (params.weight_decay, 0.0), strict=True):
+            states = [
                 [*(self.part_of(each) for each in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])), state["step"]]
                 for p in group["params"]
                 if p.grad is not None
                 for state in (self.state_of(p),)
             ]
-            for group in self.adamw.param_groups
-        ]
+            if not states:
+                continue
+            weights, gradients, first, second, steps = map(list, zip(*states, strict=True))
+            adamw(
+                weights,
+                gradients,
+                first,
+                second,
+                [],
+                steps,
+                fused=True,
+                amsgrad=False,
+                beta1=params.betas[0],
+                beta2=params.betas[1],
+                lr=params.learning_rate,
+                weight_decay=decay,
+                eps=params.epsilon,
+                maximize=False,
+            )
 
     def forget_moments(self) -> None:
         """Free the memory of the moments; the next update would begin without any."""
@@ -176,32 +193,6 @@ class Optimizer:
             zeros, half = zeros_apart([*weights, *weights]) if weights else [], len(weights)
             self._apart = {p: (a, b) for p, a, b in zip(weights, zeros[:half], zeros[half:], strict=True)}
         return self._apart.get(parameter)
-
-
-@torch.no_grad()
-def apply_updates(updates: Sequence[list[Update]], params: OptimParams) -> None:
-    """Update the weights of one or several optimizers, and their moments, in one call."""
-    for number, decay in enumerate((params.weight_decay, 0.0)):  # norms and biases, in the second group, do not decay
-        states = [each for own in updates for each in own[number]]
-        if not states:
-            continue
-        weights, gradients, first, second, steps = map(list, zip(*states, strict=True))
-        adamw(
-            weights,
-            gradients,
-            first,
-            second,
-            [],
-            steps,
-            fused=True,
-            amsgrad=False,
-            beta1=params.betas[0],
-            beta2=params.betas[1],
-            lr=params.learning_rate,
-            weight_decay=decay,
-            eps=params.epsilon,
-            maximize=False,
-        )
 
 
 def moments_folder(folder: Path, prefix: str) -> Path:

@@ -191,14 +191,10 @@ class TorchPolicy(VersionedPolicy):
             return self._critic.optim_step(params)
         fault_point("before_step")
         report = self.optimizer.step(params)
-        self.count(report)
-        fault_point("after_step")
-        return report
-
-    def count(self, report: OptimReport) -> None:
-        """Increment the version if an update was applied."""
         if report.applied:
             self.count_update()
+        fault_point("after_step")
+        return report
 
     def save(self, folder: Path, state: Mapping[str, Any], keep: int) -> Path:
         """Write a checkpoint that transformers can load; see `Trainer.save`."""

@@ -1,7 +1,7 @@
 """A queue of training requests of many tenants in front of one trainer.
 
-The queue gives the trainer one pass at a time: one micro-batch, one micro-batch each of several policies on the same
-base, or the updates of several policies. So a request of many micro-batches is computed in pieces, and other tenants
+The queue gives the trainer one pass at a time: one micro-batch, or one micro-batch each of several policies on the same
+base. So a request of many micro-batches is computed in pieces, and other tenants
 get their turn in between. Requests about one policy are computed in the order of their arrival.
 """
 
@@ -11,12 +11,11 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from palestra.errors import ConfigError, NotFound
-from palestra.trainer.base import OptimParams, OptimReport
 from palestra.trainer.serial import KnownRequests
 from palestra_bases.training.pieces import Pieces
 from palestra_bases.training.shares import FairShares, QueueLoad, TenantLoad
@@ -60,13 +59,6 @@ class QueuedPieces(QueuedCall):
     """
 
     pieces: Pieces[Any] | None = None
-
-
-@dataclass(slots=True, eq=False)
-class QueuedUpdate(Queued):
-    """An update of a policy's own network, which can be applied together with others."""
-
-    params: OptimParams
 
 
 class TrainingQueue:
@@ -209,8 +201,6 @@ class TrainingQueue:
                 first = next(head for head in heads if head.tenant == tenant)
                 if isinstance(first, QueuedPieces):
                     await self._compute_pass(first, heads)
-                elif isinstance(first, QueuedUpdate):
-                    await self._update(first, heads)
                 elif isinstance(first, QueuedCall):
                     self._charge([first], REQUEST_TOKENS)
                     await self._finish(first)
@@ -282,27 +272,6 @@ class TrainingQueue:
                 parts.append((head, pieces))
                 tokens += pieces.tokens
         return [part for part in parts if not part[0].result.done()]  # a tenant may have been removed meanwhile
-
-    async def _update(self, first: QueuedUpdate, heads: Sequence[Queued]) -> None:
-        """Apply an update, and others in the same pass."""
-        others = (
-            head
-            for head in heads
-            if isinstance(head, QueuedUpdate) and head is not first and self._shares.may_use(head.tenant)
-        )
-        parts = [first, *others][: self.trainer.most_together]
-        self._charge(parts, REQUEST_TOKENS)
-        found: Mapping[str, OptimReport | Exception]
-        try:
-            found = await self.trainer.update({part.policy: part.params for part in parts})
-        except Exception as error:  # noqa: BLE001 - the requests fail, and the queue goes on
-            found = {part.policy: error for part in parts}
-        for part in parts:
-            report = found[part.policy]
-            if isinstance(report, Exception):
-                self._fail(part, report)
-            else:
-                self._answer(part, report)
 
     async def _finish(self, request: QueuedCall) -> None:
         """Do the whole of a request, and answer."""

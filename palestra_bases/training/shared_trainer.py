@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossSpec
 from palestra.config import TrainerConfig
-from palestra.faults import fault_point
 from palestra.models.causal_lm import CausalLM
 from palestra.models.device import device_of
 from palestra.models.loading import LoadedModels
 from palestra.models.mixed_adapters import MixedModel
-from palestra.trainer.base import OptimParams, OptimReport, StepReport
+from palestra.trainer.base import StepReport
 from palestra.trainer.gradient import Gradient
-from palestra.trainer.optimizer import Optimizer, Update, apply_updates
 from palestra.trainer.torch_policy import MICRO_BATCH_TOKENS, TorchPolicy
 from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.calls import Floats
@@ -117,30 +113,6 @@ class SharedTrainer(TorchTrainer):
             failures |= {name: error for name, error in zip(parts, found, strict=True) if error is not None}
         return failures
 
-    async def update(self, steps: Mapping[str, OptimParams]) -> dict[str, OptimReport | Exception]:
-        """Apply the gradients of several policies in one pass; return each policy's report or error."""
-
-        def work() -> dict[str, OptimReport | Exception]:
-            names, found = list(steps), dict[str, OptimReport | Exception]()
-            most = self._slots.count or len(names)
-            for start in range(0, len(names), most):
-                found |= self._updates({name: steps[name] for name in names[start : start + most]})
-            return found
-
-        return await self._serial.run(lambda: self._in_thread(work))
-
-    def _updates(self, steps: Mapping[str, OptimParams]) -> dict[str, OptimReport | Exception]:
-        """Apply the gradients of as many policies as there are slots."""
-        ready, failures = self._in_memory(steps)
-        fault_point("before_step")
-        reports = step_together([(policy.optimizer, steps[name]) for name, policy in ready.items()])
-        found = dict(zip(ready, reports, strict=True))
-        for name, report in found.items():
-            if not isinstance(report, Exception):
-                ready[name].count(report)
-        fault_point("after_step")
-        return found | failures
-
     def _in_memory(self, names: Iterable[str]) -> tuple[dict[str, TorchPolicy], dict[str, Exception]]:
         """Load policies into memory; return those loaded, and the errors of the others."""
         ready, failures = dict[str, TorchPolicy](), dict[str, Exception]()
@@ -181,33 +153,3 @@ class SharedTrainer(TorchTrainer):
         """Finish earlier requests, and remove adapters from disk; see `Trainer.close`."""
         await super().close()
         self._slots.close()
-
-
-def step_together(steps: Sequence[tuple[Optimizer, OptimParams]]) -> list[OptimReport | Exception]:
-    """Apply the gradients of several optimizers in one pass, with the same results as alone; return their reports or
-    errors.
-
-    Updates with equal numbers are one call over the weights of all their optimizers. A gradient that is not finite is
-    not applied.
-    """
-    found, due = list[OptimReport | Exception](), defaultdict[OptimParams, dict[int, list[Update]]](dict)
-    for number, (optimizer, params) in enumerate(steps):
-        try:
-            norm = optimizer.clip(params.max_grad_norm)
-            finite = math.isfinite(norm)
-            if finite:
-                due[params][number] = optimizer.updates()
-        except Exception as error:  # noqa: BLE001 - of this optimizer alone
-            found.append(error)
-            continue
-        found.append(OptimReport(learning_rate=params.learning_rate, grad_norm=norm if finite else 0.0, applied=finite))
-    for params, updates in due.items():
-        try:
-            apply_updates(list(updates.values()), params)
-        except Exception as error:  # noqa: BLE001 - of the updates with these numbers alone
-            for number in updates:
-                found[number] = error
-    for (optimizer, _), report in zip(steps, found, strict=True):
-        if not isinstance(report, Exception):
-            optimizer.adamw.zero_grad(set_to_none=True)
-    return found

@@ -15,7 +15,7 @@ from palestra.models.weights import WeightSource
 from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
-from palestra_bases.training.queue import Queued, QueuedCall, QueuedPieces, QueuedUpdate, TrainingQueue
+from palestra_bases.training.queue import QueuedCall, QueuedPieces, TrainingQueue
 
 T = TypeVar("T")
 
@@ -70,12 +70,7 @@ class TenantTrainer:
     ) -> OptimReport:
         """Apply the gradient of `policy` or of its critic; see `Trainer.optim_step`."""
         name = self._name(policy)
-        request: Queued = QueuedUpdate(self._tenant, name, params)
-        if network == "critic":
-            call = partial(self._trainer.optim_step, name, params, request_id, network)
-            request = QueuedCall(self._tenant, name, call)
-        report: OptimReport = await asyncio.shield(self._queue.submit(request, request_id))
-        return report
+        return await self._do(policy, lambda: self._trainer.optim_step(name, params, request_id, network), request_id)
 
     async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
         """See `Trainer.untrainable`."""
