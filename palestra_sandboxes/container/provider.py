@@ -15,6 +15,7 @@ from palestra.sandbox import Finished, SandboxSpec
 from palestra.threads import in_thread
 from palestra_sandboxes.archives import OVERHEAD_BYTES, Owner, archive_of, archive_of_folder, files_of, too_large
 from palestra_sandboxes.child import Descriptors, Output, Program, filled_file
+from palestra_sandboxes.container.calls import call_profile
 from palestra_sandboxes.container.disk import TooDeep, written_bytes
 from palestra_sandboxes.container.engine import ContainerEngine, check_answer, end, find_engine, last_lines
 from palestra_sandboxes.container.images import Image, forget_image, image_of
@@ -209,6 +210,10 @@ class ContainerBox:
             words += ["--pids-limit", str(limits.processes), "--security-opt", "no-new-privileges", *engine.limits]
             words += ["--cpus", f"{limits.cpus:g}"] if limits.cpus is not None else []
             words += ["--ulimit", f"fsize={limits.disk_mib * _MIB}"] if limits.disk_mib is not None else []
+            if engine.is_podman and (profile := call_profile()) is not None:
+                calls = owned.add(filled_file(profile))
+                words += ["--security-opt", f"seccomp=/dev/fd/{calls}"]
+                file = (*file, calls)
             if engine.is_podman:
                 words += ["--http-proxy=false", "--image-volume", "ignore", "--pull", "never"]
                 words += ["--no-hosts"] if spec.network != "open" else []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -125,6 +127,26 @@ async def test_what_is_of_the_machine_is_neither_seen_nor_reached(spec, tmp_path
         done = await box.run(["sh", "-c", "busybox mount -t proc none /tmp || busybox mknod /tmp/disk b 8 0"])
         assert done.code != 0
         assert (await box.run(["grep", "-c", "NoNewPrivs:.1", "/proc/self/status"])).output == b"1\n"
+
+
+def socket_program(family: int) -> bytes:
+    """Return a program for Linux on x86-64 that opens a socket, and ends with the error's number, or with 253."""
+    code = bytes.fromhex("b829000000bf") + family.to_bytes(4, "little")
+    code += bytes.fromhex("be0100000031d20f05f7d889c7b83c0000000f05")
+    begin, at = 0x400000, 120
+    kind = b"\x7fELF" + bytes((2, 1, 1)) + bytes(9)
+    header = kind + struct.pack("<HHIQQQIHHHHHH", 2, 62, 1, begin + at, 64, 0, 0, 64, 56, 1, 0, 0, 0)
+    return header + struct.pack("<IIQQQQQQ", 1, 5, 0, begin, begin, at + len(code), at + len(code), 4096) + code
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the program is for x86-64")
+async def test_sockets_that_know_no_namespaces_are_refused(spec):
+    """Those between a virtual machine and its host (AF_VSOCK, 40)."""
+    async with sandbox(spec) as box:
+        await box.put({str(family): socket_program(family) for family in (1, 2, 10, 40, 38)}, "/tmp/open")
+        found = [(await box.run([f"/tmp/open/{family}"])).code for family in (1, 2, 10, 40, 38)]
+    assert found[:3] == [253] * 3
+    assert set(found[3:]) <= {errno.EPERM, errno.ENOSYS}
 
 
 async def test_processes_are_limited_together(spec):
