@@ -142,7 +142,7 @@ def _tried(
             ended = not trial.stopped
     except PalestraError as error:
         return [CheckFinding(key=_key_in(str(error), config), text=one_line(str(error)))], None
-    findings = []
+    findings: list[CheckFinding] = []
     if trial is not None and (found := estimate_of(config, trial)) is not None:
         findings += budget_findings(config, found)
     if not ended:

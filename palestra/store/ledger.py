@@ -81,7 +81,7 @@ class Ledger:
     prices: Mapping[str, TokenPrice] = field(default_factory=dict)
     device_ms: int = 0
     refuses: bool = False
-    on_over: Callable[[], None] = lambda: None
+    on_over: Callable[[], object] = lambda: None
     end_ms: int = END_MS
     over: bool = field(default=False, init=False)
 

@@ -241,7 +241,7 @@ def counted(connection: Connection, config: JobConfig) -> Iterator[Used]:
     audit = None if config.audit is None else config.audit.judge
     of = {"judge": (config.judge, JUDGE), "audit": (audit, AUDIT)}
     policies = {kind: None if judge is None else judge.asked_policy for kind, (judge, _) in of.items()}
-    for row in connection.execute(select(verdicts.c.judge, verdicts.c.calls, verdicts.c.tokens)):
-        kind = "audit" if row.judge.startswith(OF_AUDIT) else "judge"
+    for verdict in connection.execute(select(verdicts.c.judge, verdicts.c.calls, verdicts.c.tokens)):
+        kind = "audit" if verdict.judge.startswith(OF_AUDIT) else "judge"
         # How many of the tokens are of prompts is not recorded.
-        yield Used("", kind, policies[kind] or of[kind][1], row.calls, row.tokens, 0)
+        yield Used("", kind, policies[kind] or of[kind][1], verdict.calls, verdict.tokens, 0)
