@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import openai
 import pytest
@@ -157,3 +160,30 @@ def test_a_class_of_ones_own_is_refused_by_a_server(tmp_path):
     with pytest.raises(ConfigError, match=r"only where you call palestra\.train yourself"):
         run_on_uvloop(serve())
     assert not (tmp_path / "run").exists()
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import palestra
+from integration.test_train import TASKS, config, rollout
+
+palestra.train(rollout, tasks=TASKS, config=config(sys.argv[2], steps=8, evaluation={"every_steps": 0}), quiet=True)
+found = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+print(int(found["VmHWM"].split()[0]) / 1024)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_with_a_tiny_model_takes_little_more_memory_than_its_libraries(tmp_path):
+    def peak(script: str) -> float:
+        words = [sys.executable, "-c", script, str(Path(__file__).parents[1]), str(tmp_path / "run")]
+        done = subprocess.run(words, check=True, capture_output=True, text=True)
+        return float(done.stdout.splitlines()[-1])
+
+    libraries = "import matplotlib.pyplot, openai, renderers, palestra.models.causal_lm, palestra.runtime.local\n"
+    most, before = peak(MEMORY), peak(libraries + MEMORY.replace("palestra.train(", "(lambda *a, **b: None)("))
+    print(f"{most:.0f} MiB, libraries {before:.0f} MiB")
+    assert most < 600
+    assert most - before < 110
