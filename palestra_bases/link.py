@@ -76,12 +76,7 @@ class Link:
     async def open(self) -> None:
         """Connect, waiting for an unreachable server. Raises Unauthorized if the key is unknown."""
         self._task = asyncio.create_task(self._run())
-        await self._connected()
-
-    async def _connected(self) -> None:
-        await race(self._is_connected.wait(), asyncio.shield(self._failure))
-        if self._failure.done():
-            raise self._failure.result()
+        await self.renew()
 
     @property
     def is_lost(self) -> bool:
@@ -94,8 +89,11 @@ class Link:
 
     async def renew(self) -> None:
         """Wait until there is a connection again, and allow calls. Raises PalestraError if the link is given up."""
-        await self._connected()
+        while not (self._is_connected.is_set() or self._failure.done()):  # it may be lost again at once
+            await race(self._is_connected.wait(), asyncio.shield(self._failure))
         self._is_lost.clear()
+        if self._failure.done():
+            raise self._failure.result()
 
     async def failure(self) -> PalestraError:
         """Wait until the link is given up, and return the reason; never returns after `close`."""

@@ -420,6 +420,9 @@ async def test_a_server_that_stays_away_is_given_up(parts, tmp_path):
         await connection.open()
     assert "could not be reached for 0.2 s" in await asyncio.wait_for(engine.failure(), 30)
     with pytest.raises(EngineFailure, match="could not be reached"):
+        await connection.renew()
+    assert not connection.is_lost  # else the job would try to begin again for ever
+    with pytest.raises(EngineFailure, match="could not be reached"):
         await engine.sample("policy", SPEC)
     await engine.close()
 
