@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +102,34 @@ def test_a_task_is_left_out_if_the_judge_fails_or_version_0_has_no_reply(tmp_pat
     ]
     assert main(["episodes", str(run), "validation-000027-00"]) == 0
     assert "because: worth" in capsys.readouterr().out
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from unit.judges.test_win_rate import train
+train(Path(sys.argv[1]), sys.argv[2], resume=sys.argv[3] == "resume", steps=1)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_was_killed_in_a_validation_asks_for_no_stored_verdict_again(tmp_path):
+    def run(folder: Path, resume: str, fault: str = "") -> int:
+        path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+        made = os.environ | {"PYTHONPATH": path, "PALESTRA_FAULT": fault}
+        words = [sys.executable, "-c", SCRIPT, str(folder), server.url, resume]
+        return subprocess.run(words, env=made, timeout=170).returncode
+
+    with judging(lambda asked: asked.rank(value, bias=0.5)) as server:
+        assert run(tmp_path / "killed", "new", "after_verdict_commit:15") == -signal.SIGKILL
+        stored, before = rows(tmp_path / "killed", "SELECT * FROM verdicts"), len(server.asked)
+        assert any(row["kind"] == "validation" for row in stored)
+        assert run(tmp_path / "killed", "resume") == 0
+        again = len(server.asked) - before
+        assert run(tmp_path / "whole", "new") == 0
+        assert again == len(server.asked) - before - again - sum(bool(row["calls"]) for row in stored)
+    names = ("validation/win_rate", "validation/win_rate_low", "validation/win_rate_high")
+    killed, whole = (
+        json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1]) for name in ("killed", "whole")
+    )
+    assert [killed[name] for name in names] == [whole[name] for name in names]
