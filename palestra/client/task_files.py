@@ -178,7 +178,7 @@ def _plain_tasks(lines: Sequence[bytes]) -> list[dict[str, Any]] | None:
         found = list(map(orjson.loads, lines))
     except ValueError:
         return None
-    return found if all(type(task) is dict for task in found) else None
+    return found if set(map(type, found)) == {dict} else None
 
 
 def _task(line: bytes, place: str) -> dict[str, Any]:
