@@ -22,7 +22,7 @@ import uvloop
 from sleeps import STEPS, Meter, Workload, workload_of
 
 from palestra.config import PolicyConfig, Roles, RolloutConfig, StoreConfig
-from palestra.engine.fake.driver import FakeEngine
+from palestra.engine.fake import FakeEngine
 from palestra.envs import ConcurrentEnvironment
 from palestra.grammars.pool import Grammars
 from palestra.http.server import tune_gc

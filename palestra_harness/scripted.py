@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from palestra.config import JobConfig
-from palestra.engine.fake.driver import FakeEngine
+from palestra.engine.fake import FakeEngine
 from palestra.errors import ModelError
 from palestra.grammars.pool import Grammars
 from palestra.models.causal_lm import load_tokenizer

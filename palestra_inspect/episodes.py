@@ -56,8 +56,7 @@ def add_episodes(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     """Read the run and print the requested part, without disturbing a running job."""
     if is_served(arguments.source):
-        from palestra_inspect.served_episodes import show_served
-        from palestra_inspect.served_run import served_run
+        from palestra_inspect.served_run import served_run, show_served
 
         with served_run(arguments.source, arguments.control) as run:
             show_served(run, arguments)

@@ -16,7 +16,7 @@ from palestra.types.records import Verdict, VerdictKey
 from palestra.waiting import together
 from palestra_judges.bounds import below
 from palestra_judges.config import Criterion, Relative, Rubric
-from palestra_judges.nulls import NULLS, null_reply
+from palestra_judges.questions import NULLS, null_reply
 from palestra_judges.relative import Entry, RelativeJudge
 from palestra_judges.rubric import RubricJudge
 

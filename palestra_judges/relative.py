@@ -18,8 +18,7 @@ from palestra.types.records import Verdict
 from palestra.waiting import together
 from palestra_judges.bounds import doubts
 from palestra_judges.model import JudgeModel
-from palestra_judges.nulls import null_reply, null_verdicts, null_work
-from palestra_judges.questions import canonical, digest, question_of, work_of
+from palestra_judges.questions import canonical, digest, null_reply, null_verdicts, null_work, question_of, work_of
 from palestra_judges.verdicts import read_ranking
 
 if TYPE_CHECKING:

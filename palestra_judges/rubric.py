@@ -11,8 +11,7 @@ from palestra.envs.judge import JudgedGroup, ProbedJudge, VerdictBook, weighted_
 from palestra.types.records import Verdict
 from palestra_judges.bounds import doubts
 from palestra_judges.model import JudgeModel
-from palestra_judges.nulls import null_reply, null_verdicts, null_work
-from palestra_judges.questions import digest, question_of, work_of
+from palestra_judges.questions import digest, null_reply, null_verdicts, null_work, question_of, work_of
 from palestra_judges.verdicts import read_choices
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited, Pa
 from palestra.tools.tool import BadArguments, OpenTools, Tool, ToolSource
 from palestra.types.messages import ToolSpec
 from palestra_mcp.connection import MAX_MESSAGE_BYTES, McpConnection, McpError, Transport
-from palestra_mcp.http import HttpTransport
 from palestra_mcp.results import McpToolError, tool_content
-from palestra_mcp.stdio import StdioTransport
+from palestra_mcp.transports import HttpTransport, StdioTransport
 
 log = logging.getLogger("palestra.tools")
 RESTART_SECONDS = 60.0  # in which a shared server may be started again `max_restarts` times

@@ -36,8 +36,7 @@ from palestra.trainer.torch_policy import OPTIMIZER, PolicyNetworks, TorchPolicy
 from palestra.types.calls import Floats
 from palestra.types.records import TrainSample
 from palestra_sharded.group import Problem, RankGroup, mapped, reserve_file, rows_of_rank
-from palestra_sharded.network import ShardedNetwork
-from palestra_sharded.optimizer import ShardedOptimizer, local_part, take_weights, whole_of
+from palestra_sharded.network import ShardedNetwork, ShardedOptimizer, local_part, take_weights, whole_of
 
 
 class WeightFile:

@@ -30,8 +30,7 @@ def add_track(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     """Create the tracker's record of the run, and send all existing rows."""
-    from palestra.tracking.follow import follow_run, tracked_run
-    from palestra.tracking.process import alone
+    from palestra.tracking.process import alone, follow_run, tracked_run
     from palestra.tracking.registry import check_trackers, create_tracker
 
     folder, _ = run_folder(arguments.run_dir)

@@ -13,8 +13,7 @@ from starlette.responses import StreamingResponse
 from palestra.dashboard.feeds import Feed
 from palestra.dashboard.reader import Reader
 from palestra.errors import PalestraError
-from palestra.http.open_streams import OpenStreams
-from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE, News, encode_event, follow
+from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE, News, OpenStreams, encode_event, follow
 from palestra.waiting import together
 
 MOST_STREAMS = 32  # of a server, or of a tenant where there are several; a page holds one

@@ -6,15 +6,22 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from palestra.algorithms.named_rewards import reward_means
 from palestra.config import AlgorithmConfig, Roles
+from palestra.engine.base import SAMPLE_TEXT, WorkerPool
+from palestra.errors import ConfigError
 from palestra.learner.metrics import validation_metrics
 from palestra.learner.shares import played_by_policies, rewards_of
 from palestra.learner.win_rate import win_rate
+from palestra.session import PolicyRuntime
 from palestra.store import Groups
 from palestra.threads import in_thread
+from palestra.trainer.base import Trainer
+from palestra.types.calls import Floats, Ids, TokenSequence
 from palestra.types.metrics import WIN_RATE, of_policy
-from palestra.types.records import EpisodeRecord, Task
+from palestra.types.records import EpisodeRecord, Task, TrainSample
 from palestra.types.states import EpisodeState
 
 PIECE = 500  # tasks that are read and registered at a time
@@ -93,3 +100,45 @@ def _means_of_rivals(episodes: Sequence[EpisodeRecord], roles: Roles) -> dict[st
         if rewards:
             row[of_policy("validation/reward_mean", policy)] = sum(rewards) / len(rewards)
     return row
+
+
+# Mean difference of a token's log-probability, in nats. With SmolLM2-135M and this text, rounding to bfloat16 makes
+# 0.08, weights of 8 bits make 0.07 and of 4 bits 1.3, and noise of 2 % on all weights makes 0.27.
+MOST_GAP = 0.25
+
+
+async def check_engine(pool: WorkerPool, trainer: Trainer, runtime: PolicyRuntime) -> None:
+    """Compare log-probabilities of a text between a pool's workers and the trainer, under equal weights.
+
+    Each worker is asked, because each may have another model.
+    """
+    ids = runtime.renderer.vocabulary.encode(SAMPLE_TEXT)[: runtime.config.max_context - 1]
+    prompt, name = TokenSequence(ids), runtime.name
+    said = await pool.scores(name, prompt)
+    found = await trainer.forward(name, [_row(name, ids)], {"old_logprobs"})
+    for one in said:
+        gap = float(np.abs(np.array(one, np.float32) - found["old_logprobs"][0][1:]).mean())
+        if not gap <= MOST_GAP:
+            raise ConfigError(
+                "the server of engine.url has another model than the job: the log-probabilities of a short text differ "
+                f"by {gap:.2f} nats a token; start it with the model of policies.{name}, {runtime.config.model}"
+            )
+
+
+def _row(policy: str, ids: Ids) -> TrainSample:
+    """Return a row of N tokens whose log-probabilities are requested, except for the first."""
+    count = len(ids)
+    nothing: Floats = np.zeros(count, np.float32)
+    asked = np.arange(count) > 0
+    return TrainSample(
+        episode_id="",
+        policy=policy,
+        ids=ids,
+        loss_mask=asked,
+        logprobs=nothing,
+        versions=np.zeros((count, 2), np.int32),
+        calls=np.zeros(count, np.int32),
+        advantages=nothing,
+        loss_weights=asked.astype(np.float32),
+        temperatures=np.ones(count, np.float32),
+    )

@@ -18,8 +18,7 @@ from palestra.algorithms.base import Algorithm
 from palestra.errors import BudgetSpent, ConfigError
 from palestra.faults import fault_point
 from palestra.learner.audit import Audit, restore_quarantine
-from palestra.learner.engine_check import check_engine
-from palestra.learner.evaluation import validate
+from palestra.learner.evaluation import check_engine, validate
 from palestra.learner.groups import DynamicSampling, Gathered, gather_groups
 from palestra.learner.metrics import environment_metrics, spent_metrics
 from palestra.learner.open_run import OpenRun

@@ -17,8 +17,7 @@ from palestra.errors import RolloutFailed
 from palestra.pictures.containers import too_many_bytes
 from palestra.pictures.parts import Picture
 from palestra.rollout.collect import TrajectoryCollectEngine
-from palestra.rollout.environment_pool import EnvironmentPool
-from palestra.rollout.orchestrator import RolloutSpec
+from palestra.rollout.orchestrator import EnvironmentPool, RolloutSpec
 from palestra.rollout.result import EpisodeResult, Termination
 from palestra.types.calls import Chat, SamplingParams, floats_of, ids_of
 from palestra.types.clock import Clock, SystemClock

@@ -15,8 +15,7 @@ from palestra.envs import ConcurrentEnvironment, MultiAgentEnvironment
 from palestra.errors import JobOver, NotScored, RolloutFailed
 from palestra.pictures.parts import Picture
 from palestra.rollout.collect import TrajectoryCollectEngine
-from palestra.rollout.environment_pool import EnvironmentPool
-from palestra.rollout.orchestrator import RolloutSpec
+from palestra.rollout.orchestrator import EnvironmentPool, RolloutSpec
 from palestra.rollout.result import EpisodeResult, Lost, Termination
 from palestra.session import EpisodeSession, Sessions
 from palestra.session.seat_table import SeatTable

@@ -16,8 +16,7 @@ from starlette.responses import FileResponse, StreamingResponse
 from palestra.config import parse_config
 from palestra.errors import InvalidRequest, NotFound
 from palestra.http.app import request_schema
-from palestra.http.open_streams import OpenStreams
-from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
+from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE, OpenStreams
 from palestra.store.key_files import rotate_keys
 from palestra.types.states import JobState
 from palestra_control.jobs import JobKind, JobRecord, JobRequest

@@ -19,7 +19,7 @@ from palestra.config import TrainerConfig
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
-from palestra.engine.fake.driver import FakeEngine, digits_script
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.errors import CheckpointError, ConfigError, NotFound
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.trainer.base import TRAINER_METRICS, OptimParams, PolicySpec

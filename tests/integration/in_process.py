@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from palestra.config import PolicyConfig, Roles, dump_config, parse_config
-from palestra.engine.fake.driver import FakeEngine
+from palestra.engine.fake import FakeEngine
 from palestra.errors import CallsRefused
 from palestra.grammars.pool import Grammars
 from palestra.models.causal_lm import load_tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import palestra
 from palestra import JobConfig
-from palestra.engine.fake.driver import FakeEngineConfig
+from palestra.engine.fake import FakeEngineConfig
 
 
 def settings(folder: Path, steps: int, delay: float) -> JobConfig:

@@ -22,7 +22,7 @@ from unit.envs.browser.pages import site
 
 from palestra.config import parse_config
 from palestra.engine.base import EngineRequest
-from palestra.engine.fake.driver import FakeEngine
+from palestra.engine.fake import FakeEngine
 from palestra.envs import Progress
 from palestra.grammars.pool import Grammars
 from palestra.pictures.blobs import FOLDER, Blobs

@@ -14,7 +14,7 @@ import openai
 import pytest
 from in_process import episode_of, parts_of, serving
 
-from palestra.engine.fake.driver import FakeEngine
+from palestra.engine.fake import FakeEngine
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.runtime.local_job import LocalJob
 from palestra.types.calls import Chat

@@ -22,7 +22,7 @@ from test_dialect import until as until_here
 from test_other_dialects import anthropic_of
 
 from palestra.config import parse_config
-from palestra.engine.fake.driver import FakeEngine
+from palestra.engine.fake import FakeEngine
 from palestra.errors import ConfigError
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.runtime.local import local_job

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from palestra.config import parse_config
-from palestra.engine.fake.driver import FakeEngine, digits_script
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.grammars.pool import Grammars
 from palestra.http.bodies import _outside_strings
 from palestra.renderers import ByteTokenizer, ChatMLRenderer

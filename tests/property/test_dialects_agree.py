@@ -12,7 +12,7 @@ from drawing import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from palestra.engine.fake.driver import FakeEngine
+from palestra.engine.fake import FakeEngine
 from property.test_bodies import Served
 
 STOP = 258

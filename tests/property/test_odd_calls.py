@@ -21,7 +21,7 @@ from unit.building import engine_request, make_sample
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.engine.fake.driver import FakeEngine, digits_script
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.errors import InvalidRequest, ModelError, PalestraError
 from palestra.process.channel import Beat, Call, Cancel, Result, raw
 from palestra.trainer.base import OptimParams, PolicySpec

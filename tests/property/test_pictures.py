@@ -28,7 +28,7 @@ from palestra.engine.base import EngineRequest
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
-from palestra.engine.fake.driver import FakeEngine
+from palestra.engine.fake import FakeEngine
 from palestra.models.loading import LoadedModels
 from palestra.session import PolicyRuntime, SessionContext
 from palestra.trainer.base import PolicySpec

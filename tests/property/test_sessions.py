@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from unit.building import FakeClock, rows_of
 from unit.session.conftest import STOP, Bench
 
-from palestra.engine.fake.driver import FakeEngine
+from palestra.engine.fake import FakeEngine
 from palestra.session import EpisodeSession
 from palestra.session.prompting import PromptBuilder
 from palestra.session.registry import call_seed, prompt_digest

@@ -42,7 +42,7 @@ class ParrotDriver(EngineDriver[ParrotConfig]):
     section = ParrotConfig
 
     def load(self, job, table):
-        from palestra.engine.fake.driver import FakeEngine
+        from palestra.engine.fake import FakeEngine
 
         return LoadedEngine(FakeEngine(lambda prompt, sampling: [*b"lora", 258]), byte_policies(job.config))
 

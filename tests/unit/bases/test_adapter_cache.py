@@ -8,7 +8,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from palestra.engine.fake.driver import FakeEngine, digits_script
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.errors import ConfigError, ModelError
 from palestra.models.weights import SavedWeights
 from palestra.types.calls import PolicyVersion, SamplingParams

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from bases import served
 
-from palestra.engine.fake.driver import FakeEngine, digits_script
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.errors import NotFound, PalestraError, StoreError, Unauthorized
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer

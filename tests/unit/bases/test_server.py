@@ -14,7 +14,7 @@ from websockets.exceptions import InvalidStatus
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.engine.fake.driver import FakeEngine, digits_script
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.errors import (
     BaseServerLost,
     ConfigError,

@@ -6,7 +6,7 @@ import pytest
 
 from palestra.config import UNSET, JobConfig, dump_config, load_config, parse_config
 from palestra.engine.embedded.config import EmbeddedEngineConfig
-from palestra.engine.fake.driver import FakeEngineConfig
+from palestra.engine.fake import FakeEngineConfig
 from palestra.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from palestra.config import JobConfig, PolicyConfig, RolloutConfig, parse_config
 from palestra.config.loading import dump_config, load_config
 from palestra.engine.embedded.config import EmbeddedEngineConfig
-from palestra.engine.fake.driver import FakeEngineConfig
+from palestra.engine.fake import FakeEngineConfig
 from palestra.errors import ConfigError
 
 BASE: dict[str, Any] = {

@@ -15,7 +15,7 @@ from palestra.algorithms.registry import create_algorithm
 from palestra.config import JobConfig, parse_config, reference_of
 from palestra.config.section import Section
 from palestra.engine.embedded.config import EmbeddedEngineConfig
-from palestra.engine.fake.driver import FakeEngineConfig
+from palestra.engine.fake import FakeEngineConfig
 from palestra.errors import ConfigError, InvalidRequest
 from palestra.learner import policy_spec
 from palestra.types.states import JobState

@@ -20,7 +20,7 @@ from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
 from palestra.errors import NotFound
 from palestra.http import sse
-from palestra.http.open_streams import OpenStreams
+from palestra.http.sse import OpenStreams
 from palestra.types.gpus import GpuReading, GpuUse
 from palestra.types.states import JobState
 from palestra_control.jobs import Resources

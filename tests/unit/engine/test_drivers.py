@@ -104,7 +104,7 @@ class ParrotDriver(EngineDriver[ParrotConfig]):
             yield f"{key}.word", "a parrot needs a word"
 
     def load(self, job: EngineJob, table: ParrotConfig) -> LoadedEngine:
-        from palestra.engine.fake.driver import FakeEngine
+        from palestra.engine.fake import FakeEngine
 
         engine = FakeEngine(lambda prompt, sampling: [*table.word.encode(), 258])
         return LoadedEngine(engine, byte_policies(job.config))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from palestra.engine.fake.driver import FakeEngine, digits_script
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.types.calls import SamplingParams
 from unit.building import engine_request, ids
 

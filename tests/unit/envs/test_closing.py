@@ -12,7 +12,7 @@ import pytest
 from palestra.envs import ConcurrentEnvironment, TaskEnvironment
 from palestra.envs import concurrent as closing
 from palestra.envs.concurrent import close_or_log
-from palestra.rollout.environment_pool import EnvironmentPool
+from palestra.rollout.orchestrator import EnvironmentPool
 from palestra.types.clock import SystemClock
 
 log = logging.getLogger("palestra.rollout")

@@ -24,7 +24,7 @@ from palestra.types.states import EpisodeState
 from palestra_judges import Criterion, Relative, Rubric
 from palestra_judges import model as judge_model
 from palestra_judges.check import tau_b
-from palestra_judges.nulls import NULLS
+from palestra_judges.questions import NULLS
 from unit.building import make_chat, make_episode, make_trajectory
 
 ACCESS = JudgeAccess(url="", key=str)

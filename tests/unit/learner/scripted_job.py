@@ -10,7 +10,7 @@ from typing import Any
 
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import JobConfig
-from palestra.engine.fake.driver import FakeEngine, digits_script
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.grammars.pool import Grammars
 from palestra.learner import Learner, OpenRun, RunFolder, policy_spec
 from palestra.renderers import ByteTokenizer, ChatMLRenderer

@@ -12,7 +12,7 @@ from palestra.config import JobConfig, PolicyConfig
 from palestra.engine.base import SAMPLE_TEXT
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
-from palestra.learner.engine_check import check_engine
+from palestra.learner.evaluation import check_engine
 from palestra.models.causal_lm import load_tokenizer
 from palestra.renderers import select_renderer
 from palestra.runtime.local import local_job

@@ -19,7 +19,7 @@ from palestra.algorithms.registry import ALGORITHMS, create_algorithm
 from palestra.algorithms.sac import SAC
 from palestra.config import dump_config
 from palestra.dashboard.runs import Run
-from palestra.engine.fake.driver import FakeEngine, digits_script
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.errors import ConfigError, StoreError
 from palestra.learner.learner import Learner
 from palestra.learner.metrics import ENVIRONMENT_METRICS, SPENT_METRICS, metric_tables

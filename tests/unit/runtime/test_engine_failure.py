@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from palestra.config import JobConfig
-from palestra.engine.fake.driver import FakeEngine
+from palestra.engine.fake import FakeEngine
 from palestra.errors import EngineFailure
 from palestra.runtime.local import local_job
 from palestra.types.states import JobState

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from palestra.config import PolicyConfig
-from palestra.engine.fake.driver import FakeEngine, digits_script
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.grammars.pool import Grammars
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import EpisodeSession, PolicyRuntime, SessionContext

@@ -11,7 +11,7 @@ import pytest
 from jinja2 import TemplateError
 
 from palestra.config import PolicyConfig
-from palestra.engine.fake.driver import FakeEngine
+from palestra.engine.fake import FakeEngine
 from palestra.errors import EngineFailure, InvalidRequest, UnsupportedField
 from palestra.renderers import ByteTokenizer, ChatMLRenderer, MessageDelta, whole_message
 from palestra.renderers.base import WholeReplyStream

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from palestra.engine.fake.driver import FakeEngine
+from palestra.engine.fake import FakeEngine
 from palestra.errors import BudgetSpent
 from palestra.session import StatelessSession
 from palestra.store.ledger import Ledger, Limits

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 
-from palestra_sharded.optimizer import local_part, part_like, shared_tensor
+from palestra_sharded.network import local_part, part_like, shared_tensor
 
 
 @pytest.fixture(params=[(0, 3), (1, 3), (2, 3)], ids=lambda place: f"rank {place[0]}")

@@ -17,9 +17,8 @@ from palestra.cli.main import main
 from palestra.config import parse_config
 from palestra.errors import ConfigError, StoreError
 from palestra.process.child import start_process
-from palestra.tracking import follow as following
-from palestra.tracking.follow import Follower, completed, follow_run, tracked_run
-from palestra.tracking.process import tracking
+from palestra.tracking import process as following
+from palestra.tracking.process import Follower, completed, follow_run, tracked_run, tracking
 from palestra.tracking.registry import check_trackers, create_tracker, known_trackers
 from unit.building import FakeClock, open_store
 from unit.dashboard.recorded import record

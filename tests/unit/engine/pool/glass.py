@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field, replace
 
-from palestra.engine.fake.driver import FakeEngine, digits_script
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.engine.pool.manager import InferenceManager
 from palestra.engine.pool.options import PoolOptions
 from palestra.engine.pool.worker import StartedWorker

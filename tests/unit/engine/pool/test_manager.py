@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from palestra.engine.fake.driver import FakeEngine, digits_script
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.engine.pool import keeper
 from palestra.errors import ConfigError, Conflict, EngineFailure, ModelError, PalestraError, ReplyLost
 from palestra.models.weights import LocalWeights
