@@ -92,6 +92,8 @@ if TYPE_CHECKING:
     from palestra.runtime.scores import Evaluation as Evaluation
     from palestra.runtime.scores import TaskOutcome as TaskOutcome
     from palestra.runtime.training import train as train
+    from palestra.sandbox import SandboxLimits as SandboxLimits
+    from palestra.sandbox import SandboxSpec as SandboxSpec
     from palestra.store.browsing import read_episodes as read_episodes
     from palestra.tools import Tool as Tool
     from palestra.tools import tool as tool
@@ -178,6 +180,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "palestra.learner.samplers": ("History", "PlayedGroup", "TaskPool", "TaskSampler", "check_sampler"),
     "palestra.store.browsing": ("read_episodes",),
     "palestra.rollout": ("RolloutSpec",),
+    "palestra.sandbox": ("SandboxLimits", "SandboxSpec"),
     "palestra.tools": ("Tool", "tool"),
 }
 _HOMES = {name: home for home, names in _EXPORTS.items() for name in names}

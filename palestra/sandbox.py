@@ -1,6 +1,6 @@
 """Sandboxes: isolated boxes in which programs of a model, and what scores them, run.
 
-    async with sandbox(SandboxSpec(image="python:3.12-slim")) as box:
+    async with SandboxSpec(image="python:3.12-slim").open() as box:
         await box.put({"test.py": code}, "/tests")
         done = await box.run(["python3", "/tests/test.py"], seconds=30)
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -71,6 +71,10 @@ class SandboxSpec:
     endpoint: str | None = None
     endpoint_key: str | None = None
     limits: SandboxLimits = field(default_factory=SandboxLimits)
+
+    def open(self, provider: str | SandboxProvider | None = None) -> AbstractAsyncContextManager[Sandbox]:
+        """Open a box for a block; see `sandbox`."""
+        return sandbox(self, provider)
 
     def check(self) -> None:
         """Raise ConfigError for values that no provider can use."""

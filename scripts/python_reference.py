@@ -24,7 +24,7 @@ from palestra.types.values import Value
 from palestra_control import job
 
 FURTHER: tuple[Any, ...] = (Worker, job.Job, job.JobEvent)  # what the exported names give back, or are made for
-SANDBOXES = ("sandbox", "SandboxSpec", "SandboxLimits", "Sandbox", "Finished", "SandboxProvider")
+SANDBOXES = ("sandbox", "Sandbox", "Finished", "SandboxProvider")
 BESIDE: tuple[ModuleType, ...] = (palestra_worlds, palestra_screens, palestra_harness, palestra_judges, palestra_lab)
 ATTRIBUTES = "Attributes:"
 SECTIONS = ("Args:", ATTRIBUTES, "Raises:", "Returns:", "Yields:")
