@@ -120,11 +120,11 @@ class BudgetWatch:
     async def _warn(self) -> None:
         """Add an event for each share that was reached since the last one."""
         now = 100.0 if self._over.is_set() else min(100 * self._ledger.share, 99.9)
-        told, self._told = self._told, max(now, self._told)
         for share in SHARES:
-            if told < share <= now:
+            if self._told < share <= now:
+                self._told = share
                 data = {"code": f"budget_{share}", "share": share, "step": self._step(), "text": self._text(share)}
-                await self._event("warning", data)
+                await asyncio.shield(self._event("warning", data))  # the work may end meanwhile
 
     def _text(self, share: int) -> str:
         spent = shown_amounts(self._ledger.total, self._ledger.limits)
