@@ -56,7 +56,7 @@ def archive_of_folder(folder: Path, below: str = "", owner: Owner = (0, 0)) -> b
     return written.getvalue()
 
 
-def files_of(archive: bytes, most_bytes: int) -> dict[str, bytes]:
+def unpacked_files(archive: bytes, most_bytes: int) -> dict[str, bytes]:
     """Return the regular files of an archive by their path below its folder.
 
     Raises:
@@ -72,7 +72,7 @@ def files_of(archive: bytes, most_bytes: int) -> dict[str, bytes]:
                     continue
                 room -= entry.size
                 if room < 0 or len(found) >= MAX_FILES:
-                    raise too_large(most_bytes)
+                    raise folder_too_large(most_bytes)
                 file = opened.extractfile(entry)
                 assert file is not None
                 found[posixpath.normpath(entry.name)] = file.read()
@@ -81,7 +81,7 @@ def files_of(archive: bytes, most_bytes: int) -> dict[str, bytes]:
     return found
 
 
-def too_large(most_bytes: int) -> PayloadTooLarge:
+def folder_too_large(most_bytes: int) -> PayloadTooLarge:
     """Return the error for a folder that is too large."""
     return PayloadTooLarge(f"a folder of the sandbox has more than {most_bytes:,} bytes, or {MAX_FILES:,} files")
 

@@ -70,7 +70,7 @@ def filled_file(data: bytes) -> int:
     return descriptor
 
 
-class Output:
+class CommandOutput:
     """Standard output and standard error of a command, each up to a limit, read while other tasks run.
 
     Attributes:
@@ -203,9 +203,7 @@ class Program:
         cls,
         command: Sequence[str],
         *,
-        stdin: int,
-        stdout: int,
-        stderr: int | None = None,
+        streams: tuple[int, int, int],
         pass_fds: Iterable[int] = (),
         variables: Mapping[str, str],
         folder: str | None = None,
@@ -214,7 +212,7 @@ class Program:
         """Start a program in its own session.
 
         Args:
-            stderr: None: the same as `stdout`.
+            streams: standard input, output and error.
             pass_fds: further descriptors that it inherits.
             variables: its whole environment.
             folder: in which it starts; None: that of this process.
@@ -224,9 +222,9 @@ class Program:
         return cls(
             subprocess.Popen(  # in the loop's thread, because bubblewrap ends with the thread that started it
                 command,
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stdout if stderr is None else stderr,
+                stdin=streams[0],
+                stdout=streams[1],
+                stderr=streams[2],
                 pass_fds=tuple(pass_fds),
                 start_new_session=True,
                 env=dict(variables),

@@ -18,7 +18,6 @@ import select
 import signal
 import socket
 import sys
-from typing import Any
 
 _NEW_PROCESSES, _NEW_MOUNTS = 0x20000000, 0x00020000  # CLONE_NEWPID, CLONE_NEWNS
 _PRIVATE = 0x40000 | 0x4000  # MS_PRIVATE, MS_REC
@@ -29,7 +28,7 @@ _MAX_MESSAGE, _AGAIN = 4096, 75
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def _call(name: str, *arguments: Any) -> None:
+def _call(name: str, *arguments: object) -> None:
     if getattr(_LIBC, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

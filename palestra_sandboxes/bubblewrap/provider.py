@@ -19,7 +19,7 @@ from typing import Any
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited, InvalidRequest
 from palestra.sandbox import Finished, SandboxSpec
 from palestra.threads import in_thread
-from palestra_sandboxes.archives import OVERHEAD_BYTES, archive_of, archive_of_folder, files_of, too_large
+from palestra_sandboxes.archives import OVERHEAD_BYTES, archive_of, archive_of_folder, folder_too_large, unpacked_files
 from palestra_sandboxes.bubblewrap.program import (
     HOME,
     VARIABLES,
@@ -29,7 +29,7 @@ from palestra_sandboxes.bubblewrap.program import (
     rlimits,
     start_program,
 )
-from palestra_sandboxes.child import Descriptors, Output, filled_file
+from palestra_sandboxes.child import CommandOutput, Descriptors, filled_file
 from palestra_sandboxes.forwarding import Forwarder, address_of, inner_port, inner_url
 
 _MAX_MESSAGE = 4096
@@ -113,7 +113,7 @@ class BubblewrapBox:
         """Wait until the box takes commands, and copy its folder."""
         await self._answer(0)
         if self.workdir != HOME:
-            await self._run(("mkdir", "-p", self.workdir), b"", {}, "/", Output(10_000), _COPY_SECONDS)
+            await self._run(("mkdir", "-p", self.workdir), b"", {}, "/", CommandOutput(10_000), _COPY_SECONDS)
         if self._spec.folder is not None:
             folder, below = self._spec.folder, self.workdir
             await self._unpack(await in_thread(lambda: archive_of_folder(folder, below)))
@@ -134,7 +134,7 @@ class BubblewrapBox:
         """Run a command; see `palestra.sandbox.Sandbox`."""
         if user is not None:
             raise ConfigError(f"a box of bubblewrap has one user of its own, and can't run as {user!r}")
-        output = Output(self._spec.limits.output_bytes)
+        output = CommandOutput(self._spec.limits.output_bytes)
         return await self._run(command, input, environment or {}, folder or self.workdir, output, seconds)
 
     async def put(self, files: Mapping[str, bytes], folder: str) -> None:
@@ -145,14 +145,14 @@ class BubblewrapBox:
 
     async def get(self, folder: str, most_bytes: int) -> dict[str, bytes]:
         """Return files; see `palestra.sandbox.Sandbox`."""
-        output = Output(most_bytes + OVERHEAD_BYTES, 10_000)
+        output = CommandOutput(most_bytes + OVERHEAD_BYTES, 10_000)
         command = ("sh", "-c", 'test -d "$0" && exec tar -c --ignore-failed-read -C "$0" .', folder)
         done = await self._run(command, b"", {}, "/", output, _COPY_SECONDS)
         if done.cut:
-            raise too_large(most_bytes)
+            raise folder_too_large(most_bytes)
         if not done.output and done.code:
             return {}
-        return await in_thread(lambda: files_of(done.output, most_bytes))
+        return await in_thread(lambda: unpacked_files(done.output, most_bytes))
 
     async def stop_processes(self) -> None:
         """End all processes; the files stay."""
@@ -174,7 +174,7 @@ class BubblewrapBox:
         input: bytes,
         environment: Mapping[str, str],
         folder: str,
-        output: Output,
+        output: CommandOutput,
         seconds: float | None,
     ) -> Finished:
         """Run a command whose output is read by `output`."""
@@ -208,7 +208,7 @@ class BubblewrapBox:
         return int((await answer)["code"])
 
     async def _unpack(self, archive: bytes) -> None:
-        output = Output(10_000)
+        output = CommandOutput(10_000)
         done = await self._run(("tar", "-x", "-C", "/"), archive, {}, "/", output, _COPY_SECONDS)
         if done.code:
             raise InvalidRequest(f"files can't be written in the sandbox: {_last_line(done.errors)}", "files")

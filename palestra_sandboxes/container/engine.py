@@ -16,7 +16,7 @@ from pathlib import Path
 
 from palestra.errors import ConfigError, EnvironmentFailed
 from palestra.sandbox import Finished
-from palestra_sandboxes.child import Descriptors, Output, Program, filled_file
+from palestra_sandboxes.child import CommandOutput, Descriptors, Program, filled_file
 
 log = logging.getLogger("palestra.sandbox")
 PREFIX = "palestra-box-"  # of the names of all boxes; a process's number, start and namespace follow
@@ -74,7 +74,7 @@ class ContainerEngine:
             most: bytes of its output, after which it is ended.
             tail: whether the end of the output is kept in place of its beginning, and it may write any number of bytes.
         """
-        output = Output(most, ends=tail)
+        output = CommandOutput(most, ends=tail)
         with contextlib.closing(output):
             client = self.start(arguments, input, output, pass_fds)
             try:
@@ -86,14 +86,14 @@ class ContainerEngine:
                 code=await client.wait(), output=text, errors=errors, timed_out=why == "timeout", cut=why == "cut"
             )
 
-    def start(self, arguments: Sequence[str], input: bytes, output: Output, pass_fds: Sequence[int] = ()) -> Program:
+    def start(
+        self, arguments: Sequence[str], input: bytes, output: CommandOutput, pass_fds: Sequence[int] = ()
+    ) -> Program:
         """Start one command of the engine, whose output is read by `output`."""
         with Descriptors() as owned:
             client = Program.start(
                 [self.program, *self._options, *arguments],
-                stdin=owned.add(filled_file(input)),
-                stdout=output.written[0],
-                stderr=output.written[1],
+                streams=(owned.add(filled_file(input)), *output.written),
                 pass_fds=pass_fds,
                 variables=os.environ,
                 folder="/proc",  # its monitor writes a file where it starts when memory ends, and can't here
@@ -121,7 +121,7 @@ class ContainerEngine:
                 break
             await asyncio.sleep(pause)  # its mounts are busy while it ends
         else:
-            log.warning("the box %s can't be removed: %s", name, last_lines(done))
+            log.warning("the box %s can't be removed: %s", name, last_words_of(done))
         self._boxes -= 1
         if not self._boxes and self._watching is not None:
             os.close(self._lifeline)
@@ -161,7 +161,7 @@ async def end(client: Program) -> None:
     await client.wait()
 
 
-def last_lines(done: Finished, most: int = 2000) -> str:
+def last_words_of(done: Finished, most: int = 2000) -> str:
     """Return the last lines that a command wrote."""
     lines = (done.output + b"\n" + done.errors).decode(errors="replace").strip().splitlines()
     return "\n".join(line.rstrip() for line in lines[-12:])[-most:] or f"it ended with {done.code}"
@@ -229,4 +229,4 @@ def check_answer(done: Finished, what: str) -> None:
     if done.timed_out:
         raise EnvironmentFailed(f"{what}: the container engine does not answer")
     if done.code:
-        raise EnvironmentFailed(f"{what}: {last_lines(done)}")
+        raise EnvironmentFailed(f"{what}: {last_words_of(done)}")

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from palestra.errors import ConfigError
 from palestra.sandbox import SandboxSpec
 from palestra.threads import in_thread
-from palestra_sandboxes.container.engine import ContainerEngine, last_lines
+from palestra_sandboxes.container.engine import ContainerEngine, last_words_of
 
 REPOSITORY = "localhost/palestra-sandbox"  # whose images are a cache; their tags are digests of what they are made of
 BUILD_SECONDS = 1800.0
@@ -81,12 +81,12 @@ async def _make(engine: ContainerEngine, reference: str, source: Path | None, bu
         what, command = f"{source} can't be imported as an image", ["import", str(source), reference]
     done = await engine.ask(*command, seconds=BUILD_SECONDS, tail=True)
     if done.timed_out:
-        raise ConfigError(f"{what}: it took more than {BUILD_SECONDS:g} s; at last it wrote:\n{last_lines(done)}")
+        raise ConfigError(f"{what}: it took more than {BUILD_SECONDS:g} s; at last it wrote:\n{last_words_of(done)}")
     if not done.code and command[0] == "load":
         loaded = done.output.decode().strip().splitlines()[-1].partition(": ")[2]
         done = await engine.ask("tag", loaded, reference)
     if done.code:
-        raise ConfigError(f"{what}:\n{last_lines(done)}")
+        raise ConfigError(f"{what}:\n{last_words_of(done)}")
 
 
 def _source(spec: SandboxSpec) -> Path | None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from palestra.errors import EnvironmentFailed
-from palestra_sandboxes.child import Output, Program
+from palestra_sandboxes.child import CommandOutput, Program
 
 _SECONDS = 30.0
 # A process of its own, because threads share their other namespaces. A user's own engine has namespaces of users, too.
@@ -32,14 +32,12 @@ async def listen_in(process: int, port: int) -> socket.socket:
         EnvironmentFailed: this process may not do that, or the process has ended.
     """
     ours, theirs = socket.socketpair()
-    output = Output(10_000)
+    output = CommandOutput(10_000)
     with contextlib.closing(output), ours:
         with theirs:
             helper = Program.start(
                 [sys.executable, "-I", "-S", "-c", _LISTEN, str(process), str(port), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=output.written[0],
-                stderr=output.written[1],
+                streams=(subprocess.DEVNULL, *output.written),
                 pass_fds=(theirs.fileno(),),
                 variables={"PATH": os.environ.get("PATH", os.defpath)},
             )

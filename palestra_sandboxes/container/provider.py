@@ -13,11 +13,18 @@ from typing import NamedTuple
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited, InvalidRequest
 from palestra.sandbox import Finished, SandboxSpec
 from palestra.threads import in_thread
-from palestra_sandboxes.archives import OVERHEAD_BYTES, Owner, archive_of, archive_of_folder, files_of, too_large
-from palestra_sandboxes.child import Descriptors, Output, Program, filled_file
+from palestra_sandboxes.archives import (
+    OVERHEAD_BYTES,
+    Owner,
+    archive_of,
+    archive_of_folder,
+    folder_too_large,
+    unpacked_files,
+)
+from palestra_sandboxes.child import CommandOutput, Descriptors, Program, filled_file
 from palestra_sandboxes.container.calls import call_profile
 from palestra_sandboxes.container.disk import TooDeep, written_bytes
-from palestra_sandboxes.container.engine import ContainerEngine, check_answer, end, find_engine, last_lines
+from palestra_sandboxes.container.engine import ContainerEngine, check_answer, end, find_engine, last_words_of
 from palestra_sandboxes.container.images import Image, forget_image, image_of
 from palestra_sandboxes.container.network import listen_in
 from palestra_sandboxes.forwarding import Forwarder, address_of, inner_port, inner_url
@@ -117,14 +124,14 @@ class ContainerBox:
         if self._user not in _ROOT:
             ids = await self.run(["sh", "-c", "id -u && id -g"], folder="/")
             if ids.code:
-                raise ConfigError(f"the image {self._image.reference} has no user {self._user!r}: {last_lines(ids)}")
+                raise ConfigError(f"the image {self._image.reference} has no user {self._user!r}: {last_words_of(ids)}")
             user, group = map(int, ids.output.split())
             self._owner = user, group
         if self.workdir not in ("/", self._image.workdir):
             owner = f"{self._owner[0]}:{self._owner[1]}"
             made = await self.run(["sh", "-c", _MAKE_FOLDER, self.workdir, owner], folder="/", user="0")
             if made.code:
-                raise ConfigError(f"the folder {self.workdir} can't be made in a sandbox: {last_lines(made)}")
+                raise ConfigError(f"the folder {self.workdir} can't be made in a sandbox: {last_words_of(made)}")
         if (folder := self._spec.folder) is not None:
             await self._unpack(await in_thread(lambda: archive_of_folder(folder, self.workdir, self._owner)))
 
@@ -140,7 +147,7 @@ class ContainerBox:
     ) -> Finished:
         """Run a command; see `palestra.sandbox.Sandbox`."""
         limits = self._spec.limits
-        output = Output(limits.output_bytes, limits.output_bytes + _PID_BYTES)
+        output = CommandOutput(limits.output_bytes, limits.output_bytes + _PID_BYTES)
         user = user or self._user
         with contextlib.closing(output), Descriptors() as owned:
             variables, file = _variables(environment or {}, owned)
@@ -176,11 +183,11 @@ class ContainerBox:
             "cp", f"{self.name}:{folder.rstrip('/')}/.", "-", most=most_bytes + OVERHEAD_BYTES
         )
         if done.cut:
-            raise too_large(most_bytes)
+            raise folder_too_large(most_bytes)
         if done.code:
             await self._check_running(done)
             return {}
-        return await in_thread(lambda: files_of(done.output, most_bytes))
+        return await in_thread(lambda: unpacked_files(done.output, most_bytes))
 
     async def stop_processes(self) -> None:
         """End all processes by a new start of the container, which keeps its files. It needs no free process."""
@@ -258,9 +265,9 @@ class ContainerBox:
         done = await self._engine.ask("cp", *keep, "-", f"{self.name}:/", input=archive)
         if done.code:
             await self._check_running(done)
-            raise InvalidRequest(f"files can't be written in the sandbox: {last_lines(done)}", "files")
+            raise InvalidRequest(f"files can't be written in the sandbox: {last_words_of(done)}", "files")
 
-    async def _end_command(self, client: Program, output: Output) -> None:
+    async def _end_command(self, client: Program, output: CommandOutput) -> None:
         """End a command in the box with its group; if that can't be done, all processes of the box."""
         output.close()  # the engine's client may wait for it to be read
         number, _ = _said(output)
@@ -291,7 +298,7 @@ class ContainerBox:
             self._ended_for = f"more than {self._spec.limits.memory_mib} MiB of memory"
             raise self._ending()
         if state is None or state.status != "running":
-            raise EnvironmentFailed(f"the sandbox has ended, or was removed from outside: {last_lines(failed)}")
+            raise EnvironmentFailed(f"the sandbox has ended, or was removed from outside: {last_words_of(failed)}")
 
     def _ending(self) -> EpisodeForfeited:
         return EpisodeForfeited(f"the sandbox was ended: {self._ended_for}")
@@ -306,7 +313,7 @@ class ContainerBox:
         return _Running(status, killed == "true", int(process), layer)
 
 
-def _said(output: Output) -> tuple[int | None, bytes]:
+def _said(output: CommandOutput) -> tuple[int | None, bytes]:
     """Return a command's number, which stands before its standard error, and that; None: it was not started."""
     first, _, rest = bytes(output.streams[1]).partition(b"\n")
     return (int(first), rest) if first.isdigit() else (None, bytes(output.streams[1]))
