@@ -65,8 +65,6 @@ if TYPE_CHECKING:
     from palestra.envs import Outcome as Outcome
     from palestra.envs import Progress as Progress
     from palestra.envs import Stage as Stage
-    from palestra.envs import Subagent as Subagent
-    from palestra.envs import SubagentEnvironment as SubagentEnvironment
     from palestra.envs import TaskEnvironment as TaskEnvironment
     from palestra.envs import TimeLimit as TimeLimit
     from palestra.envs import ToolEnvironment as ToolEnvironment
@@ -108,6 +106,8 @@ if TYPE_CHECKING:
     from palestra_mcp import McpServer as McpServer
     from palestra_remote import RemoteEnvironment as RemoteEnvironment
     from palestra_remote import SeatEnvironment as SeatEnvironment
+    from palestra_worlds.subagents import Subagent as Subagent
+    from palestra_worlds.subagents import SubagentEnvironment as SubagentEnvironment
     from palestra_worlds.verifiers import VerifiersRollout as VerifiersRollout
 
 
@@ -160,8 +160,6 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "Outcome",
         "Progress",
         "Stage",
-        "Subagent",
-        "SubagentEnvironment",
         "TaskEnvironment",
         "TimeLimit",
         "ToolEnvironment",
@@ -192,6 +190,8 @@ _BESIDE = (
     "McpServer",
     "RemoteEnvironment",
     "SeatEnvironment",
+    "Subagent",
+    "SubagentEnvironment",
     "VerifiersRollout",
     "check_algorithm",
     "check_environment",

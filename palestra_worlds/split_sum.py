@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from palestra.envs import arithmetic
 from palestra.envs.arithmetic import last_number, right_number
-from palestra.envs.subagents import Subagent, SubagentEnvironment
 from palestra.envs.tasks import Split, draw_tasks
 from palestra.tools import Calculator
 from palestra.types.clock import Clock
+from palestra_worlds.subagents import Subagent, SubagentEnvironment
 
 SYSTEM = """Give each product to a subagent, both in one reply, then say the sum of their results. For 1 * 2 + 3 * 4:
 <tool_call>

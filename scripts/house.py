@@ -20,7 +20,7 @@ WRITTEN = re.compile(
 MANY = 8  # parameters
 # What starts other processes of ours, ends them and talks to them.
 PROCESSES = """palestra/process/* palestra/engine/remote_weights.py palestra/client/fleet.py palestra/grammars/worker.py
-palestra/runtime/checkpoint_server.py palestra/runtime/engine_process.py palestra/runtime/runner_fleet.py
+palestra_inspect/checkpoint_server.py palestra/runtime/engine_process.py palestra/runtime/runner_fleet.py
 palestra/tracking/process.py palestra_sharded/processes.py
 palestra_bases/remote.py palestra_bases/job.py palestra_bases/job_channel.py
 palestra_bases/link.py palestra_bases/protocol.py palestra_bases/server.py

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from palestra import __version__
-from palestra.cli.dashboard import add_dashboard
 from palestra.cli.eval import add_eval
 from palestra.cli.options import CommandParser, HelpFormatter, add_command, commands_of
 from palestra.cli.own_process import own_process
@@ -32,7 +31,6 @@ COMMANDS = (
     add_train,
     add_eval,
     add_worker,
-    add_dashboard,
 )
 GROUP = "palestra.commands"
 

@@ -13,13 +13,11 @@ from palestra.envs.environment import Environment, TaskEnvironment
 from palestra.envs.multi_agent import Fault, MultiAgentEnvironment, Outcome
 from palestra.envs.protocols import AgentProtocol, Stage, decided, free, phases, simultaneous, turns
 from palestra.envs.rewards import reward_function
-from palestra.envs.subagents import DELEGATE, Subagent, SubagentEnvironment
 from palestra.envs.tasks import Split
 from palestra.envs.tool_environment import ToolEnvironment
 
 __all__ = [
     "CATALOG",
-    "DELEGATE",
     "ActingEnvironment",
     "AgentProtocol",
     "Arithmetic",
@@ -36,8 +34,6 @@ __all__ = [
     "SerialEnvironment",
     "Split",
     "Stage",
-    "Subagent",
-    "SubagentEnvironment",
     "TaskEnvironment",
     "TimeLimit",
     "ToolEnvironment",

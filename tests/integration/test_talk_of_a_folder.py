@@ -18,9 +18,9 @@ from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.runs import runs_of
 from palestra.engine.embedded.config import EmbeddedEngineConfig
 from palestra.http.server import listen, served, url_of
-from palestra.runtime import checkpoint_server, folder_page
-from palestra.runtime.checkpoint_server import CheckpointServer
-from palestra.runtime.folder_page import create_folder_app, playground_state
+from palestra_inspect import checkpoint_server, folder_page
+from palestra_inspect.checkpoint_server import CheckpointServer
+from palestra_inspect.folder_page import create_folder_app, playground_state
 
 pytestmark = pytest.mark.slow
 TALK = "/dashboard/api/runs/run/talk"
@@ -59,7 +59,7 @@ class Page:
 
     def children(self) -> list[psutil.Process]:
         mine = psutil.Process().children(recursive=True)
-        return [one for one in mine if "palestra.runtime.checkpoint_server" in " ".join(one.cmdline())]
+        return [one for one in mine if "palestra_inspect.checkpoint_server" in " ".join(one.cmdline())]
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_it_ends_with_the_dashboard_also_if_that_is_killed(folder):
     script = f"""
 import asyncio, sys
 from pathlib import Path
-from palestra.runtime.checkpoint_server import CheckpointServer
+from palestra_inspect.checkpoint_server import CheckpointServer
 
 async def main():
     server = CheckpointServer()

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from palestra.envs import Subagent, SubagentEnvironment
 from palestra.errors import Conflict, EpisodeOver, InvalidEnvironment
 from palestra.tools import Calculator, tool
 from palestra_inspect.environment_check import check_environment
+from palestra_worlds.subagents import Subagent, SubagentEnvironment
 from unit.envs.playing import calls, delegates, play, says, settle, shown
 
 TASK = {"prompt": "do it", "answer": "done"}

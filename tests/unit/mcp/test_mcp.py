@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from palestra.agents import ToolAgent
-from palestra.envs import SubagentEnvironment, ToolEnvironment
+from palestra.envs import ToolEnvironment
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited, InvalidEnvironment, ProtocolMismatch
 from palestra.pictures.pixels import decode_picture
 from palestra.tools import ToolFailure, ToolManager
 from palestra.types.messages import TextPart
 from palestra_inspect.environment_check import check_environment
 from palestra_mcp import McpServer
+from palestra_worlds.subagents import SubagentEnvironment
 from unit.tools.test_manager import call
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))

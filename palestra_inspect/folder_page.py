@@ -24,9 +24,9 @@ from palestra.errors import Conflict, InvalidRequest, NotFound, PalestraError
 from palestra.http.server import LOOPBACK, listen, served, url_of
 from palestra.http.sse import AS_IT_COMES
 from palestra.http_clients import async_http_client
-from palestra.runtime.checkpoint_server import CheckpointServer, Served
 from palestra.runtime.starting_points import all_checkpoints
 from palestra.threads import in_thread
+from palestra_inspect.checkpoint_server import CheckpointServer, Served
 
 MOST_BYTES = 8 * 2**20  # of a conversation
 CONNECT_SECONDS = 10.0

@@ -52,7 +52,7 @@ def _run(arguments: argparse.Namespace) -> int:
 async def _serve(runs: Any, arguments: argparse.Namespace) -> None:
     import asyncio
 
-    from palestra.runtime.folder_page import serve_folders
+    from palestra_inspect.folder_page import serve_folders
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

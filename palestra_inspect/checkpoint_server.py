@@ -1,7 +1,7 @@
 """The checkpoint served by `palestra dashboard` for its chat playground: one at a time, in another process.
 
 The dashboard's own process loads no model, and a model's failure leaves the page alone. The program is
-`python -m palestra.runtime.checkpoint_server SOCKET RUN CHECKPOINT FOLDER`. It sends these events: `{"phase": …}` while
+`python -m palestra_inspect.checkpoint_server SOCKET RUN CHECKPOINT FOLDER`. It sends these events: `{"phase": …}` while
 the model is loaded, `{"url": …, "key": …, "policies": …}` when it answers, or `{"failed": …}`. It ends with the
 dashboard, even if that is killed.
 """
@@ -33,7 +33,7 @@ from palestra.runtime.starting_points import all_checkpoints
 from palestra.trainer.checkpoint import good
 from palestra.waiting import race
 
-PROGRAM = "palestra.runtime.checkpoint_server"
+PROGRAM = "palestra_inspect.checkpoint_server"
 LOAD_SECONDS = 600.0  # a large model takes long
 IDLE_SECONDS = 600.0  # after the last reply
 END_SECONDS = 5.0  # what the process may take to end

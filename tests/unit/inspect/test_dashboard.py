@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from palestra.cli import dashboard
 from palestra.cli.main import main
 from palestra.dashboard.progress import describe_run
 from palestra.dashboard.runs import runs_of
+from palestra_inspect import dashboard
 from unit.dashboard.recorded import record
 
 
