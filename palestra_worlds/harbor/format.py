@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from palestra.errors import ConfigError
 
-RECIPE = "play it with Harbor itself (docs/how-to/harbor.md)"
+RECIPE = "recipes/harbor_agents.py plays it with Harbor itself"
 Network = Literal["public", "no-network"]
 _MEMORY_UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}  # in MiB
 _LONGEST_SECONDS = 86_400.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import runpy
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +27,7 @@ IN_ONE_PROCESS = (
     *(pytest.param(name, marks=pytest.mark.long) for name in ("gomoku_self_play", "own_environment", "subagents")),
 )
 OTHERS = ("find_shape", "framework_agent", "miniwob", "kuhn_poker", "negotiation_seats", "resume", "service")
-OTHERS += ("click_by_sight", "terminal")
+OTHERS += ("click_by_sight", "terminal", "harbor_agents")
 
 
 def test_every_recipe_is_run():
@@ -176,6 +177,50 @@ def test_a_shell_is_trained_on(tmp_path):
     done = run("terminal", tmp_path, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1/1" in done.stdout
+
+
+HARBOR = """
+import asyncio
+from types import SimpleNamespace
+
+class TrialConfig(dict):
+    model_validate = classmethod(lambda cls, data: cls(data))
+
+class Trial:
+    @classmethod
+    async def create(cls, config):
+        made = cls()
+        made.config = config
+        return made
+
+    async def run(self):
+        import openai
+        agent = self.config["agent"]
+        url, key = agent["kwargs"]["api_base"], agent["env"]["OPENAI_API_KEY"]
+        async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
+            said = [{"role": "user", "content": "hi"}]
+            model = agent["model_name"].removeprefix("openai/")
+            await client.chat.completions.create(model=model, messages=said, max_tokens=4)
+        print("Harbor prints")
+        result = SimpleNamespace(rewards={"reward": 0.5})
+        return SimpleNamespace(verifier_result=result, exception_info=None)
+"""
+
+
+@pytest.mark.slow
+def test_trials_of_another_python_are_episodes(tmp_path):
+    """Both halves of the recipe, with two classes in the place of Harbor's."""
+    for name in ("harbor", "harbor/models", "harbor/models/trial", "harbor/trial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    for name in ("harbor/models/trial/config.py", "harbor/trial/trial.py"):
+        (tmp_path / name).write_text(HARBOR)
+    (tmp_path / "tasks" / "one").mkdir(parents=True)
+    (tmp_path / "tasks" / "one" / "task.toml").touch()
+    done = run("harbor_agents", tmp_path, *SMALL, PALESTRA_HARBOR_PYTHON=sys.executable, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 episodes were trials of Harbor" in done.stdout
+    assert "reward  0.50" in done.stdout
 
 
 @pytest.mark.long
