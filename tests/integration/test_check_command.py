@@ -135,7 +135,7 @@ def test_what_will_not_work_is_named_with_its_key_and_nothing_is_tried(job_file,
 def test_no_trial_looks_only(job_file, capsys, monkeypatch):
     monkeypatch.setattr(command, "_tried", lambda *_: pytest.fail("it is tried"))
     assert main(["check", "job.toml", "--no-trial", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"works": True, "findings": [], "trial": None}
+    assert json.loads(capsys.readouterr().out) == {"works": True, "findings": [], "trial": None, "estimate": None}
 
 
 @pytest.mark.parametrize(
