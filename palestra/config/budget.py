@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from palestra.config.job import JobConfig
 
 UNITS = 10**15  # of money in one of the currency
-MILLION, HOUR_MS, DAY_MS, GIB = 10**6, 3_600_000, 86_400_000, 2**30
+MILLION, HOUR_MS = 10**6, 3_600_000
 Amount = Annotated[float, Field(ge=0, le=1e9)]
 
 
@@ -66,7 +66,6 @@ class PricesConfig(Section):
         description="Prices of a million tokens of prompts and of replies, `[in, out]`, by a policy, a model, or a "
         "server's URL. A model that computes on the job's own devices needs none.",
     )
-    storage_gib_day: Amount = Field(0.0, description="Price of a GiB of the run's folder for a day.")
 
     def of(self, *names: str | None) -> TokenPrice | None:
         """Return the price of the first name that has one; a URL is also found by its host and port."""
@@ -80,10 +79,6 @@ class PricesConfig(Section):
     def device_ms(self) -> int:
         """Return the units of money for a millisecond of one device."""
         return units_of(self.device_hour, HOUR_MS)
-
-    def storage(self, size: int, ms: int) -> int:
-        """Return the units of money for some bytes that are kept for some milliseconds."""
-        return units_of(self.storage_gib_day) * size * ms // (GIB * DAY_MS)
 
 
 def _keys(names: Iterable[str | None]) -> list[str]:

@@ -36,7 +36,6 @@ EXEMPT = {
     "judge.timeout_seconds": "JobConfig bounds it",
     "prices.device_hour": "what is shown",
     "prices.tokens.*": "what is shown",
-    "prices.storage_gib_day": "what is shown",
     "budget.money": "less is less work",
     "budget.hours": "less is less work",
     "budget.tokens": "less is less work",
