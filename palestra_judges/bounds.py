@@ -49,7 +49,7 @@ def doubts(path: Path | None, rubric: str, judge: str) -> list[str]:
     if path is None:
         return []
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
         known = found["rubric"], str(found["judge"])
         said = below(found)
     except (OSError, ValueError, KeyError, TypeError) as error:

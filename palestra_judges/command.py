@@ -56,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     found = asyncio.run(checked())
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for name in IN_WORDS:
         say(f"{name:21}{_shown(found[name])}{_interval(found, name)}")
     for name, one in found.get("criteria", {}).items():

@@ -75,7 +75,7 @@ def test_a_request_body_with_a_byte_order_mark():
 def test_no_text_is_read_or_written_in_the_encoding_of_the_locale():
     missing = [
         f"{path}:{node.lineno}"
-        for path in Path(palestra.__file__).parent.rglob("*.py")
+        for path in Path(palestra.__file__).parents[1].glob("palestra*/**/*.py")
         if "_text(" in (source := path.read_text())
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Call)
