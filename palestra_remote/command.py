@@ -86,7 +86,10 @@ def _run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C; after SIGTERM, until running episodes are over."""
     import asyncio
 
-    import uvloop
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        raise ConfigError("palestra env serve needs uvloop; run: pip install 'palestra[env-server]'") from None
 
     from palestra.client.plain_values import checked_amount, checked_count
     from palestra_remote import SessionLimits

@@ -143,6 +143,7 @@ def test_what_it_does_not_have_it_names_with_what_to_install(installed, tmp_path
         ("serve",),
     ):
         assert "install palestra[train]" in said(*words)
+    assert "install 'palestra[env-server]'" in said("env", "serve", "prisoners-dilemma")
     done = run(installed / "env/bin/python", "-c", "from palestra import train", cwd=tmp_path)
     assert "ModuleNotFoundError: palestra.train: this needs" in done.stderr
     assert "install palestra[train]" in done.stderr
