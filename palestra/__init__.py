@@ -201,16 +201,18 @@ _BESIDE = (
 __all__ = sorted((*_HOMES, *_BESIDE))
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES and name not in _BESIDE:
-        raise AttributeError(f"module 'palestra' has no attribute {name!r}")
-    try:
-        return getattr(import_module(_HOMES[name]), name) if name in _HOMES else _of_package(name)
-    except ModuleNotFoundError as error:
-        # The light installation has no torch, for instance: name the extra to install instead of the missing module.
-        if (said := missing_extra(error)) is None:
-            raise
-        raise ModuleNotFoundError(f"palestra.{name}: {said}", name=error.name) from error
+if not TYPE_CHECKING:  # so that a type checker finds misspelled names
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES and name not in _BESIDE:
+            raise AttributeError(f"module 'palestra' has no attribute {name!r}")
+        try:
+            return getattr(import_module(_HOMES[name]), name) if name in _HOMES else _of_package(name)
+        except ModuleNotFoundError as error:
+            # The client alone has no torch, for instance: name the extra to install instead of the missing module.
+            if (said := missing_extra(error)) is None:
+                raise
+            raise ModuleNotFoundError(f"palestra.{name}: {said}", name=error.name) from error
 
 
 def _of_package(name: str) -> Any:
