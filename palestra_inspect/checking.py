@@ -17,6 +17,7 @@ from palestra.agents import named_agents
 from palestra.algorithms.base import RecordedEpisodes
 from palestra.algorithms.registry import create_algorithm
 from palestra.client.harness import check_harness_config
+from palestra.client.task_files import read_task_files
 from palestra.config import DEFAULT_CONTEXT, JobConfig
 from palestra.config.budget import unpriced_servers, unused_prices
 from palestra.engine.driver import driver_of
@@ -45,7 +46,7 @@ from palestra.runtime.model_memory import (
     references_of,
     shortage,
 )
-from palestra.runtime.tasks import named_environment, read_files, task_of
+from palestra.runtime.tasks import named_environment, task_of
 from palestra.runtime.terms import HERE
 from palestra.types.conversations import read_conversations
 from palestra_inspect.environment_check import check_environment
@@ -145,7 +146,7 @@ def _prices(config: JobConfig) -> Iterator[CheckFinding]:
 
 def _tasks(config: JobConfig) -> Iterator[CheckFinding]:
     try:
-        read_files(config)
+        read_task_files(config)
     except ConfigError as error:
         yield CheckFinding(key="tasks", text=str(error))
 
@@ -228,7 +229,7 @@ def _first_task(config: JobConfig) -> dict[str, Any] | None:
 def _tasks_of(config: JobConfig, split: Split) -> Iterable[dict[str, Any]]:
     """Return the tasks of a file of the job; empty without a file, or if `_tasks` reports a problem."""
     try:
-        return read_files(config).get(split, ())
+        return read_task_files(config).get(split, ())
     except ConfigError:
         return []
 

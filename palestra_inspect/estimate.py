@@ -32,7 +32,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
+class JobEstimate:
     """What a whole job is expected to take, and what its first step has taken.
 
     Attributes:
@@ -47,7 +47,7 @@ class Estimate:
     step_money: float
 
 
-def estimate_of(config: JobConfig, trial: Trial) -> Estimate | None:
+def estimate_of(config: JobConfig, trial: Trial) -> JobEstimate | None:
     """Return what the whole job will take by a trial; None: no step of it was finished."""
     rows, used = trial.rows, trial.used
     if not rows:
@@ -67,7 +67,7 @@ def estimate_of(config: JobConfig, trial: Trial) -> Estimate | None:
     devices = 0 if config.prices is None else config.prices.device_ms * device_count(config) * HOUR_MS / UNITS
     bought = _around(money * played, spread)
     sums = Interval(*(calls + devices * time for calls, time in zip(bought, hours, strict=True)))
-    return Estimate(
+    return JobEstimate(
         tokens=_around(tokens * played, spread),
         hours=hours,
         money=None if config.prices is None else sums,
@@ -85,7 +85,7 @@ def evaluations(config: JobConfig) -> int:
     return 2 if config.evaluation.every_tokens is not None else 1 + math.ceil(config.steps / every)
 
 
-def budget_findings(config: JobConfig, found: Estimate) -> Iterator[CheckFinding]:
+def budget_findings(config: JobConfig, found: JobEstimate) -> Iterator[CheckFinding]:
     """Yield a finding for each limit of the budget that ends the job early, or before its first step."""
     budget = config.budget
     if budget is None:

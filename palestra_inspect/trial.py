@@ -40,7 +40,7 @@ from palestra.runtime.local_job import LocalJob
 from palestra.runtime.starting_points import newest_checkpoints
 from palestra.runtime.tasks import task_of
 from palestra.store.browsing import browse, list_episodes
-from palestra.store.spending import Used, counted, sums, sums_by_episode
+from palestra.store.spending import Used, sums, sums_by_episode, usage_of_calls
 from palestra.store.tables import chats, tasks
 from palestra.threads import in_thread
 from palestra.types.metrics import row_of_policy
@@ -316,7 +316,7 @@ def _count(trial: Trial, config: JobConfig) -> None:
     with browse(config.folder / "run.db") as connection:
         trial.episodes = len(list_episodes(connection, "train", "completed", 10**6))
         trial.used = sums_by_episode(connection) + _outside(sums(connection))
-        trial.used = trial.used or list(counted(connection, config))
+        trial.used = trial.used or list(usage_of_calls(connection, config))
         held_out = select(func.count()).select_from(tasks).where(tasks.c.split.startswith("validation"))
         trial.held_out = connection.execute(held_out).scalar_one()
         sampled = [orjson.loads(versions) for versions in connection.scalars(select(chats.c.versions))]

@@ -85,7 +85,7 @@ def create_env_app(table: SessionTable, key: str) -> FastAPI:
             return
         with contextlib.suppress(WebSocketDisconnect):  # the client is gone already
             await websocket.accept()
-            await carry(table, websocket)
+            await play_session(table, websocket)
 
     return app
 
@@ -168,7 +168,7 @@ PAGE_HEADERS = {
 MAX_REASON_BYTES = 120  # of the WebSocket's close frame
 
 
-async def carry(table: SessionTable, websocket: WebSocket) -> None:
+async def play_session(table: SessionTable, websocket: WebSocket) -> None:
     """Play for a client until it disconnects, or the session ends."""
     inbox: asyncio.Queue[ClientMessage] = asyncio.Queue()
 

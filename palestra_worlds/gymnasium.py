@@ -14,7 +14,7 @@ from typing import Any, Literal
 from palestra.envs.environment import Environment, Reset, Step
 from palestra.envs.tasks import Split, draw_tasks
 from palestra.errors import ConfigError, InvalidEnvironment
-from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, is_picture_space, shown
+from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, is_picture_space, observation_text
 
 _NUMBER = re.compile(r"-?\d+")
 View = Literal["text", "picture", "render"]
@@ -147,7 +147,7 @@ class GymnasiumEnvironment(Environment):
             InvalidEnvironment: the observation has no form as text, or its text is longer than 2,000 characters.
         """
         try:
-            text = shown(seen, self._features)
+            text = observation_text(seen, self._features)
         except NoText as error:
             raise InvalidEnvironment(
                 f"an observation of {self._world}: {error}; override `describe`, or take observation = "

@@ -67,14 +67,14 @@ def action_of(space: Any, said: str) -> Any:
     return _of_numbers(space, [float(number) for number in _NUMBER.findall(said)[: _count(space)]])
 
 
-def shown(value: Any, names: Sequence[str] = ()) -> str:
+def observation_text(value: Any, names: Sequence[str] = ()) -> str:
     """Return an observation as text. `names` are those of the numbers of a one-dimensional array. Raises NoText if the
     observation is a picture, or another array that is too large to be read.
     """
     if isinstance(value, dict):
-        return "\n".join(f"{name}: {shown(part)}" for name, part in value.items())
+        return "\n".join(f"{name}: {observation_text(part)}" for name, part in value.items())
     if isinstance(value, tuple):
-        return "\n".join(map(shown, value))
+        return "\n".join(map(observation_text, value))
     shape = getattr(value, "shape", None)
     if shape is None:
         return str(value)

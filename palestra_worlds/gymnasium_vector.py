@@ -12,7 +12,7 @@ from palestra.errors import ConfigError, InvalidEnvironment
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage
 from palestra_worlds.gymnasium import imported_gymnasium
-from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, shown
+from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, observation_text
 
 
 class GymnasiumVector(MultiAgentEnvironment):
@@ -96,7 +96,7 @@ class GymnasiumVector(MultiAgentEnvironment):
             InvalidEnvironment: the observation is a picture, or another large array.
         """
         try:
-            return shown(_part(self._seen, self.roles.index(role)), self._features)
+            return observation_text(_part(self._seen, self.roles.index(role)), self._features)
         except NoText as error:
             raise InvalidEnvironment(f"an observation of {self._worlds}: {error}") from error
 

@@ -170,7 +170,7 @@ def run_folder(path: Path) -> tuple[Path, JobConfig]:
     return path, load_saved_config(path)
 
 
-def read_tasks(source: str, validation: Path | None = None) -> tuple[Tasks, Tasks]:
+def load_task_source(source: str, validation: Path | None = None) -> tuple[Tasks, Tasks]:
     """Return (training, validation) tasks, or the JSONL files that they are in. `source`: a file of training tasks, or
     `module:function`, which returns both.
     """

@@ -20,7 +20,7 @@ from palestra.cli.options import (
     add_control,
     environment_settings,
     load_environment,
-    read_tasks,
+    load_task_source,
 )
 from palestra.cli.own_process import end_soon
 from palestra.errors import ConfigError, JobOver
@@ -244,7 +244,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option) is not None:
             words += [f"--{option}", str(getattr(arguments, option))]
     if arguments.tasks is not None:
-        train, validation = read_tasks(arguments.tasks, arguments.validation)
+        train, validation = load_task_source(arguments.tasks, arguments.validation)
         with Client(arguments.url) as client:
             client.push_tasks(train, validation)
     fleet = Fleet(words, arguments.processes, arguments.drain_seconds)

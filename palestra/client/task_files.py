@@ -8,20 +8,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import orjson
 from pydantic import ValidationError
 
 from palestra.client.plain_values import is_json, plain_task, rows_of_frame
 from palestra.errors import ConfigError, InvalidRequest, StoreError
-from palestra.types.wire import TaskBody
+from palestra.types.wire import TaskBody, name_in, task_digest
+
+if TYPE_CHECKING:
+    from palestra.config import JobConfig
 
 DEEP = 200  # brackets: a line that has more may be nested deeper than can be stored
 MEMORY = 2**23  # bytes of spooled tasks that stay in memory
 BLOCK = 2**20  # bytes of lines after which the tasks read so far are passed on
 _LONG = b"0" * 19  # as digits, perhaps an integer over 64 bits, which orjson reads as a float
 _DIGITS = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(" ") for byte in range(256))
+_ENVELOPE = 1000  # bytes of a request body around a single task, including its name
 TaskRows = Iterable[Mapping[str, Any]]
 TaskCheck = Callable[[Mapping[str, Any]], object]
 """Raises ConfigError for a task that can't be played; who calls it adds where the task is."""
@@ -81,6 +85,9 @@ class TaskFile:
                     placed = zip(lines, numbers, strict=True)
                     tasks = [(_plain_tasks([line]) or [_task(line, f"{self.path}:{n}")])[0] for line, n in placed]
                 yield numbers, tasks
+
+
+TaskFiles = dict[str, TaskFile]  # by split in the store
 
 
 class SpooledTasks(TaskFile):
@@ -149,6 +156,47 @@ def task_source(tasks: TaskRows | str | Path, name: str) -> TaskFile:
     if isinstance(tasks, str | Path):
         return TaskFile(Path(tasks))
     return SpooledTasks(rows_of_frame(tasks), name)
+
+
+def split_in(environment: str, split: str) -> str:
+    """Return the split in the store of one environment's tasks; "": the only environment of a job."""
+    return f"{split}/{environment}" if environment else split
+
+
+def read_task_files(config: JobConfig, check: TaskCheck | None = None) -> TaskFiles:
+    """Read and check the task files of a job; a serving job has none."""
+    if config.kind == "inference":
+        return {}
+    found: TaskFiles = {}
+    for name, job in config.each_environment.items():
+        if (train := job.tasks.train) is None:
+            continue
+        if job.tasks.validation is not None:
+            found[split_in(name, "validation")] = TaskFile(job.tasks.validation)
+        found[split_in(name, "train")] = TaskFile(train)
+    for split, file in found.items():
+        trains = split.startswith("train")
+        if not file.count(None if trains and config.learns_recorded else check) and trains:
+            whose = f"environment {split.partition('/')[2]!r}" if "/" in split else "the job"
+            raise ConfigError(f"tasks file {file.path} is empty: {whose} has no training tasks")
+    return found
+
+
+def check_sizes(files: TaskFiles, max_body_bytes: int) -> None:
+    """Check that each task can be pushed to a data plane. `max_body_bytes`: its limit of a request body."""
+    for file in files.values():
+        for data in file:
+            size = len(json.dumps(data, ensure_ascii=False).encode()) + _ENVELOPE
+            if size > max_body_bytes:
+                raise ConfigError(
+                    f"tasks file {file.path}: task {task_name(data)!r} has {size:,} bytes, and "
+                    f"server.max_body_bytes is {max_body_bytes:,}; raise that, or make it smaller"
+                )
+
+
+def task_name(data: dict[str, Any]) -> str:
+    """Return the name that a task is stored under: its `id`, or a digest of it."""
+    return name_in(data) or f"t{task_digest(data)}"
 
 
 def _spooled(row: Any, number: int, name: str) -> tuple[Mapping[str, Any], bytes]:

@@ -124,7 +124,7 @@ def check_budget(config: JobConfig) -> None:
         )
 
 
-class Server(NamedTuple):
+class PaidServer(NamedTuple):
     """A server that a job asks for tokens.
 
     Attributes:
@@ -142,19 +142,19 @@ class Server(NamedTuple):
 JUDGE, AUDIT, TEACHER = "the judge", "the audit's judge", "the teacher"
 
 
-def servers_of(config: JobConfig) -> Iterator[Server]:
+def servers_of(config: JobConfig) -> Iterator[PaidServer]:
     """Yield the servers that a job asks for tokens."""
     address = next(iter(config.engine.urls), None) or config.base
     if address is not None and config.engine.has_model:
         for name, policy in config.policies.items():
-            yield Server(f"policies.{name}", name, (name, policy.model, address))
+            yield PaidServer(f"policies.{name}", name, (name, policy.model, address))
     audited = None if config.audit is None else config.audit.judge
     for key, payee, judge in (("judge", JUDGE, config.judge), ("audit.judge", AUDIT, audited)):
         if judge is not None and judge.url is not None:
-            yield Server(key, payee, (judge.url, judge.served_model))
+            yield PaidServer(key, payee, (judge.url, judge.served_model))
     for name in config.trained_policies if config.kind == "training" else ():
         if (teacher := config.algorithm_of(name).served_teacher) is not None:
-            yield Server(f"{config.algorithm_key(name)}.teacher_server", TEACHER, (teacher.url, teacher.model))
+            yield PaidServer(f"{config.algorithm_key(name)}.teacher_server", TEACHER, (teacher.url, teacher.model))
 
 
 def unpriced_servers(config: JobConfig) -> Iterator[tuple[str, str]]:

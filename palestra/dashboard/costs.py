@@ -15,7 +15,7 @@ from palestra.config.budget import FREE, TokenPrice, device_count, exact_money, 
 from palestra.dashboard.answers import CostLine, CostsAnswer
 from palestra.store.browsing import browse
 from palestra.store.run_log import readable_metrics
-from palestra.store.spending import Used, counted, spent_ms, sums, sums_by_episode
+from palestra.store.spending import Used, spent_ms, sums, sums_by_episode, usage_of_calls
 
 if TYPE_CHECKING:
     from palestra.dashboard.runs import Run
@@ -117,7 +117,7 @@ def read_costs(folder: Path, config: JobConfig, by_episode: bool = False) -> Cos
     with browse(folder / "run.db") as connection:
         used, episodes = sums(connection), sums_by_episode(connection) if by_episode else []
         if not used:
-            episodes = used = list(counted(connection, config))
+            episodes = used = list(usage_of_calls(connection, config))
         return costs_of(connection, config, PhaseTimes(), used, episodes if by_episode else None)
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from palestra.algorithms.base import Algorithm
+from palestra.client.task_files import split_in
 from palestra.errors import BudgetSpent, ConfigError
 from palestra.faults import fault_point
 from palestra.learner.audit import Audit, restore_quarantine
@@ -30,7 +31,6 @@ from palestra.learner.schedule import SAMPLED, CheckpointSchedule, TrainingBudge
 from palestra.learner.task_source import open_source
 from palestra.learner.update import PolicyUpdate
 from palestra.models.weights import WeightSource
-from palestra.store.tasks import split_in
 from palestra.threads import freed, in_thread, short_turns
 from palestra.trainer.base import Trainer
 from palestra.types.calls import PolicyVersion

@@ -14,7 +14,7 @@ from palestra.config import AlgorithmConfig, Roles
 from palestra.config.budget import HOUR_MS, UNITS
 from palestra.learner.reporting import ROLE_METRICS
 from palestra.learner.shares import rewards_of
-from palestra.store.ledger import Amounts
+from palestra.store.ledger import BudgetAmounts
 from palestra.trainer.base import CRITIC_METRICS, REFERENCE_METRICS, TRAINER_METRICS, StepReport
 from palestra.types.metrics import METRICS, Metric
 from palestra.types.records import EpisodeRecord, Trajectory
@@ -89,7 +89,7 @@ SPENT_METRICS = (
 )
 
 
-def spent_metrics(total: Amounts) -> dict[str, float]:
+def spent_metrics(total: BudgetAmounts) -> dict[str, float]:
     """Return the metrics of what a job has spent."""
     return {
         "cost/tokens": float(total.tokens),

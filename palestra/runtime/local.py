@@ -14,6 +14,7 @@ from functools import partial
 
 from palestra.algorithms.base import Algorithm
 from palestra.client.harness import check_harness_config
+from palestra.client.task_files import read_task_files
 from palestra.config import JobConfig, JudgeAccess, past_name
 from palestra.config.budget import AUDIT, JUDGE
 from palestra.engine.cards import gpus_of_job
@@ -42,7 +43,7 @@ from palestra.runtime.renewal import Renewal
 from palestra.runtime.run_dir import starting_in
 from palestra.runtime.serving import Scoring, Serving
 from palestra.runtime.spending import open_metering
-from palestra.runtime.tasks import load_tasks, read_files
+from palestra.runtime.tasks import load_tasks
 from palestra.runtime.terms import USUAL, JobTerms
 from palestra.runtime.watchdog import Watchdog
 from palestra.server import DataPlane, KeyRing
@@ -72,7 +73,7 @@ async def local_job(
     trains = config.kind == "training" and not scores
     tasks = terms.tasks
     if not (tasks or known or scores):
-        tasks = read_files(config)  # before the model, whose loading takes long
+        tasks = read_task_files(config)  # before the model, whose loading takes long
     algorithms = _algorithms(config, play, terms, known) if trains else {}
     trackers = config.tracking if trains else []
     check_trackers(trackers)

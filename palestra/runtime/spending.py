@@ -10,7 +10,7 @@ from palestra.config import JobConfig
 from palestra.config.budget import FREE, HOUR_MS, device_count, shown_money, token_prices, units_of
 from palestra.learner.open_run import AddEvent
 from palestra.store import RunStore
-from palestra.store.ledger import Amounts, Ledger, Limits
+from palestra.store.ledger import BudgetAmounts, Ledger, Limits
 from palestra.store.spending import Metering
 from palestra.types.progress import duration
 
@@ -35,7 +35,7 @@ async def open_metering(config: JobConfig, store: RunStore, began: float) -> Met
         limits=limits_of(config),
         monotonic=store.clock.monotonic,
         began=began,
-        spent=Amounts(tokens, money, ms),
+        spent=BudgetAmounts(tokens, money, ms),
         prices=prices,
         device_ms=0 if config.prices is None else config.prices.device_ms * device_count(config),
         refuses=config.kind == "inference",
@@ -54,7 +54,7 @@ def limits_of(config: JobConfig) -> Limits:
     )
 
 
-def shown_amounts(amounts: Amounts, limits: Limits) -> str:
+def shown_amounts(amounts: BudgetAmounts, limits: Limits) -> str:
     """Describe what is spent of each limit: `1,234 of 2,000 tokens, 0.50 of 1.00 (money)`."""
     parts = []
     if limits.money is not None:

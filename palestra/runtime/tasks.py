@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from palestra.agents import named_agents
-from palestra.client.task_files import TaskCheck, TaskFile
+from palestra.client.task_files import TaskFile, read_task_files, split_in, task_name
 from palestra.config import JobConfig
 from palestra.config.rollout import SERVERS, EnvironmentConfig
 from palestra.database import to_json
@@ -23,9 +22,8 @@ from palestra.errors import ConfigError
 from palestra.extensions import extensions, load_extension
 from palestra.rollout import RolloutSpec
 from palestra.store import Tasks
-from palestra.store.tasks import split_in
 from palestra.types.records import Task
-from palestra.types.wire import MAX_NAME, TaskBody, name_in, task_digest, task_id_of
+from palestra.types.wire import MAX_NAME, TaskBody, task_digest, task_id_of
 
 
 def named_environment(config: JobConfig) -> Callable[[], Environment | ConcurrentEnvironment] | None:
@@ -87,17 +85,13 @@ def _server(protocol: str) -> EntryPoint:
     return point
 
 
-Files = dict[str, TaskFile]  # by split in the store
-ENVELOPE = 1000  # bytes of a request body around a single task, including its name
-
-
 async def load_tasks(known: Tasks, config: JobConfig, read: Mapping[str, TaskFile] | None = None) -> None:
     """Store the tasks of a script or of files, and those that the environment generates, if the job names any.
 
     A run that has all of its tasks plays them; those of a script must be among them.
 
     Args:
-        read: the tasks of a script, by split, or the result of `read_files`; empty: the files are read now.
+        read: the tasks of a script, by split, or the result of `read_task_files`; empty: the files are read now.
 
     Raises:
         Conflict: the run has other tasks.
@@ -109,7 +103,7 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Mapping[str, TaskFil
             for tasks in file.blocks():
                 await known.require(split, *_texts(tasks, split.partition("/")[2]))
         return
-    files = read or read_files(config)
+    files = read or read_task_files(config)
     made = {
         name: job
         for name, job in config.each_environment.items()
@@ -154,47 +148,12 @@ def _in_environment(name: str, task_id: str, data: dict[str, Any]) -> str:
     return full if len(full) <= MAX_NAME else f"{name}/t{task_digest(data)}"
 
 
-def read_files(config: JobConfig, check: TaskCheck | None = None) -> Files:
-    """Read and check the task files of a job; a serving job has none."""
-    if config.kind == "inference":
-        return {}
-    found: Files = {}
-    for name, job in config.each_environment.items():
-        if (train := job.tasks.train) is None:
-            continue
-        if job.tasks.validation is not None:
-            found[split_in(name, "validation")] = TaskFile(job.tasks.validation)
-        found[split_in(name, "train")] = TaskFile(train)
-    for split, file in found.items():
-        trains = split.startswith("train")
-        if not file.count(None if trains and config.learns_recorded else check) and trains:
-            whose = f"environment {split.partition('/')[2]!r}" if "/" in split else "the job"
-            raise ConfigError(f"tasks file {file.path} is empty: {whose} has no training tasks")
-    return found
-
-
-def check_sizes(files: Files, max_body_bytes: int) -> None:
-    """Check that each task can be pushed to a data plane. `max_body_bytes`: its limit of a request body."""
-    for file in files.values():
-        for data in file:
-            size = len(json.dumps(data, ensure_ascii=False).encode()) + ENVELOPE
-            if size > max_body_bytes:
-                raise ConfigError(
-                    f"tasks file {file.path}: task {_name(data)!r} has {size:,} bytes, and "
-                    f"server.max_body_bytes is {max_body_bytes:,}; raise that, or make it smaller"
-                )
-
-
 def _texts(rows: Sequence[dict[str, Any]], environment: str) -> tuple[list[str], list[str]]:
     """Return the names and texts of an environment's tasks, which were checked when they were read."""
-    names = [_name(data) for data in rows]
+    names = [task_name(data) for data in rows]
     if environment:
         names = [_in_environment(environment, name, data) for name, data in zip(names, rows, strict=True)]
     return names, [to_json(data) for data in rows]
-
-
-def _name(data: dict[str, Any]) -> str:
-    return name_in(data) or f"t{task_digest(data)}"
 
 
 def task_of(data: dict[str, Any]) -> Task:

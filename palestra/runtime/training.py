@@ -10,7 +10,7 @@ from itertools import islice
 from palestra.client import AsyncClient, Worker
 from palestra.client.harness import HarnessProgram
 from palestra.client.plain_values import checked_count
-from palestra.client.task_files import SpooledTasks, TaskCheck, TaskFile
+from palestra.client.task_files import SpooledTasks, TaskCheck, TaskFile, read_task_files
 from palestra.client.worker import Rollout
 from palestra.config import JobConfig, ServerConfig
 from palestra.envs.catalog import adapted
@@ -36,7 +36,7 @@ from palestra.runtime.arguments import (
 from palestra.runtime.console import Console
 from palestra.runtime.job_thread import OWN_WORKER, Interrupts, JobThread, TrainResult, run
 from palestra.runtime.run_dir import resolve_run_dir
-from palestra.runtime.tasks import read_files, task_of
+from palestra.runtime.tasks import task_of
 from palestra.runtime.terms import JobTerms
 from palestra.store.browsing import browse
 from palestra.store.tasks import are_sealed
@@ -218,7 +218,7 @@ class _TaskSource:
             )
         if not ("train" in found or self.stored or _has_tasks(config) or config.brings_tasks):
             raise ConfigError("the job has no training tasks: give `train` some, or name a file in tasks.train")
-        return found if found or self.stored else read_files(config, self._check)
+        return found if found or self.stored else read_task_files(config, self._check)
 
     def _source(self, split: Split, tasks: Tasks) -> TaskFile | None:
         """Return the tasks of an argument; None: there are none, or the run has them."""

@@ -22,7 +22,7 @@ from palestra.errors import BudgetSpent
 END_MS = 5000  # kept for the end of a job that has not trained a step yet
 
 
-class Amounts(NamedTuple):
+class BudgetAmounts(NamedTuple):
     """Tokens, units of money (`palestra.config.budget.UNITS`), and milliseconds."""
 
     tokens: int = 0
@@ -30,11 +30,11 @@ class Amounts(NamedTuple):
     ms: int = 0
 
 
-NOTHING = Amounts()
+NOTHING = BudgetAmounts()
 
 
 class Limits(NamedTuple):
-    """The most that a job may spend, in units of `Amounts`; None: any amount."""
+    """The most that a job may spend, in units of `BudgetAmounts`; None: any amount."""
 
     tokens: int | None = None
     money: int | None = None
@@ -77,7 +77,7 @@ class Ledger:
     limits: Limits
     monotonic: Callable[[], float]
     began: float | None = None
-    spent: Amounts = NOTHING
+    spent: BudgetAmounts = NOTHING
     prices: Mapping[str, TokenPrice] = field(default_factory=dict)
     device_ms: int = 0
     refuses: bool = False
@@ -90,14 +90,14 @@ class Ledger:
         self._tokens, self._money = self.spent.tokens, self.spent.money  # of calls
         self._held_tokens = self._held_money = 0
         self._waiting: deque[_Waiting] = deque()
-        self._step: Amounts | None = None  # spent when the present step began, with the money of calls alone
+        self._step: BudgetAmounts | None = None  # spent when the present step began, with the money of calls alone
         self._largest = NOTHING  # step so far
 
     @property
-    def total(self) -> Amounts:
+    def total(self) -> BudgetAmounts:
         """Return what has been spent, for calls and time."""
         ms = self._ms()
-        return Amounts(self._tokens, self._money + ms * self.device_ms, ms)
+        return BudgetAmounts(self._tokens, self._money + ms * self.device_ms, ms)
 
     @property
     def share(self) -> float:
@@ -143,10 +143,10 @@ class Ledger:
     def begin_step(self) -> bool:
         """Return whether a step like the largest one so far fits into the budget. The step before is over."""
         with self._lock:
-            now = Amounts(self._tokens, self._money, self._ms())
+            now = BudgetAmounts(self._tokens, self._money, self._ms())
             if self._step is not None:
                 step = (new - old for new, old in zip(now, self._step, strict=True))
-                self._largest = Amounts(*map(max, step, self._largest))
+                self._largest = BudgetAmounts(*map(max, step, self._largest))
             self._step = now
             return not self.over and self._has_room(self._largest, held=True)
 
@@ -185,7 +185,7 @@ class Ledger:
     def _ms(self) -> int:
         return self.spent.ms + math.ceil((self.monotonic() - self._began) * 1000)
 
-    def _has_room(self, more: Amounts, held: bool) -> bool:
+    def _has_room(self, more: BudgetAmounts, held: bool) -> bool:
         """Return whether something fits in addition to what is spent, and reserved if `held`."""
         tokens, money, ms = self._tokens + more.tokens, self._money + more.money, self._ms() + more.ms
         if held:
@@ -194,7 +194,7 @@ class Ledger:
         return all(limit is None or used <= limit for used, limit in zip(after, self.limits, strict=True))
 
     def _fits(self, hold: Hold, held: bool = True) -> bool:
-        return not self.over and self._has_room(Amounts(hold.tokens, hold.money, self.end_ms), held)
+        return not self.over and self._has_room(BudgetAmounts(hold.tokens, hold.money, self.end_ms), held)
 
     def _reserve(self, hold: Hold) -> None:
         self._held_tokens += hold.tokens

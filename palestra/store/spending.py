@@ -88,7 +88,7 @@ class Spending:
 
         def read(connection: Connection) -> tuple[list[Used], int]:
             if connection.execute(select(spending.c.calls).limit(1)).first() is None:
-                for used in counted(connection, config):
+                for used in usage_of_calls(connection, config):
                     _add(used, connection)
             return sums(connection), spent_ms(connection)
 
@@ -228,7 +228,7 @@ def spent_ms(connection: Connection) -> int:
     return int(read_fact(connection, MS_FACT) or 0)
 
 
-def counted(connection: Connection, config: JobConfig) -> Iterator[Used]:
+def usage_of_calls(connection: Connection, config: JobConfig) -> Iterator[Used]:
     """Yield what each call of a run without sums has used, and each verdict of its judges. It reads all calls."""
     columns = (chats.c.episode_id, episodes.c.kind, chats.c.policy, chats.c.shared, chats.c.prompt_tail)
     wanted = select(*columns, chats.c.versions).join(episodes, episodes.c.episode_id == chats.c.episode_id)

@@ -34,11 +34,6 @@ _ROWS = 50  # of one statement, which takes less time than a statement for each
 _INSERT_ROWS = _INSERT + f", {_VALUES}" * (_ROWS - 1)
 
 
-def split_in(environment: str, split: str) -> str:
-    """Return the split in the store of one environment's tasks; "": the only environment of a job."""
-    return f"{split}/{environment}" if environment else split
-
-
 class StoredTasks(Sequence[Task]):
     """The tasks of a split in the order of their upload, each read from the store on access."""
 

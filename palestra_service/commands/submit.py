@@ -176,8 +176,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[str, Path | None]]:
     """Return the configuration to submit, and its task files by split, which are pushed when the job runs."""
+    from palestra.client.task_files import check_sizes, read_task_files
     from palestra.config import load_config
-    from palestra.runtime.tasks import check_sizes, read_files
 
     tasks: dict[str, Path | None] = {"train": None, "validation": None}
     if arguments.config is None:
@@ -188,7 +188,7 @@ def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[
     config = load_config(arguments.config, settings)
     if arguments.kind is not None and "kind" not in config.model_fields_set:
         config = load_config(arguments.config, settings | {"kind": arguments.kind})  # so that it is checked here
-    files = read_files(config)
+    files = read_task_files(config)
     check_sizes(files, config.server.max_body_bytes)
     tasks |= {split: file.path for split, file in files.items()}
     # Tasks and the run's folder are of this machine: the service has a folder of its own, and gets tasks as they are.

@@ -115,7 +115,7 @@ async def script(box: Sandbox, text: str) -> None:
         raise EnvironmentFailed(f"a box could not be prepared ({text[:60]} …): {shown(done)[-300:]}")
 
 
-async def carry(task: HarborTask, source: Sandbox, target: Sandbox) -> None:
+async def copy_artifacts(task: HarborTask, source: Sandbox, target: Sandbox) -> None:
     """Copy what a task declares as artifacts, and /logs/artifacts, from the agent's box to the verifier's."""
     usual = Artifact(source="/logs/artifacts")
     for artifact in (usual, *(one for one in task.table.artifacts if one.source != usual.source)):

@@ -27,7 +27,7 @@ from palestra_worlds.harbor.boxes import (
     user_of,
     verifier_spec,
 )
-from palestra_worlds.harbor.scoring import Verdict, verify
+from palestra_worlds.harbor.scoring import VerifierResult, verify
 from palestra_worlds.harbor.task import HarborTask, find_task, resolved
 
 MAX_COMMAND = 32_000  # characters
@@ -80,7 +80,7 @@ class HarborEnvironment(ActingEnvironment):
         self._stack = AsyncExitStack()  # closes the box
         self._box: Sandbox | None = None
         self._task: HarborTask | None = None
-        self._verdict: Verdict | None = None
+        self._verdict: VerifierResult | None = None
         self._left = 0.0  # seconds of the agent's commands
 
     async def shell(self, command: Annotated[str, Field(max_length=MAX_COMMAND)]) -> str:
@@ -167,7 +167,7 @@ class HarborEnvironment(ActingEnvironment):
         await box.run(run_script("/solution/solve.sh"), environment=variables, user=user, seconds=self._left)
         return True
 
-    async def verdict(self) -> Verdict:
+    async def verdict(self) -> VerifierResult:
         """Return the verifier's verdict on the open box; afterwards it is of no use to an agent."""
         try:
             self._verdict = await verify(self._playing(), self._opened(), self._rules)

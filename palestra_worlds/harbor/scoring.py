@@ -15,7 +15,7 @@ from palestra.threads import in_thread
 from palestra_worlds.harbor.boxes import (
     LOGS,
     BoxRules,
-    carry,
+    copy_artifacts,
     opened,
     run_script,
     script,
@@ -31,7 +31,7 @@ _MAX_SHOWN = 2_000  # characters of a verifier's output
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class VerifierResult:
     """What a verifier found: rewards by name, and the end of its output, for people."""
 
     rewards: Mapping[str, float]
@@ -43,7 +43,7 @@ class Verdict:
         return self.rewards.get("reward", sum(self.rewards.values()) / len(self.rewards))
 
 
-async def verify(task: HarborTask, box: Sandbox, rules: BoxRules) -> Verdict:
+async def verify(task: HarborTask, box: Sandbox, rules: BoxRules) -> VerifierResult:
     """Run a task's verifier, in the agent's box or in one of its own, after the end of all processes of the agent.
 
     Args:
@@ -63,13 +63,13 @@ async def verify(task: HarborTask, box: Sandbox, rules: BoxRules) -> Verdict:
         await box.put(await in_thread(task.tests), "/tests")
         return await _verified(task, box, rules)
     async with opened(task, spec, rules, found[0].build_timeout_sec) as other:
-        await carry(task, box, other)
+        await copy_artifacts(task, box, other)
         if not found[2]:
             await other.put(await in_thread(task.tests), "/tests")
         return await _verified(task, other, rules)
 
 
-async def _verified(task: HarborTask, box: Sandbox, rules: BoxRules) -> Verdict:
+async def _verified(task: HarborTask, box: Sandbox, rules: BoxRules) -> VerifierResult:
     """Run the tests that are in a box, and read what they leave."""
     verifier = task.table.verifier
     done = await box.run(
@@ -87,7 +87,7 @@ async def _verified(task: HarborTask, box: Sandbox, rules: BoxRules) -> Verdict:
             f"task {task.name!r}: its verifier left more than {_MAX_LOG_BYTES >> 20} MiB, or too many files, in {LOGS}"
         ) from None
     try:
-        return Verdict(rewards=read_rewards(files), output=shown(done)[-_MAX_SHOWN:])
+        return VerifierResult(rewards=read_rewards(files), output=shown(done)[-_MAX_SHOWN:])
     except ValueError as error:
         raise EnvironmentFailed(f"task {task.name!r}: {error}; {_how(done)}") from None
 

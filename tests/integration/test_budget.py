@@ -16,7 +16,7 @@ from palestra.config import load_saved_config, parse_config
 from palestra.learner.metrics import SPENT_METRICS
 from palestra.runtime.local import local_job
 from palestra.store.browsing import browse
-from palestra.store.spending import Used, counted, spent_ms, sums
+from palestra.store.spending import Used, spent_ms, sums, usage_of_calls
 from palestra.types.records import Task
 
 WORKERS = 64
@@ -30,7 +30,7 @@ def spent(folder) -> tuple[int, int]:
     """The sums of a run, which are those of its recorded calls."""
     with browse(folder / "run.db") as connection:
         found = totals(sums(connection))
-        calls = totals(list(counted(connection, load_saved_config(folder))))
+        calls = totals(list(usage_of_calls(connection, load_saved_config(folder))))
     assert found[0] >= calls[0]
     assert found[1] >= calls[1]
     return found

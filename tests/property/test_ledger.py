@@ -11,7 +11,7 @@ from unit.building import FakeClock
 
 from palestra.config.budget import UNITS, TokenPrice
 from palestra.errors import BudgetSpent
-from palestra.store.ledger import Amounts, Ledger, Limits
+from palestra.store.ledger import BudgetAmounts, Ledger, Limits
 
 BIG = 10**30
 TOKENS = st.one_of(st.integers(0, 50), st.integers(0, BIG))
@@ -100,7 +100,7 @@ def test_nothing_is_exceeded_and_nothing_leaks(calls, tokens, money, refuses):
 @settings(max_examples=50, deadline=None)
 def test_a_call_fits_as_long_as_the_sums_of_the_store_leave_room(spent, limit, call):
     ledger = Ledger(
-        limits=Limits(tokens=limit), monotonic=FakeClock().monotonic, spent=Amounts(tokens=spent), refuses=True
+        limits=Limits(tokens=limit), monotonic=FakeClock().monotonic, spent=BudgetAmounts(tokens=spent), refuses=True
     )
 
     async def one() -> None:
@@ -127,7 +127,7 @@ def test_time_costs_money_and_the_end_of_the_job_has_its_share():
     assert ledger.left_ms() == 20_000  # the money of devices, before the hours
     assert ledger.begin_step()
     clock.advance(8)
-    assert ledger.total == Amounts(0, 40_000, 8000)
+    assert ledger.total == BudgetAmounts(0, 40_000, 8000)
     assert ledger.begin_step()
     clock.advance(8)
     assert not ledger.begin_step()  # another 8 s would take 120,000

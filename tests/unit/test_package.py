@@ -15,6 +15,8 @@ import palestra
 
 LIGHT = ["palestra", "palestra.client", "palestra.types", "palestra.envs", "palestra.config", "palestra.errors"]
 HEAVY = ("torch", "ray", "transformers")
+ROOT = Path(__file__).parents[2]
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("palestra*/__init__.py"))
 
 
 def modules_of(package: str) -> list[str]:
@@ -73,9 +75,36 @@ print([name for name in ("torch", "transformers") if name in sys.modules])
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
+SUBMITTED = """
+import sys
+for name in ("torch", "transformers", "ray", "numpy", "sqlalchemy", "fastapi", "starlette", "uvicorn", "openai"):
+    sys.modules[name] = None  # as where the client alone is installed
+from palestra.cli.main import main
+from palestra_control.control import ControlClient
+ControlClient.submit = lambda self, given, **more: sys.exit(f"submits {given['name']}")
+main(["submit", sys.argv[1], "--control", "http://127.0.0.1:1"])
+"""
+
+
+def test_the_client_alone_submits_a_job_with_its_tasks(tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"text": "a"}\n')
+    job = tmp_path / "job.toml"
+    job.write_text('name = "mine"\nsteps = 1\ntasks.train = "tasks.jsonl"\n[engine]\nkind = "fake"\n')
+    command = [sys.executable, "-c", SUBMITTED, job]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, timeout=60)
+    assert done.stderr == "submits mine\n"
+
+
+def test_type_checkers_read_the_annotations_of_every_package():
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    assert sorted(built["wheel"]["packages"]) == PACKAGES
+    assert [name for name in PACKAGES if not (ROOT / name / "py.typed").is_file()] == []
+    assert [name for name in PACKAGES if name not in built["sdist"]["only-include"]] == []
+
+
 def test_what_the_package_exports_is_what_its_reference_has():
     """So that a name which comes or goes is seen in the pages for users."""
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "python.md").read_text()
+    page = (ROOT / "docs" / "reference" / "python.md").read_text()
     assert sorted(re.findall(r"^### `palestra\.(\w+)`", page, re.MULTILINE)) == palestra.__all__
     assert dir(palestra) == palestra.__all__
 
@@ -123,11 +152,11 @@ def blocking_calls(tree: ast.AST) -> list[str]:
 @pytest.mark.slow
 def test_no_property_waits_for_anything():
     assert blocking_calls(ast.parse("class J:\n @property\n def url(self):\n  return self.wait_for_server().url"))
-    found = {path: blocking_calls(ast.parse(path.read_text())) for path in Path(palestra.__file__).parent.rglob("*.py")}
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    found = {path: blocking_calls(ast.parse(path.read_text())) for path in files}
     assert {str(path): calls for path, calls in found.items() if calls} == {}
 
 
-ROOT = Path(__file__).parents[2]
 PAGES = [*(ROOT / "recipes").glob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
 
 
@@ -140,19 +169,17 @@ def test_examples_and_pages_import_from_the_top(page):
 
 def test_no_class_is_told_by_a_protocol_at_run_time():
     """From Python 3.12 on, `isinstance` with a protocol does not see what an object has by `__getattr__`."""
-    root = Path(palestra.__file__).parents[1]
-    folders = [*root.glob("palestra*"), root / "bench", root / "recipes"]
+    folders = [*(ROOT / package for package in PACKAGES), ROOT / "bench", ROOT / "recipes"]
     files = [path for folder in folders for path in folder.rglob("*.py")]
     assert [str(path) for path in files if "runtime_checkable" in path.read_text()] == []
 
 
 def test_a_checkout_knows_its_version_without_being_installed():
-    root = Path(palestra.__file__).parents[1]
-    assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"] == palestra.__version__
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == palestra.__version__
     files = [
         path
-        for folder in root.glob("palestra*")
-        for path in folder.rglob("*.py")
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
         if 'version("palestra")' in path.read_text()
     ]
     assert files == []

@@ -11,7 +11,7 @@ from palestra.envs import SerialEnvironment
 from palestra.errors import ConfigError
 from palestra_inspect.environment_check import check_environment
 from palestra_worlds import GymnasiumEnvironment, GymnasiumVector
-from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, shown
+from palestra_worlds.gymnasium_spaces import NoText, action_of, instruction, observation_text
 from unit.envs.playing import play, says
 
 PAIR = Dict({"go": Discrete(2), "push": Box(-1, 1, (2,), dtype=numpy.float32)})
@@ -81,12 +81,12 @@ def test_an_agent_is_told_what_to_say(space, words):
 
 
 def test_observations_are_short_numbers_with_their_names():
-    assert shown(numpy.array([0.12345678, -3.0, 2e9], dtype=numpy.float32)) == "0.1235, -3, 2e+09"
-    assert shown(numpy.array([1.5, 2]), ("place", "speed")) == "place 1.5, speed 2"
-    assert shown(numpy.array([[1, 2], [3, 4]])) == "1 2\n3 4"
-    assert shown({"a": 3, "b": (numpy.array(2), "text")}) == "a: 3\nb: 2\ntext"
+    assert observation_text(numpy.array([0.12345678, -3.0, 2e9], dtype=numpy.float32)) == "0.1235, -3, 2e+09"
+    assert observation_text(numpy.array([1.5, 2]), ("place", "speed")) == "place 1.5, speed 2"
+    assert observation_text(numpy.array([[1, 2], [3, 4]])) == "1 2\n3 4"
+    assert observation_text({"a": 3, "b": (numpy.array(2), "text")}) == "a: 3\nb: 2\ntext"
     with pytest.raises(NoText, match=r"an array of shape \(210, 160, 3\)"):
-        shown(numpy.zeros((210, 160, 3), dtype=numpy.uint8))
+        observation_text(numpy.zeros((210, 160, 3), dtype=numpy.uint8))
 
 
 def test_a_world_of_numbers_is_played_and_checked():
@@ -136,13 +136,13 @@ async def test_each_world_of_a_vector_is_that_of_the_single_form():
         mine = [one for one in seen if one.agent == f"world-{number}"]
         world = gymnasium.make("CartPole-v1")
         expected, _ = world.reset(seed=11 + number)
-        assert mine[0].content[0].text.endswith(shown(expected))
+        assert mine[0].content[0].text.endswith(observation_text(expected))
         for turn in range(steps):
             move = 1 if number == 2 else (turn + len("world-0")) % 2
             expected, _, terminated, truncated, _ = world.step(move)
             if terminated or truncated:
                 break
-            assert mine[turn + 1].content[0].text.endswith(shown(expected))
+            assert mine[turn + 1].content[0].text.endswith(observation_text(expected))
         total = sum(one.reward or 0.0 for one in mine)
         assert total == turn + 1 if terminated else total >= steps
     await environment.close()

@@ -12,13 +12,12 @@ import pytest
 
 from palestra.client import task_files
 from palestra.client.protocol import push_calls
-from palestra.client.task_files import TaskFile
+from palestra.client.task_files import TaskFile, read_task_files, task_name
 from palestra.config import JobConfig
 from palestra.errors import Conflict
 from palestra.learner.samplers import Shuffled, TaskPool
-from palestra.runtime import tasks
 from palestra.runtime.arguments import prompt_check
-from palestra.runtime.tasks import load_tasks, read_files, task_of
+from palestra.runtime.tasks import load_tasks, task_of
 from palestra.store import tasks as stored_tasks
 from unit.building import FakeClock, open_store
 
@@ -66,7 +65,7 @@ async def test_a_task_of_a_file_is_stored_by_few_functions_and_looked_up_only_if
     sys.setprofile(watch)
     try:
         with open_store(tmp_path, FakeClock()) as store:
-            await load_tasks(store.tasks, config, read_files(config, prompt_check(lambda task, answer: 1.0)))
+            await load_tasks(store.tasks, config, read_task_files(config, prompt_check(lambda task, answer: 1.0)))
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
@@ -111,7 +110,7 @@ async def test_a_run_that_has_its_tasks_refuses_others_and_keeps_its_own(tmp_pat
     with open_store(tmp_path, FakeClock()) as store:
         await load_tasks(store.tasks, config)
         with pytest.raises(Conflict):
-            await load_tasks(store.tasks, config, read_files(job(tmp_path, [{"id": 9}])))
+            await load_tasks(store.tasks, config, read_task_files(job(tmp_path, [{"id": 9}])))
         await load_tasks(store.tasks, config)
         assert [task.task_id for task in await store.tasks.stored("train")] == ["0", "1", "2"]
 
@@ -142,10 +141,10 @@ def test_tasks_of_a_file_are_named_as_those_that_are_pushed(tmp_path, monkeypatc
         {"id": "", "q": 2**63},
         {"id": 2**70 % 2**64},
     ]
-    file = read_files(job(tmp_path, rows))["train"]
+    file = read_task_files(job(tmp_path, rows))["train"]
     assert list(file) == rows
     assert [task for block in file.blocks() for task in block] == rows
-    assert [task_of(row).task_id for row in file] == [tasks._name(row) for row in file]
+    assert [task_of(row).task_id for row in file] == [task_name(row) for row in file]
     monkeypatch.setattr(task_files, "BLOCK", 10)
     assert [len(block) for block in file.blocks()] == [1, 1, 1, 1]
 

@@ -5,7 +5,7 @@ import pytest
 from palestra.config import JobConfig
 from palestra.errors import EpisodeLeaseExpired
 from palestra.store.ledger import Ledger, Limits
-from palestra.store.spending import Metering, Used, counted, sums, sums_by_episode
+from palestra.store.spending import Metering, Used, sums, sums_by_episode, usage_of_calls
 from palestra.types.records import Verdict, VerdictKey
 from unit.building import TASK, make_chat, open_store
 
@@ -72,7 +72,7 @@ async def test_a_run_without_sums_gets_the_same_from_its_calls_once(tmp_path):
         verdict = Verdict(scores={}, reasons={}, calls=2, tokens=70, seconds=1.0)
         await store.verdicts.record(key, verdict)
         await store.audits.record(key, verdict)
-        scanned = await store.db.read(lambda connection: list(counted(connection, CONFIG)))
+        scanned = await store.db.read(lambda connection: list(usage_of_calls(connection, CONFIG)))
         used, ms = await store.spending.begin(CONFIG)
         assert ms == 0
         wanted = {("train", "policy", 3 + 8, 4), ("judge", "the judge", 70, 0), ("audit", "the audit's judge", 70, 0)}
@@ -86,4 +86,4 @@ async def test_recorded_episodes_cost_no_tokens(store):
     await claimed(store)
     await store.calls.append(make_chat())
     learns = JobConfig.model_validate({"engine": {"kind": "fake"}, "algorithm": {"name": "sft"}})
-    assert await store.db.read(lambda connection: list(counted(connection, learns))) == []
+    assert await store.db.read(lambda connection: list(usage_of_calls(connection, learns))) == []
