@@ -553,7 +553,7 @@ async def test_a_context_that_a_worker_has_filled_before_it_left_is_no_end_witho
 
 async def test_workers_of_two_people_may_have_the_same_name(tmp_path):
     async with running(tmp_path / "run") as job, Http(job) as http:
-        keys = {role: seat_key(job.plane.keys._secret(), "seats", role) for role in ("white", "black")}
+        keys = {role: seat_key(job.plane.keys.secret(), "seats", role) for role in ("white", "black")}
         seats = {}
         for role, key in keys.items():
             body = {"worker_id": "host-1", "request_id": "same", "wait_seconds": 5, "role": role}

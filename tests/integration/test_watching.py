@@ -24,6 +24,7 @@ PAGE = (  # what the page shows of a run
     "",
     "/metrics",
     "/calls",
+    "/costs",
     "/findings",
     "/settings",
     "/history",
