@@ -40,7 +40,7 @@ from palestra.types.records import JUDGE_FAILED, BatchManifest, Task, Trajectory
 from palestra.types.states import JobState
 from palestra.waiting import cancelled, race, together
 
-AFTER_PLAYING = ("time/train_seconds", "time/publish_seconds", "time/checkpoint_seconds")
+AFTER_PLAYING = ("time/train_seconds", "time/audit_seconds", "time/publish_seconds", "time/checkpoint_seconds")
 
 
 class Learner:

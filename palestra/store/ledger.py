@@ -126,7 +126,7 @@ class Ledger:
             with self._lock, contextlib.suppress(ValueError):  # it was granted meanwhile
                 self._waiting.remove(waiting)
             self._look()
-            if waiting.granted.done() and not waiting.granted.cancelled():
+            if waiting.granted.done() and not waiting.granted.cancelled() and waiting.granted.exception() is None:
                 self.settle(hold, 0, 0)
             raise
 
@@ -148,11 +148,12 @@ class Ledger:
                 step = (new - old for new, old in zip(now, self._step, strict=True))
                 self._largest = BudgetAmounts(*map(max, step, self._largest))
             self._step = now
-            return not self.over and self._has_room(self._largest, held=True)
+            # Calls in flight are part of the step, and give back most of what they have reserved.
+            return not self.over and self._has_room(self._largest, held=False)
 
     def keep_for_end(self, seconds: float) -> None:
-        """Keep time for the end of the job: `seconds` that training a step and saving have taken, and half as much."""
-        self.end_ms = max(END_MS, math.ceil(seconds * 1500))
+        """Keep time for the end of the job: the most `seconds` that a step took to train and save, and half as much."""
+        self.end_ms = max(self.end_ms, math.ceil(seconds * 1500))
 
     def left_ms(self) -> float:
         """Return for how many milliseconds the job can go on until it must have ended, if all reserved is used."""

@@ -11,7 +11,7 @@ from unit.building import FakeClock
 
 from palestra.config.budget import UNITS, TokenPrice
 from palestra.errors import BudgetSpent
-from palestra.store.ledger import BudgetAmounts, Ledger, Limits
+from palestra.store.ledger import END_MS, BudgetAmounts, Ledger, Limits
 
 BIG = 10**30
 TOKENS = st.one_of(st.integers(0, 50), st.integers(0, BIG))
@@ -23,7 +23,7 @@ CALLS = st.lists(
         TOKENS,  # most of the reply
         st.fractions(0, 1),  # share of it that is used
         st.integers(0, 3),  # turns of the event loop for which it is sampled
-        st.sampled_from(["used", "used", "cancelled"]),
+        st.one_of(st.none(), st.none(), st.integers(0, 6)),  # turns of the event loop after which it is cancelled
     ),
     max_size=12,
 )
@@ -56,7 +56,7 @@ def test_nothing_is_exceeded_and_nothing_leaks(calls, tokens, money, refuses):
     )
     used: list[tuple[str, int, int]] = []
 
-    async def call(payee, prompt, most, share, turns, end) -> None:
+    async def call(payee, prompt, most, share, turns, _) -> None:
         reply = int(most * share)
         try:
             hold = await ledger.hold(payee, prompt, most)
@@ -75,11 +75,10 @@ def test_nothing_is_exceeded_and_nothing_leaks(calls, tokens, money, refuses):
 
     async def all_calls() -> None:
         tasks = [asyncio.create_task(call(*each)) for each in calls]
-        await asyncio.sleep(0)
-        for task, (*_, end) in zip(tasks, calls, strict=True):
-            if end == "cancelled":
-                task.cancel()
-        for _ in range(60):
+        for turn in range(60):
+            for task, (*_, end) in zip(tasks, calls, strict=True):
+                if end == turn:
+                    task.cancel()
             await asyncio.sleep(0)
         left = [task for task in tasks if not task.done()]
         assert not left or (ledger.over and not refuses)  # they wait for the end of the job
@@ -94,6 +93,35 @@ def test_nothing_is_exceeded_and_nothing_leaks(calls, tokens, money, refuses):
     free = TokenPrice(0, 0)
     assert ledger.total.money == sum(PRICES.get(payee, free).of(prompt, reply) for payee, prompt, reply in used)
     assert len(ended) == ledger.over
+
+
+async def test_a_refused_call_that_is_cancelled_at_the_same_moment_gives_nothing_back():
+    ledger = Ledger(limits=Limits(tokens=100), monotonic=FakeClock().monotonic, refuses=True)
+    call = asyncio.create_task(ledger.hold("policy", 60, 60))
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_soon(call.cancel)  # it is refused in the same turn
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert ledger._held_tokens == 0
+
+
+async def test_a_step_begins_though_calls_in_flight_have_reserved_most_of_the_budget():
+    ledger = Ledger(limits=Limits(tokens=1000), monotonic=FakeClock().monotonic)
+    assert ledger.begin_step()
+    ledger.settle(await ledger.hold("policy", 40, 60), 40, 60)
+    flying = await ledger.hold("policy", 100, 750)
+    assert ledger.begin_step()
+    ledger.settle(flying, 100, 750)
+    assert not ledger.begin_step()  # the last one took 850
+
+
+def test_the_time_that_is_kept_for_the_end_is_that_of_the_longest_step():
+    ledger = Ledger(limits=Limits(ms=100_000), monotonic=FakeClock().monotonic)
+    ledger.keep_for_end(1)
+    assert ledger.end_ms == END_MS
+    ledger.keep_for_end(20)  # this one saved a checkpoint
+    ledger.keep_for_end(10)
+    assert ledger.end_ms == 30_000
 
 
 @given(spent=st.integers(0, BIG), limit=st.integers(1, BIG), call=st.integers(1, BIG))
