@@ -126,9 +126,11 @@ class ServedTeacher:
         request = {"method": "POST", "url": f"{self._endpoint.url}/v1/completions", "json": body}
         async with self._room:
             reserved = None if self._meter is None else await self._meter.reserve(len(ids), 1)
-            choice: Mapping[str, Any] = await self._sent(request, lambda answer: answer["choices"][0])
-            if self._meter is not None:
-                await self._meter.pay(reserved, len(ids), 1)
+            try:
+                choice: Mapping[str, Any] = await self._sent(request, lambda answer: answer["choices"][0])
+            finally:  # also of a request without an answer: the server may have computed it
+                if self._meter is not None:
+                    await asyncio.shield(self._meter.pay(reserved, len(ids), 1))
             return choice
 
     async def _sent(self, request: dict[str, Any], part: Any) -> Any:

@@ -18,6 +18,8 @@ from palestra.learner import teacher as module
 from palestra.learner.teacher import PROBE, ServedTeacher
 from palestra.renderers import ByteTokenizer
 from palestra.renderers.vocabulary import Vocabulary
+from palestra.store.ledger import Ledger, Limits
+from palestra.store.spending import ServerMeter, Used
 from palestra.types.records import GrammarSpan, TrainSample
 from unit.building import make_sample
 
@@ -157,6 +159,24 @@ async def test_servers_show_their_tokens_in_several_ways(answer):
 async def test_an_answer_that_is_none_fails_the_step(answer, said):
     with pytest.raises(TeacherFailed, match=said):
         await teacher(Server(answer), model="big").logprobs(rows(2))
+
+
+async def test_each_row_is_charged_also_if_it_is_broken_off_or_gets_no_answer():
+    ledger, recorded = Ledger(limits=Limits(), monotonic=lambda: 0.0), []
+
+    async def add(used: Used) -> None:
+        recorded.append(used.prompt_tokens + used.reply_tokens)
+
+    answers = iter([echo, echo, lambda body: httpx2.Response(400)])
+    server = Server(lambda body: next(answers, echo)(body))
+    asked = teacher(server, model="big", max_concurrency=5)
+    asked._meter = ServerMeter(ledger, SimpleNamespace(add=add), "teacher", "the teacher")
+    with pytest.raises(TeacherFailed):
+        await asked.logprobs(rows(9))
+    await asyncio.sleep(0)
+    assert len(server.bodies) >= 5
+    assert sum(recorded) == ledger.total.tokens == 6 * len(server.bodies)
+    assert ledger._held_tokens == 0
 
 
 async def test_a_server_that_is_busy_or_restarts_is_asked_again(monkeypatch):
