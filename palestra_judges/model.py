@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MOST_BYTES = 256 * 1024  # of an answer
+MOST_TOKENS = 2**40  # of one call; the store's integers end at 2^63
 RETRIES = 1  # how often a question is asked again that got no verdict: two failures are no chance
 LONGEST_PAUSE_SECONDS = 10.0
 CONNECT_SECONDS = 10.0
@@ -77,8 +78,7 @@ class JudgeModel:
         self._spent = await book.tokens()
         if self._model is None:
             try:
-                async with asyncio.timeout(self._config.timeout_seconds):
-                    answer = await self._sent("GET", "/v1/models", None)
+                answer = await self._sent("GET", "/v1/models", None)
                 names = [str(one["id"]) for one in answer["data"]]
             except (TimeoutError, httpx2.RequestError, _Unavailable, JudgeFailed, KeyError, TypeError) as error:
                 said = str(error) or type(error).__name__
@@ -150,12 +150,10 @@ class JudgeModel:
             "max_tokens": self._config.max_tokens,
             "seed": question.seed + number + 1000 * repeat,
         }
-        limit = self._config.timeout_seconds
         try:
-            async with asyncio.timeout(limit):
-                answer = await self._bought(body)
+            answer = await self._bought(body)
         except TimeoutError:
-            raise JudgeFailed(f"the judge did not answer within {limit:g} s") from None
+            raise JudgeFailed(f"the judge did not answer within {self._config.timeout_seconds:g} s") from None
         except httpx2.RequestError as error:
             trouble = trouble_of(self._url, error)
             assert trouble is not None
@@ -191,12 +189,15 @@ class JudgeModel:
         return answer
 
     async def _sent(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        """Return the JSON that the server answers."""
+        """Return the JSON that the server answers within `timeout_seconds`, which exclude waiting for the budget."""
         content, sent = None if body is None else json.dumps(body).encode(), time.monotonic()
         headers = {"content-type": "application/json"}
         if key := self._key():
             headers["authorization"] = f"Bearer {key}"
-        async with self._http.stream(method, self._url + path, content=content, headers=headers) as reply:
+        async with (
+            asyncio.timeout(self._config.timeout_seconds),
+            self._http.stream(method, self._url + path, content=content, headers=headers) as reply,
+        ):
             data = b""
             async for piece in reply.aiter_bytes():
                 data += piece
@@ -268,18 +269,21 @@ class _Outage:
 
 def _usage(answer: Any, most: tuple[int, int]) -> tuple[int, int]:
     """Return the tokens of prompt and reply that a server reports, or those of replies at most; or `most`."""
-    usage = answer.get("usage") if isinstance(answer, dict) else None
-    counts = [(usage or {}).get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
-    prompt, reply, total = (count if type(count) is int and count >= 0 else None for count in counts)
+    prompt, reply, total = (_count(answer, name) for name in ("prompt_tokens", "completion_tokens", "total_tokens"))
     if prompt is not None and reply is not None:
         return prompt, reply
     return most if total is None else (total - min(total, most[1]), min(total, most[1]))
 
 
+def _count(answer: Any, name: str) -> int | None:
+    """Return a number of tokens that a server reports; None: it reports none that can be true."""
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    tokens = usage.get(name) if isinstance(usage, dict) else None
+    return tokens if type(tokens) is int and 0 <= tokens <= MOST_TOKENS else None
+
+
 def _tokens(answer: Any, question: Question, text: str) -> int:
     """Return the tokens of a request; where the server does not say, about as many as the text has."""
-    usage = answer.get("usage")
-    found = usage.get("total_tokens") if isinstance(usage, dict) else None
-    if type(found) is int and found >= 0:
+    if (found := _count(answer, "total_tokens")) is not None:
         return found
     return (sum(len(message["content"]) for message in question.messages) + len(text)) // 4

@@ -242,6 +242,37 @@ async def test_each_question_is_charged_and_gives_back_what_it_did_not_use(name,
     assert meter.reserved[0][1] == made.max_tokens
 
 
+async def test_the_time_in_which_a_question_waits_for_the_budget_is_not_the_servers():
+    class Waits(Charged):
+        async def reserve(self, prompt_tokens: int, reply_tokens: int) -> int:
+            await asyncio.sleep(0.4)
+            return await super().reserve(prompt_tokens, reply_tokens)
+
+    with judging(lambda asked: asked.choose(lambda one: "yes")) as server:
+        made = Rubric(url=server.url, model="m", criteria=[GOOD], timeout_seconds=0.3)
+        judge = made.make(replace(ACCESS, meter=Waits()))
+        await judge.open(Book())
+        assert await judge.judge(group(["4"]), Book()) == {"train-0-0": {"good": 1.0}}
+        await judge.close()
+        assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("usage", "used"),
+    [
+        ({"prompt_tokens": 7, "completion_tokens": 3}, (7, 3)),
+        ({"prompt_tokens": 7, "completion_tokens": 2**63}, (90, 9)),
+        ({"prompt_tokens": True, "completion_tokens": 1.5, "total_tokens": -1}, (90, 9)),
+        ({"total_tokens": 30}, (21, 9)),
+        ([1], (90, 9)),
+        ("many", (90, 9)),
+        (None, (90, 9)),
+    ],
+)
+def test_a_number_of_tokens_that_can_not_be_true_is_as_none(usage, used):
+    assert judge_model._usage({"usage": usage}, (90, 9)) == used
+
+
 async def test_a_failure_is_asked_again_and_what_can_be_read_then_counts():
     def answer(asked: Asked) -> Any:
         return (503, b"busy") if len(server.asked) == 1 else asked.choose(lambda one: "yes")
