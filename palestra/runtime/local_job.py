@@ -177,8 +177,12 @@ class LocalJob:
     async def _until_spent(self, budget: BudgetWatch) -> None:
         """Return when the time of the budget is used up, which ends all work as it is."""
         await budget.run()
-        await self.opened.event("completed", {"step": self.progress.step})
-        self.progress.move(JobState.COMPLETED)
+        if not self.progress.over:
+            await self.opened.event("completed", {"step": self.progress.step})
+        if self.progress.state is JobState.STARTING:  # a resumed job whose time was used up before
+            self.progress.move(JobState.RUNNING)
+        if not self.progress.over:  # the work may have completed the job meanwhile, and is closing
+            self.progress.move(JobState.COMPLETED)
 
     async def _unless_stuck(self, work: asyncio.Future[Any]) -> None:
         """Await the work, or fail the job when the watchdog says so, abandoning work that does not end."""

@@ -80,7 +80,7 @@ class BudgetWatch:
         """
         self._ledger, self._spending, self._event = metering.ledger, metering.spending, add_event
         self._stop, self._step = stop, step
-        self._over, self._news = asyncio.Event(), asyncio.Event()
+        self._news = asyncio.Event()
         loop = asyncio.get_running_loop()
         self._ledger.on_over = lambda: loop.call_soon_threadsafe(self._end)
         self._told = min(100 * self._ledger.share, 99.9)  # percent that earlier processes have warned of
@@ -88,17 +88,19 @@ class BudgetWatch:
 
     async def run(self) -> None:
         """Watch until the time is used up; what is left of the work is to be cancelled then."""
+        if self._ledger.over:  # by a call before the job was watched
+            self._end()
         while self._ledger.left_ms() > CLOSING_MS:
             await self.record_ahead()
             await self._warn()
             if self._ledger.left_ms() <= self._ledger.end_ms:
                 self._ledger.end()
-            if self._ledger.over and not self._over.is_set():  # by a call before the job was watched
-                self._end()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_SECONDS):
                     await self._news.wait()
             self._news.clear()
+        self._ledger.end()  # it was used up at once: by a resumed job, or while nothing could run
+        await self._warn()
 
     async def close(self) -> None:
         """Record how long the job has run, and refuse the calls that its budget has no room for; it is over."""
@@ -113,13 +115,12 @@ class BudgetWatch:
             await self._spending.set_ms(self._recorded)
 
     def _end(self) -> None:
-        self._over.set()
         self._news.set()
         self._stop()
 
     async def _warn(self) -> None:
         """Add an event for each share that was reached since the last one."""
-        now = 100.0 if self._over.is_set() else min(100 * self._ledger.share, 99.9)
+        now = 100.0 if self._ledger.over else min(100 * self._ledger.share, 99.9)
         for share in SHARES:
             if self._told < share <= now:
                 self._told = share

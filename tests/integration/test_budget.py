@@ -101,6 +101,25 @@ async def test_64_workers_exceed_no_budget(tmp_path, budget, prices):
     assert checkpoints[-1].name.endswith(str(step))
 
 
+async def test_a_job_whose_hours_are_used_up_at_its_start_completes_and_says_why(tmp_path):
+    config = parse_config(
+        {
+            "run_dir": str(tmp_path / "run"),
+            "server": {"port": 0},
+            "engine": {"kind": "fake"},
+            "budget": {"hours": 1e-7},
+        }
+    )
+    said = []
+    async with local_job(config, lambda kind, data: said.append(kind)) as job:
+        await job.run()
+        await job._until_spent(job._budget)  # what completes while it closes is not completed twice
+    assert job.progress.state.value == "completed"
+    assert codes(tmp_path / "run")[-1] == "budget_100"
+    assert said[-1] == "completed"
+    assert said.count("completed") == 1
+
+
 @pytest.mark.slow
 def test_a_killed_job_goes_on_with_what_was_spent(tmp_path):
     settings = SCRIPTED | {"policies": {"policy": {"sampling": {"max_tokens": 8}}}}
