@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,7 +104,7 @@ def _show_jobs(arguments: argparse.Namespace) -> None:
                     with served_run(job.job_id, arguments.control) as run:
                         found[f"{job.job_id} {job.name}"] = run.costs()
                 except PalestraError as error:  # its folder was removed, perhaps
-                    say(f"{job.job_id}: {one_line(str(error))}")
+                    say(f"palestra: {job.job_id}: {one_line(str(error))}", file=sys.stderr)
     whole = summed("jobs", found)
     if arguments.json:
         say(whole.model_dump_json())

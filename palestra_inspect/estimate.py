@@ -97,14 +97,13 @@ def budget_findings(config: JobConfig, found: JobEstimate) -> Iterator[CheckFind
         if (limit := getattr(budget, name)) is None or limit >= whole.high:
             continue
         first = limit < step
-        text = f"budget.{name} is {limit:,g}, and " + (
+        text = f"budget.{name} is {limit:,}, and " + (
             f"one step takes about {step:,.3g}: the job would end before its first"
             if first
             else f"the job takes about {whole.mean:,.3g} ({whole.low:,.3g} to {whole.high:,.3g}): it may end after "
             f"step {int(config.steps * limit / max(whole.mean, 1e-12)):,} of {config.steps:,}"
         )
-        if first or limit < whole.high:
-            yield CheckFinding(key=f"budget.{name}", text=text, fatal=first)
+        yield CheckFinding(key=f"budget.{name}", text=text, fatal=first)
 
 
 def _of_a_step(config: JobConfig, used: Sequence[Used], steps: float) -> tuple[float, float]:

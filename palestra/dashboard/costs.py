@@ -117,8 +117,17 @@ def read_costs(folder: Path, config: JobConfig, by_episode: bool = False) -> Cos
     with browse(folder / "run.db") as connection:
         used, episodes = sums(connection), sums_by_episode(connection) if by_episode else []
         if not used:
-            episodes = used = list(usage_of_calls(connection, config))
+            episodes = used = _summed_up(usage_of_calls(connection, config))
         return costs_of(connection, config, PhaseTimes(), used, episodes if by_episode else None)
+
+
+def _summed_up(calls: Iterable[Used]) -> list[Used]:
+    """Return the sums of calls by episode, kind and payee."""
+    found: dict[tuple[str, str, str], Used] = {}
+    for one in calls:
+        before = found.get(key := one[:3])
+        found[key] = one if before is None else Used(*key, *(a + b for a, b in zip(before[3:], one[3:], strict=True)))
+    return list(found.values())
 
 
 def run_costs(run: Run) -> CostsAnswer:
@@ -181,11 +190,14 @@ def _cost(used: Used, prices: Mapping[str, TokenPrice]) -> Cost:
 
 def costs_answer(run: str, found: CostReport, episodes: int = 0) -> CostsAnswer:
     """Return a report as the page shows it. `episodes`: how many of those that have cost most."""
-    ranked = sorted(found.episodes.items(), key=lambda item: (item[1].money, item[1].reply_tokens), reverse=True)
-    rest = ranked[episodes:]
+    others = {name: cost for name, cost in found.episodes.items() if name in (OUTSIDE, DEVICES)}
+    own = [item for item in found.episodes.items() if item[0] not in others]
+    ranked = sorted(own, key=lambda item: (item[1].money, item[1].reply_tokens), reverse=True)
     shown = ranked[:episodes]
-    if episodes and rest:
-        shown.append((f"({len(rest):,} others)", sum((cost for _, cost in rest), Cost())))
+    if episodes:
+        if rest := ranked[episodes:]:
+            shown.append((f"({len(rest):,} others)", sum((cost for _, cost in rest), Cost())))
+        shown += others.items()
     return CostsAnswer(
         run=run,
         counted=found.counted,

@@ -99,7 +99,7 @@ async def test_the_command_prints_tables_or_exact_json(tmp_path, capsys):
     await spend(tmp_path)
     assert main(["cost", str(tmp_path), "--episodes", "1"]) == 0
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("rollouts", "waiting", "the judge", "(4 others)", "total"))
+    assert all(word in printed for word in ("rollouts", "waiting", "the judge", "(2 others)", "(devices)", "total"))
     assert "\u202e" not in printed
     assert main(["cost", str(tmp_path), "--json", "--set", "prices.device_hour=0"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -107,6 +107,19 @@ async def test_the_command_prints_tables_or_exact_json(tmp_path, capsys):
         found["total"]["money"].replace(".", "")
     )
     assert all(line["money"] == "0.000000000000000" for line in found["payees"] if line["name"] == "(devices)")
+
+
+async def test_the_dearest_episodes_are_episodes_whatever_the_rest_costs(tmp_path):
+    await spend(tmp_path)
+    found = costs_answer("r", read_costs(tmp_path, config(), by_episode=True), episodes=2)
+    assert [line.name for line in found.episodes] == [
+        "train-000000-01",
+        "train-000000-00",
+        "(1 others)",
+        "(outside episodes)",
+        "(devices)",
+    ]
+    assert sum(line.prompt_tokens for line in found.episodes) == found.total.prompt_tokens
 
 
 @pytest.mark.parametrize("words", [["--user", "u"], [], ["x", "--since", "1h"]])
