@@ -2,11 +2,10 @@
 
 from palestra.config.algorithm import ALGORITHM_NAMES, OwnAlgorithmConfig
 from palestra.config.algorithm_base import REWARD_NAME, AlgorithmConfig, LossAggMode
-from palestra.config.audit import AuditConfig
 from palestra.config.engine import Alike, EngineConfig, MixedEngineConfig, PooledEngineConfig
 from palestra.config.imitation import DistillConfig, DPOConfig, RewardModelConfig, SFTConfig
 from palestra.config.job import BUILT_IN, SMOLLM2, TINY, TINY_QWEN_VL, TINY_VISION, JobConfig, JobKind
-from palestra.config.judge import JudgeAccess, JudgeConfig
+from palestra.config.judge import AuditConfig, JudgeAccess, JudgeConfig
 from palestra.config.loading import (
     SAVED_CONFIG,
     UNSET,

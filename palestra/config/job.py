@@ -12,11 +12,10 @@ from pydantic_core import to_json
 
 from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.algorithm_base import AlgorithmConfig
-from palestra.config.audit import AuditConfig
 from palestra.config.budget import BudgetConfig, PricesConfig, check_budget
 from palestra.config.checks import check_bases, check_devices, check_trained
 from palestra.config.engine import EngineConfig, default_engine
-from palestra.config.judge import JudgeConfig
+from palestra.config.judge import AuditConfig, JudgeConfig
 from palestra.config.networks import TeacherServerConfig, reference_of
 from palestra.config.parts import (
     CheckpointConfig,

@@ -45,7 +45,6 @@ from palestra.runtime.serving import Scoring, Serving
 from palestra.runtime.spending import open_metering
 from palestra.runtime.tasks import load_tasks
 from palestra.runtime.terms import USUAL, JobTerms
-from palestra.runtime.watchdog import Watchdog
 from palestra.server import DataPlane, KeyRing
 from palestra.session import Sameness, SeatBook, SessionContext, Sessions
 from palestra.store import RunStore, open_run_store
@@ -113,11 +112,8 @@ async def local_job(
             again = partial(_begin_again, run, parts, play, terms, audit)
             renewal = None if renewable is None else Renewal(renewable, again)
             fleet = fleet_of(run.config, plane, url, terms.places.runner) if apart else None
-            player = pool or fleet
             async with fleet or contextlib.nullcontext():
-                yield LocalJob(
-                    run, work, plane, url, player, renewal, _watchdog(plane, work, player is not None), judging
-                )
+                yield LocalJob(run, work, plane, url, pool or fleet, renewal, judging)
 
 
 def _judging(run: OpenRun, plane: DataPlane, url: str, play: RolloutSpec | None) -> Judging | None:
@@ -268,13 +264,6 @@ async def _begin_again(
         await _first_versions(run)
     await run.engine.resume()
     return None
-
-
-def _watchdog(plane: DataPlane, work: Learner | Serving | Scoring, plays_itself: bool) -> Watchdog | None:
-    """Return the watchdog of a training job, or None."""
-    if not isinstance(work, Learner):
-        return None
-    return Watchdog(plane.config.watchdog, plane, plays_itself, plane.store.clock)
 
 
 async def _close(parts: Parts) -> None:

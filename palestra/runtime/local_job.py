@@ -101,7 +101,6 @@ class LocalJob:
         url: str,
         player: RunnerPool | RunnerFleet | None,
         renewal: Renewal | None,
-        watchdog: Watchdog | None,
         judging: Judging | None = None,
     ) -> None:
         """Assemble a job; `run` runs it.
@@ -112,8 +111,10 @@ class LocalJob:
             judging: has episodes judged; None: the job has no judge.
         """
         self.opened, self.plane, self.url = run, plane, url
-        self._work, self._player, self._renewal, self._watchdog = work, player, renewal, watchdog
-        self._judging = judging
+        self._work, self._player, self._renewal, self._judging = work, player, renewal, judging
+        self._watchdog: Watchdog | None = None
+        if isinstance(work, Learner):
+            self._watchdog = Watchdog(plane.config.watchdog, plane, self.plays_itself, plane.store.clock)
         self._budget: BudgetWatch | None = None
         if run.metering is not None:
             self._budget = BudgetWatch(run.metering, run.event, self.stop, lambda: run.progress.step)

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from safetensors.torch import load_file, save_file
 
 import palestra
-from palestra.config.audit import AuditConfig
+from palestra.config.judge import AuditConfig
 from palestra.errors import ConfigError, ControlTokenInText, JudgeFailed
 from palestra.renderers.selection import select_renderer
 from palestra.trainer.checkpoint import FOLDER_OF_REWARDS

@@ -17,7 +17,7 @@ from judge_server import Asked, judging
 
 import palestra
 from palestra.cli.main import main
-from palestra.learner.win_rate import win_rate
+from palestra.learner.evaluation import win_rate
 from palestra_judges import Relative
 from unit.judges.test_jobs import config, rows
 

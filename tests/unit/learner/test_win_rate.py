@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from palestra.learner.win_rate import NORMAL_95, WinRate, win_rate
+from palestra.learner.evaluation import NORMAL_95, WinRate, win_rate
 
 
 @cache
