@@ -20,7 +20,13 @@ from palestra.errors import ConfigError
 from palestra.extensions import extensions, load_extension, nearest
 
 GROUP = "palestra.sandboxes"
+_ARCHIVES = (".tar", ".tar.gz", ".tgz")
 Network = Literal["none", "endpoint", "open"]
+
+
+def is_archive(image: str) -> bool:
+    """Return whether an image is the path of an archive, and not a name."""
+    return image.endswith(_ARCHIVES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +55,7 @@ class SandboxSpec:
     """What a box is made of.
 
     Attributes:
-        image: name of a container image, or path of an archive (`.tar`, `.tar.gz`) of an image or of a root folder.
+        image: name of a container image, or path of an archive (`.tar`, `.tar.gz`) of an image or a root folder.
         build: folder with a Dockerfile, from which the image is built once; `image` or `build`, not both.
         folder: its files are copied into `workdir`.
         user: name or number of the user that commands run as; None: the image's.
@@ -119,8 +125,9 @@ class Finished:
 class Sandbox(Protocol):
     """An open box.
 
-    All methods raise EpisodeForfeited once the box was ended at a limit, by what ran in it, and EnvironmentFailed if it
-    does not work for another reason.
+    All methods raise EpisodeForfeited if the box does not work and what ran in it may be the reason: it was ended at a
+    limit, say, or its shell is gone. They raise EnvironmentFailed if that can't be the reason: it was removed from
+    outside, or its engine does not answer.
     """
 
     @property

@@ -23,6 +23,7 @@ from palestra.config.parts import HarnessConfig, SandboxConfig
 from palestra.config.policy import PolicyConfig
 from palestra.config.section import Mistake, Section, explain, explain_all, key_parts, sections_of
 from palestra.errors import ConfigError
+from palestra.sandbox import is_archive
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     """Read a job's configuration from a TOML file. Relative paths are relative to the file.
 
     `model`, `reference` and `from_run` may also be names: they are paths if they begin with `.` or `~`, or if such a
-    folder exists. `~` is the home directory.
+    folder exists. `image` is one if it ends like an archive. `~` is the home directory.
 
     Args:
         path: path of the file.
@@ -161,7 +162,8 @@ def resolve_paths(table: dict[str, Any], folder: Path, names: bool = True) -> No
         elif isinstance(value, str) and value:
             place = folder / os.path.expanduser(value)
             is_folder = value.startswith(("./", "../", "~/")) or place.is_dir()
-            if key in path_keys() or (names and key in _NAME_OR_PATH_KEYS and is_folder):
+            is_path = key in path_keys() or (key == "image" and is_archive(value))
+            if is_path or (names and key in _NAME_OR_PATH_KEYS and is_folder):
                 table[key] = os.path.abspath(place)
 
 

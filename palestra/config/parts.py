@@ -206,7 +206,7 @@ class ServerConfig(Section):
 class SandboxConfig(Section):
     """The box in which a program runs: of an image by podman or docker, else of this machine's `/usr` by bubblewrap."""
 
-    image: str | None = Field(None, description="Name of an image, or the absolute path of its archive.")
+    image: str | None = Field(None, description="Name of an image, or path of its archive (`.tar`, `.tar.gz`, `.tgz`).")
     build: Path | None = Field(None, description="Folder with a Dockerfile to build the image from, once.")
     cpus: float | None = Field(None, gt=0, description="Processors of all its programs together; containers only.")
     memory_mib: Positive = Field(2048, description="Memory of all its programs together, in MiB.")

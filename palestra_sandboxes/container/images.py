@@ -11,13 +11,12 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from palestra.errors import ConfigError
-from palestra.sandbox import SandboxSpec
+from palestra.sandbox import SandboxSpec, is_archive
 from palestra.threads import in_thread
 from palestra_sandboxes.container.engine import ContainerEngine, last_words_of
 
 REPOSITORY = "localhost/palestra-sandbox"  # whose images are a cache; their tags are digests of what they are made of
 BUILD_SECONDS = 1800.0
-_ARCHIVES = (".tar", ".tar.gz", ".tgz")
 _OF_IMAGES = ("manifest.json", "index.json", "oci-layout")  # in an archive of an image, and not of a root folder
 _Key = tuple[str, str]
 
@@ -91,7 +90,7 @@ async def _make(engine: ContainerEngine, reference: str, source: Path | None, bu
 
 def _source(spec: SandboxSpec) -> Path | None:
     """Return the absolute path of the archive or the folder that an image is made from; None: it has a name."""
-    source = Path(spec.image) if spec.image is not None and spec.image.endswith(_ARCHIVES) else spec.build
+    source = Path(spec.image) if spec.image is not None and is_archive(spec.image) else spec.build
     return None if source is None else Path(os.path.abspath(source))
 
 

@@ -172,6 +172,19 @@ def test_every_path_of_the_configuration_is_known_to_be_one():
     assert set(paths(JobConfig, set())) - {"from_run"} <= path_keys()
 
 
+def test_the_archive_of_an_image_is_relative_to_the_file_and_its_name_is_not_a_path(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text('[harness]\nname = "pi"\nsandbox = {image = "boxes/agent.tar.gz"}\n')
+    harness = load_config(path).harness
+    assert harness is not None
+    assert harness.sandbox is not None
+    assert harness.sandbox.image == str(tmp_path / "boxes/agent.tar.gz")
+    (tmp_path / "agents").mkdir()
+    table = {"harness": {"sandbox": {"image": "agents"}}}
+    resolve_paths(table, tmp_path)
+    assert table == {"harness": {"sandbox": {"image": "agents"}}}
+
+
 @pytest.mark.parametrize("key", sorted(path_keys() | {"model", "from_run", "reference"}))
 @pytest.mark.parametrize(
     ("value", "wanted"), [("there", "{}/there"), ("~/there", "{home}/there"), ("/there", "/there")]
