@@ -8,7 +8,7 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from palestra.errors import EnvironmentFailed, InvalidRequest, PayloadTooLarge
+from palestra.errors import EpisodeForfeited, InvalidRequest, PayloadTooLarge
 
 MAX_FILES = 20_000
 OVERHEAD_BYTES = 8 << 20  # of an archive beside the files' content: names, empty files, folders
@@ -57,33 +57,42 @@ def archive_of_folder(folder: Path, below: str = "", owner: Owner = (0, 0)) -> b
 
 
 def unpacked_files(archive: bytes, most_bytes: int) -> dict[str, bytes]:
-    """Return the regular files of an archive by their path below its folder.
+    """Return the regular files of an archive by their path below its first entry; {}: this is no folder.
 
     Raises:
         PayloadTooLarge: there are more bytes, or too many files.
-        EnvironmentFailed: it is no whole archive.
+        EpisodeForfeited: it is no whole archive, as of files that change meanwhile.
     """
     found: dict[str, bytes] = {}
-    room = most_bytes
+    left = most_bytes
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
+            if (top := opened.next()) is None or not top.isdir():
+                return {}
             for entry in opened:
-                if not entry.isreg():
+                data = found.get(_below(entry.linkname, top.name)) if entry.islnk() else None  # another name of a file
+                if data is None and not entry.isreg():
                     continue
-                room -= entry.size
-                if room < 0 or len(found) >= MAX_FILES:
+                left -= entry.size if data is None else len(data)
+                if left < 0 or len(found) >= MAX_FILES:
                     raise folder_too_large(most_bytes)
-                file = opened.extractfile(entry)
-                assert file is not None
-                found[posixpath.normpath(entry.name)] = file.read()
+                if data is None:
+                    file = opened.extractfile(entry)
+                    assert file is not None
+                    data = file.read()
+                found[_below(entry.name, top.name)] = data
     except (tarfile.TarError, ValueError) as error:
-        raise EnvironmentFailed(f"the files of a sandbox can't be read: {error}") from error
+        raise EpisodeForfeited(f"the files of a sandbox can't be read: {error}") from error
     return found
 
 
 def folder_too_large(most_bytes: int) -> PayloadTooLarge:
     """Return the error for a folder that is too large."""
     return PayloadTooLarge(f"a folder of the sandbox has more than {most_bytes:,} bytes, or {MAX_FILES:,} files")
+
+
+def _below(path: str, top: str) -> str:
+    return posixpath.relpath("/" + path.lstrip("/"), "/" + top.lstrip("/"))
 
 
 def _folders(path: str) -> list[str]:

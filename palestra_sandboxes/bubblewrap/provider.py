@@ -150,6 +150,8 @@ class BubblewrapBox:
         done = await self._run(command, b"", {}, "/", output, _COPY_SECONDS)
         if done.cut:
             raise folder_too_large(most_bytes)
+        if done.timed_out:
+            raise EpisodeForfeited(f"the files of a sandbox were not read in {_COPY_SECONDS:g} s")
         if not done.output and done.code:
             return {}
         return await in_thread(lambda: unpacked_files(done.output, most_bytes))

@@ -91,8 +91,10 @@ class ContainerProvider:
         box = ContainerBox(engine, spec, image, await engine.new_name())
         try:
             await box.start()
-        except BaseException:
+        except BaseException as error:
             await asyncio.shield(box.close())
+            if isinstance(error, EpisodeForfeited):  # no agent has been in it
+                raise EnvironmentFailed(str(error)) from error
             raise
         return box
 
@@ -179,13 +181,15 @@ class ContainerBox:
 
         The engine reads them, and no program of the box, which may have been replaced.
         """
-        done = await self._engine.ask(
-            "cp", f"{self.name}:{folder.rstrip('/')}/.", "-", most=most_bytes + OVERHEAD_BYTES
-        )
+        follow = () if self._engine.is_podman else ("--follow-link",)
+        words = ("cp", *follow, f"{self.name}:{folder}", "-")
+        done = await self._engine.ask(*words, most=most_bytes + OVERHEAD_BYTES)
         if done.cut:
             raise folder_too_large(most_bytes)
         if done.code:
             await self._check_running(done)
+            if done.timed_out:
+                raise EpisodeForfeited("the files of a sandbox can't be read in time")
             return {}
         return await in_thread(lambda: unpacked_files(done.output, most_bytes))
 
@@ -193,8 +197,13 @@ class ContainerBox:
         """End all processes by a new start of the container, which keeps its files. It needs no free process."""
         if self._ended_for is not None:
             raise self._ending()
-        check_answer(await self._engine.ask("restart", "-t", "0", self.name), "a box was not started again")
-        await self._connect()
+        done = await self._engine.ask("restart", "-t", "0", self.name)
+        try:
+            check_answer(done, "a box was not started again")
+            await self._connect()
+        except EnvironmentFailed as error:  # its shell was taken away, perhaps
+            await self._check_running(done)
+            raise EpisodeForfeited(str(error)) from error
 
     async def close(self) -> None:
         """End the box and remove it."""
@@ -276,29 +285,32 @@ class ContainerBox:
                 "exec", "--user", "0", self.name, "sh", "-c", _KILL, str(number), seconds=_KILL_SECONDS
             )
             await asyncio.wait((client.ended,), timeout=1.0)
-        if client.returncode is None:
-            await self._engine.ask("restart", "-t", "0", self.name)
-            await self._connect()
-        await end(client)
+        try:
+            if client.returncode is None:
+                await self.stop_processes()
+        finally:
+            await end(client)
 
     async def _not_run(self, code: int, errors: bytes) -> Finished:
         """Return the end of a command that the engine did not start, in a box full of processes, say."""
         failed = Finished(code=code, output=b"", errors=errors)
         await self._check_running(failed)
         if not errors:
-            raise EnvironmentFailed("the container engine has lost the output of a command")
+            raise EpisodeForfeited("the shell of a sandbox was replaced, or the output of a command was lost")
         return Finished(code=126, output=b"", errors=errors)
 
     async def _check_running(self, failed: Finished) -> None:
-        """Raise what has become of the box, unless it runs."""
+        """Raise what has become of the box, unless it runs: what ran in it may have ended it, and can't remove it."""
         state = await self._state()
+        if self._ended_for is None and state is None:
+            words = last_words_of(failed)
+            raise EnvironmentFailed(f"the sandbox was removed from outside, or its engine does not answer: {words}")
+        if self._ended_for is None and state is not None and state.status != "running":
+            memory = f"more than {self._spec.limits.memory_mib} MiB of memory"
+            why = f": {last_words_of(failed)}" if failed.code else ""
+            self._ended_for = memory if state.out_of_memory else f"its first process runs no more{why}"
         if self._ended_for is not None:
             raise self._ending()
-        if state is not None and state.out_of_memory and state.status != "running":
-            self._ended_for = f"more than {self._spec.limits.memory_mib} MiB of memory"
-            raise self._ending()
-        if state is None or state.status != "running":
-            raise EnvironmentFailed(f"the sandbox has ended, or was removed from outside: {last_words_of(failed)}")
 
     def _ending(self) -> EpisodeForfeited:
         return EpisodeForfeited(f"the sandbox was ended: {self._ended_for}")

@@ -59,6 +59,11 @@ async def test_files_go_in_executable_and_come_out_without_links(box):
     )
     assert await box.get("/tmp/new/folder", 1000) == files
     assert await box.get("/tmp/nowhere", 1000) == {}
+    assert await box.get("/tmp/new/folder/a/b", 1000) == {}  # no folder
+    await sh(box, "ln /tmp/new/folder/a/b /tmp/new/folder/c")
+    assert await box.get("/tmp/new/folder/", 1000) == files | {"c": files["a/b"]}
+    with pytest.raises(PayloadTooLarge):  # each name counts
+        await box.get("/tmp/new/folder", sum(map(len, files.values())) + 5)
     assert (await sh(box, "stat -c %a /tmp")).output.strip() in (b"755", b"1777")  # as it was
     with pytest.raises(InvalidRequest):
         await box.put({"../out": b""}, "/tmp/new")

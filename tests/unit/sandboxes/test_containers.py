@@ -16,7 +16,7 @@ import pytest
 from machine import require
 
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited
-from palestra.sandbox import SandboxLimits, SandboxSpec, sandbox
+from palestra.sandbox import Sandbox, SandboxLimits, SandboxSpec, sandbox
 from palestra_sandboxes.container.engine import PREFIX, ContainerEngine, find_engine, owner
 from palestra_sandboxes.container.images import _known, image_of
 
@@ -174,6 +174,21 @@ async def test_a_box_that_fills_the_disk_is_ended_and_it_is_the_agents_doing(spe
             await box.run(["bash", "-c", fill])
         with pytest.raises(EpisodeForfeited):
             await box.run(["true"])
+
+
+@pytest.mark.parametrize("applet", [None, "true", pytest.param("sleep 9", marks=pytest.mark.slow)])
+async def test_a_box_that_was_broken_from_inside_is_the_agents_doing(spec, applet):
+    made = "" if applet is None else f"printf '#!/bin/busybox {applet}\\n' > /bin/sh; chmod 755 /bin/sh"
+
+    async def end_processes(box: Sandbox) -> None:
+        await box.stop_processes()
+        await box.run(["true"])
+
+    async with sandbox(spec) as box:
+        await box.run(["sh", "-c", f"rm /bin/sh; {made}"])
+        for _ in range(2):
+            with pytest.raises(EpisodeForfeited):
+                await end_processes(box)
 
 
 async def test_a_box_that_was_removed_from_outside_is_a_failure(spec):
