@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from palestra.errors import ConfigError, EnvironmentFailed, PayloadTooLarge
+from palestra.errors import ConfigError, EnvironmentFailed, InvalidRequest, PayloadTooLarge
 from palestra.sandbox import Finished, Sandbox, SandboxLimits, SandboxSpec, sandbox
 from palestra_worlds.harbor.format import AgentTable, Artifact, BoxTable, Network, VerifierTable
 from palestra_worlds.harbor.task import MAX_BYTES, HarborTask, resolved
 
 LOGS = "/logs/verifier"
+_COPIES = "/logs/copies"
 _SETUP_SECONDS = 180.0  # to open a box, or for a command of our own: many may start at the same time
 _MAX_OUTPUT = 2**20  # bytes of one command
 _SCRIPT_USER = "0"
+
+
+class Spoiled(EnvironmentFailed):
+    """A box or a verifier does not do what it should. What an agent has left there may be the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +98,10 @@ async def opened(task: HarborTask, spec: SandboxSpec, rules: BoxRules, build_sec
     except TimeoutError as error:
         raise EnvironmentFailed(f"task {task.name!r}: its image was not built in {build_seconds:g} s") from error
     try:
-        await script(box, "mkdir -p /logs/agent /logs/verifier /logs/artifacts && chmod 777 /logs /logs/*")
+        try:
+            await script(box, "mkdir -p /logs/agent /logs/verifier /logs/artifacts && chmod 777 /logs /logs/*")
+        except Spoiled as error:  # it is fresh
+            raise EnvironmentFailed(str(error)) from None
         yield box
     finally:
         await opening.__aexit__(None, None, None)
@@ -109,10 +117,18 @@ def _shortened(text: str) -> str:
 
 
 async def script(box: Sandbox, text: str) -> None:
-    """Run a shell script of our own as root. Raises EnvironmentFailed: it fails."""
+    """Run a shell script of our own as root. Raises Spoiled: it fails."""
     done = await box.run(["sh", "-c", text], user=_SCRIPT_USER, folder="/", seconds=_SETUP_SECONDS)
     if done.code:
-        raise EnvironmentFailed(f"a box could not be prepared ({text[:60]} …): {shown(done)[-300:]}")
+        raise Spoiled(f"a box could not be prepared ({text[:60]} …): {shown(done)[-300:]}")
+
+
+async def write(box: Sandbox, files: Mapping[str, bytes], folder: str) -> None:
+    """Write files. Raises Spoiled: what is there does not let it, such as a folder in the place of a file."""
+    try:
+        await box.put(files, folder)
+    except InvalidRequest as error:
+        raise Spoiled(f"files can't be written to {folder}: {error}") from error
 
 
 async def copy_artifacts(task: HarborTask, source: Sandbox, target: Sandbox) -> None:
@@ -122,26 +138,22 @@ async def copy_artifacts(task: HarborTask, source: Sandbox, target: Sandbox) -> 
         path = PurePosixPath(source.workdir, artifact.source)
         try:
             files = await source.get(str(path), MAX_BYTES)
+            if not files and artifact is not usual:
+                files, path = await _file(source, path), path.parent
         except PayloadTooLarge:
-            raise EnvironmentFailed(
+            raise Spoiled(
                 f"task {task.name!r}: the artifact {path} has more than {MAX_BYTES >> 20} MiB, or too many files"
             ) from None
-        if artifact is not usual and set(files) <= {path.name} and not await _is_folder(source, path):
-            files = files or await _file(source, path)  # some engines give a file in place of a folder
-            path = path.parent
         if kept := {name: data for name, data in files.items() if not _excluded(name, artifact.exclude)}:
-            await target.put(kept, str(path))
-
-
-async def _is_folder(box: Sandbox, path: PurePosixPath) -> bool:
-    found = await box.run(["sh", "-c", '[ -d "$0" ]', str(path)], user=_SCRIPT_USER, seconds=_SETUP_SECONDS)
-    return found.code == 0
+            await write(target, kept, str(path))
 
 
 async def _file(box: Sandbox, path: PurePosixPath) -> dict[str, bytes]:
-    """Return one file by its name; empty: there is none, or it is longer than a command's output may be."""
-    found = await box.run(["cat", str(path)], user=_SCRIPT_USER, folder="/", seconds=_SETUP_SECONDS)
-    return {} if found.code or found.cut or found.timed_out else {path.name: found.output}
+    """Return one file by its name, out of a folder with a copy of it alone; empty: there is none."""
+    copy = f'rm -rf {_COPIES} && mkdir {_COPIES} && cp -L "$0" {_COPIES}'
+    await box.run(["sh", "-c", copy, str(path)], user=_SCRIPT_USER, folder="/", seconds=_SETUP_SECONDS)
+    found = await box.get(_COPIES, MAX_BYTES)
+    return {name: data for name, data in found.items() if name == path.name}
 
 
 def _excluded(name: str, patterns: Sequence[str]) -> bool:

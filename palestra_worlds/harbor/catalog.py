@@ -20,8 +20,9 @@ from typing import Any
 from palestra.envs.acting import Actions
 from palestra.envs.catalog import CatalogEntry, settings_checked
 from palestra.envs.tasks import Split
-from palestra.errors import ConfigError, EnvironmentFailed, InvalidEnvironment
+from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited, InvalidEnvironment
 from palestra.sandbox import SandboxLimits, SandboxSpec, sandbox_provider
+from palestra_worlds.harbor.boxes import BoxRules
 from palestra_worlds.harbor.environment import HarborEnvironment
 from palestra_worlds.harbor.task import read_tasks, task_data
 
@@ -98,7 +99,7 @@ async def _check(environment: HarborEnvironment, task: Mapping[str, Any]) -> Non
                 warnings.warn(f"task {task['id']!r} has no solution/solve.sh, so only nop plays it", stacklevel=2)
                 continue
             verdict = await environment.verdict()
-        except EnvironmentFailed as error:
+        except (EnvironmentFailed, EpisodeForfeited) as error:
             raise InvalidEnvironment(f"{player}: {error}") from error
         finally:
             await environment.close()
@@ -134,16 +135,9 @@ def _entry(folder: Path | None) -> CatalogEntry:
         provider: str = "",
     ) -> HarborEnvironment:
         _check_installed(provider, ships=folder is None)
-        return HarborEnvironment(
-            found(),
-            actions=actions,
-            max_steps=max_steps,
-            command_seconds=command_seconds,
-            network=network,
-            variables=variables,
-            limit_disk=limit_disk,
-            provider=provider,
-        )
+        names = frozenset(filter(None, (name.strip() for name in variables.split(","))))
+        rules = BoxRules(network=network, variables=names, limit_disk=limit_disk, provider=provider or None)
+        return HarborEnvironment(found(), rules, actions=actions, max_steps=max_steps, command_seconds=command_seconds)
 
     return CatalogEntry(
         summary="tasks of Harbor's format in containers, scored by their tests; harbor/FOLDER has those of a folder",

@@ -12,13 +12,14 @@ from pydantic import Field
 
 from palestra.envs.acting import DONE, ActingEnvironment, Actions, Progress
 from palestra.envs.environment import Info
-from palestra.errors import ConfigError, EnvironmentFailed
+from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited
 from palestra.sandbox import Sandbox
 from palestra.threads import in_thread
 from palestra.tools import tool
 from palestra.types.messages import StepReward
 from palestra_worlds.harbor.boxes import (
     BoxRules,
+    Spoiled,
     agent_spec,
     in_shell,
     opened,
@@ -39,33 +40,28 @@ class HarborEnvironment(ActingEnvironment):
     """A task of Harbor's format: the agent runs commands in the task's container, and finishes.
 
     Each episode has its own box. When the agent has ended, all its processes are ended, and the task's verifier writes
-    the rewards. A verifier that writes none fails the episode, which is then retried without a reward.
+    the rewards. A verifier that writes none after commands of the agent is its loss, because these may be the reason;
+    otherwise the episode fails, and is retried without a reward.
     """
 
     def __init__(
         self,
         folder: Path,
+        rules: BoxRules | None = None,
         *,
         actions: Actions = "tools",
         max_steps: int = 20,
         command_seconds: float = 60.0,
-        network: bool = False,
-        variables: str = "",
-        limit_disk: bool = True,
-        provider: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the environment; each episode gets a box.
 
         Args:
             folder: one task, or a folder of tasks.
+            rules: what tasks may have; None: no network and no variables of this machine.
             actions: `tools`, tool calls; `text`, one line such as `shell ls`, which small models write more easily.
             max_steps: limit of the agent's replies in an episode.
             command_seconds: limit of one command, which is then ended.
-            network: whether boxes of tasks that ask for the network (`network_mode = "public"`) get it.
-            variables: names of this machine's variables that tasks may read as `${NAME}`, separated by commas.
-            limit_disk: whether a task's `storage_mb` is kept, for which a container engine needs root.
-            provider: name of the sandbox provider; empty: the container engine.
             clock: seconds, for the time that the agent's commands take.
 
         Raises:
@@ -74,14 +70,14 @@ class HarborEnvironment(ActingEnvironment):
         if not 0 < command_seconds <= _AGENT_SECONDS:
             raise ValueError(f"command_seconds is above 0 and at most {_AGENT_SECONDS:g}")
         super().__init__([tool(self.shell)], actions=actions, max_steps=max_steps, tool_seconds=command_seconds + 60.0)
-        self._folder, self._seconds, self._clock = folder, command_seconds, clock
-        names = frozenset(filter(None, (name.strip() for name in variables.split(","))))
-        self._rules = BoxRules(network=network, variables=names, limit_disk=limit_disk, provider=provider or None)
+        self._folder, self._rules = folder, rules or BoxRules()
+        self._seconds, self._clock = command_seconds, clock
         self._stack = AsyncExitStack()  # closes the box
         self._box: Sandbox | None = None
         self._task: HarborTask | None = None
         self._verdict: VerifierResult | None = None
         self._left = 0.0  # seconds of the agent's commands
+        self._acted = False  # whether it has run any
 
     async def shell(self, command: Annotated[str, Field(max_length=MAX_COMMAND)]) -> str:
         """Run a command in the container. Each one starts in the working folder, and has to end by itself.
@@ -94,6 +90,7 @@ class HarborEnvironment(ActingEnvironment):
         if "\0" in command or not command.strip():
             return "(that is no command)"
         seconds, began = min(self._seconds, self._left), self._clock()
+        self._acted = True
         text, user = command.encode(errors="replace").decode(), user_of(self._playing().table.agent)
         done = await self._opened().run(in_shell(text), user=user, seconds=seconds)
         self._left -= self._clock() - began
@@ -113,7 +110,7 @@ class HarborEnvironment(ActingEnvironment):
             verifier_spec(found, self._rules)  # what is not allowed is refused before an episode is played
         except ConfigError as error:
             raise EnvironmentFailed(str(error)) from error
-        self._left = found.table.agent.timeout_sec or _AGENT_SECONDS
+        self._left, self._acted = found.table.agent.timeout_sec or _AGENT_SECONDS, False
         building = opened(found, spec, self._rules, found.table.environment.build_timeout_sec)
         self._box = await self._stack.enter_async_context(building)
         if (user := user_of(found.table.agent)) is not None and (await self._box.run(["true"], user=user)).code:
@@ -176,7 +173,12 @@ class HarborEnvironment(ActingEnvironment):
         return self._verdict
 
     async def _verify(self) -> StepReward:
-        return (await self.verdict()).rewards
+        try:
+            return (await self.verdict()).rewards
+        except Spoiled as error:
+            if self._acted:
+                raise EpisodeForfeited(str(error)) from error
+            raise
 
     def _opened(self) -> Sandbox:
         if self._box is None:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from palestra.envs.rewards import checked_names
-from palestra.errors import EnvironmentFailed, InvalidEnvironment, PayloadTooLarge
+from palestra.errors import InvalidEnvironment, PayloadTooLarge
 from palestra.sandbox import Finished, Sandbox
 from palestra.threads import in_thread
 from palestra_worlds.harbor.boxes import (
     LOGS,
     BoxRules,
+    Spoiled,
     copy_artifacts,
     opened,
     run_script,
@@ -22,6 +23,7 @@ from palestra_worlds.harbor.boxes import (
     shown,
     user_of,
     verifier_spec,
+    write,
 )
 from palestra_worlds.harbor.task import HarborTask, resolved
 
@@ -52,7 +54,10 @@ async def verify(task: HarborTask, box: Sandbox, rules: BoxRules) -> VerifierRes
         rules: what the job allows.
 
     Raises:
-        EnvironmentFailed: there is no reward: the verifier wrote none, or one that can't be read, or took too long.
+        Spoiled: there is no reward, and what the agent has left may be the reason: the verifier wrote none, or one that
+            can't be read, or took too long.
+        EnvironmentFailed: the agent can't be the reason: the verifier's own box does not open, say.
+        EpisodeForfeited: the agent has broken its box.
     """
     await box.stop_processes()
     spec = verifier_spec(task, rules)
@@ -60,12 +65,12 @@ async def verify(task: HarborTask, box: Sandbox, rules: BoxRules) -> VerifierRes
     if spec is None or found is None:
         # The agent may have written both folders.
         await script(box, f"rm -rf /tests {LOGS} && mkdir -p {LOGS} && chmod 777 {LOGS}")
-        await box.put(await in_thread(task.tests), "/tests")
+        await write(box, await in_thread(task.tests), "/tests")
         return await _verified(task, box, rules)
     async with opened(task, spec, rules, found[0].build_timeout_sec) as other:
         await copy_artifacts(task, box, other)
         if not found[2]:
-            await other.put(await in_thread(task.tests), "/tests")
+            await write(other, await in_thread(task.tests), "/tests")
         return await _verified(task, other, rules)
 
 
@@ -79,17 +84,17 @@ async def _verified(task: HarborTask, box: Sandbox, rules: BoxRules) -> Verifier
         seconds=verifier.timeout_sec,
     )
     if done.timed_out:
-        raise EnvironmentFailed(f"task {task.name!r}: its verifier did not end in {verifier.timeout_sec:g} s")
+        raise Spoiled(f"task {task.name!r}: its verifier did not end in {verifier.timeout_sec:g} s")
     try:
         files = await box.get(LOGS, _MAX_LOG_BYTES)
     except PayloadTooLarge:
-        raise EnvironmentFailed(
+        raise Spoiled(
             f"task {task.name!r}: its verifier left more than {_MAX_LOG_BYTES >> 20} MiB, or too many files, in {LOGS}"
         ) from None
     try:
         return VerifierResult(rewards=read_rewards(files), output=shown(done)[-_MAX_SHOWN:])
     except ValueError as error:
-        raise EnvironmentFailed(f"task {task.name!r}: {error}; {_how(done)}") from None
+        raise Spoiled(f"task {task.name!r}: {error}; {_how(done)}") from None
 
 
 def read_rewards(files: Mapping[str, bytes]) -> dict[str, float]:

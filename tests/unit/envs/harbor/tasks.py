@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from palestra.sandbox import Finished, SandboxSpec
 from palestra_worlds.harbor import boxes
@@ -52,13 +52,10 @@ class MemoryBox:
         self.variables.update(environment or {})
         if "rm -rf" in text:
             self.files = {path: data for path, data in self.files.items() if not path.startswith(("/tests", "/logs/v"))}
-        if "[ -d" in text:
-            return Finished(
-                code=int(not any(path.startswith(f"{command[-1]}/") for path in self.files)), output=b"", errors=b""
-            )
-        if command[0] == "cat":
-            found = self.files.get(command[1])
-            return Finished(code=int(found is None), output=found or b"", errors=b"")
+        if "cp -L" in text and command[-1] in self.files:
+            copied = {f"/logs/copies/{PurePosixPath(command[-1]).name}": self.files[command[-1]]}
+            kept = {path: data for path, data in self.files.items() if not path.startswith("/logs/copies/")}
+            self.files = kept | copied
         if "/tests/test.sh" in text:
             return self.verifier(self) or Finished(code=0, output=b"tested", errors=b"")
         return Finished(code=0, output=b"", errors=b"")

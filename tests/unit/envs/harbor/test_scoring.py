@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 
 from palestra.envs import catalog_entry
-from palestra.errors import ConfigError, EnvironmentFailed, InvalidEnvironment
+from palestra.errors import (
+    ConfigError,
+    EnvironmentFailed,
+    EpisodeForfeited,
+    InvalidEnvironment,
+    InvalidRequest,
+    PayloadTooLarge,
+)
 from palestra.sandbox import Finished
 from palestra.types.messages import text_message
 from palestra_worlds.harbor import HarborEnvironment, boxes, catalog
 from palestra_worlds.harbor.catalog import check_harbor
 from palestra_worlds.harbor.scoring import read_rewards
-from unit.envs.harbor.tasks import CLOSED, in_memory, write_task, writes
+from unit.envs.harbor.tasks import CLOSED, MemoryBox, in_memory, write_task, writes
 from unit.envs.playing import calls
 
 TASK = {"id": "t"}
@@ -101,6 +109,72 @@ async def test_a_verifier_that_fails_fails_the_episode(tmp_path, monkeypatch, en
     in_memory(monkeypatch, lambda box: end)
     with pytest.raises(EnvironmentFailed, match=words):
         await played(HarborEnvironment(tmp_path))
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("how", ["no reward", "too slow", "not writable", "large artifact"])
+async def test_a_failure_that_the_agents_commands_may_have_caused_is_its_loss(tmp_path, monkeypatch, how, separate):
+    mode = '[verifier]\nenvironment_mode = "separate"\n' if separate else ""
+    write_task(tmp_path / "t", CLOSED + mode)
+    slow = Finished(code=137, output=b"", errors=b"", timed_out=True)
+    opened = in_memory(monkeypatch, lambda box: slow if how == "too slow" else None)
+
+    async def refuse(self, *_):
+        raise PayloadTooLarge("full") if how == "large artifact" else InvalidRequest("a file is there")
+
+    if how in ("not writable", "large artifact"):
+        monkeypatch.setattr(MemoryBox, "get" if how == "large artifact" else "put", refuse)
+    with pytest.raises(EnvironmentFailed):  # without a command, it is the environment's
+        await played(HarborEnvironment(tmp_path))
+    with pytest.raises(EpisodeForfeited):
+        await played(HarborEnvironment(tmp_path), calls(("shell", {"command": "ls"})))
+    environment = HarborEnvironment(tmp_path)
+    await environment.reset(TASK)
+    await environment.step_message(calls(("shell", {"command": "ls"})))
+    await environment.reset(TASK)  # the next episode begins without commands
+    with pytest.raises(EnvironmentFailed):
+        await environment.step_message(FINISH)
+    await environment.close()
+    assert len(opened) == (7 if separate else 4)
+
+
+async def test_a_verifiers_box_that_does_not_open_is_no_ones_loss(tmp_path, monkeypatch):
+    write_task(tmp_path / "t", CLOSED + '[verifier]\nenvironment_mode = "separate"\n')
+    in_memory(monkeypatch, writes(reward_txt="1"))
+    environment = HarborEnvironment(tmp_path)
+    await environment.reset(TASK)
+    await environment.step_message(calls(("shell", {"command": "ls"})))
+    for end in (Finished(code=127, output=b"", errors=b"no mkdir"), None):
+        monkeypatch.setattr(boxes, "sandbox", fails_with(end))
+        with pytest.raises(EnvironmentFailed):
+            await environment.step_message(FINISH)
+    await environment.close()
+
+
+def fails_with(end: Finished | None):
+    """Boxes whose commands end so; None: that do not open."""
+
+    @asynccontextmanager
+    async def sandbox(spec, provider=None):
+        if end is None:
+            raise ConfigError("no image")
+        box = MemoryBox(spec, lambda box: None)
+        box.run = lambda *_, **__: asyncio.sleep(0, end)
+        yield box
+
+    return sandbox
+
+
+async def test_an_artifact_that_is_a_file_brings_no_other_file(tmp_path, monkeypatch):
+    toml = f'artifacts = ["/bin/tool"]\n{CLOSED}[verifier]\nenvironment_mode = "separate"\n'
+    write_task(tmp_path / "t", toml)
+    opened = in_memory(monkeypatch, writes(reward_txt="1"))
+    environment = HarborEnvironment(tmp_path)
+    await environment.reset(TASK)
+    opened[0].files |= {"/logs/copies/sh": b"mine"}
+    await environment.step_message(FINISH)
+    assert "/bin/sh" not in opened[1].files
+    await environment.close()
 
 
 async def test_the_verifiers_own_box_gets_the_artifacts_and_nothing_else(tmp_path, monkeypatch):
