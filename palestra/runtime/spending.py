@@ -40,7 +40,14 @@ async def open_metering(config: JobConfig, store: RunStore, began: float) -> Met
         device_ms=0 if config.prices is None else config.prices.device_ms * device_count(config),
         refuses=config.kind == "inference",
     )
-    return Metering(ledger, store.spending, None if config.judge is None else config.judge.asked_policy)
+    return Metering(ledger, store.spending, judging_policies(config))
+
+
+def judging_policies(config: JobConfig) -> dict[str, str]:
+    """Return the kind of the calls, `judge` or `audit`, to each policy of a job that judges."""
+    judges = {"audit": None if config.audit is None else config.audit.judge, "judge": config.judge}
+    found = {judge.asked_policy: kind for kind, judge in judges.items() if judge is not None}
+    return {policy: kind for policy, kind in found.items() if policy is not None}
 
 
 def limits_of(config: JobConfig) -> Limits:

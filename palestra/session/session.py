@@ -275,7 +275,7 @@ class Session:
 
         tell = None if listener is None else told
         metering = self._context.metering
-        hold = None if metering is None else await metering.hold(chat)
+        hold = None if metering is None else await metering.hold(chat, self.kind)
         self._turns.move(call, TurnState.GENERATING)
         try:
             malformed = await sample_reply(

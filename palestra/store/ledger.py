@@ -19,6 +19,7 @@ from typing import NamedTuple
 from palestra.config.budget import FREE, TokenPrice
 from palestra.errors import BudgetSpent
 
+_TOO_MUCH = "the call does not fit into what is left of the job's budget; raise it and go on with --resume"
 END_MS = 5000  # kept for the end of a job that has not trained a step yet
 
 
@@ -55,6 +56,7 @@ class _Waiting:
 
     hold: Hold
     refusable: bool
+    aside: bool
     loop: asyncio.AbstractEventLoop
     granted: asyncio.Future[Hold]
 
@@ -104,8 +106,14 @@ class Ledger:
         """Return the share that is spent of the limit that is nearest."""
         return max((used / limit for used, limit in zip(self.total, self.limits, strict=True) if limit), default=0.0)
 
-    async def hold(self, payee: str, prompt_tokens: int, reply_tokens: int, refusable: bool = False) -> Hold:
-        """Return when the tokens of a call are reserved. `refusable`: as if `refuses`, for this call.
+    async def hold(
+        self, payee: str, prompt_tokens: int, reply_tokens: int, refusable: bool = False, aside: bool = False
+    ) -> Hold:
+        """Return when the tokens of a call are reserved.
+
+        Args:
+            refusable: as if `refuses`, for this call.
+            aside: it is no part of the job's work, so that it is refused and does not end the job.
 
         Raises:
             BudgetSpent: they do not fit into the budget any more, and such calls are refused.
@@ -117,7 +125,7 @@ class Ledger:
                 self._reserve(hold)
                 return hold
             loop = asyncio.get_running_loop()
-            waiting = _Waiting(hold, refusable or self.refuses, loop, loop.create_future())
+            waiting = _Waiting(hold, refusable or aside or self.refuses, aside, loop, loop.create_future())
             self._waiting.append(waiting)
         self._look()
         try:
@@ -205,10 +213,16 @@ class Ledger:
         """Grant what fits now to the calls that wait, and end the job if the first of them can't fit any more."""
         began = False
         with self._lock:
-            while self._waiting and self._fits(self._waiting[0].hold):
-                waiting = self._waiting.popleft()
-                self._reserve(waiting.hold)
-                self._tell(waiting, self._grant)
+            while self._waiting:
+                waiting = self._waiting[0]
+                if self._fits(waiting.hold):
+                    self._reserve(waiting.hold)
+                    self._tell(waiting, self._grant)
+                elif waiting.aside and not self._fits(waiting.hold, held=False):
+                    self._tell(waiting, _refuse)
+                else:
+                    break
+                self._waiting.popleft()
             if self._waiting and not self._fits(self._waiting[0].hold, held=False):
                 began, self.over = not self.over, True
             if self.over:
@@ -231,4 +245,4 @@ class Ledger:
 
 def _refuse(waiting: _Waiting) -> None:
     if not waiting.granted.done():
-        waiting.granted.set_exception(BudgetSpent("the job's budget is spent; raise it and go on with --resume"))
+        waiting.granted.set_exception(BudgetSpent(_TOO_MUCH))

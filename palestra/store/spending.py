@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from asyncio import Future
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -120,16 +120,15 @@ class UnrecordedCalls:
     """The `CallStore` of calls outside episodes that are counted.
 
     Attributes:
-        judge: the policy that judges; None: no policy does.
+        judges: the kind of the calls to each policy that judges.
     """
 
     spending: Spending
-    judge: str | None
+    judges: Mapping[str, str]
 
     def append(self, chat: Chat) -> Future[None]:
         """Count a call; the future resolves when that is on disk."""
-        kind = "judge" if _policy(chat.policy) == self.judge else "adhoc"
-        return self.spending.add(used_by(chat, kind, ""))
+        return self.spending.add(used_by(chat, self.judges.get(_policy(chat.policy), "adhoc"), ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +159,18 @@ class Metering:
     """Counts the calls of a job's sessions, within its budget.
 
     Attributes:
-        judge: the policy of the job that judges; None: no policy does.
+        judges: the kind, `judge` or `audit`, of the calls to each policy of the job that judges.
     """
 
     ledger: Ledger
     spending: Spending
-    judge: str | None = None
+    judges: Mapping[str, str] = field(default_factory=dict)
 
-    async def hold(self, chat: Chat) -> Hold:
+    async def hold(self, chat: Chat, kind: str) -> Hold:
         """Return what reserves the tokens of a call that is not sampled yet; see `Ledger.hold`."""
-        return await self.ledger.hold(_policy(chat.policy), chat.prompt_tokens, chat.sampling.max_tokens)
+        policy = _policy(chat.policy)
+        aside = kind == "adhoc" and policy not in self.judges and not self.ledger.refuses
+        return await self.ledger.hold(policy, chat.prompt_tokens, chat.sampling.max_tokens, aside=aside)
 
     def settle(self, hold: Hold, chat: Chat) -> None:
         """Count what was sampled of a call."""
@@ -187,7 +188,7 @@ class Metering:
     @property
     def unrecorded(self) -> UnrecordedCalls:
         """Return what counts calls outside episodes."""
-        return UnrecordedCalls(self.spending, self.judge)
+        return UnrecordedCalls(self.spending, self.judges)
 
     def server(self, kind: str, payee: str) -> ServerMeter:
         """Return what the calls to a server are charged to."""

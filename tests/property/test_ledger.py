@@ -23,6 +23,7 @@ CALLS = st.lists(
         TOKENS,  # most of the reply
         st.fractions(0, 1),  # share of it that is used
         st.integers(0, 3),  # turns of the event loop for which it is sampled
+        st.booleans(),  # whether it is aside of the job's work
         st.one_of(st.none(), st.none(), st.integers(0, 6)),  # turns of the event loop after which it is cancelled
     ),
     max_size=12,
@@ -56,13 +57,12 @@ def test_nothing_is_exceeded_and_nothing_leaks(calls, tokens, money, refuses):
     )
     used: list[tuple[str, int, int]] = []
 
-    async def call(payee, prompt, most, share, turns, _) -> None:
+    async def call(payee, prompt, most, share, turns, aside, _) -> None:
         reply = int(most * share)
         try:
-            hold = await ledger.hold(payee, prompt, most)
+            hold = await ledger.hold(payee, prompt, most, aside=aside)
         except BudgetSpent:
-            assert refuses
-            assert ledger.over
+            assert aside or (refuses and ledger.over)
             return
         check(ledger)
         try:
@@ -93,6 +93,7 @@ def test_nothing_is_exceeded_and_nothing_leaks(calls, tokens, money, refuses):
     free = TokenPrice(0, 0)
     assert ledger.total.money == sum(PRICES.get(payee, free).of(prompt, reply) for payee, prompt, reply in used)
     assert len(ended) == ledger.over
+    assert not ledger.over or not all(aside for *_, aside, _ in calls)
 
 
 async def test_a_refused_call_that_is_cancelled_at_the_same_moment_gives_nothing_back():

@@ -80,6 +80,10 @@ async def test_a_call_that_does_not_fit_waits_and_one_outside_of_training_is_ref
     bench.context.metering.ledger.close()  # the job is over
     with pytest.raises(BudgetSpent):
         await waiting
+    ledger = metered(bench, 60)
+    with pytest.raises(BudgetSpent):  # and the job goes on
+        await StatelessSession(bench.context).generate_one(call("hello"))
+    assert not ledger.over
     metered(bench, 60, refuses=True)
     with pytest.raises(BudgetSpent):
         await StatelessSession(bench.context).generate_one(call("hello"))

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from palestra.config import JobConfig
-from palestra.errors import EpisodeLeaseExpired
+from palestra.config import JobConfig, parse_config
+from palestra.errors import BudgetSpent, EpisodeLeaseExpired
+from palestra.runtime.spending import judging_policies
 from palestra.store.ledger import Ledger, Limits
 from palestra.store.spending import Metering, Used, sums, sums_by_episode, usage_of_calls
 from palestra.types.records import Verdict, VerdictKey
@@ -18,8 +21,11 @@ async def claimed(store, kind: str = "train") -> str:
     return (await store.episodes.claim("w", f"r-{kind}", None)).episode_id
 
 
-def metering(store, judge: str | None = None) -> Metering:
-    return Metering(Ledger(limits=Limits(), monotonic=store.clock.monotonic), store.spending, judge)
+JUDGES = {"judge": "judge", "auditor": "audit"}
+
+
+def metering(store, tokens: int | None = None) -> Metering:
+    return Metering(Ledger(limits=Limits(tokens), monotonic=store.clock.monotonic), store.spending, JUDGES)
 
 
 def without_calls(found: list[Used]) -> set[tuple]:
@@ -40,11 +46,12 @@ async def test_a_call_and_its_use_are_recorded_together_or_not_at_all(store):
 
 
 async def test_the_sum_over_episodes_and_calls_outside_of_them_is_the_sum_of_all(store):
-    all_of = metering(store, judge="judge")
+    all_of = metering(store)
     train, validation = await claimed(store), await claimed(store, "validation")
     await all_of.calls("train").append(make_chat(episode_id=train))
     await all_of.calls("validation").append(make_chat(episode_id=validation, policy="Ω"))
     await all_of.unrecorded.append(make_chat(episode_id="random", fence=0, policy="judge"))
+    await all_of.unrecorded.append(make_chat(episode_id="random", fence=0, policy="auditor"))
     await all_of.unrecorded.append(make_chat(episode_id="random", fence=0))
     all_of.lost(make_chat(episode_id=train, prompt=(1,), completion=()), "train")
     meter = all_of.server("judge", "the judge")
@@ -54,12 +61,48 @@ async def test_the_sum_over_episodes_and_calls_outside_of_them_is_the_sum_of_all
         ("train", "policy", 4, 2),
         ("validation", "Ω", 3, 2),
         ("judge", "judge", 3, 2),
+        ("audit", "auditor", 3, 2),
         ("adhoc", "policy", 3, 2),
         ("judge", "the judge", 10**14, 1),
     }
     episodes = await store.db.read(sums_by_episode)
     assert {one.episode_id for one in episodes} == {train, validation}
     assert without_calls(episodes) <= without_calls(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "refused"),
+    [("adhoc", "policy", True), ("adhoc", "judge", False), ("adhoc", "auditor", False), ("train", "policy", False)],
+)
+async def test_only_a_call_that_is_no_part_of_the_job_leaves_it_running_when_it_does_not_fit(
+    store, kind, policy, refused
+):
+    all_of = metering(store, tokens=4)
+    held = asyncio.create_task(all_of.hold(make_chat(policy=policy), kind))
+    await asyncio.sleep(0.01)
+    assert all_of.ledger.over is not refused
+    assert held.done() is refused
+    all_of.ledger.close()
+    with pytest.raises(BudgetSpent):
+        await held
+
+
+def test_policies_that_judge_and_audit_are_known_by_their_names():
+    judge = {"kind": "rubric", "criteria": [{"name": "good", "text": "Good?"}]}
+    policies = {
+        "policy": {"model": "none"},
+        "a": {"model": "none", "frozen": True},
+        "b": {"model": "none", "frozen": True},
+    }
+    config = parse_config(
+        {
+            "engine": {"kind": "fake"},
+            "policies": policies,
+            "judge": judge | {"policy": "a"},
+            "audit": {"judge": judge | {"policy": "b"}},
+        }
+    )
+    assert judging_policies(config) == {"a": "judge", "b": "audit"}
 
 
 async def test_a_run_without_sums_gets_the_same_from_its_calls_once(tmp_path):
