@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import socket
 from urllib.parse import urlsplit, urlunsplit
@@ -52,7 +53,7 @@ class Forwarder:
     """
 
     def __init__(self, endpoint: str, key: str | None) -> None:
-        """Describe a server. `key`: replaces `stand_in` in the heads of requests; None: nothing is replaced."""
+        """Describe a server. `key`: replaces `stand_in` where a request has it as its key; None: nothing."""
         self._address, self._key = address_of(endpoint), key
         self.stand_in = None if key is None else f"sandbox-{secrets.token_hex(16)}"
         self._server: asyncio.Server | None = None
@@ -103,10 +104,17 @@ class Forwarder:
 
 
 def _with_key(head: bytes, stand_in: str, key: str) -> bytes:
-    """Return the head of a request with the key; it becomes the last of its connection, of which one is looked at."""
+    """Return the head of a request with the key; it becomes the last of its connection, of which one is looked at.
+
+    The key replaces a whole credential only: a server may return other parts of a request, such as its path or host.
+    """
     lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection:")]
+    credential = re.compile(rb"(?i:(authorization:[ \t]*bearer|x-api-key:)[ \t]*)" + stand_in.encode() + rb"[ \t]*")
+    for number, line in enumerate(lines):
+        if credential.fullmatch(line) is not None:
+            lines[number] = line.replace(stand_in.encode(), key.encode())
     lines[1:1] = [b"Connection: close"]
-    return b"\r\n".join(lines).replace(stand_in.encode(), key.encode())
+    return b"\r\n".join(lines)
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
