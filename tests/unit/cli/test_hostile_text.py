@@ -214,6 +214,7 @@ CASES: dict[str, list[list[str]]] = {
     "track": [["run", HOSTILE], [HOSTILE, "tensorboard"], ["run", "tensorboard"]],
     "top": [["run", "--once"], [HOSTILE], [JOB, "--once"]],
     "doctor": [["run"], ["run", "--json"], [HOSTILE]],
+    "cost": [["run"], ["run", "--episodes", "3"], ["run", "--json"], [HOSTILE], [JOB], [JOB, "--user", HOSTILE]],
     "export": [[JOB, "out"], [HOSTILE, "out"]],
     "rotate-key": [[JOB], [HOSTILE]],
     "seat-key": [["run", HOSTILE], [HOSTILE, "white"]],

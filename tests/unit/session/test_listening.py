@@ -120,9 +120,14 @@ async def test_top_logprobs_are_heard_recorded_and_heard_again_by_a_retry(pieces
 
 
 @pytest.mark.parametrize("heard", [None, Heard()])
-async def test_an_engine_that_reports_no_top_logprobs_is_no_engine_for_them(pieces, heard):
-    sampled = pieces.engine._sampled
-    pieces.engine._sampled = lambda request, ids: replace(sampled(request, ids), top=())
+async def test_an_engine_that_reports_no_top_logprobs_is_no_engine_for_them(pieces, heard, monkeypatch):
+    generate = pieces.engine.generate
+
+    async def silent(request):
+        async for piece in generate(request):
+            yield replace(piece, top=())
+
+    monkeypatch.setattr(pieces.engine, "generate", silent)
     session = await pieces.session("adhoc")
     with pytest.raises(UnsupportedField) as refused:
         await session.generate_one(call("a", top_logprobs=2), heard)
