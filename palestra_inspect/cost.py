@@ -32,7 +32,7 @@ def add_cost(commands: Any) -> None:
     )
     parser.add_argument("run_dir", metavar="RUN", nargs="?", help=RUN)
     parser.add_argument(
-        "--episodes", metavar="EPISODES", type=int, default=0, help="how many of the dearest to list, too"
+        "--episodes", metavar="EPISODES", type=int, default=0, help="how many of the dearest to list (default: 0)"
     )
     parser.add_argument(
         "--since", metavar="TIME", type=time_span, help="without RUN: jobs that have changed in this time, such as 24h"
