@@ -30,7 +30,7 @@ def add_cost(commands: Any) -> None:
         "  palestra cost job-1f3a5c7e9b2d4f60          # a job of a service\n"
         "  palestra cost --since 168h                  # all jobs of your tenant in the last week",
     )
-    parser.add_argument("run_dir", metavar="RUN", nargs="?", help=RUN)
+    parser.add_argument("run_dir", metavar="RUN", nargs="?", help=f"{RUN}; without it, all jobs of your tenant")
     parser.add_argument(
         "--episodes", metavar="EPISODES", type=int, default=0, help="how many of the dearest to list (default: 0)"
     )
