@@ -31,9 +31,7 @@ def add_cost(commands: Any) -> None:
         "  palestra cost --since 168h                  # all jobs of your tenant in the last week",
     )
     parser.add_argument("run_dir", metavar="RUN", nargs="?", help=f"{RUN}; without it, all jobs of your tenant")
-    parser.add_argument(
-        "--episodes", metavar="EPISODES", type=int, default=0, help="how many of the dearest to list (default: 0)"
-    )
+    parser.add_argument("--episodes", metavar="EPISODES", type=int, default=0, help="how many of the dearest to list")
     parser.add_argument(
         "--since", metavar="TIME", type=time_span, help="without RUN: jobs that have changed in this time, such as 24h"
     )
