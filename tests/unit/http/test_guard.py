@@ -61,7 +61,20 @@ def headers(key: str | None) -> list[tuple[bytes, bytes]]:
 def test_on_the_data_plane(data_plane, key):
     asked = [(m, p) for m, p in routes_of(data_plane.app) if p not in PUBLIC]
     assert {("POST", "/tasks"), ("POST", "/v1/messages"), ("POST", "/claim_episode")} <= set(asked)
-    for method, path in [*asked, ("POST", "/no/such/route"), ("PUT", "/tasks")]:
+    odd = [
+        ("POST", "/no/such/route"),
+        ("PUT", "/tasks"),
+        ("HEAD", "/status"),
+        ("OPTIONS", "/tasks"),
+        ("GET", "//status"),
+    ]
+    odd += [
+        ("POST", "/v1/chat/completions/"),
+        ("GET", "/openapi.json/"),
+        ("GET", "/openapi.json/../status"),
+        ("FOO", "*"),
+    ]
+    for method, path in [*asked, *odd]:
         found, body = data_plane.loop.run_until_complete(status(data_plane.app, method, path, headers(key)))
         assert found == 401, (method, path, body)
         assert "key" in body["error"]["message"]
