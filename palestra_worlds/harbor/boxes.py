@@ -123,7 +123,7 @@ async def script(box: Sandbox, text: str) -> None:
         raise Spoiled(f"a box could not be prepared ({text[:60]} …): {shown(done)[-300:]}")
 
 
-async def write(box: Sandbox, files: Mapping[str, bytes], folder: str) -> None:
+async def upload_files(box: Sandbox, files: Mapping[str, bytes], folder: str) -> None:
     """Write files. Raises Spoiled: what is there does not let it, such as a folder in the place of a file."""
     try:
         await box.put(files, folder)
@@ -145,7 +145,7 @@ async def copy_artifacts(task: HarborTask, source: Sandbox, target: Sandbox) -> 
                 f"task {task.name!r}: the artifact {path} has more than {MAX_BYTES >> 20} MiB, or too many files"
             ) from None
         if kept := {name: data for name, data in files.items() if not _excluded(name, artifact.exclude)}:
-            await write(target, kept, str(path))
+            await upload_files(target, kept, str(path))
 
 
 async def _file(box: Sandbox, path: PurePosixPath) -> dict[str, bytes]:

@@ -21,9 +21,9 @@ from palestra_worlds.harbor.boxes import (
     run_script,
     script,
     shown,
+    upload_files,
     user_of,
     verifier_spec,
-    write,
 )
 from palestra_worlds.harbor.task import HarborTask, resolved
 
@@ -65,12 +65,12 @@ async def verify(task: HarborTask, box: Sandbox, rules: BoxRules) -> VerifierRes
     if spec is None or found is None:
         # The agent may have written both folders.
         await script(box, f"rm -rf /tests {LOGS} && mkdir -p {LOGS} && chmod 777 {LOGS}")
-        await write(box, await in_thread(task.tests), "/tests")
+        await upload_files(box, await in_thread(task.tests), "/tests")
         return await _verified(task, box, rules)
     async with opened(task, spec, rules, found[0].build_timeout_sec) as other:
         await copy_artifacts(task, box, other)
         if not found[2]:
-            await write(other, await in_thread(task.tests), "/tests")
+            await upload_files(other, await in_thread(task.tests), "/tests")
         return await _verified(task, other, rules)
 
 
