@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
+from palestra.waiting import race
+
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _CHUNK = 65_536
 _NOBODY = 65534  # the limit of processes does not hold for root, so root's sandboxes run as this user
@@ -104,11 +106,9 @@ class CommandOutput:
 
     async def wait(self, ended: asyncio.Future[int], seconds: float | None) -> str:
         """Return why the command is over: `ended`, or what asks for its end, `timeout` or `cut`."""
-        full = asyncio.ensure_future(self._full.wait())
-        try:
-            await asyncio.wait((ended, full), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            full.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await race(asyncio.shield(ended), self._full.wait())
         if ended.done():
             self._drain()
         return "cut" if self._full.is_set() else "ended" if ended.done() else "timeout"
