@@ -53,7 +53,7 @@ async def test_every_route_of_data_needs_the_viewers_key(page):
     app, access, http = page
     key = (await key_of(http, access.code)).json()["key"]
     paths = api_paths(app)
-    assert len(paths) == 16
+    assert len(paths) == 17
     for path in paths:
         address = path + ("?follow=false" if path.endswith("/events") else "")
         for wrong in ({}, {"authorization": "Bearer pv-no"}, {"cookie": f"key={key}"}):

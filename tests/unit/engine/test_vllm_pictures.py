@@ -77,7 +77,7 @@ def test_a_picture_of_qwen_is_one_item_with_its_grid():
 def test_a_picture_that_follows_itself_and_one_that_was_cut_apart_have_their_own_places():
     shown, processor = Shown(), PictureProcessor(model_folder(NAME))
     part = shown.add(noise(64, 64))
-    ids = PictureTokens.ids(renderer_of(shown)._pictures, part.digest)
+    ids = PictureTokens.ids(renderer_of(shown)._writer._pictures, part.digest)
     twice = np.array([*ids, *ids], np.int32)
     cut = len(ids) // 2
     spans = (
