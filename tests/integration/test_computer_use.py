@@ -33,6 +33,7 @@ from palestra.runtime.local import local_job
 from palestra.runtime.parts import Parts
 from palestra.session import PolicyRuntime
 from palestra.trainer.fake import FakeTrainer
+from palestra.types.calls import SampledTokens
 from palestra.types.records import Task
 from palestra_screens import BrowserEnvironment, DesktopEnvironment
 from palestra_screens.browser.page import BrowserPage
@@ -86,7 +87,8 @@ class Looking(FakeEngine):
         digests = [span.digest for span in request.prompt.media]
         self.seen.append(digests)
         shown = [np.asarray(decode_picture(self._pictures.get(digest))) for digest in digests]
-        yield self._sampled(request, (*self._says(shown).encode(), self._stop))
+        ids = (*self._says(shown).encode(), self._stop)
+        yield SampledTokens(ids=ids, logprobs=(-1.0,) * len(ids), version=self.version(request.policy))
 
 
 async def played(folder: Path, environment: Any, says: Callable[[list[Pixels]], str], tasks: list[dict[str, Any]]):
