@@ -8,6 +8,7 @@ import sys
 import time
 
 from palestra.process.keeper import descendants_of
+from palestra_inspect import trial
 from palestra_inspect.trial import MemoryPeak
 
 MIB = 2**20
@@ -15,7 +16,9 @@ GRANDCHILD = "held = bytearray(b'x' * (96 * 2**20)); print('ready', flush=True);
 CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {GRANDCHILD!r}])"
 
 
-def test_memory_of_descendants_counts_also_where_they_lead_a_session_of_their_own():
+def test_memory_of_descendants_counts_also_where_they_lead_a_session_of_their_own(monkeypatch):
+    there = descendants_of(os.getpid())  # of other tests
+    monkeypatch.setattr(trial, "descendants_of", lambda process: descendants_of(process) - there)
     with MemoryPeak() as memory:
         before = memory.now()
         with subprocess.Popen(
