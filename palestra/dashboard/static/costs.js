@@ -10,9 +10,9 @@ export async function costsView({ run }) {
   const place = h("div", { "aria-live": "polite" });
   async function load() {
     const found = await get(at(run, "costs"));
-    replace(place, found.counted ? null : h("p", { class: "muted" }, "Calls are counted in jobs with [prices] or a [budget]; palestra cost counts those of this run."),
+    replace(place, found.counted ? null : h("p", { class: "muted" }, "Without [prices] and a [budget], the job does not count its calls. The command palestra cost reads them from the run."),
       found.priced ? null : h("p", { class: "muted" }, "The job has no [prices], so there is no money."),
-      table("phase", found.phases, found), table("policy or server", found.payees, found));
+      table("phase", found.phases, found), found.counted ? table("policy or server", found.payees, found) : null);
   }
   await load();
   const stop = onChange((what, name, event) => { if (what === "event" && name === run && event.kind === "step") load().catch(() => {}); });
@@ -21,8 +21,12 @@ export async function costsView({ run }) {
 }
 
 function table(title, lines, found) {
-  const names = [title, "calls", "tokens in", "tokens out", "time", ...(found.priced ? ["money"] : [])];
-  return scrolled(`Costs by ${title}`, h("table", { class: "rows" }, h("thead", {}, h("tr", {}, names.map((name, place) => h("th", { scope: "col", class: place > 0 ? "n" : "" }, name)))),
-    h("tbody", {}, [...lines, found.total].map((line) => h("tr", {}, h("th", { scope: "row" }, visible(line.name)),
-      [whole(line.calls), whole(line.prompt_tokens), whole(line.reply_tokens), duration(line.ms / 1000), ...(found.priced ? [line.shown] : [])].map((text) => h("td", { class: "n" }, text)))))));
+  const columns = [
+    ...(found.counted ? [["calls", (line) => whole(line.calls)], ["tokens in", (line) => whole(line.prompt_tokens)], ["tokens out", (line) => whole(line.reply_tokens)]] : []),
+    ["time", (line) => duration(line.ms / 1000)],
+    ...(found.priced ? [["money", (line) => line.shown]] : []),
+  ];
+  return scrolled(`Costs by ${title}`, h("table", { class: "rows" },
+    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, title), columns.map(([name]) => h("th", { scope: "col", class: "n" }, name)))),
+    h("tbody", {}, [...lines, found.total].map((line) => h("tr", {}, h("th", { scope: "row" }, visible(line.name)), columns.map(([, text]) => h("td", { class: "n" }, text(line))))))));
 }
