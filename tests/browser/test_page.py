@@ -248,6 +248,7 @@ def test_nothing_serious_keeps_anybody_from_using_any_view(finished, dashboard, 
         f"episode/{episode}",
         "episodes",
         "findings",
+        "costs",
         "talk",
         "settings",
     )
