@@ -181,7 +181,7 @@ async def _show(environment: ConcurrentEnvironment, task: dict[str, Any]) -> Non
 async def _draw(name: str, made: Environment | ConcurrentEnvironment, task: dict[str, Any]) -> None:
     """Print the roles of an environment, and the picture of its protocol."""
     from palestra.envs import MultiAgentEnvironment
-    from palestra.envs.coordinator import draw_protocol
+    from palestra_inspect.protocol_drawing import draw_protocol
 
     if not isinstance(made, MultiAgentEnvironment):
         say(f"{name} has no protocol: its agents act whenever they are shown something")

@@ -6,7 +6,7 @@ import pytest
 
 from palestra.cli.main import main
 from palestra.envs import CATALOG, decided, free, phases, simultaneous, turns
-from palestra.envs.coordinator import draw_protocol
+from palestra_inspect.protocol_drawing import draw_protocol
 
 
 def test_who_acts_when_and_where_the_barriers_are():
