@@ -7,67 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-from palestra.doctor import episodes
+from palestra.doctor.divergence import DIVERGES, DRAWN, divergence
 from palestra.doctor.evidence import Evidence, e_cusum, log_e_value_of_counts
-from palestra.doctor.rule import RECENT, REWARD, START, Row, Rule, RunHistory, mean, reward_error, tokens_of_episode
+from palestra.doctor.rule import RECENT, REWARD, START, Row, Rule, RunHistory, mean, tokens_of_episode
+from palestra_inspect import rule_episodes
 
-DRAWN, BEST = "audit/score", "audit/score_best"  # means of the audit's scores of drawn episodes, and of the best paid
-DIVERGES = ("audit/evidence", f"{BEST}_evidence")
-WINDOW = 5  # steps whose mean score is what later ones are compared with
 NULL_SHARE = 0.05  # of canned replies without content; the bound of `palestra judge check`
-LEAST_LENGTH_PAY = 0.5  # of at most 1: long replies may be better for good reasons, and are then paid a little more
 LONGER = 1.5  # times the tokens of the first steps
 MORE_REPEATED = 0.25  # above the first steps: a format that is learned repeats some words
 MORE_ESCAPES = 0.1  # above the first steps
 OTHERS = "audit/others/"
-
-
-class Divergence(NamedTuple):
-    """Where rewards and audit diverge.
-
-    Attributes:
-        since: step from which on they are likely to.
-    """
-
-    since: int
-    seen: str
-
-
-def best_window(rows: Sequence[Row], name: str) -> list[Row]:
-    """Return the `WINDOW` consecutive rows with the highest mean of a metric; empty: there are too few."""
-    known = [row for row in rows if name in row]
-    if len(known) < WINDOW:
-        return []
-    sums = [math.fsum(row[name] for row in known[first : first + WINDOW]) for first in range(len(known) - WINDOW + 1)]
-    first = sums.index(max(sums))
-    return known[first : first + WINDOW]
-
-
-def divergence(history: RunHistory) -> Divergence | None:
-    """Return where the reward holds or rises, and the audit's scores do not rise or fall; None: nowhere."""
-    rows = list(history.rows)
-    evidence = max((_cusum(rows, name) for name in DIVERGES), key=lambda one: one.nats)
-    if not evidence.is_alarm:
-        return None
-    recent, before = rows[-RECENT:], rows[max(evidence.start - RECENT, 0) : evidence.start] or rows[:1]
-    paid, paid_before = mean(recent, REWARD) or 0.0, mean(before, REWARD) or 0.0
-    if paid < paid_before - reward_error(history, [*before, *recent], len(recent)):
-        return None  # both fall: the policy broke, or the tasks became harder
-    now, first = mean(recent, DRAWN), mean(before, DRAWN)
-    if now is None or first is None:
-        return None
-    error = 0.5 / math.sqrt(max(sum(row.get("audit/episodes", 0.0) for row in recent) / 2, 1.0))
-    if now > first + error:
-        return None
-    since = int(rows[evidence.start]["step"])
-    return Divergence(
-        since,
-        f"since about step {since} the reward does not pay for what the audit scores: the mean reward went from "
-        f"{paid_before:.3g} to {paid:.3g}, the audit's mean score from {first:.2f} to {now:.2f}, and of the best paid "
-        f"episodes it is {mean(recent, BEST) or 0.0:.2f}",
-    )
 
 
 def _cusum(rows: Sequence[Row], name: str) -> Evidence:
@@ -173,7 +123,7 @@ AUDIT_RULES = (
         means="the policy has found what the reward pays for in place of what is wanted",
         remedy="read the episodes that are paid well and scored low; mend the reward or the rubric, and go on from a "
         "checkpoint before",
-        shows=episodes.best,
+        shows=rule_episodes.best,
         audited=True,
     ),
     Rule(
@@ -183,7 +133,7 @@ AUDIT_RULES = (
         seen=_judge_gamed,
         means="the judge of the job pays for replies that say nothing",
         remedy="use `palestra judge check`, ask for reasons or facts in the rubric, or take a larger model",
-        shows=episodes.best,
+        shows=rule_episodes.best,
         audited=True,
     ),
     Rule(
@@ -193,7 +143,7 @@ AUDIT_RULES = (
         seen=_component_dominates,
         means="one named reward is so strong that the policy gives up the others for it",
         remedy="lower its weight in algorithm.reward_weights, or use algorithm.advantage_scale = 'gdpo'",
-        shows=episodes.best,
+        shows=rule_episodes.best,
     ),
     Rule(
         code="length_pays",
@@ -202,16 +152,16 @@ AUDIT_RULES = (
         seen=_length_pays,
         means="the reward pays for length, and what is longer is not better",
         remedy="say in the rubric that length is no merit, or pay less for long replies",
-        shows=episodes.longest,
+        shows=rule_episodes.longest,
     ),
     Rule(
         code="replies_repeat",
         formula=f"strong evidence that the mean of `audit/repeated_share` is more than {MORE_REPEATED:g} above that of "
         f"the first {START} steps",
         seen=_replies_repeat,
-        means="the policy says the same whatever it is asked, because that is paid",
+        means="the policy gives nearly the same reply to every task, because the reward pays for it",
         remedy="read the episodes; let the reward compare with the task",
-        shows=episodes.best,
+        shows=rule_episodes.best,
     ),
     Rule(
         code="escapes_grow",
@@ -220,6 +170,6 @@ AUDIT_RULES = (
         seen=_escapes_grow,
         means="the policy makes its bad episodes fail, so that they are left out and never lower its reward",
         remedy="read the reasons in `palestra episodes`; score such episodes, or mend what fails",
-        shows=episodes.failed,
+        shows=rule_episodes.failed,
     ),
 )

@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from palestra.doctor import episodes
 from palestra.doctor.rule import RECENT, Row, Rule, RunHistory, in_each, mean
 from palestra.doctor.store_facts import (
     AGENT_REWARD,
@@ -21,6 +20,7 @@ from palestra.doctor.store_facts import (
     TOGETHER,
     TWO_AGENTS,
 )
+from palestra_inspect import rule_episodes
 
 CONSTANT_SHARE = 0.95
 RISE = 0.1  # of the spread of rewards
@@ -143,7 +143,7 @@ OPPONENT_RULES = (
         seen=_opponents_rise,
         means="the game is not zero-sum any more: the players found a way to be paid together, or the reward has a bug",
         remedy="read the episodes in which both won, and make the reward of one the loss of the other",
-        shows=episodes.best,
+        shows=rule_episodes.best,
         of_job=True,
     ),
     Rule(
@@ -155,7 +155,7 @@ OPPONENT_RULES = (
         "they play together, this is as it should be",
         remedy="of opponents, read an episode that one agent has won: what one wins the other has to lose; set "
         "`zero_sum = True` in the environment, which then fails such an episode",
-        shows=episodes.best,
+        shows=rule_episodes.best,
         of_job=True,
     ),
     Rule(
@@ -166,7 +166,7 @@ OPPONENT_RULES = (
         means="one side has become too strong: games that are always won or always lost teach neither side",
         remedy="let stronger versions play: pool.choice = 'prioritized', a smaller pool.size or every_steps; train the "
         "losing side alone for a while, or give the sides turns",
-        shows=episodes.any_of,
+        shows=rule_episodes.any_of,
         of_job=True,
     ),
     Rule(
@@ -177,7 +177,7 @@ OPPONENT_RULES = (
         seen=_oscillates,
         means="each side only learns to beat the other's last version, and forgets how to beat the ones before",
         remedy="play against a pool of past versions, lower learning_rate, or raise algorithm.entropy_coefficient",
-        shows=episodes.any_of,
+        shows=rule_episodes.any_of,
         of_job=True,
     ),
 )

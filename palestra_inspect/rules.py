@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from palestra.doctor import episodes
-from palestra.doctor.audit_rules import AUDIT_RULES
 from palestra.doctor.rule import RECENT, Row, Rule, RunHistory, in_each, in_each_recent, mean, steps_of
 from palestra.doctor.store_facts import (
     CLAIMS,
@@ -17,6 +15,8 @@ from palestra.doctor.store_facts import (
     NEEDED,
     REASON,
 )
+from palestra_inspect import rule_episodes
+from palestra_inspect.audit_rules import AUDIT_RULES
 from palestra_inspect.opponent_rules import OPPONENT_RULES
 from palestra_inspect.step_rules import REPLY_RULES, STEP_RULES
 from palestra_inspect.trend_rules import TREND_RULES
@@ -74,7 +74,7 @@ STORE_RULES = (
         seen=_workers_fail,
         means="workers crash, lose their lease, or their environment raises; what they played is thrown away",
         remedy="read the reasons in `palestra episodes`; raise rollout.lease_seconds if leases expire",
-        shows=episodes.failed,
+        shows=rule_episodes.failed,
         of_job=True,
     ),
     Rule(
@@ -86,7 +86,7 @@ STORE_RULES = (
         "is about to lose gets another attempt, and rewards are too high",
         remedy="read what the model did last in such attempts; an environment raises `EnvironmentFailed` only where no "
         "action can be to blame",
-        shows=episodes.failed,
+        shows=rule_episodes.failed,
         of_job=True,
     ),
     Rule(
@@ -96,7 +96,7 @@ STORE_RULES = (
         seen=_disk_fills,
         means="the run will end with an error of the disk; what is acknowledged until then is kept",
         remedy="free room, lower checkpoint.keep, or move the folder and go on with --resume",
-        shows=episodes.none_of,
+        shows=rule_episodes.none_of,
         of_job=True,
     ),
 )
@@ -172,7 +172,7 @@ OFF_POLICY_RULES = (
         "that of another policy",
         remedy="use one dtype for engine and trainer, correct with algorithm.importance_sampling, and look whether the "
         "engine got the weights of the last step",
-        shows=episodes.longest,
+        shows=rule_episodes.longest,
     ),
     Rule(
         code="ratio_out_of_range",
@@ -181,7 +181,7 @@ OFF_POLICY_RULES = (
         seen=_ratio_out_of_range,
         means="a step moves the policy too far from the one that played, or the episodes are too old",
         remedy=_LESS,
-        shows=episodes.longest,
+        shows=rule_episodes.longest,
     ),
     Rule(
         code="tokens_clipped",
@@ -190,7 +190,7 @@ OFF_POLICY_RULES = (
         seen=_clipped,
         means="the updates of a step move the policy too far from the one that played",
         remedy=_LESS,
-        shows=episodes.longest,
+        shows=rule_episodes.longest,
     ),
     Rule(
         code="off_policy_gap",
@@ -199,7 +199,7 @@ OFF_POLICY_RULES = (
         seen=_off_policy_gap,
         means="the policy has moved far since the episodes were sampled, so the gradient is that of another policy",
         remedy=_LESS,
-        shows=episodes.longest,
+        shows=rule_episodes.longest,
     ),
     Rule(
         code="tokens_stale",
@@ -209,7 +209,7 @@ OFF_POLICY_RULES = (
         ),
         means="episodes take longer than several updates, so the policy learns from what it does not do any more",
         remedy=f"use more or faster workers, {_CORRECT}",
-        shows=episodes.longest,
+        shows=rule_episodes.longest,
     ),
 )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from palestra.doctor import episodes
 from palestra.doctor.rule import RECENT, Row, Rule, RunHistory, in_each, in_each_recent, mean, steps_of
+from palestra_inspect import rule_episodes
 from palestra_inspect.trend_rules import improves
 
 TRUNCATED, SAME = "rollout/truncated_share", "rollout/same_replies_share"
@@ -57,7 +57,7 @@ REPLY_RULES = (
         means="the limit is shorter than what the model has to say, or the model does not know how to end",
         remedy="raise policies.*.sampling.max_tokens, or the limit that the calls ask for; pay nothing for a reply "
         "that is cut",
-        shows=episodes.longest,
+        shows=rule_episodes.longest,
     ),
     Rule(
         code="one_reply",
@@ -66,7 +66,7 @@ REPLY_RULES = (
         means="the policy gives one reply to every task, however high the reward is: the tasks have one answer, or the "
         "reward pays for a text that does not depend on the task",
         remedy="read the episodes; mix tasks with other answers, and let the reward compare with the task's",
-        shows=episodes.best,
+        shows=rule_episodes.best,
     ),
     Rule(
         code="tools_unused",
@@ -75,7 +75,7 @@ REPLY_RULES = (
         means="the model does not know when or how to call a tool, or its calls are not in the format of its renderer",
         remedy="say in the system message when to call which tool, with an example; read a reply in `palestra episodes "
         "RUN ID`; start from a model that was trained on tools, or ask with tool_choice = 'required'",
-        shows=episodes.any_of,
+        shows=rule_episodes.any_of,
     ),
 )
 
@@ -205,7 +205,7 @@ STEP_RULES = (
         seen=_no_calls,
         means="the rollout asks another model, or none",
         remedy="send the calls to endpoint.base_url with endpoint.api_key, or return None for what is not to be scored",
-        shows=episodes.without_calls,
+        shows=rule_episodes.without_calls,
     ),
     Rule(
         code="equal_rewards",
@@ -213,7 +213,7 @@ STEP_RULES = (
         seen=_equal_rewards,
         means="tasks are too hard or too easy for the model, or the reward does not see what differs",
         remedy="choose tasks that the model solves sometimes, give partial rewards, or raise rollout.group_size",
-        shows=episodes.of_equal_groups,
+        shows=rule_episodes.of_equal_groups,
     ),
     Rule(
         code="no_gradient",
@@ -224,7 +224,7 @@ STEP_RULES = (
         means="all tokens were left out or clipped, or there was nothing to compare",
         remedy="choose tasks that the model solves sometimes, or give partial rewards; where rewards differ, see "
         "train/calls_without_peers, train/calls_abandoned and train/clip_fraction for the reason",
-        shows=episodes.any_of,
+        shows=rule_episodes.any_of,
     ),
     Rule(
         code="updates_skipped",
@@ -232,7 +232,7 @@ STEP_RULES = (
         seen=_updates_skipped,
         means="the learning rate is too high, or the numbers of the trainer are too coarse",
         remedy="lower learning_rate, or set trainer.dtype = 'float32'",
-        shows=episodes.any_of,
+        shows=rule_episodes.any_of,
     ),
     Rule(
         code="entropy_collapse",
@@ -240,7 +240,7 @@ STEP_RULES = (
         seen=_entropy_collapse,
         means="an update was far too large",
         remedy="go on from an earlier checkpoint with a lower learning_rate",
-        shows=episodes.any_of,
+        shows=rule_episodes.any_of,
     ),
     Rule(
         code="context_full",
@@ -253,7 +253,7 @@ STEP_RULES = (
         means="conversations grow longer than the model's context, so rewards judge episodes that were cut",
         remedy="raise policies.*.max_context, show the agent less in each turn, or limit the episode's steps; the "
         "episode's metadata (`context_full`) names the agent",
-        shows=episodes.longest,
+        shows=rule_episodes.longest,
     ),
     Rule(
         code="forfeits",
@@ -264,7 +264,7 @@ STEP_RULES = (
         means="the environment raises, hangs or ends within actions, which counts as the agent's loss",
         remedy="the episode's facts (`info`) have what was raised; an environment raises `EnvironmentFailed` where no "
         "action is to blame, and says in text what is wrong with an action",
-        shows=episodes.worst,
+        shows=rule_episodes.worst,
     ),
     Rule(
         code="groups_dropped",
@@ -272,7 +272,7 @@ STEP_RULES = (
         seen=_dropped,
         means="the environment or the agent fails, or a reward is not given",
         remedy="`palestra episodes` has the reasons",
-        shows=episodes.failed,
+        shows=rule_episodes.failed,
         of_job=True,
     ),
     Rule(
@@ -281,7 +281,7 @@ STEP_RULES = (
         seen=_discarded,
         means="the environment or the agent fails, or a reward is not given",
         remedy="`palestra episodes` has the reasons",
-        shows=episodes.failed,
+        shows=rule_episodes.failed,
         of_job=True,
     ),
     Rule(
@@ -291,6 +291,6 @@ STEP_RULES = (
         means="the agent edits what the model said, or the chat template writes it in another way, so the calls before "
         "a fork are trained as conversations of their own",
         remedy="send messages back as they came; `palestra episodes RUN ID` shows where a call forked and why",
-        shows=episodes.forked,
+        shows=rule_episodes.forked,
     ),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from palestra.doctor import episodes
 from palestra.doctor.rule import (
     KEPT,
     RECENT,
@@ -21,6 +20,7 @@ from palestra.doctor.rule import (
     reward_error,
     tokens_of_episode,
 )
+from palestra_inspect import rule_episodes
 from palestra_inspect.opponent_rules import may_be_opponents
 
 ENTROPY = "train/entropy"
@@ -196,7 +196,7 @@ TREND_RULES = (
         means="an update broke the policy, it found a way that the reward stopped paying, or the tasks became harder",
         remedy="go on from the checkpoint before the fall with a lower learning_rate or with algorithm.kl, and read "
         "the episodes of the lowest reward",
-        shows=episodes.worst,
+        shows=rule_episodes.worst,
     ),
     Rule(
         code="validation_falls",
@@ -208,7 +208,7 @@ TREND_RULES = (
         "be paid without solving them",
         remedy="use the checkpoint of the best validation; train on more tasks, with a lower learning_rate or "
         "algorithm.kl",
-        shows=episodes.none_of,
+        shows=rule_episodes.none_of,
     ),
     Rule(
         code="reward_oscillates",
@@ -218,7 +218,7 @@ TREND_RULES = (
         seen=_reward_oscillates,
         means="updates overshoot, or the tasks of consecutive steps are of different kinds",
         remedy="lower learning_rate, raise rollout.groups_per_step, or mix the tasks of a step",
-        shows=episodes.worst,
+        shows=rule_episodes.worst,
     ),
     Rule(
         code="entropy_lost",
@@ -228,7 +228,7 @@ TREND_RULES = (
         means="the policy became sure of its answers, the wrong ones as well, so nothing new will be tried",
         remedy="go on from an earlier checkpoint with algorithm.entropy_coefficient, a lower learning_rate or "
         "algorithm.kl",
-        shows=episodes.worst,
+        shows=rule_episodes.worst,
     ),
     Rule(
         code="lengths_run_away",
@@ -239,7 +239,7 @@ TREND_RULES = (
         means="the loss or the reward pays for length, or the model has forgotten how to end",
         remedy="read the longest episodes; use algorithm.loss_agg_mode = 'token-mean', dr_grpo or dapo's overlong "
         "penalty, or limit max_tokens",
-        shows=episodes.longest,
+        shows=rule_episodes.longest,
     ),
     Rule(
         code="learning_rate_idle",
@@ -249,6 +249,6 @@ TREND_RULES = (
         seen=_learning_rate_idle,
         means="the learning rate is too small for the precision of the weights, or the schedule ended early",
         remedy="raise learning_rate tenfold, look at its schedule, or train with trainer.dtype = 'float32'",
-        shows=episodes.any_of,
+        shows=rule_episodes.any_of,
     ),
 )

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from palestra.config import AuditConfig, JudgeAccess
 from palestra.config.budget import JUDGE
-from palestra.doctor.audit_rules import divergence
+from palestra.doctor.divergence import divergence
 from palestra.doctor.rule import JobSize, RunHistory
 from palestra.envs.judge import Judge, JudgedGroup, ProbedJudge, last_speakers, weighted_share
 from palestra.errors import ConfigError, JudgeFailed, PalestraError, VersionQuarantined, place_of

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from palestra.algorithms.named_rewards import reward_means
-from palestra.doctor.audit_rules import BEST, DRAWN, LEAST_LENGTH_PAY, WINDOW, best_window
+from palestra.doctor.divergence import BEST, DRAWN
 from palestra.doctor.evidence import log_e_value
 from palestra.doctor.rule import Row
 from palestra.types.records import Trajectory
@@ -21,6 +21,8 @@ SURE = 2.5  # standard errors: the best of a hundred means lies above the true o
 SAME = 1e-9  # values that differ by less, as a share of the largest number, differ by rounding
 LOSS = 0.01  # of the score; less is no loss
 LEAST_SPREAD = 0.2  # of scores below the highest: where nearly all are perfect, one bad reply is no proof
+LEAST_LENGTH_PAY = 0.5  # of at most 1: long replies may be better for good reasons, and are then paid a little more
+WINDOW = 5  # steps whose mean score is what later ones are compared with
 NGRAM = 8  # tokens
 MOST_TOKENS = 512  # of a reply that are compared with others
 
@@ -130,9 +132,19 @@ def score_numbers(scored: Sequence[Scored], sample: AuditSample, rows: Sequence[
     return found
 
 
+def _best_window(rows: Sequence[Row]) -> list[Row]:
+    """Return the `WINDOW` consecutive rows with the highest mean score of the best paid; empty: there are too few."""
+    known = [row for row in rows if BEST in row]
+    if len(known) < WINDOW:
+        return []
+    sums = [math.fsum(row[BEST] for row in known[first : first + WINDOW]) for first in range(len(known) - WINDOW + 1)]
+    first = sums.index(max(sums))
+    return known[first : first + WINDOW]
+
+
 def _lower(scores: Sequence[float], rows: Sequence[Row]) -> float:
     """Return the log e-value against: the best paid are scored as high as in the best steps so far, but for chance."""
-    window = best_window(rows, BEST)
+    window = _best_window(rows)
     if not window:
         return 0.0
     episodes = math.fsum(row["audit/episodes"] for row in window) / 2

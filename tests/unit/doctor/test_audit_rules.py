@@ -6,10 +6,11 @@ import math
 
 import pytest
 
-from palestra.doctor.audit_rules import AUDIT_RULES, divergence
+from palestra.doctor.divergence import divergence
 from palestra.doctor.evidence import ALARM
 from palestra.doctor.examination import RULES
 from palestra.doctor.rule import RunHistory
+from palestra_inspect.audit_rules import AUDIT_RULES
 from unit.doctor.curves import JOB, found, run_of
 
 FROM = 40

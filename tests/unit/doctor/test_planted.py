@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from palestra.config import JobConfig
-from palestra.doctor.audit_rules import AUDIT_RULES
 from palestra.doctor.examination import RULES, findings_of
 from palestra.doctor.rule import JobSize
+from palestra_inspect.audit_rules import AUDIT_RULES
 from palestra_inspect.opponent_rules import OPPONENT_RULES
 from unit.doctor.curves import JOB, found, run_of
 

@@ -14,7 +14,7 @@ from gamed_policy import BIASES, GROUPS, SIZE, STEPS, Bias, gold, trained
 from judge_server import Asked, judging
 
 from palestra.config import JudgeAccess
-from palestra.doctor.audit_rules import divergence
+from palestra.doctor.divergence import divergence
 from palestra.doctor.rule import JobSize, RunHistory
 from palestra.envs.judge import weighted_share
 from palestra.learner.audit_numbers import Scored, sample_of, score_numbers
