@@ -28,13 +28,13 @@ from palestra.config import TrainerConfig
 from palestra.errors import InvalidRequest, ServerFailed, TrainerLost
 from palestra.models.device import available_cores, tune_malloc
 from palestra.models.numerics import numerics
-from palestra.models.weights import OwnedFolder
 from palestra.process.channel import Beat, BlockingChannel, Call, CallBroken, Cause, Channel, Remote, TakenBack
 from palestra.process.child import HOSTED, ChildProcess, ProcessStarter, die_with_parent, how_lost, start_process
 from palestra.process.codec import decode
 from palestra.process.stub import answer_of, method_of
 from palestra.threads import in_thread
 from palestra.waiting import cancelled, together
+from palestra_sharded.owned_folder import OwnedFolder
 
 log = logging.getLogger("palestra.trainer")
 CHECK_SECONDS = 0.5  # between two looks at how long a rank has been silent
