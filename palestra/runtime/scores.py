@@ -1,11 +1,10 @@
-"""The outcome of each task on which models are scored; means with intervals, and whether two algorithms differ.
+"""The outcome of each task on which models are scored; means with intervals.
 
 All formulas are closed forms over a handful of numbers, so that no library of statistics is needed.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,8 +13,6 @@ from functools import cache
 from palestra.errors import ConfigError
 from palestra.types.metrics import of_policy
 from palestra.types.records import Trajectory
-
-MOST_EXACT = 16  # pairs up to which all assignments of signs are enumerated: 65,536
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,29 +26,6 @@ class Estimate:
     mean: float
     half: float | None
     count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The difference of two algorithms over their common seeds.
-
-    Attributes:
-        estimate: mean of the differences, with its interval.
-        p_t: two-sided p of the paired t-test; None: only one pair, or all differences are equal and not 0.
-        p_exact: two-sided p of the exact permutation of signs; None: over `MOST_EXACT` pairs, unless all differences
-            are equal. At least one of the two exists.
-    """
-
-    estimate: Estimate
-    p_t: float | None
-    p_exact: float | None
-
-    @property
-    def p(self) -> float:
-        """Return the p of the t-test or, without one, the exact p."""
-        p = self.p_exact if self.p_t is None else self.p_t
-        assert p is not None
-        return p
 
 
 def student_t(t: float, degrees: int) -> float:
@@ -89,67 +63,13 @@ def estimate(values: Sequence[float]) -> Estimate:
     mean = math.fsum(values) / count
     if count == 1:
         return Estimate(mean, None, 1)
-    return Estimate(mean, t_quantile(0.95, count - 1) * _standard_error(values), count)
+    return Estimate(mean, t_quantile(0.95, count - 1) * standard_error(values), count)
 
 
-def paired_difference(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Compare two algorithms by the differences `first - second`, seed by seed.
-
-    Both have values for the same seeds in the same order, at least one.
-    """
-    differences = [a - b for a, b in zip(first, second, strict=True)]
-    found = estimate(differences)
-    return Difference(found, _paired_t(differences), _sign_permutation(differences))
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values corrected for their number (Holm 1979), in the given order.
-
-    The probability of even one false difference among all of them is at most the significance level.
-    """
-    corrected = [0.0] * len(p_values)
-    largest = 0.0
-    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, p_values[place] * (len(p_values) - rank)))
-        corrected[place] = largest
-    return corrected
-
-
-def _standard_error(values: Sequence[float]) -> float:
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean of independent values, at least two."""
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
-
-
-def _are_equal(differences: Sequence[float]) -> bool:
-    """Return whether all differences are equal, but for rounding."""
-    error = _standard_error(differences) if len(differences) > 1 else 0.0
-    return error <= 1e-12 * max(map(abs, differences))
-
-
-def _paired_t(differences: Sequence[float]) -> float | None:
-    """Return the two-sided p of the t-test that the mean of the differences is 0."""
-    if not any(differences):
-        return 1.0
-    if _are_equal(differences):  # there is no variance from which the test could judge
-        return None
-    error = _standard_error(differences)
-    t = abs(math.fsum(differences) / len(differences)) / error
-    return max(0.0, 1.0 - student_t(t, len(differences) - 1))
-
-
-def _sign_permutation(differences: Sequence[float]) -> float | None:
-    """Return the share of all assignments of signs whose sum is at least as far from 0 as the observed one."""
-    if not any(differences):
-        return 1.0
-    if _are_equal(differences):  # only the observed signs and their opposite are as far from 0
-        return 2.0 ** (1 - len(differences))
-    if len(differences) > MOST_EXACT:
-        return None
-    observed = abs(math.fsum(differences))
-    bound = observed - 1e-9 * math.fsum(map(abs, differences))  # sums of the same numbers differ by rounding
-    signs = itertools.product((1.0, -1.0), repeat=len(differences))
-    found = sum(abs(math.fsum(s * d for s, d in zip(each, differences, strict=True))) >= bound for each in signs)
-    return found / float(1 << len(differences))
 
 
 MEAN = "validation/reward_mean"

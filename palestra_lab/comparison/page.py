@@ -14,8 +14,9 @@ from typing import Any
 
 from palestra import __version__
 from palestra.disk import write_whole
-from palestra.runtime.scores import MOST_EXACT, Difference, Estimate, estimate, holm, paired_difference
+from palestra.runtime.scores import Estimate, estimate
 from palestra.terminal import one_line
+from palestra_lab.comparison.differences import MOST_EXACT, Difference, holm, paired_difference
 from palestra_lab.comparison.plan import PlannedRun
 from palestra_lab.comparison.results import Results, RunResult, machine
 from palestra_lab.config import ComparisonConfig, ScenarioEntry

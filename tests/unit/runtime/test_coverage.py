@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from palestra.runtime.scores import Evaluation, TaskOutcome, estimate, paired_difference
+from palestra.runtime.scores import Evaluation, TaskOutcome, estimate
+from palestra_lab.comparison.differences import paired_difference
 from palestra_lab.matrix.result import Game, Matrix, ratings_of
 
 Interval = tuple[float, float]
