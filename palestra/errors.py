@@ -37,7 +37,6 @@
     ├── TeacherFailed                503  the server that teaches did not score a step's tokens
     ├── JudgeFailed              503  a judge gave no verdict that can be used
     ├── BudgetSpent              402  a call does not fit into the job's budget any more
-    ├── JudgeBudgetSpent         500  a judge has used up the tokens that it may
     ├── JudgeUnavailable         500  a judge could not be asked for a long time
     ├── InvalidAlgorithm         500  an algorithm or a loss does not keep to what these have to do
     ├── InvalidSampler           500  a sampler of tasks is not deterministic, or gives tasks that do not exist
@@ -410,10 +409,6 @@ class BudgetSpent(PalestraError):
     """A call does not fit into the job's `budget` any more. Raise it and resume to continue."""
 
     http_status = 402
-
-
-class JudgeBudgetSpent(PalestraError):
-    """A judge has used up `judge.token_budget`: the job ends. Raise it and resume to continue."""
 
 
 class JudgeUnavailable(PalestraError):

@@ -12,7 +12,6 @@ import numpy as np
 from palestra.client.task_files import read_task_file
 from palestra.envs.judge import weighted_share
 from palestra.errors import ConfigError, JudgeFailed
-from palestra.types.records import Verdict, VerdictKey
 from palestra.waiting import together
 from palestra_judges.bounds import below
 from palestra_judges.config import Criterion, Relative, Rubric
@@ -23,21 +22,6 @@ from palestra_judges.rubric import RubricJudge
 NULL_QUESTIONS = 4  # of the labels, with each of which every null reply is judged
 S = TypeVar("S")
 T = TypeVar("T")
-
-
-class NoBook:
-    """The verdicts of a check, which are not kept."""
-
-    async def known(self, key: VerdictKey) -> Verdict | None:
-        """Return nothing."""
-        return None
-
-    async def record(self, key: VerdictKey, verdict: Verdict) -> None:
-        """Keep nothing."""
-
-    async def tokens(self) -> int:
-        """Return 0."""
-        return 0
 
 
 async def check_judge(config: Rubric | Relative, judge: RubricJudge | RelativeJudge, labels: Path) -> dict[str, Any]:
@@ -53,7 +37,7 @@ async def check_judge(config: Rubric | Relative, judge: RubricJudge | RelativeJu
     rows = read_task_file(labels)
     if len(rows) < 2:
         raise ConfigError(f"{labels} has {len(rows)} labels; about 50 say something, and 200 are better")
-    await judge.open(NoBook())
+    await judge.open()
     try:
         if isinstance(config, Rubric) and isinstance(judge, RubricJudge):
             found = await _rubric(config, judge, [_labelled(labels, n, row, config) for n, row in enumerate(rows, 1)])

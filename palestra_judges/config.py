@@ -28,7 +28,6 @@ class ModelJudge(JudgeConfig):
     not_judged: ClassVar[frozenset[str]] = JudgeConfig.not_judged | {
         "max_concurrency",
         "timeout_seconds",
-        "token_budget",
         "checked",
     }
 
@@ -48,10 +47,6 @@ class ModelJudge(JudgeConfig):
     max_tokens: Positive = Field(1024, le=1_000_000, description="Limit of the judge's reply in tokens.")
     max_concurrency: Positive = Field(8, le=1024, description="Questions that are asked at the same time.")
     timeout_seconds: Seconds = Field(120.0, le=86_400, description="Limit of one request.")
-    token_budget: Positive | None = Field(
-        None,
-        description="Tokens of prompts and replies after which the job ends. Raise it and resume to continue.",
-    )
     checked: Path | None = Field(
         None,
         description="What `palestra judge check` has written of this judge: a job warns at its start of a judge "

@@ -15,8 +15,7 @@ import orjson
 
 from palestra.client.exchange import asked_pause, is_passing, trouble_of
 from palestra.config.judge import Meter
-from palestra.envs.judge import VerdictBook
-from palestra.errors import ConfigError, JudgeBudgetSpent, JudgeFailed, JudgeUnavailable
+from palestra.errors import ConfigError, JudgeFailed, JudgeUnavailable
 from palestra.http_clients import async_http_client
 from palestra_judges.bounds import OF_POLICY
 from palestra_judges.questions import Question
@@ -65,7 +64,6 @@ class JudgeModel:
         connect = min(CONNECT_SECONDS, config.timeout_seconds / 2)
         self._http = async_http_client(timeout=httpx2.Timeout(None, connect=connect))
         self._free = asyncio.Semaphore(config.max_concurrency)
-        self._spent = 0
         self._answered = -math.inf  # when the last request was sent that the server answered, monotonic seconds
 
     @property
@@ -73,9 +71,8 @@ class JudgeModel:
         """Return who is asked; of a server it is the name that the model has there."""
         return f"{OF_POLICY}{self._model}" if self._config.policy is not None else str(self._model)
 
-    async def open(self, book: VerdictBook) -> None:
-        """Find the model, and what the run's verdicts have cost so far."""
-        self._spent = await book.tokens()
+    async def open(self) -> None:
+        """Find the model. Raises ConfigError: the server does not say which one it has, or has several."""
         if self._model is None:
             try:
                 answer = await self._sent("GET", "/v1/models", None)
@@ -101,7 +98,7 @@ class JudgeModel:
         Raises:
             JudgeFailed: no answer could be read, or the server could not answer this question for OUTAGE_SECONDS, and
                 has answered others.
-            JudgeBudgetSpent: the tokens are used up.
+            BudgetSpent: the question does not fit into the job's budget.
             JudgeUnavailable: the server could not be asked for OUTAGE_SECONDS.
         """
         number, calls, tokens, started = 0, 0, 0, time.monotonic()
@@ -111,11 +108,9 @@ class JudgeModel:
                 # Not held while an outage is waited for: the answers to other questions tell whether it is one.
                 async with self._free:
                     while True:
-                        self._check_budget()
                         calls += 1
                         try:
                             text, used = await self._once(question, number, repeat)
-                            self._spent += used
                             tokens += used
                             if not text.strip():
                                 raise JudgeFailed("the judge said nothing")
@@ -131,14 +126,6 @@ class JudgeModel:
             except _Unavailable as error:
                 outage = outage or _Outage()
                 await outage.wait(error, self._answered)
-
-    def _check_budget(self) -> None:
-        budget = self._config.token_budget
-        if budget is not None and self._spent >= budget:
-            raise JudgeBudgetSpent(
-                f"the judge has used {self._spent:,} tokens, and judge.token_budget is {budget:,}; raise it, and go on "
-                "with --resume (in a script resume=True)"
-            )
 
     async def _once(self, question: Question, number: int, repeat: int) -> tuple[str, int]:
         """Return the model's text, which may be empty, and the tokens of prompt and reply."""

@@ -43,9 +43,9 @@ class RelativeJudge(ProbedJudge):
         self._instructions = "\n\n".join(filter(None, [config.instructions, TASK + config.question]))
         self.rubric = digest(self._instructions, config.sees, *config.task_keys)[:32]
 
-    async def open(self, book: VerdictBook) -> list[str]:
+    async def open(self) -> list[str]:
         """Prepare to ask; see `Judge.open`."""
-        await self._model.open(book)
+        await self._model.open()
         return doubts(self._config.checked, self.rubric, self._model.version)
 
     @property

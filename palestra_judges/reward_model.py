@@ -31,7 +31,7 @@ class RewardModelJudge:
         self._model: RewardModelReader | None = None
         self._version = ""
 
-    async def open(self, book: VerdictBook) -> list[str]:
+    async def open(self) -> list[str]:
         """Load the model; see `Judge.open`."""
         self._version = await asyncio.to_thread(_digest, self._config.path)
         from palestra_judges.reader import RewardModelReader  # with torch

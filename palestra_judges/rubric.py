@@ -32,9 +32,9 @@ class RubricJudge(ProbedJudge):
         self._choices = {one.name: one.choices for one in config.criteria}
         self.rubric = digest(self._instructions, config.sees, *config.task_keys)[:32]
 
-    async def open(self, book: VerdictBook) -> list[str]:
+    async def open(self) -> list[str]:
         """Prepare to ask; see `Judge.open`."""
-        await self._model.open(book)
+        await self._model.open()
         return doubts(self._config.checked, self.rubric, self._model.version)
 
     @property

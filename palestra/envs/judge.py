@@ -28,10 +28,6 @@ class VerdictBook(Protocol):
         """Keep a verdict; returns when it is on disk."""
         ...
 
-    async def tokens(self) -> int:
-        """Return how many tokens the recorded verdicts have cost."""
-        ...
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedGroup:
@@ -75,7 +71,7 @@ class Judge(Protocol):
 
     whole_groups: bool
 
-    async def open(self, book: VerdictBook) -> list[str]:
+    async def open(self) -> list[str]:
         """Prepare to judge; called once, on the judge's event loop.
 
         Returns:

@@ -126,7 +126,7 @@ class Audit:
 
     async def _opened(self, loop: asyncio.AbstractEventLoop, judge: Judge) -> Judge:
         self._stack.push_async_callback(lambda: on_loop(loop, judge.close()))
-        for text in await on_loop(loop, judge.open(self._run.store.audits)):
+        for text in await on_loop(loop, judge.open()):
             await self._run.event("judge_doubtful", {"text": f"audit: {text}"})
         return judge
 

@@ -40,7 +40,7 @@ class Judging:
         tasks: dict[str, asyncio.Task[None]] = {}  # by group, or by episode
         with own_loop("palestra-judge") as loop:
             try:
-                for text in await on_loop(loop, self._judge.open(self._run.store.verdicts)):
+                for text in await on_loop(loop, self._judge.open()):
                     await self._run.event("judge_doubtful", {"text": text})
                 while True:
                     seen = self._run.store.episodes.played.count

@@ -108,11 +108,6 @@ class Verdicts:
         await self._db.write(lambda connection: _RECORD.change(connection, row), "verdict_commit")
         self.recorded += 1
 
-    async def tokens(self) -> int:
-        """Return how many tokens these verdicts of the run have cost."""
-        total = select(func.coalesce(func.sum(verdicts.c.tokens), 0)).where(self._own)
-        return await self._db.read(lambda connection: int(connection.execute(total).scalar_one()))
-
     async def cost_of_step(self, kind: EpisodeKind, step: int) -> dict[str, float]:
         """Return what the verdicts of a step have cost: `verdicts`, `calls`, `tokens`, `seconds`."""
         same = (groups.c.kind == verdicts.c.kind) & (groups.c.group_index == verdicts.c.group_index)

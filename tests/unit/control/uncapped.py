@@ -34,7 +34,6 @@ EXEMPT = {
     "rollout.min_group_size": "at most group_size",
     "rollout.max_staleness": "JobConfig bounds it, and the open episodes are capped",
     "judge.wait_seconds": "less is less work, and leases end all waiting",
-    "judge.token_budget": "less is less work",
     "judge.weight": "costs nothing, and JobConfig bounds it",
     "judge.criteria.weight": "costs nothing, and JobConfig bounds it",
     "judge.timeout_seconds": "JobConfig bounds it",

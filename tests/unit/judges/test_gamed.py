@@ -20,7 +20,6 @@ from palestra.envs.judge import weighted_share
 from palestra.learner.audit_numbers import Scored, sample_of, score_numbers
 from palestra.waiting import together
 from palestra_judges import Criterion, Rubric
-from palestra_judges.check import NoBook
 from palestra_judges.rubric import RubricJudge
 
 CHOICES = [str(n) for n in range(21)]
@@ -48,7 +47,7 @@ async def alarm(bias: Bias, seed: int, steps: int = STEPS) -> tuple[int | None, 
         rubric = Rubric(url=server.url, criteria=[Criterion(name="good", text="?", choices=CHOICES)])
         judge = rubric.make(JudgeAccess(url="", key=str))
         assert isinstance(judge, RubricJudge)
-        await judge.open(NoBook())
+        await judge.open()
         for step, played in enumerate(trained(bias, seed, steps=steps), 1):
             oracle.append(played.oracle)
             if found is not None:

@@ -343,7 +343,7 @@ def test_a_judge_that_no_package_names_is_refused(tmp_path):
 
 
 def test_what_a_judge_leaves_out_is_discarded_and_so_is_what_it_breaks_on(tmp_path, monkeypatch, capsys):
-    async def opened(self: RelativeJudge, book: VerdictBook) -> list[str]:
+    async def opened(self: RelativeJudge) -> list[str]:
         return ["a doubtful judge"]
 
     async def judge(self: RelativeJudge, group: JudgedGroup, book: VerdictBook) -> dict[str, dict[str, float]]:

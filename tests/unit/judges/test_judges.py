@@ -10,14 +10,18 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from judge_server import Asked, judging
 
 from palestra.config import JudgeAccess, parse_config
+from palestra.config.judge import Meter
 from palestra.envs.judge import JudgedGroup, ProbedJudge
-from palestra.errors import ConfigError, JudgeBudgetSpent, JudgeFailed, JudgeUnavailable
+from palestra.errors import BudgetSpent, ConfigError, JudgeFailed, JudgeUnavailable
+from palestra.store.ledger import Ledger, Limits
+from palestra.store.spending import ServerMeter, Used
 from palestra.types.messages import text_message
 from palestra.types.records import Trajectory, Verdict, VerdictKey
 from palestra.types.states import EpisodeState
@@ -43,9 +47,6 @@ class Book:
     async def record(self, key: VerdictKey, verdict: Verdict) -> None:
         self.rows[key] = verdict
 
-    async def tokens(self) -> int:
-        return sum(verdict.tokens for verdict in self.rows.values())
-
 
 def played(name: str, text: str) -> Trajectory:
     episode = replace(make_episode(), episode_id=name, state=EpisodeState.UNJUDGED)
@@ -59,10 +60,12 @@ def group(texts: Sequence[str], index: int = 0) -> JudgedGroup:
     return JudgedGroup(kind="train", group_index=index, trajectories=found, waiting=frozenset(names), seed=index)
 
 
-async def judged(config: Rubric | Relative, groups: Sequence[JudgedGroup], book: Book | None = None) -> list[Any]:
+async def judged(
+    config: Rubric | Relative, groups: Sequence[JudgedGroup], book: Book | None = None, meter: Meter | None = None
+) -> list[Any]:
     """What a judge says of each group; an error in the place of a failure."""
-    judge, book = config.make(ACCESS), book or Book()
-    await judge.open(book)
+    judge, book = config.make(replace(ACCESS, meter=meter)), book or Book()
+    await judge.open()
     try:
         return await asyncio.gather(*(judge.judge(one, book) for one in groups), return_exceptions=True)
     finally:
@@ -225,7 +228,7 @@ async def test_each_question_is_charged_and_gives_back_what_it_did_not_use(name,
 
     async def ask(url: str) -> None:
         judge = made.model_copy(update={"url": url}).make(replace(ACCESS, meter=meter))
-        await judge.open(Book())
+        await judge.open()
         with contextlib.suppress(JudgeFailed, JudgeUnavailable):
             await judge.judge(group(["4 \N{PILE OF POO}"]), Book())
         await judge.close()
@@ -251,7 +254,7 @@ async def test_the_time_in_which_a_question_waits_for_the_budget_is_not_the_serv
     with judging(lambda asked: asked.choose(lambda one: "yes")) as server:
         made = Rubric(url=server.url, model="m", criteria=[GOOD], timeout_seconds=0.3)
         judge = made.make(replace(ACCESS, meter=Waits()))
-        await judge.open(Book())
+        await judge.open()
         assert await judge.judge(group(["4"]), Book()) == {"train-0-0": {"good": 1.0}}
         await judge.close()
         assert len(server.asked) == 1
@@ -351,12 +354,25 @@ async def test_a_url_of_another_protocol_is_not_waited_for():
     assert type(found) is ConfigError
 
 
+async def meter_of_two(made: Rubric) -> ServerMeter:
+    """A meter whose budget has room for two questions, of which each uses 100 tokens."""
+    one = Charged()
+    with judging(lambda asked: asked.choose(lambda one: "yes")) as server:
+        await judged(made.model_copy(update={"url": server.url}), [group(["0"])], meter=one)
+    ledger = Ledger(limits=Limits(tokens=sum(one.reserved[0]) + 150), monotonic=lambda: 0.0)
+
+    async def add(used: Used) -> None:
+        assert (used.prompt_tokens, used.reply_tokens) == (0, 100)
+
+    return ServerMeter(ledger, SimpleNamespace(add=add), "audit", "the judge")
+
+
 async def test_empty_answers_count_for_the_budget():
     with judging(lambda asked: "") as server:
-        made = Rubric(url=server.url, criteria=[GOOD], token_budget=150, max_concurrency=1)
-        found = await judged(made, [group([str(n)], n) for n in range(3)])
+        made = Rubric(url=server.url, criteria=[GOOD], max_concurrency=1)
+        found = await judged(made, [group([str(n)], n) for n in range(3)], meter=await meter_of_two(made))
         assert len(server.asked) == 2
-    assert [type(one) for one in found] == [JudgeFailed, JudgeBudgetSpent, JudgeBudgetSpent]
+    assert [type(one) for one in found] == [JudgeFailed, BudgetSpent, BudgetSpent]
 
 
 async def test_a_server_that_refuses_and_a_spent_budget_end_the_job():
@@ -364,10 +380,10 @@ async def test_a_server_that_refuses_and_a_spent_budget_end_the_job():
         (found,) = await judged(Rubric(url=server.url, criteria=[GOOD]), [group(["4"])])
     assert isinstance(found, ConfigError)
     with judging(lambda asked: asked.choose(lambda one: "yes")) as server:
-        made = Rubric(url=server.url, criteria=[GOOD], token_budget=150, max_concurrency=1)
-        found = await judged(made, [group([str(n)], n) for n in range(3)])
+        made = Rubric(url=server.url, criteria=[GOOD], max_concurrency=1)
+        found = await judged(made, [group([str(n)], n) for n in range(3)], meter=await meter_of_two(made))
         assert len(server.asked) == 2
-    assert [type(one) for one in found] == [dict, dict, JudgeBudgetSpent]
+    assert [type(one) for one in found] == [dict, dict, BudgetSpent]
 
 
 @pytest.mark.parametrize(
@@ -434,7 +450,7 @@ async def test_the_key_of_a_policy_is_read_for_each_question():
     with judging(lambda asked: asked.choose(lambda one: "yes")) as server:
         access = JudgeAccess(url=server.url, key=lambda: next(keys), frozen=("judge",))
         judge = Rubric(policy="judge", criteria=[GOOD], max_concurrency=1).make(access)
-        await judge.open(Book())
+        await judge.open()
         for n in range(2):
             await judge.judge(group([str(n)], n), Book())
         await judge.close()
@@ -470,7 +486,7 @@ async def test_a_probe_keeps_what_is_said_of_its_canned_reply_and_not_of_the_epi
     with judging(lambda asked: asked.rank(len)) as server:
         judge, book = Relative(url=server.url, name="best").make(ACCESS), Book()
         assert isinstance(judge, ProbedJudge)
-        await judge.open(book)
+        await judge.open()
         scores = await judge.probe(group(["four", "it is four"]), book)
         await judge.close()
     assert len(scores) == len(book.rows) == len(NULLS)
