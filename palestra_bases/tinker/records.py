@@ -9,15 +9,6 @@ from typing import Any, Literal
 
 from palestra.config import AdapterConfig
 
-Kind = Literal[
-    "create_model",
-    "forward_backward",
-    "optim_step",
-    "save_weights",
-    "save_for_sampler",
-    "save_external",
-    "load_weights",
-]
 Category = Literal["user", "server"]
 SCHEME = "tinker://"
 COPIED = "copied_from"  # in the data of a copied checkpoint and of its model: the path of the source
