@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Collection
 from typing import NamedTuple, TypeAlias
 
@@ -12,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from palestra.errors import Forbidden, InvalidRequest, PalestraError, PayloadTooLarge, TooManyRequests
+from palestra.errors import InvalidRequest, PalestraError, PayloadTooLarge, TooManyRequests
 from palestra.http.errors import CLIENT_GONE, ErrorAnswers
 from palestra.http.protocol import CONNECTION
 
@@ -20,7 +19,6 @@ BODY_SECONDS = 60.0  # longest pause within a body
 WHOLE_BODY_SECONDS = 600.0  # longest time until a body is complete
 BODIES_HELD = 64  # how many bodies of the largest size are held at the same time
 _JSON = (b"content-type", b"application/json")
-_LOCAL_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
 # Checks the key of a request, and returns how many bytes its body may have. Must not read the body.
 Authenticate = Callable[[Request], Awaitable[int]]
 OnRefused = Callable[[Scope, PalestraError], None]
@@ -213,30 +211,6 @@ def bearer(request: Request) -> str | None:
     if scheme.lower() == "bearer":
         return key.strip()
     return request.headers.get("x-api-key")
-
-
-def check_local(request: Request) -> None:
-    """Raise an error for a request that a web page of another server may have sent, on a server without keys.
-
-    A page can make the browser send requests to this machine. Those without a preflight are forms or plain texts, and
-    name the page in `Origin`. If the page's own name resolves to this machine, `Host` has that name.
-
-    Raises:
-        Forbidden: the request is for another host name than this machine's, or comes from another page.
-        InvalidRequest: its body is not declared as JSON.
-    """
-    headers = request.headers
-    hosts = headers.getlist("host")
-    if len(hosts) != 1 or _LOCAL_HOST.fullmatch(hosts[0]) is None:
-        raise Forbidden("this server asks for no keys, so it answers only under http://127.0.0.1, localhost or [::1]")
-    foreign = any(origin != f"http://{hosts[0]}" for origin in headers.getlist("origin"))
-    if foreign or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        raise Forbidden("this server asks for no keys, so it answers no page of another server")
-    has_body = headers.get("content-length", "0").strip("0 ") != "" or "transfer-encoding" in headers
-    if has_body and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise InvalidRequest(
-            "this server asks for no keys, so it takes bodies only with Content-Type: application/json"
-        )
 
 
 def _too_large(most: int) -> PayloadTooLarge:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -9,9 +10,9 @@ from typing import TypeVar
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from palestra.errors import NotFound
+from palestra.errors import Forbidden, InvalidRequest, NotFound
 from palestra.http.bodies import read_request
-from palestra.http.guard import bearer, check_local
+from palestra.http.guard import bearer
 from palestra.threads import WorkPool
 from palestra_control.jobs import JobRecord
 from palestra_service.accounts.administration import Administration
@@ -22,6 +23,7 @@ from palestra_service.rights import Action, RequestRates
 from palestra_service.store.control_store import ControlStore
 
 B = TypeVar("B", bound=BaseModel)
+_LOCAL_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
 _IDENTITY = "palestra.identity"  # key in the ASGI scope of a request, whose value is its sender
 
 
@@ -45,13 +47,13 @@ class ControlPlane:
     async def who(self, request: Request) -> Identity:
         """Return the sender of a request, and count the request against its key's limits.
 
-        Without keys, raises Forbidden or InvalidRequest; see `check_local`.
+        Without keys, raises Forbidden or InvalidRequest for what a page of another server may have sent.
         """
         known: Identity | None = request.scope.get(_IDENTITY)
         if known is not None:
             return known
         if self.without_keys:
-            check_local(request)
+            _check_local(request)
             identity = local_operator()
         else:
             identity = await self.identities.authenticate(bearer(request))
@@ -95,3 +97,27 @@ class ControlPlane:
 
         allowed.action = action  # type: ignore[attr-defined]  # for the test that goes through all routes
         return allowed
+
+
+def _check_local(request: Request) -> None:
+    """Raise an error for a request that a web page of another server may have sent, on a server without keys.
+
+    A page can make the browser send requests to this machine. Those without a preflight are forms or plain texts, and
+    name the page in `Origin`. If the page's own name resolves to this machine, `Host` has that name.
+
+    Raises:
+        Forbidden: the request is for another host name than this machine's, or comes from another page.
+        InvalidRequest: its body is not declared as JSON.
+    """
+    headers = request.headers
+    hosts = headers.getlist("host")
+    if len(hosts) != 1 or _LOCAL_HOST.fullmatch(hosts[0]) is None:
+        raise Forbidden("this server asks for no keys, so it answers only under http://127.0.0.1, localhost or [::1]")
+    foreign = any(origin != f"http://{hosts[0]}" for origin in headers.getlist("origin"))
+    if foreign or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise Forbidden("this server asks for no keys, so it answers no page of another server")
+    has_body = headers.get("content-length", "0").strip("0 ") != "" or "transfer-encoding" in headers
+    if has_body and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise InvalidRequest(
+            "this server asks for no keys, so it takes bodies only with Content-Type: application/json"
+        )
