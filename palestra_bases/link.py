@@ -23,7 +23,7 @@ from palestra.errors import (
 )
 from palestra.http_clients import WebSocket
 from palestra.process.channel import Call, Cancel, Event, Failed, Message, Remote, Result
-from palestra.process.codec import SentError, check_values
+from palestra.process.codec import SentError
 from palestra.proxies import through_proxy
 from palestra.waiting import cancelled, race
 from palestra_bases.protocol import (
@@ -32,6 +32,7 @@ from palestra_bases.protocol import (
     PROTOCOL,
     TAKEN_OVER,
     Hello,
+    check_values,
     event,
     first,
     pack_messages,

@@ -15,7 +15,7 @@ from palestra.engine import remote_weights as _weights  # noqa: F401 - how they 
 from palestra.engine.base import Engine
 from palestra.errors import InvalidRequest, PalestraError
 from palestra.process.channel import Event, Message, raw
-from palestra.process.codec import SentError, check_values, decode, encode
+from palestra.process.codec import SentError, decode, encode
 from palestra.process.stub import method_of
 from palestra.trainer.base import Trainer
 from palestra_bases.base import BaseDescription, SamplerSpec
@@ -25,6 +25,20 @@ MOST_BYTES = 256 * 2**20  # of a message
 MOST_VALUES = 2_000_000  # of a message; each row of a batch has some 100
 TAKEN_OVER = 4001  # the code with which a connection is closed when another process of the job has connected
 REFUSED = 4002  # and when its message could not be used, after the event with the reason
+# What follows the first byte of a value in msgpack: how many bytes its length has; how many more bytes there are, or,
+# where it has no length, how many bytes or values; and how many values stand for one that is counted.
+_LAYOUT: list[tuple[int, int, int]] = (
+    [(0, 0, 0)] * 0x80
+    + [(0, count, 2) for count in range(16)]
+    + [(0, count, 1) for count in range(16)]
+    + [(0, count, 0) for count in range(32)]
+    + [(0, 0, 0)] * 4
+    + [(length, extra, 0) for extra in (0, 1) for length in (1, 2, 4)]
+    + [(0, extra, 0) for extra in (4, 8, 1, 2, 4, 8, 1, 2, 4, 8, 2, 3, 5, 9, 17)]
+    + [(length, 0, 0) for length in (1, 2, 4)]
+    + [(length, 0, each) for each in (1, 2) for length in (2, 4)]
+    + [(0, 0, 0)] * 0x20
+)
 
 
 class Hello(msgspec.Struct):
@@ -72,6 +86,28 @@ def unpack_messages(data: str | bytes) -> list[Message]:
     check_values(data, MOST_VALUES)
     found: list[Message] = decode(list[Message], data)
     return found
+
+
+def check_values(data: bytes, most: int) -> None:
+    """Refuse bytes that would become too many values, before any of them is made. Raises InvalidRequest: there are more
+    than `most` texts, numbers, lists, …, or the bytes are no values.
+    """
+    if len(data) <= most:  # each has a byte or more
+        return
+    at, left, found = 0, 1, 0
+    while left:
+        found, left = found + 1, left - 1
+        if found > most or left >= len(data) - at:
+            raise InvalidRequest(f"a message has at most {most:,} values")
+        length, extra, each = _LAYOUT[data[at]]
+        at += 1 + length
+        if length:
+            size = int.from_bytes(data[at - length : at], "big")
+            at, left = (at, left + size * each) if each else (at + size + extra, left)
+        elif extra:
+            at, left = (at, left + extra * each) if each else (at + extra, left)
+    if at != len(data):
+        raise InvalidRequest("no such message: its values do not fill its bytes")
 
 
 def first(data: str | bytes, name: str, kind: Any) -> Any:

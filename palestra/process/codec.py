@@ -29,20 +29,6 @@ _KNOWN: dict[str, type[Exception]] = {
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, BaseExceptionGroup)
 }
-# What follows the first byte of a value in msgpack: how many bytes its length has; how many more bytes there are, or,
-# where it has no length, how many bytes or values; and how many values stand for one that is counted.
-_LAYOUT: list[tuple[int, int, int]] = (
-    [(0, 0, 0)] * 0x80
-    + [(0, count, 2) for count in range(16)]
-    + [(0, count, 1) for count in range(16)]
-    + [(0, count, 0) for count in range(32)]
-    + [(0, 0, 0)] * 4
-    + [(length, extra, 0) for extra in (0, 1) for length in (1, 2, 4)]
-    + [(0, extra, 0) for extra in (4, 8, 1, 2, 4, 8, 1, 2, 4, 8, 2, 3, 5, 9, 17)]
-    + [(length, 0, 0) for length in (1, 2, 4)]
-    + [(length, 0, each) for each in (1, 2) for length in (2, 4)]
-    + [(0, 0, 0)] * 0x20
-)
 _protocols: dict[Any, Callable[[Any], Any]] = {}
 
 
@@ -62,28 +48,6 @@ def decode(kind: Any, data: bytes | msgspec.Raw) -> Any:
         return _decoder(kind).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"no such message: {error}") from error
-
-
-def check_values(data: bytes, most: int) -> None:
-    """Refuse bytes that would become too many values, before any of them is made. Raises InvalidRequest: there are more
-    than `most` texts, numbers, lists, …, or the bytes are no values.
-    """
-    if len(data) <= most:  # each has a byte or more
-        return
-    at, left, found = 0, 1, 0
-    while left:
-        found, left = found + 1, left - 1
-        if found > most or left >= len(data) - at:
-            raise InvalidRequest(f"a message has at most {most:,} values")
-        length, extra, each = _LAYOUT[data[at]]
-        at += 1 + length
-        if length:
-            size = int.from_bytes(data[at - length : at], "big")
-            at, left = (at, left + size * each) if each else (at + size + extra, left)
-        elif extra:
-            at, left = (at, left + extra * each) if each else (at + extra, left)
-    if at != len(data):
-        raise InvalidRequest("no such message: its values do not fill its bytes")
 
 
 def decodes(kind: Any, make: Callable[[Any], Any]) -> None:
