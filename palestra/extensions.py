@@ -61,6 +61,16 @@ def load_extension(point: EntryPoint) -> Any:
         raise ConfigError(f"{point.name!r} of {point.group} can't be loaded from {point.value}: {error}") from error
 
 
+def sole_extension(group: str, missing: str) -> Any:
+    """Return the object of a group's only entry point, or of the first by name. Raises ConfigError with the text
+    `missing` if there is none.
+    """
+    point = next(iter(extensions(group).values()), None)
+    if point is None:
+        raise ConfigError(missing)
+    return load_extension(point)
+
+
 def load_function(reference: str, group: str | None = None) -> Any:
     """Import and return the object named by `module:function` or `path/to/file.py:function`. `group`: of entry points
     whose names are accepted too; None: none.

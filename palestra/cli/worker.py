@@ -24,7 +24,7 @@ from palestra.cli.options import (
 )
 from palestra.cli.own_process import end_soon
 from palestra.errors import ConfigError, JobOver
-from palestra.extensions import extensions, load_extension, load_function
+from palestra.extensions import load_function, sole_extension
 from palestra.terminal import say
 
 if TYPE_CHECKING:
@@ -147,7 +147,6 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
 
 
 KEY_VARIABLE = "PALESTRA_API_KEY"
-SERVICES = "palestra.services"
 
 
 def add_worker(commands: Any) -> None:
@@ -266,10 +265,8 @@ def _played(arguments: argparse.Namespace) -> Played:
 
 def _finder(arguments: argparse.Namespace) -> Find:
     """Return a function that asks the control plane for URL and key of the job's data plane, once the job has one."""
-    point = next(iter(extensions(SERVICES).values()), None)
-    if point is None:
-        raise ConfigError("--job names a job of a service, and no package that asks services is installed")
-    find: Find = load_extension(point)(arguments.job, arguments.control)
+    missing = "--job names a job of a service, and no package that asks services is installed"
+    find: Find = sole_extension("palestra.services", missing)(arguments.job, arguments.control)
     return find
 
 

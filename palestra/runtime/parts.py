@@ -13,7 +13,7 @@ from palestra.engine.pool.manager import InferenceManager
 from palestra.engine.pool.options import PoolOptions
 from palestra.engine.pool.worker import StartedWorker
 from palestra.errors import ConfigError
-from palestra.extensions import extensions, load_extension
+from palestra.extensions import sole_extension
 from palestra.models.device import make_deterministic
 from palestra.pictures.blobs import StoredPictures
 from palestra.runtime.engine_process import ProcessHost
@@ -23,8 +23,6 @@ from palestra.runtime.terms import HERE, JobPlaces
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.threads import in_thread
 from palestra.trainer.base import Trainer
-
-BASES, TRAINERS = "palestra.base_servers", "palestra.trainers"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +44,9 @@ class BaseConnection(Renewable, Protocol):
 
 def base_connector() -> Callable[[JobConfig, Mapping[str, str]], Awaitable[tuple[Parts, BaseConnection]]]:
     """Return the function that connects a job to its base server: (configuration, model folders by policy) -> parts."""
-    point = next(iter(extensions(BASES).values()), None)
-    if point is None:
-        raise ConfigError("a policy has `base`, and no package that connects to base servers is installed")
+    missing = "a policy has `base`, and no package that connects to base servers is installed"
     connect: Callable[[JobConfig, Mapping[str, str]], Awaitable[tuple[Parts, BaseConnection]]]
-    connect = load_extension(point)
+    connect = sole_extension("palestra.base_servers", missing)
     return connect
 
 
@@ -60,10 +56,8 @@ class RenewableTrainer(Trainer, Renewable, Protocol):
 
 def trainer_maker() -> Callable[[EngineJob, JobPlaces], RenewableTrainer]:
     """Return the function that makes the trainer of a job with several devices."""
-    point = next(iter(extensions(TRAINERS).values()), None)
-    if point is None:
-        raise ConfigError("trainer.devices is above 1, and no package that trains over several devices is installed")
-    make: Callable[[EngineJob, JobPlaces], RenewableTrainer] = load_extension(point)
+    missing = "trainer.devices is above 1, and no package that trains over several devices is installed"
+    make: Callable[[EngineJob, JobPlaces], RenewableTrainer] = sole_extension("palestra.trainers", missing)
     return make
 
 
