@@ -1,4 +1,6 @@
-"""Seconds of episodes on a task of Harbor's format, solved by its own solution: one alone, then several at once.
+"""Measure how many seconds an episode on a task of Harbor's format takes, with its solution in place of a model.
+
+First one episode runs alone, then several run at once.
 
 python bench/harbor.py [--task add] [--at-once 10]
 """
@@ -34,7 +36,7 @@ async def episode(task: str) -> dict[str, float]:
 
 
 async def measure(task: str, at_once: int) -> None:
-    """Print the seconds of both."""
+    """Print the seconds of one episode alone, and of `at_once` episodes at once."""
     await episode(task)  # builds the image
     for count in (1, at_once):
         began = time.monotonic()
@@ -45,7 +47,7 @@ async def measure(task: str, at_once: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Seconds of episodes on a task of Harbor's format.")
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", default="add")
     parser.add_argument("--at-once", type=int, default=10)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""How long many boxes take: all are started, each runs one command, all are closed.
+"""Measure how many seconds it takes to start many boxes with one command each, and to close them.
 
 python bench/sandboxes.py [--boxes 50] [--image NAME]
 """
