@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -87,24 +87,21 @@ async def opened(task: HarborTask, spec: SandboxSpec, rules: BoxRules, build_sec
     Raises:
         EnvironmentFailed: the image can't be had or built, or the box does not start.
     """
-    opening = sandbox(spec, rules.provider)
-    try:
-        async with asyncio.timeout(build_seconds + _SETUP_SECONDS):
-            box = await opening.__aenter__()
-    except ConfigError as error:
-        said = " ".join(str(error).split())  # the last lines of a build
-        hint = "" if spec.limits.disk_mib is None else " (settings.limit_disk = false plays without storage_mb)"
-        raise EnvironmentFailed(f"task {task.name!r}: {_shortened(said)}{hint}") from error
-    except TimeoutError as error:
-        raise EnvironmentFailed(f"task {task.name!r}: its image was not built in {build_seconds:g} s") from error
-    try:
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(build_seconds + _SETUP_SECONDS):
+                box = await stack.enter_async_context(sandbox(spec, rules.provider))
+        except ConfigError as error:
+            said = " ".join(str(error).split())  # the last lines of a build
+            hint = "" if spec.limits.disk_mib is None else " (settings.limit_disk = false plays without storage_mb)"
+            raise EnvironmentFailed(f"task {task.name!r}: {_shortened(said)}{hint}") from error
+        except TimeoutError as error:
+            raise EnvironmentFailed(f"task {task.name!r}: its image was not built in {build_seconds:g} s") from error
         try:
             await script(box, "mkdir -p /logs/agent /logs/verifier /logs/artifacts && chmod 777 /logs /logs/*")
         except Spoiled as error:  # it is fresh
             raise EnvironmentFailed(str(error)) from None
         yield box
-    finally:
-        await opening.__aexit__(None, None, None)
 
 
 def user_of(table: AgentTable | VerifierTable) -> str | None:

@@ -111,9 +111,9 @@ async def _check(environment: HarborEnvironment, task: Mapping[str, Any]) -> Non
             )
 
 
-def _check_installed(provider: str = "", *, ships: bool) -> None:
+def _check_installed(provider: str | None = None, *, ships: bool) -> None:
     """Raise ConfigError if this machine has no container engine, or no busybox for the tasks that ship."""
-    sandbox_provider(SandboxSpec(image="scratch", limits=SandboxLimits(disk_mib=None)), provider or None)
+    sandbox_provider(SandboxSpec(image="scratch", limits=SandboxLimits(disk_mib=None)), provider)
     if ships:
         _busybox()
 
@@ -132,11 +132,11 @@ def _entry(folder: Path | None) -> CatalogEntry:
         network: bool = False,
         variables: str = "",
         limit_disk: bool = True,
-        provider: str = "",
+        provider: str | None = None,
     ) -> HarborEnvironment:
         _check_installed(provider, ships=folder is None)
         names = frozenset(filter(None, (name.strip() for name in variables.split(","))))
-        rules = BoxRules(network=network, variables=names, limit_disk=limit_disk, provider=provider or None)
+        rules = BoxRules(network=network, variables=names, limit_disk=limit_disk, provider=provider)
         return HarborEnvironment(found(), rules, actions=actions, max_steps=max_steps, command_seconds=command_seconds)
 
     return CatalogEntry(

@@ -40,6 +40,7 @@ class MemoryBox:
 
     spec: SandboxSpec
     verifier: Verifier
+    provider: str | None = None
     workdir: str = "/app"
     endpoint: str | None = None
     files: dict[str, bytes] = field(default_factory=dict)
@@ -80,7 +81,7 @@ def in_memory(monkeypatch, verifier: Verifier) -> list[MemoryBox]:
 
     @asynccontextmanager
     async def sandbox(spec, provider=None):
-        opened.append(box := MemoryBox(spec, verifier))
+        opened.append(box := MemoryBox(spec, verifier, provider))
         try:
             yield box
         finally:

@@ -18,7 +18,7 @@ from palestra.errors import (
 )
 from palestra.sandbox import Finished
 from palestra.types.messages import text_message
-from palestra_worlds.harbor import HarborEnvironment, boxes, catalog
+from palestra_worlds.harbor import BoxRules, HarborEnvironment, boxes, catalog
 from palestra_worlds.harbor.catalog import check_harbor
 from palestra_worlds.harbor.scoring import read_rewards
 from unit.envs.harbor.tasks import CLOSED, MemoryBox, in_memory, write_task, writes
@@ -212,14 +212,9 @@ async def test_the_time_of_the_agent_is_that_of_its_commands(tmp_path, monkeypat
 
 async def test_a_box_that_does_not_open_is_a_failure(tmp_path, monkeypatch):
     write_task(tmp_path / "t")
-
-    class Refuses:
-        async def __aenter__(self):
-            raise ConfigError("no container engine")
-
-    monkeypatch.setattr(boxes, "sandbox", lambda spec, provider: Refuses())
+    monkeypatch.setattr(boxes, "sandbox", fails_with(None))
     environment = HarborEnvironment(tmp_path)
-    with pytest.raises(EnvironmentFailed, match="task 't': no container engine"):
+    with pytest.raises(EnvironmentFailed, match="task 't': no image"):
         await environment.reset(TASK)
     write_task(tmp_path / "t", f"{CLOSED}storage_mb = 9\n")
     with pytest.raises(EnvironmentFailed, match="limit_disk = false"):
@@ -264,7 +259,7 @@ def test_a_check_plays_the_solution_and_nothing(tmp_path, monkeypatch):
         check_harbor(lambda: HarborEnvironment(tmp_path), [TASK])
 
 
-def test_settings_of_the_catalogue(tmp_path, monkeypatch):
+async def test_settings_of_the_catalogue(tmp_path, monkeypatch):
     write_task(tmp_path / "t")
     asked = []
     monkeypatch.setattr(catalog, "sandbox_provider", lambda spec, name: asked.append(name))
@@ -272,9 +267,13 @@ def test_settings_of_the_catalogue(tmp_path, monkeypatch):
     assert entry.generate("train", 9, 1) == [{"id": "t", "prompt": "Do it."}]
     environment = entry.make(actions="text", max_steps=3, variables="A, B")
     assert (environment.max_steps, environment.reusable) == (3, True)
-    entry.make(provider="theirs", limit_disk=False)
+    assert environment._rules == BoxRules(variables={"A", "B"})
+    other = entry.make(provider="theirs", limit_disk=False, network=True)
+    assert other._rules == BoxRules(network=True, variables=set(), limit_disk=False, provider="theirs")
     assert asked == [None, "theirs"]
+    opened = in_memory(monkeypatch, writes(reward_txt="1"))
+    await played(other)
+    assert [box.provider for box in opened] == ["theirs"]
     for wrong in ({"command_seconds": 0.0}, {"path": "x"}, {"max_steps": 0}):
         with pytest.raises(ConfigError):
             entry.make(**wrong)
-    asyncio.run(environment.close())
