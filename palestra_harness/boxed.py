@@ -88,7 +88,10 @@ async def _played(
     """Run the program to its end, and end all others; return also whether a limit has ended it."""
     home = Path(HOME)
     values = values_of(endpoint, task, Path(WORKSPACE), home)
-    await box.run(["mkdir", "-p", posixpath.join(HOME, TEMPORARY)], folder="/")
+    made = await box.run(["mkdir", "-p", posixpath.join(HOME, TEMPORARY)], folder="/")
+    if made.code:
+        reason = made.errors.decode(errors="replace").strip()[-500:]
+        raise RolloutFailed("agent_failed", f"{harness.name}: its home can't be made: {reason}")
     if harness.files:
         files = {name: harness.filled(text, values).encode() for name, text in harness.files.items()}
         await box.put(files, HOME)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 _FIELD = re.compile(r"\{(base_url|anthropic_url|api_key|model|task|workspace|home|max_tokens|max_context)\}")
 # Variables of this process that a program gets; all others, such as keys of providers, are not passed on.
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE")
-BOX_BYTES = 64 * 2**20  # of a program's output in a box, and of the workspace that comes out of it
 TEMPORARY = "tmp"  # folder in a program's home for its temporary files, which are removed with it
 Scored = float | Mapping[str, float] | None
 
@@ -126,7 +125,6 @@ def box_of(settings: SandboxConfig | None) -> SandboxSpec | None:
         memory_mib=settings.memory_mib,
         processes=settings.processes,
         disk_mib=settings.disk_mib,
-        output_bytes=BOX_BYTES,
     )
     return SandboxSpec(image=settings.image, build=settings.build, limits=limits)
 

@@ -27,11 +27,12 @@ from palestra.threads import call, in_thread
 from palestra.types.wire import EpisodeCalls
 from palestra_harness.boxed import run_in_box
 from palestra_harness.folders import temporary_folder
-from palestra_harness.harness import BOX_BYTES, Harness, Score
+from palestra_harness.harness import Harness, Score
 from palestra_harness.running import RunLimits, run_harness, write_files
 
 CALLS_SECONDS = 30.0  # for the server to count an episode's calls, at the end; it may be starting again
 RETRY_SECONDS = 1.0
+BOX_BYTES = 64 * 2**20  # of a program's output in a box, and of the workspace that comes out of it
 
 
 class HarnessRollout:

@@ -13,8 +13,11 @@ from palestra.client import AsyncClient, ModelEndpoint
 from palestra.client.worker import Worker
 from palestra.config import HarnessConfig
 from palestra.errors import ConfigError, RolloutFailed
+from palestra.sandbox import SandboxSpec
 from palestra_harness import Harness, HarnessRollout
+from palestra_harness.boxed import run_in_box
 from palestra_harness.harness import box_of
+from palestra_harness.running import RunLimits
 
 require("bwrap", "git")
 SETTINGS = {"rollout": {"group_size": 2, "groups_per_step": 1}, "steps": 1, "evaluation": {"every_steps": 0}}
@@ -35,6 +38,8 @@ HARNESS = Harness(
     variables={"KEY": "{api_key}", "MODEL": "{model}"},
     files={"settings.json": '{"key": "{api_key}"}'},
 )
+
+NOWHERE = ModelEndpoint(base_url="http://127.0.0.1:9/v1", api_key="pe-key", model="policy", version="0.0")
 
 
 @pytest.fixture(params=["bubblewrap", "container"])
@@ -95,9 +100,20 @@ async def test_it_plays_an_episode_and_does_not_see_the_key(tmp_path: Path, sett
 async def test_what_runs_too_long_or_leaves_too_much_fails(code: str, limits: dict, expected: str):
     box = box_of(HarnessConfig(name="x", sandbox={"memory_mib": 512, "disk_mib": 100}).sandbox)
     harness = Harness(name="own", command=("bash", "-c", code))
-    endpoint = ModelEndpoint(base_url="http://127.0.0.1:9/v1", api_key="pe-key", model="policy", version="0.0")
     with pytest.raises(RolloutFailed, match=expected):
-        await HarnessRollout(harness, lambda task, result: 1.0, box=box, **limits)({"prompt": "x"}, endpoint)
+        await HarnessRollout(harness, lambda task, result: 1.0, box=box, **limits)({"prompt": "x"}, NOWHERE)
+
+
+async def test_a_program_that_has_used_up_its_calls_is_ended_and_its_workspace_comes_out(tmp_path: Path):
+    async def reached() -> bool:
+        return True
+
+    harness = Harness(name="own", command=("bash", "-c", "echo x > made; sleep 60"))
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    result = await run_in_box(harness, NOWHERE, "x", workspace, SandboxSpec(), RunLimits(30.0, 100_000, reached))
+    assert result.truncated
+    assert (workspace / "made").read_text() == "x\n"
 
 
 def test_a_box_that_can_not_be_had_is_refused_before_the_first_episode():
