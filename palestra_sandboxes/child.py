@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
+from palestra.sandbox import Finished
 from palestra.waiting import race
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -144,6 +145,12 @@ class CommandOutput:
         if not chunk or self._full.is_set():
             asyncio.get_running_loop().remove_reader(self._reading[number])
         return bool(chunk)
+
+
+def last_words_of(done: Finished) -> str:
+    """Return the last lines that a command wrote, of at most 2,000 characters."""
+    lines = (done.output + b"\n" + done.errors).decode(errors="replace").strip().splitlines()
+    return "\n".join(line.rstrip() for line in lines[-12:])[-2000:] or f"it ended with {done.code}"
 
 
 async def read_pipe(descriptor: int, most: int = 10_000) -> bytes:

@@ -33,28 +33,20 @@ def address_of(endpoint: str) -> tuple[str, int]:
     return parts.hostname, port or 80
 
 
-def inner_url(endpoint: str) -> str:
-    """Return the URL at which programs in the box reach the server."""
-    parts = urlsplit(endpoint)
-    return urlunsplit(parts._replace(netloc=f"127.0.0.1:{inner_port(endpoint)}"))
-
-
-def inner_port(endpoint: str) -> int:
-    """Return the port on which the box's own loopback address leads to the server."""
-    _, port = address_of(endpoint)
-    return port if port >= _FIRST_PORT else _OTHER_PORT
-
-
 class Forwarder:
     """Passes connections to a listening socket, made in the box's network, on to a server outside.
 
     Attributes:
+        port: of the box's own loopback address, on which the socket has to listen.
+        url: at which programs in the box reach the server.
         stand_in: what programs in the box send as the key.
     """
 
     def __init__(self, endpoint: str, key: str | None) -> None:
         """Describe a server. `key`: replaces `stand_in` where a request has it as its key; None: nothing."""
         self._address, self._key = address_of(endpoint), key
+        self.port = self._address[1] if self._address[1] >= _FIRST_PORT else _OTHER_PORT
+        self.url = urlunsplit(urlsplit(endpoint)._replace(netloc=f"127.0.0.1:{self.port}"))
         self.stand_in = None if key is None else f"sandbox-{secrets.token_hex(16)}"
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()

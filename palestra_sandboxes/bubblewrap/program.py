@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from palestra.errors import ConfigError, EnvironmentFailed
+from palestra.process.child import process_memory
 from palestra.threads import in_thread
 from palestra_sandboxes.bubblewrap.filters import LIBRARY, call_filter, has_filters
 from palestra_sandboxes.child import Descriptors, Program, read_pipe
@@ -46,10 +47,6 @@ class ProgramLimits:
     processes: int = 64
     sockets: int = 64  # of all processes together; the kernel holds up to some megabytes for each
     cpu_seconds: int = 60  # of one process
-
-
-class UnfitFiles(EnvironmentFailed):
-    """The files do not fit into a home folder, or have invalid names."""
 
 
 class SandboxedProgram:
@@ -111,10 +108,11 @@ class SandboxedProgram:
         while self.running:
             if any(found.f_files - found.f_ffree > self._limits.files for found in self._folders()):
                 self.ended_for = f"more than {self._limits.files} files"
-            elif (over := self._processes_over()) is not None and self.end_processes is None:
-                self.ended_for = over
-            elif over is not None and self.end_processes is not None:
-                self.end_processes(over)
+            elif (over := self._processes_over()) is not None:
+                if self.end_processes is None:
+                    self.ended_for = over
+                else:
+                    self.end_processes(over)
             if self.ended_for is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._init, signal.SIGKILL)
@@ -181,7 +179,7 @@ async def start_program(
                 init = int(json.loads(await read_pipe(info))["child-pid"])
                 if not await read_pipe(ready, 1):
                     if (code := await process.wait()) == _UNFIT:
-                        raise UnfitFiles("no sandbox was started: the files can't be unpacked in it")
+                        raise EnvironmentFailed("no sandbox was started: the files can't be unpacked in it")
                     raise EnvironmentFailed(f"bubblewrap started no program; it ended with {code}")
                 home = os.open(f"/proc/{init}/root{HOME}", os.O_RDONLY | os.O_DIRECTORY)
                 os.write(go, b"\n")
@@ -301,11 +299,7 @@ def _sockets(process: int) -> int:
 
 def _resident(process: int) -> int:
     """Return the resident memory of a process and all below it, in bytes."""
-    total = 0
-    for one in family_of(process):
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{one}/statm", encoding="utf-8") as file:
-            total += int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return total
+    return sum(process_memory(one)[1] for one in family_of(process))
 
 
 def own_memory(processes: Iterable[int]) -> int:

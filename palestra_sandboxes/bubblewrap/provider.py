@@ -29,8 +29,8 @@ from palestra_sandboxes.bubblewrap.program import (
     rlimits,
     start_program,
 )
-from palestra_sandboxes.child import CommandOutput, Descriptors, filled_file
-from palestra_sandboxes.forwarding import Forwarder, address_of, inner_port, inner_url
+from palestra_sandboxes.child import CommandOutput, Descriptors, filled_file, last_words_of
+from palestra_sandboxes.forwarding import Forwarder, address_of
 
 _MAX_MESSAGE = 4096
 _ANSWER_SECONDS = 30.0
@@ -98,9 +98,9 @@ class BubblewrapBox:
     ) -> None:
         """Take a started box; `BubblewrapProvider.open` starts one. `control`: socket to its first process."""
         self.workdir = spec.workdir or HOME
-        self.endpoint = None if spec.endpoint is None else inner_url(spec.endpoint)
         self._spec, self._limits, self._program, self._control = spec, limits, program, control
         self._forwarder = None if spec.endpoint is None else Forwarder(spec.endpoint, spec.endpoint_key)
+        self.endpoint = None if self._forwarder is None else self._forwarder.url
         self.endpoint_key = None if self._forwarder is None else self._forwarder.stand_in
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {0: asyncio.get_running_loop().create_future()}
@@ -113,12 +113,14 @@ class BubblewrapBox:
         """Wait until the box takes commands, and copy its folder."""
         await self._answer(0)
         if self.workdir != HOME:
-            await self._run(("mkdir", "-p", self.workdir), b"", {}, "/", CommandOutput(10_000), _COPY_SECONDS)
+            made = await self.run(["mkdir", "-p", self.workdir], folder="/", seconds=_COPY_SECONDS)
+            if made.code:
+                raise ConfigError(f"the folder {self.workdir} can't be made in a sandbox: {last_words_of(made)}")
         if self._spec.folder is not None:
             folder, below = self._spec.folder, self.workdir
             await self._unpack(await in_thread(lambda: archive_of_folder(folder, below)))
-        if self._forwarder is not None and self._spec.endpoint is not None:
-            found = await self._ask({"port": inner_port(self._spec.endpoint)}, "listen")
+        if self._forwarder is not None:
+            found = await self._ask({"port": self._forwarder.port}, "listen")
             await self._forwarder.start(found["socket"])
 
     async def run(
@@ -194,7 +196,7 @@ class BubblewrapBox:
                     self._say({"kill": number})
                 code = await finished
             except asyncio.CancelledError:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(EnvironmentFailed, EpisodeForfeited):
                     self._say({"kill": number})
                 raise
             finally:
@@ -213,7 +215,7 @@ class BubblewrapBox:
         output = CommandOutput(10_000)
         done = await self._run(("tar", "-x", "-C", "/"), archive, {}, "/", output, _COPY_SECONDS)
         if done.code:
-            raise InvalidRequest(f"files can't be written in the sandbox: {_last_line(done.errors)}", "files")
+            raise InvalidRequest(f"files can't be written in the sandbox: {last_words_of(done)}", "files")
 
     async def _ask(self, message: dict[str, Any], kind: str) -> dict[str, Any]:
         number = next(self._numbers)
@@ -233,16 +235,15 @@ class BubblewrapBox:
     def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> asyncio.Future[dict[str, Any]]:
         """Send a message; return what becomes its answer."""
         number = next(iter(message.values()))
+        self._say(message, descriptors)
         self._answers[number] = answer = asyncio.get_running_loop().create_future()
-        try:
-            self._say(message, descriptors)
-        except OSError as error:
-            del self._answers[number]
-            raise self._ending() from error
         return answer
 
     def _say(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
+        try:
+            socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
+        except OSError as error:
+            raise self._ending() from error
 
     def _take(self) -> None:
         """Take an answer of the first process."""
@@ -280,7 +281,7 @@ class BubblewrapBox:
     def _end_processes(self, over: str) -> None:
         """End all processes, which are over a limit together."""
         self._over = over
-        with contextlib.suppress(OSError):  # it ends, or its socket is full of the same message
+        with contextlib.suppress(EnvironmentFailed, EpisodeForfeited):  # it has ended, or was told often
             self._say({"stop": -1})
 
 
@@ -297,10 +298,6 @@ def _limits_of(spec: SandboxSpec) -> ProgramLimits:
 def _can_write(folder: str) -> bool:
     path = posixpath.normpath(folder)
     return any(path == top or path.startswith(f"{top}/") for top in _WRITABLE)
-
-
-def _last_line(errors: bytes) -> str:
-    return (errors.decode(errors="replace").strip().splitlines() or ["no reason was given"])[-1][:500]
 
 
 @cache

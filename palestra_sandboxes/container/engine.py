@@ -15,8 +15,9 @@ from functools import cache
 from pathlib import Path
 
 from palestra.errors import ConfigError, EnvironmentFailed
+from palestra.process.child import process_start
 from palestra.sandbox import Finished
-from palestra_sandboxes.child import CommandOutput, Descriptors, Program, filled_file
+from palestra_sandboxes.child import CommandOutput, Descriptors, Program, filled_file, last_words_of
 
 log = logging.getLogger("palestra.sandbox")
 PREFIX = "palestra-box-"  # of the names of all boxes; a process's number, start and namespace follow
@@ -135,7 +136,9 @@ class ContainerEngine:
         orphans = [name for name in listed.output.decode().split() if _is_orphan(name)]
         if orphans:
             log.warning("%d boxes of processes that were killed are removed", len(orphans))
-            await self.ask("rm", "-f", "-v", *self._at_once(), *orphans)
+            done = await self.ask("rm", "-f", "-v", *self._at_once(), *orphans)
+            if done.code:
+                log.warning("not all of these boxes can be removed: %s", last_words_of(done))
 
     def _at_once(self) -> tuple[str, ...]:
         return ("-t", "0") if self.is_podman else ()
@@ -161,15 +164,9 @@ async def end(client: Program) -> None:
     await client.wait()
 
 
-def last_words_of(done: Finished, most: int = 2000) -> str:
-    """Return the last lines that a command wrote."""
-    lines = (done.output + b"\n" + done.errors).decode(errors="replace").strip().splitlines()
-    return "\n".join(line.rstrip() for line in lines[-12:])[-most:] or f"it ended with {done.code}"
-
-
 def owner() -> str:
     """Return what names this process, also after its end: its number, the time of its start, and its namespace."""
-    return f"{os.getpid()}-{_started(os.getpid())}-{_namespace()}"
+    return f"{os.getpid()}-{process_start(os.getpid())}-{_namespace()}"
 
 
 @cache
@@ -194,16 +191,7 @@ def _is_orphan(name: str) -> bool:
     parts = name.removeprefix(PREFIX).split("-")
     if len(parts) != 4 or parts[2] != str(_namespace()):
         return False
-    return _started(int(parts[0])) != int(parts[1])
-
-
-def _started(process: int) -> int:
-    """Return when a process started, in the kernel's ticks; 0: there is none."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])
+    return process_start(int(parts[0])) != int(parts[1])
 
 
 def _namespace() -> int:

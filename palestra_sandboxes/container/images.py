@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 from palestra.errors import ConfigError
 from palestra.sandbox import SandboxSpec, is_archive
 from palestra.threads import in_thread
-from palestra_sandboxes.container.engine import ContainerEngine, last_words_of
+from palestra_sandboxes.child import last_words_of
+from palestra_sandboxes.container.engine import ContainerEngine
 
 REPOSITORY = "localhost/palestra-sandbox"  # whose images are a cache; their tags are digests of what they are made of
 BUILD_SECONDS = 1800.0

@@ -21,13 +21,13 @@ from palestra_sandboxes.archives import (
     folder_too_large,
     unpacked_files,
 )
-from palestra_sandboxes.child import CommandOutput, Descriptors, Program, filled_file
+from palestra_sandboxes.child import CommandOutput, Descriptors, Program, filled_file, last_words_of
 from palestra_sandboxes.container.calls import call_profile
 from palestra_sandboxes.container.disk import TooDeep, written_bytes
-from palestra_sandboxes.container.engine import ContainerEngine, check_answer, end, find_engine, last_words_of
+from palestra_sandboxes.container.engine import ContainerEngine, check_answer, end, find_engine
 from palestra_sandboxes.container.images import Image, forget_image, image_of
 from palestra_sandboxes.container.network import listen_in
-from palestra_sandboxes.forwarding import Forwarder, address_of, inner_port, inner_url
+from palestra_sandboxes.forwarding import Forwarder, address_of
 
 _MIB = 1 << 20
 _DISK_SECONDS = 1.0  # between two looks at what a box has written, or ten times as long as a look takes
@@ -61,13 +61,9 @@ class ContainerProvider:
 
     name = "container"
 
-    def __init__(self, engine: ContainerEngine | None = None) -> None:
-        """Use an engine; None: what is installed."""
-        self._engine = engine
-
     def check(self, spec: SandboxSpec) -> None:
         """Raise ConfigError for what the engine of this machine can't keep."""
-        engine = self._engine or find_engine()
+        engine = find_engine()
         if spec.image is None and spec.build is None:
             raise ConfigError("a box of a container engine needs an image, or a folder to build one from")
         if spec.build is not None and not spec.build.is_dir():
@@ -86,7 +82,7 @@ class ContainerProvider:
 
     async def open(self, spec: SandboxSpec) -> ContainerBox:
         """Start a box; its image is made before, unless it is here."""
-        engine = self._engine or find_engine()
+        engine = find_engine()
         image = await image_of(engine, spec)
         box = ContainerBox(engine, spec, image, await engine.new_name())
         try:
@@ -105,12 +101,12 @@ class ContainerBox:
     def __init__(self, engine: ContainerEngine, spec: SandboxSpec, image: Image, name: str) -> None:
         """Describe a box; `start` starts it."""
         self.workdir = spec.workdir or image.workdir or "/"
-        self.endpoint = None if spec.endpoint is None else inner_url(spec.endpoint)
         self.name = name
         self._engine, self._spec, self._image = engine, spec, image
         self._user = spec.user or image.user
         self._owner: Owner = (0, 0)
         self._forwarder = None if spec.endpoint is None else Forwarder(spec.endpoint, spec.endpoint_key)
+        self.endpoint = None if self._forwarder is None else self._forwarder.url
         self.endpoint_key = None if self._forwarder is None else self._forwarder.stand_in
         self._watching: asyncio.Task[None] | None = None
         self._ended_for: str | None = None
@@ -250,8 +246,8 @@ class ContainerBox:
             if not os.access(state.layer, os.R_OK | os.X_OK):
                 raise ConfigError("what a container writes can't be seen here: say `disk_mib = None` for no limit")
             self._watching = asyncio.ensure_future(self._watch(state, self._spec.limits.disk_mib))
-        if self._forwarder is not None and self._spec.endpoint is not None:
-            await self._forwarder.start(await listen_in(state.process, inner_port(self._spec.endpoint)))
+        if self._forwarder is not None:
+            await self._forwarder.start(await listen_in(state.process, self._forwarder.port))
 
     async def _watch(self, state: _Running, most_mib: int) -> None:
         """End the box when it has written more than it may."""

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 from palestra.disk import write_whole
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited, PalestraError
+from palestra.process.child import process_start
 from palestra.threads import in_thread
 from palestra_sandboxes.bubblewrap.program import family_of, own_memory
 
@@ -245,7 +246,7 @@ def _main_process(mark: str) -> tuple[int, Path]:
             for word in words:
                 if word.startswith(_PROFILE):
                     profile = Path(word.removeprefix(_PROFILE))
-                    write_whole(profile / _OWNER, f"{os.getpid()} {_started(os.getpid())}".encode())
+                    write_whole(profile / _OWNER, f"{os.getpid()} {process_start(os.getpid())}".encode())
                     return int(path.parent.name), profile
     raise EnvironmentFailed("the browser has ended as soon as it was started")
 
@@ -262,19 +263,12 @@ def _is_of(process: int, profile: Path) -> bool:
     return f"{_PROFILE}{profile}" in _words(Path(f"/proc/{process}/cmdline"))
 
 
-def _started(process: int) -> str:
-    """Return when a process was started, as the kernel counts; "": there is no such process."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    return ""
-
-
 def _remove_left() -> None:
     """Remove the profiles of this user's processes that were killed together with their drivers."""
     for profile in Path(tempfile.gettempdir()).glob("playwright_chromiumdev_profile-*"):
         with contextlib.suppress(OSError, ValueError):
             process, started = (profile / _OWNER).read_text(encoding="utf-8").split()
-            if profile.lstat().st_uid == os.geteuid() and _started(int(process)) != started:
+            if profile.lstat().st_uid == os.geteuid() and process_start(int(process)) != int(started):
                 shutil.rmtree(profile, ignore_errors=True)
 
 

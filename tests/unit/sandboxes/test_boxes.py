@@ -16,6 +16,7 @@ from machine import require
 
 from palestra.errors import ConfigError, EnvironmentFailed, InvalidRequest, PayloadTooLarge
 from palestra.sandbox import Finished, Sandbox, SandboxLimits, SandboxSpec, sandbox
+from palestra_sandboxes.bubblewrap.provider import BubblewrapProvider
 
 require("bwrap", "git")
 LIMITS = SandboxLimits(memory_mib=128, processes=40, disk_mib=64, seconds=30, output_bytes=100_000)
@@ -183,6 +184,16 @@ async def test_a_box_that_was_ended_from_outside_is_a_failure(spec):
             await box.run(["true"])
 
 
+async def test_a_box_that_is_gone_when_a_command_is_to_be_ended_is_a_failure():
+    async with sandbox(SandboxSpec(limits=LIMITS), BubblewrapProvider()) as box:
+        running = asyncio.ensure_future(box.run(["sleep", "60"], seconds=0.3))
+        await asyncio.sleep(0.1)
+        asyncio.get_running_loop().remove_reader(box._control)  # its end is not seen yet
+        os.kill(box._program.process.pid, 9)
+        with pytest.raises(EnvironmentFailed):
+            await running
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -196,6 +207,7 @@ async def test_a_box_that_was_ended_from_outside_is_a_failure(spec):
         {"user": "root"},
         {"network": "open"},
         {"workdir": "/usr/x"},
+        {"workdir": f"/work/{'x' * 300}"},
         {"limits": SandboxLimits(cpus=1)},
         {"limits": SandboxLimits(disk_mib=None)},
         {"limits": SandboxLimits(seconds=float("nan"))},

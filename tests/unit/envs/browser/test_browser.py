@@ -14,8 +14,9 @@ import pytest
 from machine import require
 
 from palestra.errors import ConfigError, EnvironmentFailed, EpisodeForfeited
+from palestra.process.child import process_start
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
-from palestra_screens.browser.chromium import _started, checked_hosts, shared_driver
+from palestra_screens.browser.chromium import checked_hosts, shared_driver
 from palestra_screens.browser.page import BrowserPage
 from unit.envs.browser.pages import Visit, site
 
@@ -366,7 +367,7 @@ async def test_profiles_of_processes_that_were_killed_go_at_the_next_start(visit
     dead, living, other = (tmp_path / f"playwright_chromiumdev_profile-{name}" for name in ("dead", "living", "other"))
     for profile, owner in (
         (dead, f"{os.getpid()} 1"),
-        (living, f"{os.getpid()} {_started(os.getpid())}"),
+        (living, f"{os.getpid()} {process_start(os.getpid())}"),
         (other, None),
     ):
         profile.mkdir()
