@@ -96,10 +96,21 @@ def test_the_client_alone_submits_a_job_with_its_tasks(tmp_path):
 
 
 def test_type_checkers_read_the_annotations_of_every_package():
-    built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
-    assert sorted(built["wheel"]["packages"]) == PACKAGES
     assert [name for name in PACKAGES if not (ROOT / name / "py.typed").is_file()] == []
+
+
+def test_every_package_is_built_checked_and_held_by_the_contracts():
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    built, linter = tool["hatch"]["build"]["targets"], tool["importlinter"]
+    contracts = {contract["name"]: contract for contract in linter["contracts"]}
+    core = contracts["The core imports nothing that is beside it"]
+    alone = contracts["What is beside the core stands alone, and the service and the lab use it"]
+    assert sorted(built["wheel"]["packages"]) == PACKAGES
     assert [name for name in PACKAGES if name not in built["sdist"]["only-include"]] == []
+    assert sorted(tool["mypy"]["packages"]) == sorted(linter["root_packages"]) == PACKAGES
+    assert sorted(["palestra", *core["forbidden_modules"]]) == PACKAGES
+    assert sorted(["palestra", *alone["source_modules"], *alone["forbidden_modules"]]) == PACKAGES
+    assert sorted(contracts["No cycles"]["ancestors"]) == PACKAGES
 
 
 def test_what_the_package_exports_is_what_its_reference_has():
