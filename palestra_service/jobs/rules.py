@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from palestra.config.loading import read_toml
 from palestra.config.section import Positive, Seconds, Section
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError, InvalidRequest
+from palestra.extensions import nearest
 from palestra_control.jobs import Resources
 from palestra_service.jobs.engine_rules import EngineRules, load_engine_rules
 from palestra_service.placement.bases import BaseLimits
@@ -259,10 +259,8 @@ def load_rules(path: Path) -> Rules:
     caps = dict(CAPS)
     for key, value in _flat(found.caps, ""):
         if key not in (*CAPS, TIME_LIMIT):
-            near = difflib.get_close_matches(key, (*CAPS, TIME_LIMIT), n=1, cutoff=0.5)
-            raise ConfigError(
-                f"{path}: unknown key {key!r} of [caps]" + (f"; did you mean {near[0]!r}?" if near else "")
-            )
+            near = nearest(key, (*CAPS, TIME_LIMIT), "{!r}", 0.5)
+            raise ConfigError(f"{path}: unknown key {key!r} of [caps]{near}")
         caps[key] = _cap(path, key, value)
     return Rules(
         caps=caps,
