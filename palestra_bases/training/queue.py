@@ -1,8 +1,8 @@
 """A queue of training requests of many tenants in front of one trainer.
 
 The queue gives the trainer one pass at a time: one micro-batch, or one micro-batch each of several policies on the same
-base. So a request of many micro-batches is computed in pieces, and other tenants
-get their turn in between. Requests about one policy are computed in the order of their arrival.
+base. So a request of many micro-batches is computed in pieces, and other tenants get their turn in between. Requests
+about one policy are computed in the order of their arrival.
 """
 
 from __future__ import annotations
