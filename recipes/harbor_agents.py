@@ -66,7 +66,8 @@ class Trials:
                 answer.set_result(found)
         self._child, ended, self._waiting = None, self._waiting, {}  # the next trial starts another
         for answer in ended.values():
-            answer.cancel("the child has ended")
+            if not answer.done():
+                answer.set_exception(RuntimeError("Harbor's process has ended"))  # gives the episode back
 
 
 def child() -> None:
