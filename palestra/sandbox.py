@@ -55,7 +55,7 @@ class SandboxSpec:
     """What a box is made of.
 
     Attributes:
-        image: name of a container image, or path of an archive (`.tar`, `.tar.gz`) of an image or a root folder.
+        image: name of an image, or path of an archive (`.tar`, `.tar.gz`, `.tgz`) of an image or a root folder.
         build: folder with a Dockerfile, from which the image is built once; `image` or `build`, not both.
         folder: its files are copied into `workdir`.
         user: name or number of the user that commands run as; None: the image's.

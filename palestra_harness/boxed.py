@@ -13,6 +13,7 @@ from pathlib import Path
 
 from palestra.client import ModelEndpoint
 from palestra.errors import EpisodeForfeited, RolloutFailed
+from palestra.process.child import kept_code
 from palestra.process.keeper import remove_tree
 from palestra.sandbox import Finished, Sandbox, SandboxSpec, sandbox
 from palestra.threads import in_thread
@@ -73,7 +74,7 @@ async def run_in_box(
         diff = await changes_since(folder / "snapshot", workspace)
     output = (done.output + done.errors).decode(errors="replace")
     return HarnessResult(
-        exit_code=done.code,
+        exit_code=kept_code(done.code),
         output=without_key(output, inside.api_key)[-KEPT_BYTES:],
         workspace=workspace,
         diff=without_key(diff, inside.api_key)[:MAX_DIFF],

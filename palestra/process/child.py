@@ -210,7 +210,7 @@ def kept_command(lifeline: int, seconds: float, command: Sequence[str], folders:
 
 
 def kept_code(code: int) -> int:
-    """Return the exit code of a program that a `keeper` has run, or minus its signal, by the keeper's exit code."""
+    """Return the exit code of a program that a `keeper` or a box has run, or minus its signal, by their exit code."""
     return 128 - code if 128 < code <= 192 else code  # 255 is a code that programs end with
 
 

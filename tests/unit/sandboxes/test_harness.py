@@ -112,7 +112,7 @@ async def test_a_program_that_has_used_up_its_calls_is_ended_and_its_workspace_c
     workspace = tmp_path / "workspace"
     workspace.mkdir()
     result = await run_in_box(harness, NOWHERE, "x", workspace, SandboxSpec(), RunLimits(30.0, 100_000, reached))
-    assert result.truncated
+    assert (result.truncated, result.exit_code) == (True, -9)
     assert (workspace / "made").read_text() == "x\n"
 
 
