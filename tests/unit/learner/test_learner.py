@@ -37,6 +37,7 @@ from unit.learner.scripted_job import Crash, ScriptedJob, config
 WITH_A_CRITIC = tuple(
     f"train/{name}" for name in ("critic_", "explained_variance", "return_mean", "advantage_std", "reference_", "kl_")
 )
+WITH_A_JUDGE = ("judge/", "audit/", "time/audit_seconds", "validation/win_rate")
 
 
 class TrainerBroken(Exception):
@@ -61,11 +62,11 @@ async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the
             own -= {metric.name for metric in IMPORTANCE_METRICS} if mode == "none" else set()
             expected = {metric.name for metric in metric_tables()["Every run"]} | {f"train/{name}" for name in own}
             expected -= {"train/rewards/NAME", "validation/rewards/NAME"}  # of jobs with named rewards
-            expected -= {name for name in expected if name.startswith(("judge/", "audit/"))}  # of some jobs
+            expected -= {name for name in expected if name.startswith(WITH_A_JUDGE)}
             assert set().union(*rows(tmp_path / f"{name} {mode}")) == expected
             named |= expected
     unused = {"nll", "log_ratio_squared"}  # of losses of the Tinker API that no policy gradient names
-    beside = {name for name in metric_names() if name.startswith((*WITH_A_CRITIC, "train/teacher_kl", "judge/"))}
+    beside = {name for name in metric_names() if name.startswith((*WITH_A_CRITIC, *WITH_A_JUDGE, "train/teacher_kl"))}
     beside |= {metric.name for metric in ROLE_METRICS}  # where several agents are rewarded
     beside |= {metric.name for metric in (*ENVIRONMENT_METRICS, *SPENT_METRICS)}  # with several, or a budget
     beside |= {f"train/{metric.name}" for metric in (*SAC.metrics, *TwinValueLoss.metrics, *DPO.metrics)}
