@@ -15,20 +15,17 @@ from functools import partial
 from typing import Any
 
 from palestra.algorithms.base import Algorithm
-from palestra.client.task_files import split_in
 from palestra.errors import BudgetSpent, ConfigError
 from palestra.faults import fault_point
 from palestra.learner.audit import Audit, restore_quarantine
 from palestra.learner.evaluation import check_engine, validate
-from palestra.learner.groups import DynamicSampling, Gathered, gather_groups
+from palestra.learner.gathering import Gathering
 from palestra.learner.metrics import environment_metrics, spent_metrics
 from palestra.learner.open_run import OpenRun
 from palestra.learner.pools import Pools
-from palestra.learner.recordings import Recordings, gather_recorded
-from palestra.learner.reporting import PlayingTime, StepLog, checkpoints_of, role_metrics
+from palestra.learner.reporting import StepLog, checkpoints_of, role_metrics
 from palestra.learner.samplers import SamplerMaker
 from palestra.learner.schedule import SAMPLED, CheckpointSchedule, TrainingBudget
-from palestra.learner.task_source import open_source
 from palestra.learner.update import PolicyUpdate
 from palestra.models.weights import WeightSource
 from palestra.threads import freed, in_thread, short_turns
@@ -36,7 +33,7 @@ from palestra.trainer.base import Trainer
 from palestra.types.calls import PolicyVersion
 from palestra.types.metrics import by_policy, of_policy
 from palestra.types.progress import Part, Phase
-from palestra.types.records import JUDGE_FAILED, BatchManifest, Task, Trajectory
+from palestra.types.records import JUDGE_FAILED, BatchManifest, Trajectory
 from palestra.types.states import JobState
 from palestra.waiting import cancelled, race, together
 
@@ -57,8 +54,7 @@ class Learner:
         """Assemble the learner; `run` trains. `sampler` is a user's own choice of tasks; None: as configured. `audit`
         looks whether the reward is gamed; None: nothing does.
         """
-        self._run, self._trainer, self._algorithms, self._sampler = run, trainer, algorithms, sampler
-        self._audit = audit
+        self._run, self._trainer, self._audit = run, trainer, audit
         config, trained = run.config, run.policies.trained
         self._budget = TrainingBudget(config, run.store.groups, run.store.log)
         self._updates = {name: PolicyUpdate(run, trainer, self._budget, name, algorithms[name]) for name in trained}
@@ -71,15 +67,13 @@ class Learner:
             run.event,
         )
         self._pools = Pools(run, trainer)
-        self._recordings = Recordings.of(run, algorithms)
+        self._gathering = Gathering(run, algorithms, sampler)
         self._log = StepLog(run)
         self._wall_before = 0.0
-        self._playing = PlayingTime(config.rollout.max_staleness > 0)
         self._started = time.monotonic()
         self._stopping = asyncio.Event()
         self._sampling = False  # whether the engine is open: until then episodes wait for it, and can't end
         self._unchecked = trained if config.engine.urls else ()  # a server that runs already has any model
-        self._validation_tasks: Sequence[Task] = []
 
     async def prepare(self) -> None:
         """Check other servers needed for training, and load past versions, before this server accepts requests."""
@@ -122,14 +116,14 @@ class Learner:
             self._run.progress.move(JobState.RUNNING)
         await self._run.event("running", {"step": self._run.progress.step, "version": self._run.progress.version})
         with self._run.progress.inside(Part.TASKS):
-            await self._unless_stopped(self._wait_for_tasks())
+            await self._unless_stopped(self._gathering.wait_for_tasks())
         finished = unfinished is None
         if unfinished is not None and not self._stopping.is_set():  # if stopped, the validation tasks may be missing
             finished = await self._finish_step(unfinished)
         while finished and not self._budget.is_over(self._run.progress.step) and self._goes_on():
             self._run.progress.step_began = started = time.monotonic()
             step = self._run.progress.step + 1
-            found = await self._unless_stopped(self._manifest(step))
+            found = await self._unless_stopped(self._gathering.batch(step, self._versions(), self._due(step)))
             if found is None:
                 break
             manifest, trajectories, gathered = found
@@ -141,7 +135,11 @@ class Learner:
             except BudgetSpent:  # of the step a part may be trained, so that nothing is saved
                 await self._complete()
                 return
-            row |= {"step": float(step), "time/step_seconds": time.monotonic() - started, **self._playing.rate(row)}
+            row |= {
+                "step": float(step),
+                "time/step_seconds": time.monotonic() - started,
+                **self._gathering.playing.rate(row),
+            }
             await self._run.store.log.put_unfinished_metrics(row)  # before a checkpoint makes the step final
             self._run.progress.step, self._run.progress.sampled_tokens = step, self._budget.sampled
             await self._pools.add(step)
@@ -150,7 +148,7 @@ class Learner:
                 await self._checkpoints.save_if_due(step, last=self._budget.is_over(step))
             self._run.progress.step_seconds.append(time.monotonic() - started)
             self._run.progress.step_began = None
-            due = bool(self._validation_tasks) and self._budget.evaluation_is_due(step)
+            due = bool(self._gathering.validation_tasks) and self._budget.evaluation_is_due(step)
             self._run.progress.evaluations_left = self._evaluations_left(step) + due
             finished = await self._finish_step(row)
             if self._run.metering is not None:
@@ -216,7 +214,7 @@ class Learner:
         unfinished = await self._run.store.log.restore_metrics(self._run.progress.step)
         # Written after rows were dropped: `dashboard.runs` keeps what it has read until this file is another one.
         self._run.folder.write_config(self._run.config)
-        self._playing.resumed = known is not None
+        self._gathering.playing.resumed = known is not None
         if known is not None and not self._run.config.deterministic:
             incarnation = int(await self._run.store.log.fact("incarnation") or 0) + 1
             await self._run.store.log.set_fact("incarnation", str(incarnation))
@@ -234,70 +232,7 @@ class Learner:
             return {"step": 0.0}  # the row of the evaluation before the first step
         return unfinished
 
-    async def _wait_for_tasks(self) -> None:
-        """Wait for all tasks: from files, or pushed by a client that has marked the last push."""
-        self._run.progress.enter("waiting for tasks")
-        validates = self._run.config.evaluation.is_on
-        if not self._run.config.brings_tasks or validates:
-            await self._run.store.tasks.wait_sealed()
-        config, stored = self._run.config, self._run.store.tasks
-        pools = {name: await stored.stored(split_in(name, "train")) for name in config.each_environment}
-        held = [await stored.stored(split_in(name, "validation")) for name in config.each_environment]
-        self._validation_tasks = held[0] if len(held) == 1 else [task for tasks in held for task in tasks]
-        for algorithm in map(config.algorithm_of, config.trained_policies):
-            if validates and self._validation_tasks and not algorithm.trains_policy:
-                raise ConfigError(
-                    f"validation plays with the policy, and {algorithm.name!r} does not train it: leave its tasks out"
-                )
-        trained: Mapping[str, Sequence[Task]] = pools
-        if self._recordings is not None:
-            trained = {"": await self._recordings.tasks()}
-        for name, tasks in trained.items():
-            if not tasks:
-                raise ConfigError(f"{f'environment {name!r}' if name else 'the job'} has no training tasks")
-        group_key = config.rollout.group_key if self._recordings is None else ""
-        self._source = await open_source(self._run, trained, group_key, self._sampler)
-
     # One step
-
-    async def _manifest(self, step: int) -> tuple[BatchManifest, list[Trajectory], dict[str, float]]:
-        """Return the manifest of a step, committed before a restart or gathered now; its episodes; and metrics."""
-        manifest = await self._run.store.log.manifest(step)
-        if manifest is not None:
-            self._run.progress.enter(f"repeating step {step} from its manifest")
-            self._playing.not_played()
-            trajectories = await self._run.store.calls.trajectories(manifest.episode_ids)
-            repeated = Gathered(episode_ids=manifest.episode_ids, trajectories=trajectories)
-            return manifest, trajectories, _metrics_of(repeated, 0.0)
-        self._run.progress.enter(f"gathering step {step}", Phase("train", step))
-        started = time.monotonic()
-        rollout = self._run.config.rollout
-        versions = self._versions()
-        last_step = min(step + rollout.max_staleness, self._run.config.steps)
-        if self._recordings is not None:
-            store, groups = self._run.store, rollout.groups_per_step
-            gathered = await gather_recorded(store, self._recordings, self._source.tasks, step, groups, versions)
-            self._playing.not_played()
-        else:
-            gathered = await gather_groups(
-                self._run.store,
-                rollout,
-                self._source.tasks,
-                step,
-                last_step,
-                {name: versions[name].n for name in self._due(step)},
-                self._dynamic_sampling(step),
-            )
-            self._playing.gathered(started)
-        manifest = BatchManifest(
-            step=step,
-            versions=versions,
-            episode_ids=gathered.episode_ids,
-            seed=self._run.config.seed,
-            config_digest=self._run.config.digest(),
-        )
-        await self._run.store.log.commit_manifest(manifest)
-        return manifest, gathered.trajectories, _metrics_of(gathered, time.monotonic() - started)
 
     async def _train(
         self, manifest: BatchManifest, trajectories: Sequence[Trajectory], gathered: Mapping[str, float]
@@ -346,19 +281,6 @@ class Learner:
     def _due(self, step: int) -> dict[str, PolicyUpdate]:
         """Return the updates that are made in a step, by the policy's name."""
         return {name: update for name, update in self._updates.items() if update.due(step)}
-
-    def _dynamic_sampling(self, step: int) -> DynamicSampling | None:
-        """Return which groups of a step are replaced: those without a learning signal for any of its updates; None:
-        none.
-        """
-        due = self._due(step)
-        most = max((self._algorithms[name].dynamic_sampling for name in due), default=0)
-
-        async def teaches(trajectories: Sequence[Trajectory]) -> bool:
-            return any(update.learns_from(trajectories) for update in due.values())
-
-        groups = self._run.config.rollout.groups_per_step
-        return DynamicSampling(teaches=teaches, most=most * groups) if most else None
 
     async def _update(self, step: int, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Make the updates of a step with the episodes of its manifest, and return its metrics by full name."""
@@ -417,7 +339,7 @@ class Learner:
         The row then stays unfinished and the job is not completed: a resumed job evaluates first.
         """
         step = int(row["step"])
-        if self._validation_tasks and self._budget.evaluation_is_due(step):
+        if self._gathering.validation_tasks and self._budget.evaluation_is_due(step):
             if self._stopping.is_set():
                 return False
             self._run.progress.enter(_evaluating(step), Phase("validation", step))
@@ -426,7 +348,7 @@ class Learner:
             mixed, judge = bool(self._run.config.environments), self._run.config.judge
             compared = None if judge is None else judge.compares
             groups = self._run.store.groups
-            evaluation = validate(groups, self._validation_tasks, step, roles, algorithm, mixed, compared)
+            evaluation = validate(groups, self._gathering.validation_tasks, step, roles, algorithm, mixed, compared)
             found = await self._unless_stopped(evaluation)
             if found is None:
                 return False
@@ -447,7 +369,7 @@ class Learner:
 
     def _evaluations_left(self, step: int) -> int:
         """Return about how many evaluations are made after later steps than this one."""
-        return self._budget.evaluations_after(step) if self._validation_tasks else 0
+        return self._budget.evaluations_after(step) if self._gathering.validation_tasks else 0
 
     async def _open_engine(self) -> None:
         """Let the engine sample, unless a step with a manifest from before a restart must be repeated.
@@ -470,14 +392,3 @@ class Learner:
 
 def _evaluating(step: int) -> str:
     return f"evaluating after step {step}" if step else "evaluating before training"
-
-
-def _metrics_of(gathered: Gathered, seconds: float) -> dict[str, float]:
-    """Return the metrics of gathering a step; all are 0 for one that is repeated from its manifest."""
-    return {
-        "time/rollout_seconds": seconds,
-        "train/groups_dropped": float(gathered.dropped),
-        "train/groups_skipped": float(gathered.skipped),
-        "train/episodes_discarded": float(gathered.discarded),
-        "train/episodes_stale": float(gathered.stale),
-    }
