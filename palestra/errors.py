@@ -35,22 +35,22 @@
     ├── TrainerLost                  503  a process of the trainer has died, and the others were ended
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
     ├── TeacherFailed                503  the server that teaches did not score a step's tokens
-    ├── JudgeFailed              503  a judge gave no verdict that can be used
-    ├── BudgetSpent              402  a call does not fit into the job's budget any more
-    ├── JudgeUnavailable         500  a judge could not be asked for a long time
-    ├── InvalidAlgorithm         500  an algorithm or a loss does not keep to what these have to do
-    ├── InvalidSampler           500  a sampler of tasks is not deterministic, or gives tasks that do not exist
-    ├── InvalidEnvironment       500  an environment does not keep to what environments have to do
-    ├── EnvironmentFailed        500  an environment has failed, and no action of an agent is to blame
-    │   └── RewardFailed         500  a reward function raised something
-    ├── EpisodeForfeited         500  an environment has ended by an agent's action, which is the agent's loss
-    ├── NotScored                500  an episode was given None in the place of a reward
-    ├── RolloutFailed            500  an episode that Palestra played itself could not be finished
+    ├── JudgeFailed                  503  a judge gave no verdict that can be used
+    ├── BudgetSpent                  402  a call does not fit into the job's budget any more
+    ├── JudgeUnavailable             500  a judge could not be asked for a long time
+    ├── InvalidAlgorithm             500  an algorithm or a loss does not keep to what these have to do
+    ├── InvalidSampler               500  a sampler of tasks is not deterministic, or gives tasks that do not exist
+    ├── InvalidEnvironment           500  an environment does not keep to what environments have to do
+    ├── EnvironmentFailed            500  an environment has failed, and no action of an agent is to blame
+    │   └── RewardFailed             500  a reward function raised something
+    ├── EpisodeForfeited             500  an environment has ended by an agent's action, which is the agent's loss
+    ├── NotScored                    500  an episode was given None in the place of a reward
+    ├── RolloutFailed                500  an episode that Palestra played itself could not be finished
     ├── EpisodesLost                 500  a step has no rewards to train on: its episodes failed, or were not scored
     ├── JobStuck                     500  nothing happens in a job any more
-    ├── WorkerCrashLoop                 500  worker processes die as soon as they are started
+    ├── WorkerCrashLoop              500  worker processes die as soon as they are started
     ├── ServerFailed                 503  a model server could not be started
-    │   └── NodeLost              503  the machine that was chosen for it is dead
+    │   └── NodeLost                 503  the machine that was chosen for it is dead
     ├── ModelError                   500  weights are missing or cannot be used
     ├── CheckpointError              500  no checkpoint can be read
     └── StoreError                   500  a store is damaged, of another version, or in use
