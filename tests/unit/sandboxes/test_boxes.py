@@ -95,6 +95,13 @@ async def test_memory_is_limited_and_the_box_goes_on(box):
     assert (await box.run(["echo", "on"])).output == b"on\n"
 
 
+async def test_processes_of_bubblewrap_that_are_over_the_memory_together_end_and_the_box_goes_on():
+    each = "python3 -c 'import time; x = bytearray(60 << 20); time.sleep(20)' & "
+    async with sandbox(SandboxSpec(limits=LIMITS)) as box:
+        assert b"more than 128 MiB of memory" in (await sh(box, each * 4 + "wait")).errors
+        assert await box.run(["echo", "on"]) == Finished(code=0, output=b"on\n", errors=b"")
+
+
 async def test_a_fork_bomb_and_what_leaves_its_session_end_before_scoring(box):
     await sh(box, "echo kept > file; setsid sleep 4321 > /dev/null 2>&1 & sleep 0.3")
     assert b"4321" in (await sh(box, LISTED)).output

@@ -129,6 +129,12 @@ async def test_what_is_of_the_machine_is_neither_seen_nor_reached(spec, tmp_path
         assert (await box.run(["grep", "-c", "NoNewPrivs:.1", "/proc/self/status"])).output == b"1\n"
 
 
+async def test_an_open_network_is_that_of_the_engine(spec):
+    async with sandbox(replace(spec, network="open")) as box:
+        interfaces = (await box.run(["cat", "/proc/net/dev"])).output.decode().splitlines()[2:]
+    assert len(interfaces) == 2  # its own, and one that leads out
+
+
 def socket_program(family: int) -> bytes:
     """Return a program for Linux on x86-64 that opens a socket, and ends with the error's number, or with 253."""
     code = bytes.fromhex("b829000000bf") + family.to_bytes(4, "little")
@@ -149,8 +155,9 @@ async def test_sockets_that_know_no_namespaces_are_refused(spec):
     assert set(found[3:]) <= {errno.EPERM, errno.ENOSYS}
 
 
-async def test_processes_are_limited_together(spec):
+async def test_processors_and_processes_are_limited_together(spec):
     async with sandbox(spec) as box:
+        assert podman("inspect", "--format", "{{.HostConfig.NanoCpus}}", box.name) == "1000000000\n"
         done = await box.run(["bash", "-c", "for i in {1..60}; do sleep 50 & done 2>&1; jobs | wc -l"], seconds=3)
         assert done.timed_out or int(done.output.split()[-1]) < LIMITS.processes
         inside = "ls -d /proc/[0-9]* | wc -l"
