@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from palestra.config import JobConfig
-from palestra.config.budget import FREE, HOUR_MS, UNITS, device_count, token_prices
+from palestra.config.budget import HOUR_MS, UNITS, device_price, token_prices
 from palestra.store.spending import Used
 from palestra_inspect.checking import CheckFinding
 from palestra_inspect.trial import Trial, plays_episodes
@@ -64,7 +64,7 @@ def estimate_of(config: JobConfig, trial: Trial) -> JobEstimate | None:
     unsteady = min(abs(rows[0]["time/step_seconds"] - seconds) / max(seconds, 1e-9) / 2, 0.5)
     pace = math.hypot(spread, unsteady)
     hours = _around(whole / 3600, pace)
-    devices = 0 if config.prices is None else config.prices.device_ms * device_count(config) * HOUR_MS / UNITS
+    devices = device_price(config) * HOUR_MS / UNITS
     bought = _around(money * played, spread)
     sums = Interval(*(calls + devices * time for calls, time in zip(bought, hours, strict=True)))
     return JobEstimate(
@@ -109,9 +109,7 @@ def budget_findings(config: JobConfig, found: JobEstimate) -> Iterator[CheckFind
 def _of_a_step(config: JobConfig, used: Sequence[Used], steps: float) -> tuple[float, float]:
     """Return tokens, and the money for them, of a step."""
     prices = token_prices(config)
-    tokens = sum(one.prompt_tokens + one.reply_tokens for one in used)
-    money = sum(prices.get(one.payee, FREE).of(one.prompt_tokens, one.reply_tokens) for one in used)
-    return tokens / steps, money / UNITS / steps
+    return sum(one.tokens for one in used) / steps, sum(one.money(prices) for one in used) / UNITS / steps
 
 
 def _spread(used: Sequence[Used]) -> float:
@@ -119,7 +117,7 @@ def _spread(used: Sequence[Used]) -> float:
     by_episode: defaultdict[str, int] = defaultdict(int)
     for one in used:
         if one.episode_id:
-            by_episode[one.episode_id] += one.prompt_tokens + one.reply_tokens
+            by_episode[one.episode_id] += one.tokens
     found = list(by_episode.values())
     if len(found) < 2 or not (mean := fmean(found)):
         return 1.0 if used else DRIFT

@@ -75,11 +75,6 @@ class PricesConfig(Section):
                 return TokenPrice(units_of(prompt, MILLION), units_of(reply, MILLION))
         return None
 
-    @property
-    def device_ms(self) -> int:
-        """Return the units of money for a millisecond of one device."""
-        return units_of(self.device_hour, HOUR_MS)
-
 
 def _keys(names: Iterable[str | None]) -> list[str]:
     """Return the keys under which `prices.tokens` may have something with these names."""
@@ -183,6 +178,11 @@ def _named(config: JobConfig) -> dict[str, tuple[str | None, ...]]:
     """Return by payee the names under which its price may stand."""
     named: dict[str, tuple[str | None, ...]] = {name: (name, one.model) for name, one in config.policies.items()}
     return named | {server.payee: server.names for server in servers_of(config)}
+
+
+def device_price(config: JobConfig) -> int:
+    """Return the units of money for a millisecond of all devices of a job."""
+    return 0 if config.prices is None else units_of(config.prices.device_hour, HOUR_MS) * device_count(config)
 
 
 def device_count(config: JobConfig) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection
 
 from palestra.config import JobConfig
-from palestra.config.budget import FREE, TokenPrice, device_count, exact_money, shown_money, token_prices
+from palestra.config.budget import TokenPrice, device_price, exact_money, shown_money, token_prices
 from palestra.dashboard.answers import CostLine, CostsAnswer
 from palestra.store.browsing import browse
 from palestra.store.run_log import readable_metrics
@@ -151,7 +151,7 @@ def costs_of(
         episodes: the same by episode; None: the costs of episodes are not wanted.
     """
     prices = token_prices(config)
-    device = 0 if config.prices is None else config.prices.device_ms * device_count(config)
+    device = device_price(config)
     devices = {phase: Cost(ms=ms, money=ms * device) for phase, ms in times.read(connection).items()}
     time = sum(devices.values(), Cost())
     tokens = [(one, _cost(one, prices)) for one in used]
@@ -184,8 +184,7 @@ def _by_episode(used: Iterable[Used], prices: Mapping[str, TokenPrice]) -> dict[
 
 
 def _cost(used: Used, prices: Mapping[str, TokenPrice]) -> Cost:
-    money = prices.get(used.payee, FREE).of(used.prompt_tokens, used.reply_tokens)
-    return Cost(used.calls, used.prompt_tokens, used.reply_tokens, 0, money)
+    return Cost(used.calls, used.prompt_tokens, used.reply_tokens, 0, used.money(prices))
 
 
 def costs_answer(run: str, found: CostReport, episodes: int = 0) -> CostsAnswer:

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 
 from palestra.config import JobConfig
-from palestra.config.budget import FREE, HOUR_MS, device_count, shown_money, token_prices, units_of
+from palestra.config.budget import HOUR_MS, device_price, shown_money, token_prices, units_of
 from palestra.learner.open_run import AddEvent
 from palestra.store import RunStore
 from palestra.store.ledger import BudgetAmounts, Ledger, Limits
@@ -29,15 +29,13 @@ async def open_metering(config: JobConfig, store: RunStore, began: float) -> Met
         return None
     prices = token_prices(config)
     used, ms = await store.spending.begin(config)
-    tokens = sum(one.prompt_tokens + one.reply_tokens for one in used)
-    money = sum(prices.get(one.payee, FREE).of(one.prompt_tokens, one.reply_tokens) for one in used)
     ledger = Ledger(
         limits=limits_of(config),
         monotonic=store.clock.monotonic,
         began=began,
-        spent=BudgetAmounts(tokens, money, ms),
+        spent=BudgetAmounts(sum(one.tokens for one in used), sum(one.money(prices) for one in used), ms),
         prices=prices,
-        device_ms=0 if config.prices is None else config.prices.device_ms * device_count(config),
+        device_ms=device_price(config),
         refuses=config.kind == "inference",
     )
     return Metering(ledger, store.spending, judging_policies(config))

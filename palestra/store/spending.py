@@ -14,7 +14,7 @@ from sqlalchemy import Connection, bindparam, select
 from sqlalchemy.dialects.sqlite import insert
 
 from palestra.config import JobConfig
-from palestra.config.budget import AUDIT, JUDGE
+from palestra.config.budget import AUDIT, FREE, JUDGE, TokenPrice
 from palestra.database import Database
 from palestra.database.sqlite import Prepared
 from palestra.store.calls import insert_call
@@ -54,6 +54,15 @@ class Used(NamedTuple):
     calls: int
     prompt_tokens: int
     reply_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of prompts and replies."""
+        return self.prompt_tokens + self.reply_tokens
+
+    def money(self, prices: Mapping[str, TokenPrice]) -> int:
+        """Return the units of money for the tokens, by the prices of payees; others cost none."""
+        return prices.get(self.payee, FREE).of(self.prompt_tokens, self.reply_tokens)
 
 
 def used_by(chat: Chat, kind: str, episode_id: str) -> Used:

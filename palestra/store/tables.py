@@ -127,7 +127,7 @@ spending = Table(
     metadata,
     Column("episode_id", String, primary_key=True),  # empty: the sum of all, with those of no episode
     Column("kind", String, primary_key=True),  # of the episode, or `judge`, `audit`, `teacher`
-    Column("payee", String, primary_key=True),  # the policy or the server's model
+    Column("payee", String, primary_key=True),  # the policy, or a server as `palestra.config.budget` names it
     Column("calls", Integer, nullable=False),
     Column("prompt_tokens", Integer, nullable=False),
     Column("reply_tokens", Integer, nullable=False),
