@@ -27,6 +27,7 @@ from palestra_worlds.harbor.environment import HarborEnvironment
 from palestra_worlds.harbor.task import read_tasks, task_data
 
 SHIPPED = Path(__file__).parent / "tasks"
+SHARED = Path(__file__).parent / "shared"  # files of each of these tasks that has no others in their place
 _BUSYBOX = ("/bin/busybox", "/usr/bin/busybox")
 
 
@@ -50,7 +51,7 @@ def harbor_tasks(folder: Callable[[], Path], split: Split, count: int, seed: int
 
 @functools.cache
 def shipped_folder() -> Path:
-    """Return a copy of the tasks that ship, whose images are made of this machine's busybox.
+    """Return a folder with the tasks that ship, whose images are made of this machine's busybox.
 
     Raises:
         ConfigError: busybox is not installed.
@@ -58,15 +59,12 @@ def shipped_folder() -> Path:
     busybox = _busybox()
     folder = Path(tempfile.mkdtemp(prefix="palestra-harbor-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    shutil.copytree(SHIPPED, folder, dirs_exist_ok=True)
-    first: Path | None = None
-    for task in sorted(folder.iterdir()):
-        program = task / "environment" / "busybox"
-        if first is None:
-            first = Path(shutil.copyfile(busybox, program))
-            first.chmod(0o755)
-        else:
-            os.link(first, program)
+    program = Path(shutil.copyfile(busybox, folder / "busybox"))
+    program.chmod(0o755)
+    for task in SHIPPED.iterdir():
+        for source in (SHARED, task):
+            shutil.copytree(source, folder / task.name, dirs_exist_ok=True)
+        os.link(program, folder / task.name / "environment" / "busybox")
     return folder
 
 
