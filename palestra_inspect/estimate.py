@@ -12,10 +12,10 @@ from typing import NamedTuple
 from palestra.config import JobConfig
 from palestra.config.budget import HOUR_MS, UNITS, device_price, token_prices
 from palestra.store.spending import Used
+from palestra.types.metrics import NORMAL_95
 from palestra_inspect.checking import CheckFinding
 from palestra_inspect.trial import Trial, plays_episodes
 
-CONFIDENCE = 1.96  # standard errors of a mean, for 95 %
 DRIFT = 0.1  # replies become longer or shorter while a policy learns
 
 
@@ -121,7 +121,7 @@ def _spread(used: Sequence[Used]) -> float:
     found = list(by_episode.values())
     if len(found) < 2 or not (mean := fmean(found)):
         return 1.0 if used else DRIFT
-    return math.hypot(CONFIDENCE * stdev(found) / math.sqrt(len(found)) / mean, DRIFT)
+    return math.hypot(NORMAL_95 * stdev(found) / math.sqrt(len(found)) / mean, DRIFT)
 
 
 def _around(mean: float, share: float) -> Interval:

@@ -21,12 +21,11 @@ from palestra.store import Groups
 from palestra.threads import in_thread
 from palestra.trainer.base import Trainer
 from palestra.types.calls import Floats, Ids, TokenSequence
-from palestra.types.metrics import WIN_RATE, of_policy
+from palestra.types.metrics import NORMAL_95, WIN_RATE, of_policy
 from palestra.types.records import EpisodeRecord, Task, TrainSample
 from palestra.types.states import EpisodeState
 
 PIECE = 500  # tasks that are read and registered at a time
-NORMAL_95 = 1.959963984540054
 _HALVINGS = 50  # of the range in which a bound lies: to 1e-15
 
 

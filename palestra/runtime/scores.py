@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from palestra.errors import ConfigError
-from palestra.types.metrics import of_policy
+from palestra.types.metrics import NORMAL_95, of_policy
 from palestra.types.records import Trajectory
 
 
@@ -73,7 +73,6 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 MEAN = "validation/reward_mean"
-NORMAL_95 = 1.959964  # 95 % of a normal distribution lie within so many standard deviations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

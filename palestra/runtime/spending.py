@@ -96,7 +96,7 @@ class BudgetWatch:
         if self._ledger.over:  # by a call before the job was watched
             self._end()
         while self._ledger.left_ms() > CLOSING_MS:
-            await self.record_ahead()
+            await self._record_ahead()
             await self._warn()
             if self._ledger.left_ms() <= self._ledger.end_ms:
                 self._ledger.end()
@@ -113,7 +113,7 @@ class BudgetWatch:
         self._ledger.close()
         await self._spending.set_ms(self._ledger.total.ms)
 
-    async def record_ahead(self) -> None:
+    async def _record_ahead(self) -> None:
         """Record more time than the job has run for, unless that was recorded before."""
         if (ms := self._ledger.total.ms) + AHEAD_MS / 2 > self._recorded:
             self._recorded = ms + max(int(min(AHEAD_MS, self._ledger.left_ms())), 0)

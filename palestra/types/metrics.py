@@ -260,6 +260,7 @@ METRICS = (
 )
 
 WIN_RATE = "validation/win_rate"
+NORMAL_95 = 1.959963984540054  # 95 % of a normal distribution lie within so many standard deviations
 
 # Metrics that are not of one policy, and so have no policy's name before theirs where several policies are trained.
 OF_THE_JOB = frozenset(

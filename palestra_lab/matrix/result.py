@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from palestra.disk import write_whole
 from palestra.runtime.scores import estimate
+from palestra.types.metrics import NORMAL_95
 
 SCALE = 400.0 / math.log(10.0)  # Elo of one natural unit of log odds
 DRAWN_MORE = 1.0  # games of each pair
-NORMAL_95 = 1.959964
 _ITERATIONS, _CLOSE = 200, 1e-12
 
 

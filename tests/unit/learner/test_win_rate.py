@@ -8,7 +8,8 @@ from itertools import product
 
 import pytest
 
-from palestra.learner.evaluation import NORMAL_95, WinRate, win_rate
+from palestra.learner.evaluation import WinRate, win_rate
+from palestra.types.metrics import NORMAL_95
 
 
 @cache

@@ -13,8 +13,9 @@ from matplotlib.image import imread
 
 from palestra.config import dump_config, parse_config
 from palestra.errors import NotFound
+from palestra.types.metrics import NORMAL_95
 from palestra_lab.matrix.play import versions_of
-from palestra_lab.matrix.result import DRAWN_MORE, NORMAL_95, SCALE, Game, Matrix, draw_matrix, ratings_of
+from palestra_lab.matrix.result import DRAWN_MORE, SCALE, Game, Matrix, draw_matrix, ratings_of
 
 
 @given(won=st.integers(0, 40), lost=st.integers(0, 40))
