@@ -154,8 +154,10 @@ def servers_of(config: JobConfig) -> Iterator[PaidServer]:
 
 def unpriced_servers(config: JobConfig) -> Iterator[tuple[str, str]]:
     """Yield the key of each server whose tokens have no price, with a sentence; nothing if there are no prices."""
-    for key, _, names in () if config.prices is None else servers_of(config):
-        if config.prices is not None and config.prices.of(*names) is None:
+    if config.prices is None:
+        return
+    for key, _, names in servers_of(config):
+        if config.prices.of(*names) is None:
             named = " or ".join(repr(name) for name in names if name is not None)
             yield key, f"the server of {key} has no price; add {named} to prices.tokens ([0, 0] if it is free)"
 

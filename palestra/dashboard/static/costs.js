@@ -10,7 +10,7 @@ export async function costsView({ run }) {
   const place = h("div", { "aria-live": "polite" });
   async function load() {
     const found = await get(at(run, "costs"));
-    replace(place, found.counted ? null : h("p", { class: "muted" }, "Without [prices] and a [budget], the job does not count its calls. The command palestra cost reads them from the run."),
+    replace(place, found.counted ? null : h("p", { class: "muted" }, "Without [prices] or a [budget], a job does not count its calls. The command palestra cost reads them from the run."),
       found.priced ? null : h("p", { class: "muted" }, "The job has no [prices], so there is no money."),
       table("phase", found.phases, found), found.counted ? table("policy or server", found.payees, found) : null);
   }
