@@ -2,6 +2,7 @@
 
 `race` waits for the first of several, `together` for all of them or the first failure, and `cancelled` ends tasks
 started elsewhere. All three await what they cancel, so that no task outlives the block that started it.
+`ordinary_errors` stands around code of a user, which must end no more than its own call.
 """
 
 from __future__ import annotations
@@ -131,3 +132,37 @@ def _log_errors(tasks: Iterable[asyncio.Future[Any]]) -> None:
 def _failed(task: asyncio.Future[Any]) -> bool:
     """Return whether a task that has ended raised an error. A cancelled task has not failed."""
     return not task.cancelled() and task.exception() is not None
+
+
+class ordinary_errors:
+    """Context manager that turns what a user's code raises into an `Exception`.
+
+    `SystemExit` (argparse raises it) would end the process. A `CancelledError` ends its task without a word, also if
+    nobody cancelled the task: code raises it that awaits a task which it has cancelled itself.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and (ordinary := as_ordinary(error)) is not error:
+            raise ordinary from error
+
+
+def as_ordinary(error: BaseException) -> BaseException:
+    """Return the `RuntimeError` for a `SystemExit` or a stray `CancelledError`, and any other error as it is."""
+    if isinstance(error, SystemExit):
+        return RuntimeError(f"the code ended with SystemExit({error.code!r})")
+    if isinstance(error, asyncio.CancelledError) and not _being_cancelled():
+        return RuntimeError("the code raised CancelledError, but nobody had cancelled it")
+    return error
+
+
+def _being_cancelled() -> bool:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        return False
+    return task is not None and task.cancelling() > 0

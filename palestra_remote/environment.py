@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from palestra.client.plain_values import checked_amount
@@ -161,7 +162,7 @@ class RemoteEnvironment(ConcurrentEnvironment):
                 if attempt == ATTEMPTS:
                     raise
             else:
-                self._work("the server", self._listen(link))
+                self._work("the server", partial(self._listen, link))
                 return
 
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:
@@ -180,7 +181,9 @@ class RemoteEnvironment(ConcurrentEnvironment):
         was_open = observation_id in self._open
         super().cancel(observation_id)
         if was_open and self._link is not None:
-            self._work(f"cancel {observation_id}", self._link.send(type="cancel", observation_id=observation_id))
+            self._work(
+                f"cancel {observation_id}", partial(self._link.send, type="cancel", observation_id=observation_id)
+            )
 
     def waits_only_for(self, observation_id: str) -> bool:
         """Return whether the environment is blocked until this observation is answered."""

@@ -27,6 +27,7 @@ from palestra.errors import Conflict, EpisodeOver, InvalidEnvironment, PalestraE
 from palestra.http.app import PUBLIC, build_app
 from palestra.http.guard import bearer
 from palestra.types.messages import ChatMessage, FunctionCall, Observation, TextPart, ToolCall
+from palestra.waiting import ordinary_errors
 from palestra_remote.session import Made, SessionLimits
 
 log = logging.getLogger("palestra.env_server")
@@ -213,8 +214,10 @@ class _Session:
         if not isinstance(data, dict):
             return _error("VALIDATION_ERROR", "`data` is an object")
         try:
-            async with asyncio.timeout(self._limits.hang_seconds):
-                seen = await (self._reset(data) if kind == "reset" else self._step(AgentAction.model_validate(data)))
+            with ordinary_errors():
+                async with asyncio.timeout(self._limits.hang_seconds):
+                    action = None if kind == "reset" else AgentAction.model_validate(data)
+                    seen = await (self._reset(data) if action is None else self._step(action))
         except ValidationError as error:
             first = error.errors()[0]
             return _error("VALIDATION_ERROR", f"{'.'.join(map(str, first['loc']))}: {first['msg']}")

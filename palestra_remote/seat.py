@@ -148,7 +148,7 @@ class SeatEnvironment(ConcurrentEnvironment):
     async def start(self, task: Mapping[str, Any]) -> None:
         """Begin to play one game of the other job."""
         self._answer, self._acted_on, self._paid = None, {}, 0.0
-        self._work("the seat", self._play_game())
+        self._work("the seat", self._play_game)
 
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:
         """Pass an action on to the seat; the policy's thoughts stay in this job."""

@@ -23,7 +23,7 @@ from palestra.errors import (
     place_of,
 )
 from palestra.types.clock import Clock
-from palestra.waiting import race
+from palestra.waiting import ordinary_errors, race
 from palestra_remote.observations import encoded, message_of
 from palestra_remote.wire import (
     MAX_MESSAGE_BYTES,
@@ -173,7 +173,8 @@ class EnvironmentSession:
         self._state = "idle"
         try:
             if self._environment is not None:
-                await self._environment.abandon()
+                with ordinary_errors():
+                    await self._environment.abandon()
         except Exception as error:  # noqa: BLE001 - the user's code
             await self._fail(error)
         else:
@@ -189,11 +190,12 @@ class EnvironmentSession:
             await self._fail(Conflict(f"no episode is being played, so observation {name} waits for no action"))
             return
         try:
-            if isinstance(message, Act):
-                self._actions += 1
-                environment.act(name, message.action)
-            else:
-                environment.cancel(name)
+            with ordinary_errors():
+                if isinstance(message, Act):
+                    self._actions += 1
+                    environment.act(name, message.action)
+                else:
+                    environment.cancel(name)
         except Exception as error:  # noqa: BLE001 - the user's code
             await self._fail(error)
         else:
@@ -204,10 +206,11 @@ class EnvironmentSession:
         """Reset the environment and send everything that it shows, until the episode is over or fails."""
         raised = RAISED
         try:
-            environment = await self._reset(order)
-            self._state, raised = "playing", BROKEN
-            await self._send(type="begun")
-            await self._show_all(environment)
+            with ordinary_errors():
+                environment = await self._reset(order)
+                self._state, raised = "playing", BROKEN
+                await self._send(type="begun")
+                await self._show_all(environment)
         except Exception as error:
             if not isinstance(error, PalestraError):
                 log.warning("session %s: %s", self.session_id, error_line(error), exc_info=error)

@@ -17,7 +17,7 @@ from palestra.client.plain_values import checked_count
 from palestra.client.protocol import is_scored
 from palestra.errors import Conflict, InvalidRequest, JobOver, NotScored, RolloutFailed, place_of
 from palestra.threads import is_async
-from palestra.waiting import cancelled
+from palestra.waiting import cancelled, ordinary_errors
 
 Outcome = float | Mapping[str, float] | RolloutResult | None
 Rollout = Callable[[dict[str, Any], ModelEndpoint], Outcome | Awaitable[Outcome]]
@@ -134,7 +134,8 @@ class Worker:
     async def _play(self, episode: Episode) -> None:
         try:
             async with renewed(self._client.heartbeat, episode):
-                result = await self._player.play(episode)
+                with ordinary_errors():
+                    result = await self._player.play(episode)
                 result = result if isinstance(result, RolloutResult) else RolloutResult(reward=result)
                 if not is_scored(result):
                     raise NotScored(f"{self._player.name} returned None")

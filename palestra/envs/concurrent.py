@@ -10,7 +10,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from itertools import count
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from palestra.threads import call
 from palestra.types.calls import Chat
 from palestra.types.clock import Clock, SystemClock
 from palestra.types.messages import ChatMessage, Observation, StepReward, text_message
+from palestra.waiting import ordinary_errors
 
 
 class ConcurrentEnvironment(ABC):
@@ -228,7 +229,7 @@ class ConcurrentEnvironment(ABC):
         if observation is None:
             raise Conflict(f"observation {observation_id} does not wait for an action")
         self._acted[observation_id] = action
-        self._work(observation_id, self.on_action(observation, action))
+        self._work(observation_id, partial(self.on_action, observation, action))
 
     def cancel(self, observation_id: str) -> None:
         """Give up on an observation: no action will come, and processing of one that came is cancelled."""
@@ -258,8 +259,8 @@ class ConcurrentEnvironment(ABC):
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
 
-    def _work(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _work(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        task = asyncio.ensure_future(_ordinary(work))
         self._working[name] = task
         task.add_done_callback(lambda done: self._worked(name, done))
 
@@ -432,10 +433,15 @@ async def close_or_log(
     await asyncio.wait((closing,), timeout=WAIT_SECONDS)
 
 
+async def _ordinary(work: Callable[[], Awaitable[None]]) -> None:
+    with ordinary_errors():
+        await work()
+
+
 async def _close(environment: ConcurrentEnvironment, seconds: float, log: logging.Logger, name: str) -> None:
     try:
         async with asyncio.timeout(seconds):
-            await environment.close()
+            await _ordinary(environment.close)
     except Exception as error:  # noqa: BLE001 - the user's code failed, after its episode was over
         said = str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}{place_of(error)}"
         log.warning("closing a %s failed: %s", name, said)

@@ -55,7 +55,7 @@ class ContinuousEnvironment(MultiAgentEnvironment):
     async def start(self, task: Mapping[str, Any]) -> None:
         """Begin the world's episode, show the agents their views, and start the world's clock."""
         await super().start(task)
-        self._work("the world's clock", self._run())
+        self._work("the world's clock", self._run)
 
     def waits_only_for(self, observation_id: str) -> bool:
         """Return False: the next tick always comes."""

@@ -19,6 +19,7 @@ from palestra.errors import Conflict, EpisodeForfeited, EpisodeOver, InvalidEnvi
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage, Observation, text_message
 from palestra.types.states import AgentState
+from palestra.waiting import ordinary_errors
 
 log = logging.getLogger("palestra.envs")
 _TOLERANCE = 1e-9  # of the sum of rewards
@@ -194,7 +195,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         observation = self._open.get(observation_id)
         super().cancel(observation_id)
         if observation is not None and not self._over:
-            self._work(observation_id, self._accept(observation, Fault.FAILED))
+            self._work(observation_id, partial(self._accept, observation, Fault.FAILED))
 
     @property
     def has_scored(self) -> bool:
@@ -235,7 +236,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         """Score the turn of a role whose external player is lost; only if `forfeits_lost_seats`."""
         if (observation := self._open.get(observation_id)) is not None:
             self.withdraw(observation_id)
-            self._work(observation_id, self._accept(observation, Fault.LEFT))
+            self._work(observation_id, partial(self._accept, observation, Fault.LEFT))
 
     async def abandon(self) -> None:
         """End the episode at any point and wait until its work has stopped."""
@@ -292,7 +293,8 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
     async def _applied(self, actions: Mapping[str, ChatMessage]) -> Outcome | None:
         """Apply actions. One that breaks the world is an illegal one, where the environment scores these."""
         try:
-            outcome: Outcome | None = await awaited_result(self.apply(actions))
+            with ordinary_errors():
+                outcome: Outcome | None = await awaited_result(self.apply(actions))
         except Exception as error:
             own = isinstance(error, PalestraError) and not isinstance(error, EpisodeForfeited)
             if own or len(actions) > 1 or Fault.ILLEGAL not in self.forfeits:
@@ -383,7 +385,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         action = None if limit.default is None else text_message("assistant", limit.default)
         self.withdraw(observation.id, action)
         self._told_late(observation.id, action)
-        self._work(observation.id, self._accept(observation, action or Fault.LATE))
+        self._work(observation.id, partial(self._accept, observation, action or Fault.LATE))
 
     def _end_timers(self) -> None:
         for timer in getattr(self, "_timers", {}).values():

@@ -16,6 +16,7 @@ from palestra.errors import InvalidEnvironment, NotScored, PalestraError, Reward
 from palestra.threads import call, is_async
 from palestra.types.calls import Chat
 from palestra.types.messages import MAX_NAMED, ChatMessage, StepReward, TextPart
+from palestra.waiting import ordinary_errors
 
 FACTS = ("finish_reason", "messages", "calls", "prompt_tokens", "completion_tokens", "completion_ids")
 
@@ -116,7 +117,8 @@ def reward_failures() -> Iterator[None]:
     the agent's loss.
     """
     try:
-        yield
+        with ordinary_errors():
+            yield
     except PalestraError:
         raise
     except Exception as error:
@@ -135,7 +137,7 @@ def _several(functions: Mapping[str, Callable[..., Any]]) -> RewardFunction:
         # Functions that may block run in threads beside those that do not.
         with reward_failures():
             asked = (_asked(one, functions[name], task, answer, calls) for name, one in plain.items())
-            found = await asyncio.gather(*(call(one, "palestra-reward") for one in asked))
+            found = await asyncio.gather(*map(_called, asked))
             return {name: number(name, value) for name, value in zip(plain, found, strict=True)}
 
     def direct(task: Mapping[str, Any], answer: str, calls: Calls = ()) -> StepReward:
@@ -143,6 +145,11 @@ def _several(functions: Mapping[str, Callable[..., Any]]) -> RewardFunction:
             return {name: number(name, one(task, answer, calls)) for name, one in plain.items()}
 
     return awaited if any(map(is_async, functions.values())) else direct
+
+
+async def _called(function: Callable[[], Any]) -> Any:
+    with ordinary_errors():
+        return await call(function, "palestra-reward")
 
 
 def _asked(

@@ -35,7 +35,7 @@ from palestra.learner.shares import played_by_policies, rewards_of
 from palestra.threads import in_thread, on_loop, own_loop
 from palestra.trainer.quarantine import Quarantine, lift_quarantine, read_quarantine, write_quarantine
 from palestra.types.records import Trajectory
-from palestra.waiting import together
+from palestra.waiting import ordinary_errors, together
 
 PROBE_STEPS = 10  # steps from one probe of the job's judge to the next; it changes with nothing but its server
 PROBED_TASKS = 4  # for which canned replies are judged in a probe
@@ -213,7 +213,8 @@ class Audit:
         """Return what a judge answers; None: it has failed."""
         assert self._loop is not None
         try:
-            return await on_loop(self._loop, question)
+            with ordinary_errors():
+                return await on_loop(self._loop, question)
         except JudgeFailed:
             return None
         except PalestraError:

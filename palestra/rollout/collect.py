@@ -24,6 +24,7 @@ from palestra.rollout.result import EpisodeResult, Step, Termination, classify_e
 from palestra.types.calls import AgentStepReward, Chat
 from palestra.types.messages import MAX_NAMED, ChatMessage, GenerationRequest, Observation, StepReward, ToolChoice
 from palestra.types.records import FORFEIT
+from palestra.waiting import ordinary_errors
 
 _OF_ENVIRONMENT = classify_errors(Termination.ENVIRONMENT_FAILED)
 _AFTER_ACTION = classify_errors(Termination.ENVIRONMENT_FAILED, acted=True)
@@ -131,7 +132,8 @@ class TrajectoryCollectEngine:
 
     async def _observed(self) -> Observation:
         """Return the next observation, after putting its pictures into the run's folder."""
-        observation = await self._environment.observe()
+        with ordinary_errors():
+            observation = await self._environment.observe()
         if not self._pictures.change(observation.content):
             return observation
         return replace(observation, content=await self._pictures.without_files(observation.content))

@@ -32,6 +32,7 @@ from palestra.types.calls import AgentStepReward, StepTimes
 from palestra.types.messages import Observation, StepReward
 from palestra.types.records import CONTEXT_FULL, FORFEIT, MAX_STEPS, UNUSED_CALLS, WITHOUT_POLICY
 from palestra.types.states import SEAT_LOST, SEAT_UNCLAIMED
+from palestra.waiting import as_ordinary
 
 LONGEST_SEEN = 4000  # characters of the last observations
 LONGEST_INFO = 4000  # characters of an environment's information, over a whole episode
@@ -188,7 +189,7 @@ class classify_errors:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or not isinstance(error, Exception):
+        if error is None or not isinstance(error := as_ordinary(error), Exception):
             return
         if isinstance(error, (EpisodeOver, ContextOverflow, NotScored, RolloutFailed, JobOver, *Lost)):
             return

@@ -17,7 +17,7 @@ from palestra.store.verdicts import WaitingGroup
 from palestra.threads import on_loop, own_loop
 from palestra.types.calls import AgentStepReward
 from palestra.types.records import JUDGE_FAILED, SOLE_AGENT, EpisodeRecord, Trajectory
-from palestra.waiting import cancelled
+from palestra.waiting import cancelled, ordinary_errors
 
 ENVIRONMENT = "environment"  # name of what the environment has given without a name
 MOST_AT_ONCE = 256  # questions whose trajectories are in memory
@@ -106,7 +106,8 @@ class Judging:
         scores: Mapping[str, Mapping[str, float]] = {}
         reason = "the judge left it out"
         try:
-            scores = await on_loop(loop, self._judge.judge(asked, store.verdicts))
+            with ordinary_errors():
+                scores = await on_loop(loop, self._judge.judge(asked, store.verdicts))
         except JudgeFailed as error:
             reason = str(error)
         except PalestraError:

@@ -20,7 +20,7 @@ from palestra.pictures.parts import is_picture, parts_of
 from palestra.tools.calculator import Calculator
 from palestra.tools.tool import BadArguments, OpenTools, Tool, ToolSource
 from palestra.types.messages import ChatMessage, ImagePart, Part, TextPart, ToolCall
-from palestra.waiting import together
+from palestra.waiting import ordinary_errors, together
 
 
 class ToolFailure(StrEnum):
@@ -176,7 +176,8 @@ class ToolManager:
             return f"Error: bad arguments for {name}: {error}.", ToolFailure.BAD_ARGUMENTS
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                found = await tool.apply_async(**arguments)
+                with ordinary_errors():
+                    found = await tool.apply_async(**arguments)
             return (parts_of(found) if _has_pictures(found) else _text(found)), None
         except TimeoutError as error:
             # `asyncio.timeout` chains the cancellation as the cause; a TimeoutError without it is the tool's own.

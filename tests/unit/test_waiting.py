@@ -12,7 +12,7 @@ import pytest
 
 import palestra
 from palestra.errors import StoreError
-from palestra.waiting import Winner, cancelled, race, together
+from palestra.waiting import Winner, cancelled, ordinary_errors, race, together
 
 
 class Body:
@@ -195,3 +195,44 @@ def test_no_other_room_waits_for_the_first_of_several_by_hand():
     }
     kept = {"palestra/rollout/collect.py", "palestra/runtime/judging.py", "palestra/runtime/local_job.py"}
     assert found == {"palestra/waiting.py", "palestra_sharded/processes.py", *kept}
+
+
+async def awaits_what_it_cancelled() -> float:
+    child = asyncio.create_task(asyncio.sleep(60))
+    await asyncio.sleep(0)
+    child.cancel()
+    await child
+    return 1.0
+
+
+async def ends_the_program() -> float:
+    raise SystemExit(2)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(awaits_what_it_cancelled, "nobody had cancelled it"), (ends_the_program, r"SystemExit\(2\)")]
+)
+async def test_code_of_a_user_that_would_end_its_task_or_the_process_raises_an_ordinary_error(code, words):
+    with pytest.raises(RuntimeError, match=words), ordinary_errors():
+        await code()
+
+
+async def test_a_task_that_is_cancelled_in_code_of_a_user_stays_cancelled():
+    async def work() -> None:
+        with ordinary_errors():
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await work()
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, ValueError])
+def test_other_errors_of_a_users_code_pass_unchanged(kind):
+    with pytest.raises(kind), ordinary_errors():
+        raise kind

@@ -77,3 +77,25 @@ async def test_the_end_of_a_job_that_plays_along_ends_the_worker_and_gives_the_e
     with contextlib.nullcontext() if own else pytest.raises(JobOver):
         await Worker(client, rollout, 1).run()
     assert released == [(LEASED.episode_id, False)]
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit])
+@pytest.mark.parametrize("in_thread", [False, True])
+async def test_a_rollout_that_would_end_the_worker_costs_its_own_episode_alone(kind, in_thread):
+    client, released = Client(), []
+    client.episodes *= 3
+
+    async def abort_episode(episode: Episode, reason: str, *, discard: bool) -> None:
+        released.append(reason)
+
+    def rollout(task, policy) -> float:
+        raise kind
+
+    async def awaited(task, policy) -> float:
+        raise kind
+
+    client.abort_episode = abort_episode
+    worker = Worker(client, rollout if in_thread else awaited, 1)
+    await worker.run()
+    assert worker.counts["failed"] == 3
+    assert all(kind.__name__ in reason for reason in released)

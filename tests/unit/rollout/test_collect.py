@@ -495,3 +495,33 @@ async def test_it_is_recorded_which_agents_no_policy_has_played(bench, drawn):
     assert episode.metadata.get("without_policy") == (list(drawn) or None)
     assert episode.rewards == {"first": 2.0, "second": 4.0}
     assert episode.rewards_by_policies == ({"first": 2.0} if drawn else episode.rewards)
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit])
+@pytest.mark.parametrize("where", ["start", "on_action", "agent"])
+async def test_code_that_would_end_its_task_without_a_word_fails_the_episode_instead(bench, kind, where):
+    class Quits(ConcurrentEnvironment):
+        async def start(self, task):
+            if where == "start":
+                raise kind
+            self.emit("planner", (text_message("user", "?"),))
+            self.emit("other", (text_message("user", "?"),))
+
+        async def on_action(self, observation, action):
+            raise kind
+
+    class Player(Agent):
+        async def step(self, observation, policy):
+            if where == "agent":
+                raise kind
+            return [], text_message("assistant", "left")
+
+    runner = Runner(Sessions(bench.context, 10), RolloutSpec(environment=Quits, agents={"": Player()}))
+    async with asyncio.timeout(30):
+        if where == "on_action":  # the action may have caused it
+            assert (await runner.play_episode()).episode.metadata["termination"] == "forfeit"
+            return
+        with pytest.raises(RolloutFailed, match=kind.__name__) as failed:
+            await runner.play_episode()
+    whose = Termination.AGENT_FAILED if where == "agent" else Termination.ENVIRONMENT_FAILED
+    assert failed.value.termination == whose
