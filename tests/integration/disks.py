@@ -26,7 +26,7 @@ def mounted(folder: Path, *options: str) -> Iterator[Path]:
 
 def small_disk(folder: Path, size: str) -> contextlib.AbstractContextManager[Path]:
     """Mount a file system of a size, such as `4m`, at `folder`."""
-    return mounted(folder, "-t", "tmpfs", "-o", f"size={size}", "palestra-test")
+    return mounted(folder, "-t", "tmpfs", "-o", f"size={size},mode=0700", "palestra-test")
 
 
 @contextlib.contextmanager
