@@ -5,14 +5,16 @@ From then on they are like played ones: manifest, rows, and resuming after a kil
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
+import msgspec
 import numpy as np
 import orjson
 from jinja2 import TemplateError
@@ -34,7 +36,7 @@ from palestra.threads import in_thread
 from palestra.tokens import common_tokens
 from palestra.types.calls import Chat, Ids, PolicyVersion, SamplingParams, TokenSequence, VersionSpan
 from palestra.types.conversations import Conversation, read_conversations
-from palestra.types.messages import ChatMessage, text_message
+from palestra.types.messages import ChatMessage, TextPart, text_message
 from palestra.types.records import RecordedEpisode, Task
 
 
@@ -146,14 +148,15 @@ def _best_and_worst(members: Sequence[tuple[EpisodeSummary, float]]) -> list[tup
 
 _IDS = "recorded_episodes"  # fact in the run store: the ids of the episodes that are learned from, by group
 _POLICIES = "recorded_policies"  # fact in the run store: the policies of that run whose calls are learned
+_LONGEST_FRAME, _FRAME_OF_MESSAGE = 1024, 32  # tokens that a template writes, at most: once, and for each message
 _CERTAIN = 0.0  # the log-probability of a token that was given and not sampled
 
 
 class Recordings:
     """The recorded episodes that a job trains on."""
 
-    def __init__(self, source: RecordedEpisodes, runtime: PolicyRuntime, store: RunStore) -> None:
-        self._source, self._runtime, self._store = source, runtime, store
+    def __init__(self, source: RecordedEpisodes, runtime: PolicyRuntime, run: OpenRun) -> None:
+        self._source, self._runtime, self._run, self._store = source, runtime, run, run.store
         self._policies: tuple[str, ...] = ()  # whose calls are learned, by their names in the run of the source
         self._roles = Roles(default=runtime.name)  # who plays which agent there
 
@@ -170,15 +173,13 @@ class Recordings:
                 f"the algorithm of policy {policy!r} trains recorded episodes, which do not say which of "
                 f"{' and '.join(map(repr, trained))} has played what; train one policy a job with it"
             )
-        return cls(source, run.policies.runtime(policy), run.store)
+        return cls(source, run.policies.runtime(policy), run)
 
     async def tasks(self) -> Sequence[Task]:
         """Return a task for each group, in canonical order; a resumed job has those of its first start."""
         run_dir = self._source.run_dir
         if run_dir is None:
-            tasks = await self._store.tasks.stored("train")
-            await in_thread(lambda: _check_conversations(tasks, self._source.pairs))
-            return tasks
+            return await self._fitting(await self._store.tasks.stored("train"))
         config = await in_thread(lambda: source_config(run_dir))
         self._roles = config.players
         known = await self._store.log.fact(_IDS)
@@ -197,6 +198,35 @@ class Recordings:
             self._policies = tuple(orjson.loads(chosen))
             await in_thread(lambda: check_tokens(config, self._policies, run_dir, self._runtime))
         return [Task(task_id=group[0], data={"recorded": group}) for group in names]
+
+    async def _fitting(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        """Return the tasks whose conversations have at most `max_context` tokens. Raises ConfigError: a task is no
+        conversation, or all are too long.
+        """
+        most = self._runtime.config.max_context
+
+        def measure() -> list[int]:
+            return [position for position, task in enumerate(tasks) if self._fits(task)]
+
+        fitting = await in_thread(measure)
+        if (missing := len(tasks) - len(fitting)) == 0:
+            return tasks
+        text = f"{missing:,} of {len(tasks):,} tasks have more than {most:,} tokens (max_context)"
+        if not fitting:
+            raise ConfigError(f"{text}; nothing is left to learn from")
+        await self._run.event("tasks_left_out", {"tasks": missing, "text": f"{text} and are left out"})
+        return _Chosen(tasks, fitting)
+
+    def _fits(self, task: Task) -> bool:
+        given = read_conversations(task, pairs=self._source.pairs)
+        if all(_most_tokens(one) <= self._runtime.config.max_context for one in given):
+            return True
+        try:
+            for one in given:
+                self._of_conversation(task, one, PolicyVersion(0, 0))
+        except _TooLong:
+            return False
+        return True
 
     async def episodes(self, task: Task, version: PolicyVersion) -> tuple[RecordedEpisode, ...]:
         """Return the recorded episodes of a task, with calls as if the job's policy had made them now. All tokens get
@@ -264,9 +294,9 @@ class Recordings:
         except (ValueError, KeyError, TemplateError) as error:
             raise ConfigError(f"task {task.task_id!r}: the model's template can't show it: {error}") from error
         except TooManyTokens:
-            raise ConfigError(f"task {task.task_id!r} has more tokens than max_context, which is {room:,}") from None
+            raise _TooLong(f"task {task.task_id!r} has more tokens than max_context, which is {room:,}") from None
         if (length := shared + len(tail) + len(completion)) > room:
-            raise ConfigError(f"task {task.task_id!r} has {length:,} tokens, and max_context is {room:,}")
+            raise _TooLong(f"task {task.task_id!r} has {length:,} tokens, and max_context is {room:,}")
         parent = last if shared else None
         return Chat(
             episode_id="",
@@ -324,10 +354,38 @@ class Recordings:
         return shared, tail, completion
 
 
-def _check_conversations(tasks: Iterable[Task], pairs: bool) -> None:
-    """Raise ConfigError if a task is no conversation, or no pair."""
-    for task in tasks:
-        read_conversations(task, pairs=pairs)
+class _TooLong(ConfigError):
+    pass
+
+
+class _Chosen(Sequence[Task]):
+    """Some of the tasks, by position."""
+
+    def __init__(self, tasks: Sequence[Task], positions: Sequence[int]) -> None:
+        self._tasks, self._positions = tasks, positions
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, place: int) -> Task: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Task]: ...
+
+    def __getitem__(self, place: int | slice) -> Task | list[Task]:
+        if isinstance(place, slice):
+            return [self._tasks[position] for position in self._positions[place]]
+        return self._tasks[self._positions[place]]
+
+
+def _most_tokens(given: Conversation) -> float:
+    """Return a bound that no template exceeds, from the length of the texts: a token has at least one byte."""
+    if any(not isinstance(part, TextPart) for message in given.messages for part in message.content):
+        return math.inf  # the tokens of a picture depend on its size
+    tools = orjson.dumps(given.tools, option=orjson.OPT_INDENT_2)
+    frames = _LONGEST_FRAME + _FRAME_OF_MESSAGE * len(given.messages)
+    return len(msgspec.json.encode(given.messages)) + 2 * len(tools) + frames
 
 
 async def gather_recorded(

@@ -99,7 +99,7 @@ class Console:
             self._say(self._step_line(data))
         elif kind == "warning":
             self._say(_warning(data["text"]))
-        elif kind in (*LOSSES, STUCK, "tasks_grouped", "judge_doubtful", "version_quarantined"):
+        elif kind in (*LOSSES, STUCK, "tasks_grouped", "tasks_left_out", "judge_doubtful", "version_quarantined"):
             self._say(one_line(data["text"]))
 
     def finished(self, state: str, checkpoints: Mapping[str, Path]) -> None:

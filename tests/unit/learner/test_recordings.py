@@ -318,12 +318,29 @@ async def test_a_conversation_may_have_a_reward_of_its_own(tmp_path):
         ({"messages": [{"role": "robot", "content": "x"}]}, "'t' is no conversation"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no message of the role assistant, so nothing to learn"),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 9000}]},
-         "has 9,0.. tokens, and max_context is 4,096"),
+         "1 of 1 tasks have more than 4,096 tokens .max_context.; nothing is left"),
     ],
 )  # fmt: skip
 async def test_a_task_that_is_no_conversation_is_named(tmp_path, data, said):
     with pytest.raises(ConfigError, match=said):
         await run_until_refused(ScriptedJob(tmp_path, sft(), tasks=[Task(task_id="t", data=data)]))
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+async def test_tasks_that_are_too_long_are_left_out_and_counted(tmp_path, pairs):
+    def task(name: str, text: str) -> Task:
+        if pairs:
+            return Task(task_id=name, data={"prompt": "x", "chosen": "fine", "rejected": text})
+        return Task(task_id=name, data={"messages": [{"role": "user", "content": text}, TALK.data["messages"][-1]]})
+
+    settings = config(
+        algorithm={"name": "dpo" if pairs else "sft"}, steps=3, rollout={"groups_per_step": 2, "max_staleness": 0}
+    )
+    tasks = [task("short", "a"), task("long", "é" * 9000), task("fits", "b" * 3900), task("longer", "c" * 20_000)]
+    job = ScriptedJob(tmp_path, settings, tasks=tasks)
+    await job.run()
+    assert {t.episode.task.task_id for t in of(tmp_path)} == {"short", "fits"}
+    assert [facts["tasks"] for kind, facts in job.events if kind == "tasks_left_out"] == [2]
 
 
 def test_min_reward_needs_a_run():
