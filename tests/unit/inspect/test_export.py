@@ -13,7 +13,7 @@ from palestra.cli.main import main
 from palestra.config import dump_config, parse_config
 from palestra.errors import ConfigError, VersionQuarantined
 from palestra.runtime.run_dir import weights_of_run
-from palestra.runtime.starting_points import all_checkpoints
+from palestra.runtime.starting_points import all_checkpoints, with_models
 from palestra.trainer import checkpoint
 from palestra.trainer.quarantine import Quarantine, write_quarantine
 from palestra_control.job import Job
@@ -138,7 +138,8 @@ def weights(folder, number: int) -> None:
 )
 def test_the_weights_that_validated_best_are_exported_or_those_of_a_step(options, step, tmp_path, capsys):
     best_of(tmp_path)
-    assert weights_of_run(str(tmp_path)) == str(tmp_path / "checkpoints" / "best")
+    evaluated = with_models(parse_config({}), str(tmp_path)).policies["policy"].model
+    assert evaluated == weights_of_run(str(tmp_path)) == str(tmp_path / "checkpoints" / "best")
     mask = os.umask(0o027)
     try:
         assert main(["export", str(tmp_path), str(tmp_path / "model"), *options]) == 0

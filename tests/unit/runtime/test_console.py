@@ -9,6 +9,7 @@ from pathlib import Path
 
 from palestra.config import JobConfig
 from palestra.runtime.console import console_of
+from palestra.trainer.checkpoint import BEST, write_weights_folder
 
 
 def printed(config: JobConfig, work) -> str:
@@ -40,6 +41,18 @@ def test_the_model_that_was_trained_is_named():
         config = JobConfig.model_validate({"name": "a", "algorithm": {"name": algorithm}})
         shown = printed(config, lambda console: console.finished("completed", {"policy": Path("runs/step-000002")}))
         assert f"model:  {said}" in shown
+
+
+def test_the_weights_that_validated_best_are_named_with_their_step(tmp_path):
+    newest = tmp_path / "checkpoints" / "step-000030"
+
+    def shown() -> str:
+        config = JobConfig(name="a", run_dir=tmp_path)
+        return printed(config, lambda console: console.finished("completed", {"policy": newest}))
+
+    assert "best:" not in shown()
+    write_weights_folder(newest.parent / BEST, 20, lambda folder: (folder / "w").write_text("20"), {})
+    assert f"best:   {newest.parent / BEST}  by validation, after step 20; export and eval take it" in shown()
 
 
 def test_commands_can_be_pasted_into_a_shell():
