@@ -21,6 +21,7 @@ from palestra.errors import StoreError
 WRITER_CACHE, READER_CACHE = 4096, 2048
 MOST_JOURNAL = 2**24  # bytes to which the write-ahead log is cut when it was emptied
 BEGIN = "BEGIN IMMEDIATE"
+OLDEST = (3, 35)  # the first SQLite with RETURNING
 MOST_VALUES = 500  # bound values of one statement, which SQLite limits
 
 T = TypeVar("T")
@@ -46,7 +47,15 @@ def open_engine(
         read_only: transactions begin with BEGIN instead of BEGIN IMMEDIATE, which keeps a write from failing because
             another process wrote after the transaction's first read.
         pool: for more than one connection.
+
+    Raises:
+        StoreError: the SQLite of this Python is too old.
     """
+    if sqlite3.sqlite_version_info < OLDEST:
+        raise StoreError(
+            f"this Python has SQLite {sqlite3.sqlite_version}, and Palestra needs {'.'.join(map(str, OLDEST))} or "
+            "newer; use another Python, such as one that uv or conda installs"
+        )
     target = path.absolute().as_uri() + ("?mode=ro" if read_only else "?mode=rwc")  # any character may be in a path
     engine = sa.create_engine(
         "sqlite+pysqlite://",
