@@ -85,7 +85,7 @@ def wait_until_given_up(world: World, job: Job, server: psutil.Process, seconds:
     with world.others_continue(job, server):
         until(lambda: not lives(server), "it is given up, and killed", GIVEN_UP_SECONDS)
         job.wait()
-    said = f"it did not answer for {seconds:g} s"
+    said = f"did not answer for {seconds:g} s"
     assert any(said in change.reason for change in job.changes()), job.changes()
 
 
