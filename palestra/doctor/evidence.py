@@ -57,12 +57,14 @@ class Evidence(NamedTuple):
         """Return whether it has reached the height of an alarm."""
         return self.nats >= ALARM
 
+    def add(self, index: int, log_e_value: float) -> Evidence:
+        """Return the state after one more step: M <- max(M, 1) e."""
+        return Evidence(self.nats + log_e_value, self.start) if self.nats > 0.0 else Evidence(log_e_value, index)
+
 
 def e_cusum(log_e_values: Sequence[float]) -> Evidence:
-    """Return the state of the CUSUM after the newest of some steps, by M <- max(M, 1) e."""
-    nats, start = 0.0, 0
+    """Return the state of the CUSUM after the newest of some steps."""
+    evidence = Evidence(0.0, 0)
     for index, value in enumerate(log_e_values):
-        if nats <= 0.0:
-            nats, start = 0.0, index
-        nats += value
-    return Evidence(nats, start)
+        evidence = evidence.add(index, value)
+    return evidence
