@@ -6,8 +6,7 @@ An episode's key is derived from the run's secret, not stored, so that a repeate
 from __future__ import annotations
 
 import hmac
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -278,29 +277,26 @@ async def require_episode(request: Request, episode_id: str, episodes: Episodes)
     return caller
 
 
-@asynccontextmanager
-async def session_of(caller: Caller, sessions: Sessions) -> AsyncIterator[CallMaker]:
-    """Open the session in which a caller makes model calls, for one request, which counts as in flight.
+async def open_session(caller: Caller, sessions: Sessions) -> CallMaker:
+    """Open the session in which a caller makes model calls, for one request, which is in flight until `Sessions.leave`.
 
     Raises:
         TooManyRequests: too many calls are in flight.
     """
     sessions.admit()
     try:
-        match caller:
-            case EpisodeKey():
-                yield await sessions.open(caller.episode_id, caller.fence)
-            case SeatKey():
-                assert sessions.seats is not None, "a key of a seat was checked, so the job has seats"
-                table = sessions.seats.table(caller)
-                table.renew(caller.role, caller.seat_fence)
-                session = await sessions.open(caller.episode_id, caller.fence)
-                yield SeatSession(session, table, caller.role, caller.seat_fence)
-            case _:
-                with sessions.stateless() as stateless:
-                    yield stateless
-    finally:
-        sessions.in_flight -= 1
+        if isinstance(caller, EpisodeKey):
+            return await sessions.open(caller.episode_id, caller.fence)
+        if isinstance(caller, SeatKey):
+            assert sessions.seats is not None, "a key of a seat was checked, so the job has seats"
+            table = sessions.seats.table(caller)
+            table.renew(caller.role, caller.seat_fence)
+            session = await sessions.open(caller.episode_id, caller.fence)
+            return SeatSession(session, table, caller.role, caller.seat_fence)
+        return sessions.stateless()
+    except BaseException:
+        sessions.leave()
+        raise
 
 
 def require_model(caller: Caller, kind: JobKind) -> None:

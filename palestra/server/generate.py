@@ -17,14 +17,14 @@ from palestra.http.app import GuardedApp
 from palestra.http.bodies import LONG_BODY
 from palestra.http.guard import Endpoint, JsonAnswer
 from palestra.http.protocol import until_disconnect
-from palestra.server.auth import CALLER, Caller, EpisodeKey, PlaygroundKey, require_model, session_of
+from palestra.server.auth import CALLER, Caller, EpisodeKey, PlaygroundKey, open_session, require_model
 from palestra.server.dialects.base import Dialect, DialectRequest, GenerationResult, TokenCounter
-from palestra.server.dialects.fields import AGENT_HEADER, agent_of, caller_name, may_show_pictures
+from palestra.server.dialects.fields import AGENT_HEADER, agent_of, caller_name
 from palestra.server.dialects.others import NO_OTHERS
 from palestra.server.dialects.sent_pictures import pictures_in
 from palestra.server.respond import OVERRULED, StreamedAnswer, sample_calls
 from palestra.server.state import DataPlane
-from palestra.session import CallMaker, PolicyRuntime, SeatKey
+from palestra.session import PolicyRuntime, SeatKey
 from palestra.session.policies import NO_PLAYERS
 from palestra.session.sampling import overruled
 from palestra.types.calls import TokenSequence
@@ -57,39 +57,33 @@ class GenerateHandler:
         Raises:
             ClientDisconnect: the client has disconnected; only replies that were complete before are recorded.
         """
+        return await until_disconnect(request.scope, self._generate(request))
+
+    async def _generate(self, request: Request) -> JsonAnswer | Response:
+        """Sample all choices, and return the whole answer, which a thread writes if it is long; or a stream."""
         caller: Caller = request.scope[CALLER]
         asked, runtime = await _read(self._plane, caller, request, self._dialect.parse)
         if asked.stream:
             writer = self._dialect.sse(asked, runtime, self._plane.store.clock.now())
             return StreamedAnswer(self._sessions, caller, asked.calls, writer, self._dialect.error_body)
-        if caller.__class__ is not EpisodeKey:
-            async with session_of(caller, self._sessions) as session:
-                return await self._answer(session, asked, runtime, request)
-        self._sessions.admit()
+        session, calls = await open_session(caller, self._sessions), asked.calls
         try:
-            session = await self._sessions.open(caller.episode_id, caller.fence)
-            return await self._answer(session, asked, runtime, request)
+            single = len(calls) == 1
+            chats = await (session.generate(calls[0]) if single else sample_calls(session, calls))
+            result = GenerationResult(chats=chats)
+            if asked.scored:
+                result = await _scored(result, runtime)
+            tokens, note = sum(map(len, result.prompt_logprobs)), overruled(calls[0], chats[0].sampling)
+            for chat in chats:
+                tokens += len(chat.completion_ids)
+            if tokens * (1 + max(map(_TOP_LOGPROBS, calls))) > MANY_TOKENS:
+                body = await self._plane.pool.run(lambda: orjson.dumps(self._dialect.render(asked, result, runtime)))
+            else:
+                body = orjson.dumps(self._dialect.render(asked, result, runtime))
+            headers = () if note is None else ((OVERRULED.encode(), note.encode()),)
+            return JsonAnswer(body, headers, partial(session.delivered, *chats))
         finally:
-            self._sessions.in_flight -= 1
-
-    async def _answer(
-        self, session: CallMaker, asked: DialectRequest[Any], runtime: PolicyRuntime, request: Request
-    ) -> JsonAnswer:
-        """Sample all choices, and return the whole answer, which a thread writes if it is long."""
-        calls = asked.calls
-        work = session.generate(calls[0]) if len(calls) == 1 else sample_calls(session, calls)
-        result = GenerationResult(chats=await until_disconnect(request.scope, work))
-        if asked.scored:
-            result = await until_disconnect(request.scope, _scored(result, runtime))
-        tokens, note = sum(map(len, result.prompt_logprobs)), overruled(calls[0], result.chats[0].sampling)
-        for chat in result.chats:
-            tokens += len(chat.completion_ids)
-        if tokens * (1 + max(map(_TOP_LOGPROBS, calls))) > MANY_TOKENS:
-            body = await self._plane.pool.run(lambda: orjson.dumps(self._dialect.render(asked, result, runtime)))
-        else:
-            body = orjson.dumps(self._dialect.render(asked, result, runtime))
-        headers = () if note is None else ((OVERRULED.encode(), note.encode()),)
-        return JsonAnswer(body, headers, partial(session.delivered, *result.chats))
+            self._sessions.leave(session)
 
 
 async def _scored(result: GenerationResult, runtime: PolicyRuntime) -> GenerationResult:
@@ -115,11 +109,17 @@ class CountHandler:
         Raises:
             ClientDisconnect: the client has disconnected.
         """
+        tokens = await until_disconnect(request.scope, self._count(request))
+        return JSONResponse(self._counter.render(tokens))
+
+    async def _count(self, request: Request) -> int:
         caller: Caller = request.scope[CALLER]
         asked, _ = await _read(self._plane, caller, request, self._counter.parse)
-        async with session_of(caller, self._plane.sessions) as session:
-            tokens = await until_disconnect(request.scope, session.count_tokens(asked.calls[0]))
-        return JSONResponse(self._counter.render(tokens))
+        session = await open_session(caller, self._plane.sessions)
+        try:
+            return await session.count_tokens(asked.calls[0])
+        finally:
+            self._plane.sessions.leave(session)
 
 
 async def _read(
@@ -131,9 +131,8 @@ async def _read(
     if len(body) < LONG_BODY:
         asked = parse(body, request.headers)
     else:
-        asked = await until_disconnect(request.scope, plane.pool.run(parse, body, request.headers))
-    if len(body) >= LONG_BODY or may_show_pictures(body):  # searching a long body takes longer than its messages
-        asked = replace(asked, pictures=pictures_in(asked.calls[0].messages))
+        asked = await plane.pool.run(parse, body, request.headers)
+    pictures = pictures_in(asked.calls[0].messages)
     policies, players = plane.sessions.context.policies, NO_PLAYERS
     if isinstance(caller, PlaygroundKey):  # it names the policy and has no role
         runtime = policies.runtime(asked.policy)
@@ -156,9 +155,8 @@ async def _read(
         plane.take_others(asked.others)
     if asked.must_reason and not runtime.renderer.reasons:
         raise UnsupportedField("thinking.type: this model does not reason; leave thinking out", "thinking")
-    if asked.pictures:
-        settling = plane.pictures.settle(asked, runtime, plane.picture_charge(caller))
-        asked = await until_disconnect(request.scope, settling)
+    if pictures:
+        asked = await plane.pictures.settle(asked, pictures, runtime, plane.picture_charge(caller))
     return asked, runtime
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,12 +46,16 @@ class PictureIntake:
         self._small: OrderedDict[str, str] = OrderedDict()  # digest of the small copy by that of the picture
 
     async def settle(
-        self, asked: DialectRequest[Any], runtime: PolicyRuntime, charge: Charge | None = None
+        self,
+        asked: DialectRequest[Any],
+        pictures: Sequence[SentPicture],
+        runtime: PolicyRuntime,
+        charge: Charge | None = None,
     ) -> DialectRequest[Any]:
         """Return a request in which every picture is an image part with a digest, stored on disk.
 
         Args:
-            asked: with the pictures of its messages.
+            pictures: of its first call's messages, in order; at least one.
             charge: counts the bytes of new pictures, if given.
 
         Raises:
@@ -59,22 +64,20 @@ class PictureIntake:
             PayloadTooLarge: the pictures of the run, or those of the episode, would exceed their limit.
             EpisodeLeaseExpired: the episode is over.
         """
-        if not asked.pictures:
-            return asked
-        first = asked.pictures[0].place
+        first = pictures[0].place
         if not runtime.renderer.takes_images:
             raise UnsupportedField(
                 f"{first}: the model of the policy {runtime.name!r} takes no images; leave the picture out", first
             )
-        if len(asked.pictures) > MAX_IN_CALL:
+        if len(pictures) > MAX_IN_CALL:
             raise InvalidRequest(
-                f"{asked.pictures[MAX_IN_CALL].place}: the messages have {len(asked.pictures)} pictures, "
+                f"{pictures[MAX_IN_CALL].place}: the messages have {len(pictures)} pictures, "
                 f"and those of a call may have {MAX_IN_CALL}",
                 "messages",
             )
-        digests = {picture.place: await self._settled(picture, charge) for picture in asked.pictures}
+        digests = {picture.place: await self._settled(picture, charge) for picture in pictures}
         calls = tuple(with_digests(call, lambda picture: digests[picture.place]) for call in asked.calls)
-        return replace(asked, calls=calls, pictures=())
+        return replace(asked, calls=calls)
 
     async def keep(self, data: bytes, media_type: str | None = None, charge: Charge | None = None) -> str:
         """Check, decode and store an uploaded picture, and return its digest.

@@ -14,7 +14,7 @@ from palestra.errors import PalestraError
 from palestra.http.errors import ErrorForm, Failure
 from palestra.http.protocol import until_disconnect
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
-from palestra.server.auth import Caller, session_of
+from palestra.server.auth import Caller, open_session
 from palestra.server.dialects.base import EventWriter
 from palestra.session import CallMaker, Listener, ReplyPiece, Sessions
 from palestra.session.sampling import overruled
@@ -108,13 +108,15 @@ class StreamedAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sample the calls and send the events."""
-        async with session_of(self._caller, self._sessions) as session:
-            try:
-                await until_disconnect(scope, self._stream(session, send))
-            except ClientDisconnect:
-                pass  # a retry returns the calls that were committed; the others are not kept
-            except TimeoutError:
-                log.info("%s: the client takes nothing; its call is given up", scope["path"])
+        session = await open_session(self._caller, self._sessions)
+        try:
+            await until_disconnect(scope, self._stream(session, send))
+        except ClientDisconnect:
+            pass  # a retry returns the calls that were committed; the others are not kept
+        except TimeoutError:
+            log.info("%s: the client takes nothing; its call is given up", scope["path"])
+        finally:
+            self._sessions.leave(session)
 
     # These three methods make the answer a `Listener`: it keeps the header's value and forwards to the writer.
 

@@ -18,7 +18,9 @@ from palestra.types.messages import GenerationRequest
 from palestra.types.states import TRANSITIONS, TurnState, check_transition
 
 if TYPE_CHECKING:
+    from palestra.session.policies import PolicyRuntime
     from palestra.session.prompting import Prompt
+    from palestra.session.request import Constraint
 
 _MEASURED = {state: state for state in (TurnState.PENDING, TurnState.GENERATING)}  # by the call itself
 KEYED = "key-"  # beginning of the digest of a request that has a key of its own, by which its retries are known
@@ -35,15 +37,19 @@ class CallInFlight:
         number: of the choice in its request.
         state: only tokens of GENERATING are trained.
         seed: reserved for it; None: its prompt is not built yet. A caller's own seed may replace it in `chat.sampling`.
-        chat: its record, filled on the way; set with the seed, as is `prompt`.
+        request, runtime, constraint, prompt: what it is sampled from; set with the seed, and shared by all choices.
+        chat: its record, filled on the way; set with the seed.
         recorded: whether it is on disk.
     """
 
     number: int = 0
     state: TurnState = TurnState.PENDING
     seed: int | None = None
-    chat: Chat = field(init=False)
+    request: GenerationRequest = field(init=False)
+    runtime: PolicyRuntime = field(init=False)
+    constraint: Constraint = field(init=False)
     prompt: Prompt = field(init=False)
+    chat: Chat = field(init=False)
     recorded: bool = False
 
 

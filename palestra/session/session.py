@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 import numpy as np
@@ -13,10 +13,9 @@ import numpy as np
 from palestra.errors import GrammarRefused, PalestraError, UnsupportedField, VersionQuarantined
 from palestra.renderers import whole_message
 from palestra.session.context import SessionContext
-from palestra.session.policies import PolicyRuntime
-from palestra.session.prompting import Prompt, PromptBuilder
+from palestra.session.prompting import PromptBuilder
 from palestra.session.registry import CallInFlight, CallRegistry, CallStore, NoStore, Turns, prompt_digest
-from palestra.session.request import UNCONSTRAINED, Constraint, Listener, ReplyPiece, constraint_of
+from palestra.session.request import UNCONSTRAINED, Listener, ReplyPiece, constraint_of
 from palestra.session.sampling import NEUTRAL, overruled, reshaping, sample_reply, sampling_of, trainable
 from palestra.types.calls import Chat
 from palestra.types.messages import GenerationRequest, text_message
@@ -34,15 +33,6 @@ _NO_REPLY: dict[str, Any] = {
     "finish_reason": "length",
     "finished_at": 0.0,
 }  # of a call that is not sampled yet
-
-
-class _Sampling(NamedTuple):
-    """The parts of a request's sampling that its choices share."""
-
-    request: GenerationRequest
-    runtime: PolicyRuntime
-    prompt: Prompt
-    constraint: Constraint
 
 
 class CallMaker(Protocol):
@@ -175,10 +165,10 @@ class Session:
         leases = self._context.store.leases
         lease = leases.begin_hold(self.episode_id, self.fence)
         try:
-            sampling = await self._begin(calls, request, listener, time_step)
+            await self._begin(calls, request, listener, time_step)
             if len(calls) == 1:
-                return (await self._sample(calls[0], calls, sampling, listener),)
-            return tuple(await together(*(self._sample(call, calls, sampling, listener) for call in calls)))
+                return (await self._sample(calls[0], calls, listener),)
+            return tuple(await together(*(self._sample(call, calls, listener) for call in calls)))
         except BaseException as error:
             for call in calls:
                 self._give_up(call)
@@ -198,7 +188,7 @@ class Session:
         asked: GenerationRequest,
         listener: Listener | None,
         time_step: int | None,
-    ) -> _Sampling:
+    ) -> None:
         """Check a request, have its grammar compiled, build its prompt, and begin the records of its choices."""
         request, runtime = asked, self._context.policies.runtime(asked.policy)
         if self.kind == "adhoc":
@@ -218,20 +208,18 @@ class Session:
             async with self._checks:
                 await runtime.grammars.check(*constraint)
         prompt = await self._prompts.build(request, runtime.renderer, runtime.config.max_context)
-        sampling = _Sampling(request, runtime, prompt, constraint)
         for call in calls:
-            self._reserve(call, sampling, started_at, _UNDECIDED if time_step is None else time_step)
+            call.request, call.runtime, call.constraint, call.prompt = request, runtime, constraint, prompt
+            self._reserve(call, started_at, _UNDECIDED if time_step is None else time_step)
             if overruled(asked, call.chat.sampling, call.number) is not None:
                 self._context.counts["sampling_overruled"] += 1
             if listener is not None:
                 listener.started(call.number, call.chat)
-        return sampling
 
-    def _reserve(self, call: CallInFlight, what: _Sampling, started_at: float, time_step: int) -> None:
+    def _reserve(self, call: CallInFlight, started_at: float, time_step: int) -> None:
         """Give a choice its number, its seed and its sampling parameters, and make its record."""
-        request, runtime, prompt, constraint = what
+        request, prompt = call.request, call.prompt
         index, seed = self._registry.reserve(prompt.digest)
-        call.prompt = prompt
         call.chat = Chat(
             episode_id=self.episode_id,
             fence=self.fence,
@@ -248,7 +236,7 @@ class Session:
             tools=request.tools,
             fork=prompt.fork,
             sampling=sampling_of(
-                request, runtime.config, self.kind, len(prompt.ids), seed, call.number, constraint.grammar
+                request, call.runtime.config, self.kind, len(prompt.ids), seed, call.number, call.constraint.grammar
             ),
             request_digest=request.choice_digest(call.number),
             started_at=started_at,
@@ -261,9 +249,7 @@ class Session:
         if (why := self._context.policies.why_held(policy)) is not None:
             raise VersionQuarantined(f"{policy!r} is {why}")
 
-    async def _sample(
-        self, call: CallInFlight, calls: Sequence[CallInFlight], what: _Sampling, listener: Listener | None
-    ) -> Chat:
+    async def _sample(self, call: CallInFlight, calls: Sequence[CallInFlight], listener: Listener | None) -> Chat:
         """Sample one of the choices of a request, parse its reply, and record it."""
         chat, number = call.chat, call.number
 
@@ -279,10 +265,10 @@ class Session:
         self._turns.move(call, TurnState.GENERATING)
         try:
             malformed = await sample_reply(
-                what.request, what.runtime, what.prompt.sequence, chat, f"call_{call.seed:016x}", tell
+                call.request, call.runtime, call.prompt.sequence, chat, f"call_{call.seed:016x}", tell
             )
         except GrammarRefused as error:  # at a token of the reply; the engine does not know the request's field
-            raise error.of_field(what.constraint.field) from None
+            raise error.of_field(call.constraint.field) from None
         finally:
             if metering is not None and hold is not None:
                 metering.settle(hold, chat)

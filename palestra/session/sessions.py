@@ -12,7 +12,7 @@ from palestra.session.context import SessionContext
 from palestra.session.request import Listener, ReplyPiece
 from palestra.session.seat_table import SeatTable
 from palestra.session.seats import SeatBook
-from palestra.session.session import EpisodeSession, StatelessSession
+from palestra.session.session import CallMaker, EpisodeSession, StatelessSession
 from palestra.types.calls import Chat
 from palestra.types.messages import GenerationRequest
 from palestra.types.records import EpisodeRecord
@@ -111,16 +111,11 @@ class Sessions:
         episode = await self.context.store.episodes.get(episode_id) if session is None else session.episode
         return episode.players
 
-    @contextmanager
-    def stateless(self) -> Iterator[StatelessSession]:
-        """Provide an unrecorded session for one request outside episodes."""
+    def stateless(self) -> StatelessSession:
+        """Return an unrecorded session for one request outside episodes, which `leave` closes."""
         session = StatelessSession(self.context)
         self._stateless.add(session)  # so that `stop` can end the session
-        try:
-            yield session
-        finally:
-            self._stateless.discard(session)
-            session.terminate(EpisodeEnded("this call is over"))
+        return session
 
     async def begin(self, episode: EpisodeRecord) -> EpisodeSession:
         """Return the session of a lease that this process was just granted, without recorded calls. Raises
@@ -134,15 +129,20 @@ class Sessions:
         return session
 
     def admit(self) -> None:
-        """Count one call of a client as in flight, until the caller takes it off `in_flight`. Raises TooManyRequests:
-        the limit is reached.
-        """
+        """Count one call of a client as in flight, until `leave`. Raises TooManyRequests: the limit is reached."""
         if self._stopped is not None:
             raise self._stopped
         if self.in_flight >= self._limit:
             self.context.counts["calls_refused"] += 1
             raise TooManyRequests(f"{self.in_flight} calls are in flight, which is the limit; try again soon")
         self.in_flight += 1
+
+    def leave(self, session: CallMaker | None = None) -> None:
+        """Count an admitted call as over, and close its session if it was for this call alone."""
+        self.in_flight -= 1
+        if isinstance(session, StatelessSession):
+            self._stateless.discard(session)
+            session.terminate(EpisodeEnded("this call is over"))
 
     @contextmanager
     def counted(self) -> Iterator[None]:

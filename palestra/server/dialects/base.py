@@ -17,7 +17,6 @@ from pydantic import BaseModel
 from palestra.http.errors import Failure, openai_error
 from palestra.http.sse import encode_event
 from palestra.server.dialects.others import NO_OTHERS, OtherFields
-from palestra.server.dialects.sent_pictures import SentPicture
 from palestra.session import PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
 from palestra.types.messages import GenerationRequest
@@ -35,7 +34,6 @@ class DialectRequest(Generic[B]):
         scored: whether the answer has logprobs of the prompts' tokens.
         must_reason: whether it is refused by a model that does not reason.
         others: fields that the dialect does not act on; the server refuses or counts them.
-        pictures: of the first call's messages, in order; not set by `parse`.
     """
 
     body: B
@@ -44,7 +42,6 @@ class DialectRequest(Generic[B]):
     scored: bool = False
     must_reason: bool = False
     others: OtherFields = NO_OTHERS
-    pictures: tuple[SentPicture, ...] = ()
 
     @property
     def policy(self) -> str:

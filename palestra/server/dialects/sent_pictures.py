@@ -136,10 +136,12 @@ def pictures_in(messages: Sequence[ChatMessage]) -> tuple[SentPicture, ...]:
     """
     found: list[SentPicture] = []
     for message in messages:
-        if (shown := pictures_of(message)) and message.role not in _ROLES:
-            place = shown[0].place
-            raise UnsupportedField(_at(place, f"messages of the role {message.role!r} can't have pictures"), place)
-        found += shown
+        for part in message.content:
+            if type(part) is SentPicture:
+                if message.role not in _ROLES:
+                    text = f"messages of the role {message.role!r} can't have pictures"
+                    raise UnsupportedField(_at(part.place, text), part.place)
+                found.append(part)
     return tuple(found)
 
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, NotFound, ServerStopping, TooManyRequests
-from palestra.server.auth import PlaygroundKey, session_of
+from palestra.server.auth import EpisodeKey, PlaygroundKey, open_session
 from palestra.session import Sessions
 from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.states import TurnState
@@ -88,16 +88,16 @@ async def test_the_next_lease_has_a_session_of_its_own_without_the_former_calls(
 
 
 async def test_so_many_calls_may_be_in_flight_and_no_more(sessions, bench):
-    async with session_of(PlaygroundKey(), sessions), session_of(PlaygroundKey(), sessions):
-        assert sessions.in_flight == 2
-        with pytest.raises(TooManyRequests, match="2 calls"):
-            async with session_of(PlaygroundKey(), sessions):
-                pass
+    opened = [await open_session(PlaygroundKey(), sessions) for _ in range(2)]
+    assert sessions.in_flight == 2
+    with pytest.raises(TooManyRequests, match="2 calls"):
+        await open_session(PlaygroundKey(), sessions)
+    for session in opened:
+        sessions.leave(session)
     assert sessions.in_flight == 0
     assert bench.context.counts["calls_refused"] == 1
-    with pytest.raises(RuntimeError):
-        async with session_of(PlaygroundKey(), sessions):
-            raise RuntimeError
+    with pytest.raises(NotFound):
+        await open_session(EpisodeKey("nope", 1), sessions)
     assert sessions.in_flight == 0
 
 

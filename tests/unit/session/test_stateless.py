@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from sqlalchemy import text
 
 from palestra.errors import EpisodeEnded, ServerStopping
 from palestra.session import Sessions
+from palestra.session.session import StatelessSession
 from palestra.types.states import TurnState
 from unit.session.conftest import call
 
@@ -16,6 +19,16 @@ from unit.session.conftest import call
 @pytest.fixture
 def sessions(bench) -> Sessions:
     return Sessions(bench.context, max_waiting_calls=2)
+
+
+@contextmanager
+def stateless(sessions: Sessions) -> Iterator[StatelessSession]:
+    sessions.admit()
+    session = sessions.stateless()
+    try:
+        yield session
+    finally:
+        sessions.leave(session)
 
 
 async def rows(bench) -> dict[str, int]:
@@ -29,7 +42,7 @@ async def rows(bench) -> dict[str, int]:
 async def test_a_call_is_answered_and_counted_and_nothing_of_it_is_kept(sessions, bench):
     before = await rows(bench)
     for _ in range(3):
-        with sessions.stateless() as session:
+        with stateless(sessions) as session:
             chats = await session.generate(call("a", choices=2))
         assert [len(chat.completion_ids) > 0 for chat in chats] == [True, True]
     assert await rows(bench) == before
@@ -42,7 +55,7 @@ async def test_a_call_is_answered_and_counted_and_nothing_of_it_is_kept(sessions
 
 async def test_equal_calls_are_different_samples_unless_they_have_a_seed(sessions):
     async def reply(**more) -> tuple[int, str]:
-        with sessions.stateless() as session:
+        with stateless(sessions) as session:
             chat = await session.generate_one(call("a", **more))
             return chat.sampling.seed, chat.reply.text
 
@@ -51,15 +64,15 @@ async def test_equal_calls_are_different_samples_unless_they_have_a_seed(session
 
 
 async def test_a_retry_is_a_new_call(sessions):
-    with sessions.stateless() as session:
+    with stateless(sessions) as session:
         first = await session.generate_one(call("a"))
-    with sessions.stateless() as session:
+    with stateless(sessions) as session:
         again = await session.generate_one(call("a", retry=True))
     assert first.episode_id != again.episode_id
 
 
 async def test_what_the_caller_asks_for_is_what_is_sampled_and_the_policy_says_the_rest(sessions, bench):
-    with sessions.stateless() as session:
+    with stateless(sessions) as session:
         asked = (await session.generate_one(call("a", temperature=0.3, top_p=0.5, top_k=4, max_tokens=7))).sampling
         silent = (await session.generate_one(call("b"))).sampling
     assert (asked.temperature, asked.top_p, asked.top_k, asked.max_tokens) == (0.3, 0.5, 4, 7)
@@ -67,7 +80,7 @@ async def test_what_the_caller_asks_for_is_what_is_sampled_and_the_policy_says_t
 
 
 async def test_between_two_calls_nobody_is_waited_for(sessions, bench):
-    with sessions.stateless() as session:
+    with stateless(sessions) as session:
         await session.generate_one(call("a"))
         assert bench.context.times._inside[TurnState.INTERACTING] == 1
     assert bench.context.times._inside[TurnState.INTERACTING] == 0
@@ -77,7 +90,7 @@ async def test_between_two_calls_nobody_is_waited_for(sessions, bench):
 
 async def test_stopping_ends_a_call_in_flight(sessions, bench):
     async def played() -> None:
-        with sessions.stateless() as session:
+        with stateless(sessions) as session:
             await session.generate_one(call("a"))
 
     await bench.engine.pause()
