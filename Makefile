@@ -24,14 +24,15 @@ PACKAGES := $(wildcard palestra palestra_*)
 # Which tests are in which tier; CONTRIBUTING.md says what each tier promises. Each test is in one tier or has a command of
 # its own; only what draws examples is in the third, too (tests/unit/test_tiers.py checks these lines).
 OWN_COMMAND := long or faults or frameworks or libraries or partners or engines
-FIRST_TIER := not (slow or model or service or browser or $(OWN_COMMAND))
+FIRST_TIER := not (ci or slow or model or service or browser or $(OWN_COMMAND))
+CI_TIER := ci and not (slow or model or service or browser or $(OWN_COMMAND))
 SECOND_TIER := (slow or model) and not (service or browser or $(OWN_COMMAND))
 SECOND_TIER_ALONE := (service or browser) and not ($(OWN_COMMAND))
 OTHERS := faults or frameworks or libraries or partners or engines
 THIRD_TIER := (long or more_examples) and not (service or browser or $(OTHERS))
 THIRD_TIER_ALONE := long and (service or browser) and not ($(OTHERS))
 
-.PHONY: machine help demo test core test-rest test-all test-long test-python test-faults lint format types contracts unit docs docs-site wheel release container conformance frameworks libraries partners harnesses vllm engines way figures bench card clean
+.PHONY: machine help demo test test-ci core test-rest test-all test-long test-python test-faults lint format types contracts unit docs docs-site wheel release container conformance frameworks libraries partners harnesses vllm engines way figures bench card clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,13 +40,16 @@ help:  ## this list
 demo: $(RUNTIME)  ## train a real model on this machine, and watch it learn
 	@$(BIN)/palestra demo
 
-test: lint types contracts unit  ## format, lint, types, import contracts, the first tier of tests: a quarter of an hour on two cores
+test: lint types contracts unit  ## format, lint, types, import contracts, the first tier of tests
+
+test-ci: $(DEV)  ## the slower half of the first tier, which CI runs after `make test`
+	$(BIN)/pytest -n 2 --dist worksteal -m "$(CI_TIER)"
 
 test-rest: $(DEV)  ## the second tier of tests: what takes longer
 	$(BIN)/pytest -n 2 --dist worksteal --durations=30 -m "$(SECOND_TIER)"
 	$(BIN)/pytest --durations=30 -m "$(SECOND_TIER_ALONE)"
 
-test-all: test test-rest  ## both tiers
+test-all: test test-ci test-rest  ## all of these
 
 test-long: $(DEV)  ## what the first two tiers say of one moment, case or example, of all others: half an hour
 	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=full -m "$(THIRD_TIER)"
@@ -75,11 +79,11 @@ CORE := $(addprefix tests/unit/,models vision cpu trainer engine algorithms toke
 
 test-python:  ## the core's tests with Python 3.12 and the oldest torch and transformers; PYTHONS="3.12 3.13" for more
 	@for one in $(PYTHONS); do $(MAKE) --no-print-directory .venv-peers/python$$one/installed.txt \
-	&& .venv-peers/python$$one/bin/pytest -n 2 --dist worksteal -m "$(FIRST_TIER)" $(CORE) || exit 1; done
+	&& .venv-peers/python$$one/bin/pytest -n 2 --dist worksteal -m "$(FIRST_TIER) or $(CI_TIER)" $(CORE) || exit 1; done
 	@echo 'All tests of the first tier: .venv-peers/python3.12/bin/pytest -n 2 --dist worksteal -m "$(FIRST_TIER)"'
 
 core: $(DEV)  ## the first tier of the core alone, as if none of the packages beside it were installed
-	$(BIN)/pytest --core -n 2 --dist worksteal -m "$(FIRST_TIER)" tests/unit tests/integration tests/property tests/contract
+	$(BIN)/pytest --core -n 2 --dist worksteal -m "$(FIRST_TIER) or $(CI_TIER)" tests/unit tests/integration tests/property tests/contract
 
 test-faults: $(DEV)  ## hurt every part of the service at every moment of a job (half an hour); writes docs/reference/faults.md
 	$(BIN)/pytest tests/faults --junitxml=$(VENV)/faults.xml -o junit_duration_report=call; code=$$?; \

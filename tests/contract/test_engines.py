@@ -31,6 +31,8 @@ from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
 from palestra_bases.base import SamplerSpec
 
+pytestmark = pytest.mark.ci
+
 PROMPT = np.arange(40, 52, dtype=np.int32)
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=10, seed=3)
 

@@ -22,6 +22,8 @@ from palestra.renderers.long_text import TooManyTokens
 from palestra.types.calls import Ids, TokenSequence
 from palestra.types.messages import ChatMessage, text_message
 
+pytestmark = pytest.mark.ci
+
 TOOL = {
     "type": "function",
     "function": {"name": "add", "description": "a + b", "parameters": {"type": "object", "properties": {}}},

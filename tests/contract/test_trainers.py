@@ -29,6 +29,8 @@ from palestra.types.calls import GrammarSpan, PolicyVersion
 from palestra_bases.base import SamplerSpec
 from palestra_bases.remote import RemoteEngine, RemoteTrainer
 
+pytestmark = pytest.mark.ci
+
 LOSS = LossSpec.of(PPOClipLoss())
 PARAMS = OptimParams(learning_rate=1e-3)
 

@@ -19,6 +19,8 @@ from palestra.config.section import Section, sections_of
 from palestra_lab.config import load_comparison
 from palestra_service.jobs.rules import load_rules
 
+pytestmark = pytest.mark.ci
+
 SECTIONS = {name for name, field in JobConfig.model_fields.items() if "Config" in str(field.annotation)}
 KEY = re.compile(rf"`((?:{'|'.join(sorted(SECTIONS))})(?:\.[a-z_*]+)+)(?: = [^`]*)?`")
 

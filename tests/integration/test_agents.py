@@ -24,6 +24,8 @@ from palestra.renderers import ChatMLConfig, ChatMLRenderer, PackageRenderer
 from palestra.tokens import TokenTrie
 from palestra.types.calls import Chat, ForkReason
 
+pytestmark = pytest.mark.ci
+
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 TURNS = 20
 TOOLS: list[Any] = [

@@ -17,6 +17,8 @@ from palestra import Client
 from palestra.client.episode import Episode
 from palestra.renderers import ByteTokenizer, ChatMLConfig, ChatMLRenderer
 
+pytestmark = pytest.mark.ci
+
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 

@@ -19,6 +19,8 @@ from palestra.store.browsing import browse
 from palestra.store.spending import Used, spent_ms, sums, usage_of_calls
 from palestra.types.records import Task
 
+pytestmark = pytest.mark.ci
+
 WORKERS = 64
 
 

@@ -16,6 +16,8 @@ from servers import Job, Plane, until
 from palestra.session.registry import call_seed, prompt_digest
 from palestra.store.codec import unpack
 
+pytestmark = pytest.mark.ci
+
 DELAY_SECONDS = 1.0
 SETTINGS = {"steps": 100, "engine": {"kind": "fake", "delay_seconds": DELAY_SECONDS}}
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

@@ -15,6 +15,8 @@ from servers import PALESTRA, until
 from palestra.cli.main import main
 from palestra_inspect import check as command
 
+pytestmark = pytest.mark.ci
+
 JOB = """
 name = "tried"
 steps = 3

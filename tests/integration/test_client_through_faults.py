@@ -19,6 +19,8 @@ from palestra import AsyncClient, Client, ControlClient
 from palestra.client import exchange
 from palestra.errors import ConfigError, ConnectionLost
 
+pytestmark = pytest.mark.ci
+
 ENDLESS = SCRIPTED | {"steps": 100_000, "evaluation": {"every_steps": 0}}
 
 

@@ -29,6 +29,8 @@ from palestra.store.browsing import browse, list_episodes
 from palestra_control.control import ControlClient
 from palestra_inspect.episode_list import episode_lines
 
+pytestmark = pytest.mark.ci
+
 JOB = """
 name = "mine"
 run_dir = "{folder}/run"

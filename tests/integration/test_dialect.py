@@ -19,6 +19,8 @@ from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.runtime.local_job import LocalJob
 from palestra.types.calls import Chat
 
+pytestmark = pytest.mark.ci
+
 STOP = 258
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "t": "</tool_call> é"}}\n</tool_call>'
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

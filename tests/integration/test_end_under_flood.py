@@ -16,6 +16,8 @@ from servers import HERE, PALESTRA, SCRIPTED, Job, Process, free_port, until
 from palestra.types.messages import text_message
 from palestra_remote import RemoteEnvironment
 
+pytestmark = pytest.mark.ci
+
 require("bwrap", "git")
 FILE = HERE / "floods.py"
 SECONDS = 10.0  # from SIGTERM to the end

@@ -38,6 +38,8 @@ from palestra_remote.wire import CLOSE_ENDED, CLOSE_REFUSED
 from palestra_worlds import FrozenLake, Gomoku, GomokuDuel, KuhnPoker, PrisonersDilemma, SplitSum
 from palestra_worlds.split_sum import split_sum_tasks
 
+pytestmark = pytest.mark.ci
+
 ACTIONS = ("a", "b", "c", "d")
 WHOLE = [
     ("agent", ("begin x",), None, False, False),

@@ -20,6 +20,8 @@ from palestra.envs.arithmetic import CalculatorEnvironment
 from palestra.rollout import EnvironmentPlayer, RolloutSpec
 from palestra.runtime.local import local_job
 
+pytestmark = pytest.mark.ci
+
 TASKS = [{"text": f"task {n}", "prompt": f"12 * {n} =", "answer": str(12 * n)} for n in range(4)]
 JOB = {
     "engine": {"kind": "fake", "reply_tokens": 6},

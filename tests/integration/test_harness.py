@@ -19,6 +19,8 @@ from palestra.renderers import ByteTokenizer, ChatMLConfig, ChatMLRenderer
 from palestra.types.records import Task
 from palestra_harness import Harness, HarnessRollout
 
+pytestmark = pytest.mark.ci
+
 CODER = Path(__file__).parents[1] / "unit" / "harness" / "coder.py"
 SETTINGS = {"rollout": {"group_size": 2, "groups_per_step": 1}, "steps": 1, "evaluation": {"every_steps": 0}}
 

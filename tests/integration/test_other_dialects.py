@@ -13,6 +13,8 @@ import pytest
 from in_process import episode_of
 from test_dialect import CALL, REPLIES, asks, recorded, speaking, until
 
+pytestmark = pytest.mark.ci
+
 FUNCTION: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 TOOL: Any = {"name": "add", "input_schema": {"type": "object"}}
 ARGUMENTS = json.loads(CALL.split('arguments": ')[1].rpartition("}\n")[0])

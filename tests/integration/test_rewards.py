@@ -20,6 +20,8 @@ from palestra.envs import Environment
 from palestra.errors import EpisodesLost, InvalidRequest, RolloutFailed
 from palestra.runners import pool
 
+pytestmark = pytest.mark.ci
+
 TASKS = [{"id": f"task-{number}", "number": number} for number in range(4)]
 
 

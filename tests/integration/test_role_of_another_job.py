@@ -31,6 +31,8 @@ from palestra.store.key_files import read_secret, seat_key
 from palestra.types.messages import text_message
 from palestra.types.records import Task
 
+pytestmark = pytest.mark.ci
+
 SEATS = {"roles": ["black"], "takeover": "replay"}
 
 

@@ -22,6 +22,8 @@ from palestra.store.key_files import seat_key
 from palestra.types.messages import text_message
 from palestra.types.records import Task
 
+pytestmark = pytest.mark.ci
+
 TASKS = [{"id": f"t{n}", "secret": f"only the world knows {n}"} for n in range(5)]
 
 

@@ -10,6 +10,8 @@ from servers import SCRIPTED, Job, run_through
 
 from palestra.faults import SERVER_POINTS
 
+pytestmark = pytest.mark.ci
+
 # The pass at which the server dies: early in one case, late in the other. There are 20 claims and ends, 40 chats,
 # 3 manifests and steps, 4 publications, and a checkpoint every step in one case and every other step in the other.
 EARLY = {"claim": 1, "chat": 8, "generation": 7, "end": 4, "manifest": 1, "step": 1, "checkpoint": 1, "publish": 1}

@@ -28,6 +28,8 @@ from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.runtime.local import local_job
 from palestra.runtime.local_job import LocalJob
 
+pytestmark = pytest.mark.ci
+
 EPISODE_ROUTES = ("tasks", "register_episode", "claim_episode", "heartbeat_episode", "end_episode", "abort_episode")
 
 

@@ -27,6 +27,8 @@ from palestra.runtime.tasks import load_tasks
 from palestra.store.browsing import browse
 from palestra.store.tables import tasks as stored_tasks
 
+pytestmark = pytest.mark.ci
+
 ROWS = [{"id": f"t{number}", "prompt": f"what is {number}?"} for number in range(6)]
 
 

@@ -13,6 +13,8 @@ from worker_process import Log, converse, reward_of
 
 from palestra import Client
 
+pytestmark = pytest.mark.ci
+
 SHORT_LEASE = SCRIPTED | {"rollout": {**SCRIPTED["rollout"], "lease_seconds": 1.0}}
 EXPIRED = "SELECT * FROM events WHERE kind = 'lease_expired'"
 

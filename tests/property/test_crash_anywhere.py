@@ -23,6 +23,8 @@ from unit.learner.scripted_job import Crash, ScriptedJob, config
 from palestra.config import JobConfig
 from palestra.types.metrics import row_of_policy
 
+pytestmark = pytest.mark.ci
+
 # The critic, and a coefficient that has another value after each step, decide what the policy is trained on.
 ALGORITHMS = {
     "grpo": {"name": "grpo"},

@@ -24,6 +24,8 @@ from palestra.types.calls import Chat, PolicyVersion
 from palestra.types.records import TrainSample, Trajectory
 from property.calls import Drawn, episodes, orders, record
 
+pytestmark = pytest.mark.ci
+
 VERSION = PolicyVersion(0, 0)
 rewards = st.integers(-20, 20).map(lambda tenths: tenths / 10)
 scales = st.sampled_from(["std", "none"])

@@ -29,6 +29,8 @@ from palestra_service.page import create_service_app
 from palestra_service.store.control_store import ControlStore
 from palestra_worlds.gomoku import Gomoku
 
+pytestmark = pytest.mark.ci
+
 GET = b"GET /v1/environment HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\n"
 POST = b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\n"
 UPGRADE = (

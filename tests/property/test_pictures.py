@@ -38,6 +38,8 @@ from palestra.types.messages import ChatMessage, GenerationRequest, ImagePart, t
 from palestra.types.records import TrainSample
 from property.calls import Edge, digests_of
 
+pytestmark = pytest.mark.ci
+
 Messages = tuple[ChatMessage, ...]
 
 

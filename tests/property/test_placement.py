@@ -18,6 +18,8 @@ from palestra_service.placement.placement import PlacementPolicy, Quota, place
 from palestra_service.placement.queues import WaitingJob
 from property.virtual_cluster import AGING, LONGEST, STARTING, Cluster
 
+pytestmark = pytest.mark.ci
+
 EVERYTHING = PlacementPolicy(starts_at_once=1_000_000, aging_seconds=AGING)
 
 needs_lists = st.one_of(

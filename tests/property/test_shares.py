@@ -19,6 +19,8 @@ from palestra.learner.shares import share_of, shares_of
 from palestra.types.calls import AgentStepReward, PolicyVersion
 from palestra.types.records import Trajectory
 
+pytestmark = pytest.mark.ci
+
 POLICIES = ("white", "black", "grey", "old")  # the last one is never trained
 NAMED = {"black": "black", "grey": "grey", "grey/helper": "white", "old": "old"}
 AGENTS = ("agent", "black", "grey", "grey/helper", "old")

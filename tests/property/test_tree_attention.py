@@ -14,6 +14,8 @@ from palestra.trainer.block_attention import BlockAttention
 from palestra.trainer.tree_attention import TreeAttention, branches
 from property.test_packing import tree_of
 
+pytestmark = pytest.mark.ci
+
 # Ids of two values make rows that fork often, after long common beginnings as well.
 rows = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=6)
 bounds = st.tuples(st.sampled_from([0, 8, 100, 4096]), st.sampled_from([1, 3, 512]), st.sampled_from([0, 10, 768]))

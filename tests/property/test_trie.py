@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from palestra.tokens import TokenTrie
 from palestra.types.calls import Chat
 from property.calls import Drawn, Edge, edges, episodes, orders, record, spans
+
+pytestmark = pytest.mark.ci
 
 Beginning = tuple[Edge, ...]
 

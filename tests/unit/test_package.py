@@ -13,6 +13,8 @@ import pytest
 
 import palestra
 
+pytestmark = pytest.mark.ci
+
 LIGHT = ["palestra", "palestra.client", "palestra.types", "palestra.envs", "palestra.config", "palestra.errors"]
 HEAVY = ("torch", "ray", "transformers")
 ROOT = Path(__file__).parents[2]

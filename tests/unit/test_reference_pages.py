@@ -13,6 +13,8 @@ from reference_pages import pages
 import palestra
 from palestra import errors
 
+pytestmark = pytest.mark.ci
+
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
 
 

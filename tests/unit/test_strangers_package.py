@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ci
+
 CODE = '''
 import sys
 from typing import ClassVar, Literal

@@ -11,8 +11,8 @@ from drawing import drawn
 from hypothesis import settings
 
 ROOT = Path(__file__).parents[2]
-MARKERS = ("slow", "more_examples", "model", "service", "browser", "faults", "frameworks", "libraries", "partners")
-MARKERS += ("engines", "long")
+MARKERS = ("ci", "slow", "more_examples", "model", "service", "browser", "faults", "frameworks", "libraries")
+MARKERS += ("partners", "engines", "long")
 OWN_COMMAND = {"long", "faults", "frameworks", "libraries", "partners", "engines"}
 CASES = [set(chosen) for count in range(len(MARKERS) + 1) for chosen in itertools.combinations(MARKERS, count)]
 
@@ -38,24 +38,24 @@ def times(selected: list[Expression], markers: set[str]) -> int:
 
 
 def test_a_test_is_in_one_tier_or_has_a_command_of_its_own():
-    quick, rest, long = expressions("unit"), expressions("test-rest"), expressions("test-long")
+    quick, ci, rest, long = (expressions(target) for target in ("unit", "test-ci", "test-rest", "test-long"))
     for markers in CASES:
         alone = bool(markers & {"service", "browser"})
         drawn_again = int("more_examples" in markers and not alone)
         if markers & (OWN_COMMAND - {"long"}):
-            wanted = (0, 0, 0)
+            wanted = (0, 0, 0, 0)
         elif "long" in markers:
-            wanted = (0, 0, 1)
+            wanted = (0, 0, 0, 1)
         elif alone or markers & {"slow", "model"}:
-            wanted = (0, 1, drawn_again)
+            wanted = (0, 0, 1, drawn_again)
         else:
-            wanted = (1, 0, drawn_again)
-        assert (times(quick, markers), times(rest, markers), times(long, markers)) == wanted, markers
+            wanted = (int("ci" not in markers), int("ci" in markers), 0, drawn_again)
+        assert tuple(times(tier, markers) for tier in (quick, ci, rest, long)) == wanted, markers
 
 
 def test_the_check_of_this_repository_builds_the_package_and_the_site_and_runs_the_readmes_tests():
     commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
-    assert commands == ["make machine", "make wheel", "make docs-site", "make test"]
+    assert commands == ["make machine", "make wheel", "make docs-site", "make test", "make test-ci"]
 
 
 def test_the_third_tier_draws_all_examples():

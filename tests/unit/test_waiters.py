@@ -28,6 +28,8 @@ from palestra_mcp.connection import McpConnection
 from palestra_remote import SessionLimits, SessionTable
 from palestra_worlds import Gomoku
 
+pytestmark = pytest.mark.ci
+
 WAITS = 1000
 Case = tuple[Callable[[], Awaitable[Any]], Callable[[], int]]  # begins a wait; the size of what it may be left in
 CASES: dict[str, Callable[[], Case]] = {}

@@ -16,6 +16,8 @@ from palestra.cli.options import commands_of
 from palestra_control.wire import LimitsBody
 from palestra_service.commands.accounts import LIMITS
 
+pytestmark = pytest.mark.ci
+
 COMMANDS = sorted(commands_of(parser()))
 UNITS = {
     "STEPS",

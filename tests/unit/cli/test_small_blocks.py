@@ -24,7 +24,7 @@ at_start = [one.decode() for one in own if one.startswith(b"glibc.")]
 handed_on = {name: os.environ.get(name) for name in ("GLIBC_TUNABLES", "PALESTRA_STARTED_AGAIN")}
 print(json.dumps([os.getpid(), sys.argv[1:], at_start, handed_on]))
 """
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")]
 
 
 def started(

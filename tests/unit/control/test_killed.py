@@ -13,6 +13,8 @@ from palestra_service.store.control_store import ControlStore
 from unit.control.building import REQUEST
 from unit.control.conftest import url_of_database
 
+pytestmark = pytest.mark.ci
+
 SCRIPT = Path(__file__).with_name("killed_process.py")
 TESTS = Path(__file__).parents[2]
 ORDER = ["queued", "starting", "running", "completed"]

@@ -23,6 +23,8 @@ from palestra_service.page import create_service_app
 from palestra_service.rights import ADMIN, OPERATOR, OWN, Action, Role
 from unit.control.building import api_routes, submit
 
+pytestmark = pytest.mark.ci
+
 BODIES = {
     ("POST", "/jobs"): {"config": {}},
     ("POST", "/tenants"): {"name": "new"},

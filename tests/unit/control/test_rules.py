@@ -32,6 +32,8 @@ from unit.control.scheduling import in_state, scheduling, submit
 from unit.control.uncapped import EXEMPT
 from unit.waiting import until
 
+pytestmark = pytest.mark.ci
+
 WITH_VLLM = Rules(engines=EngineRules(programs={"vllm": Path("/venv/bin/python")}))
 
 

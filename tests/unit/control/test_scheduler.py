@@ -25,6 +25,8 @@ from unit.control.recording import play
 from unit.control.scheduling import in_state, is_empty, is_true, scheduling, states_of, submit
 from unit.waiting import until
 
+pytestmark = pytest.mark.ci
+
 WHOLE = Resources(cpus=1.0, gpus=2.0)
 
 

@@ -17,6 +17,8 @@ from palestra_service.rights import KeyLimits
 from unit.control.building import submit
 from unit.control.recording import play
 
+pytestmark = pytest.mark.ci
+
 TRAINED = {
     "name": "sums",
     "steps": 3,

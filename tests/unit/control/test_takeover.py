@@ -23,6 +23,8 @@ from unit.control.launching import FakeLauncher, Server
 from unit.control.scheduling import in_state
 from unit.waiting import until
 
+pytestmark = pytest.mark.ci
+
 POINTS = 12  # more than there are until the former waits for its job to listen
 
 

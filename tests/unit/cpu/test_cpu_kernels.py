@@ -16,7 +16,7 @@ from palestra_cpu import kernel_library
 from palestra_cpu.cpu_kernels import CpuKernels, compiled_kernels, cpu_kernels
 from palestra_cpu.torch_operators import TorchOperators
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="compiled on Linux alone")
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(sys.platform != "linux", reason="compiled on Linux alone")]
 WIDTH, HEADS, GROUPS = 64, 6, 2
 
 

@@ -27,7 +27,7 @@ from palestra_cpu.packed import PackedMatrix, pack_model
 from unit.cpu.test_llama_layers import KINDS, drawn, errors_of
 from unit.models.test_causal_lm import rounded_like_the_engine, two_of
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="compiled on Linux alone")
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(sys.platform != "linux", reason="compiled on Linux alone")]
 HALF_A_STEP = 2**-8  # of bfloat16, relative
 
 

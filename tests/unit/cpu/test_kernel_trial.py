@@ -12,7 +12,7 @@ from palestra_cpu.attention_kernels import AttentionKernels
 from palestra_cpu.cpu_kernels import CpuKernels, cpu_kernels
 from palestra_cpu.kernel_library import wrong_functions
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="compiled on Linux alone")
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(sys.platform != "linux", reason="compiled on Linux alone")]
 OF_ALL = ["norm", "norm_gradient", "gate", "gate_gradient", "rotate", "attend"]
 OF_BFLOAT16 = ["product", "layer", "trees", "trees_gradient", "prompts"]
 

@@ -14,6 +14,8 @@ from palestra_cpu import llama_layers
 from palestra_cpu.packed import pack_model
 from unit.models.test_causal_lm import rounded_like_the_engine, two_of
 
+pytestmark = pytest.mark.ci
+
 IDS = torch.from_numpy(np.random.default_rng(0).integers(1, 97, 40))
 KINDS = [("llama", {}), ("qwen2", {}), ("mistral", {"sliding_window": 7}), ("llama", {"num_key_value_heads": 4})]
 

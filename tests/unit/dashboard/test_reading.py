@@ -32,6 +32,8 @@ from palestra.types.states import GroupState
 from unit.building import FakeClock, make_train_batch, open_store
 from unit.dashboard.recorded import REWARDS, VERSION, calls_of, config, nan_equal, record
 
+pytestmark = pytest.mark.ci
+
 MODES = ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
 
 

@@ -16,6 +16,8 @@ from palestra.types.calls import PolicyVersion
 from unit.engine.calling import FOREVER, prompt, serving
 from unit.engine.test_two_policies import CALLS, NEW, OLD, engine_of, replies, reply_of, scaled, weights_of
 
+pytestmark = pytest.mark.ci
+
 THIRD = PolicyVersion(0, 3)
 
 

@@ -17,6 +17,8 @@ from palestra.types.calls import SamplingParams, TokenSequence
 from unit.building import engine_request
 from unit.engine.calling import DRAWN, FOREVER, GREEDY, full_forward, prompt, reply, serving, until_it_samples
 
+pytestmark = pytest.mark.ci
+
 # What comes out
 
 

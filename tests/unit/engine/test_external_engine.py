@@ -21,6 +21,8 @@ from palestra_engines.vllm.driver import VllmDriver
 from unit.building import engine_request
 from unit.engine.engine_servers import OWNER, PROMPT, SAMPLING, STOP, ScriptedSglang, ScriptedVllm, on_server, pieces_of
 
+pytestmark = pytest.mark.ci
+
 FIRST, SECOND = PolicyVersion(0, 0), PolicyVersion(0, 1)
 NEW = LocalWeights([("model.norm.weight", torch.arange(4.0))])
 UPDATE = [

@@ -15,6 +15,8 @@ from palestra.types.calls import MediaSpan, SamplingParams, TokenSequence
 from unit.building import engine_request
 from unit.engine.engine_servers import ScriptedVllm, on_server
 
+pytestmark = pytest.mark.ci
+
 PROMPT = TokenSequence(np.arange(40, 44, dtype=np.int32), (MediaSpan(1, 2, "digest"),))
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=2, seed=3)
 MIB = 1 << 20

@@ -41,6 +41,8 @@ from unit.engine.engine_servers import (
 )
 from unit.engine.scripted_vllm import write_interpreter
 
+pytestmark = pytest.mark.ci
+
 PROMPT = np.arange(40, 44, dtype=np.int32)
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=6, seed=3)
 TOKENS = [100, 101, 102, 103, 104, 105]

@@ -28,6 +28,8 @@ from palestra_engines.vllm.command import (
 )
 from palestra_engines.vllm.config import VllmEngineConfig
 
+pytestmark = pytest.mark.ci
+
 SERVER = """
 import socket, subprocess, sys
 subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])

@@ -16,6 +16,8 @@ from palestra_engines.vllm.weight_rounds import Receiver, WeightRounds
 from palestra_engines.vllm.worker.palestra_weight_group import WeightGroup, WeightLayout, own_address, reach_store
 from unit.engine.engine_servers import OWNER, ScriptedGroup, on_server
 
+pytestmark = pytest.mark.ci
+
 FIRST, SECOND, THIRD = (PolicyVersion(0, number) for number in range(3))
 NEW = LocalWeights([("model.norm.weight", torch.arange(4.0))])
 WEIGHTS = [(f"w{number}", torch.full((8,), float(number))) for number in range(12)]

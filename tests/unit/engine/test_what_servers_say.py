@@ -18,6 +18,8 @@ from palestra_engines.external import connection as bounded
 from palestra_engines.external.connection import Address, EngineConnection, tokenized
 from unit.engine.engine_servers import OWNER, PROMPT, ScriptedSglang, ScriptedVllm, listening, on_server, pieces_of
 
+pytestmark = pytest.mark.ci
+
 
 def change(**values):
     return lambda number, event: {"choices": [event["choices"][0] | values]} if number == 2 else event

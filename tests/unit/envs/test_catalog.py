@@ -12,6 +12,8 @@ from palestra.envs import CATALOG, Environment, catalog_entry
 from palestra.errors import ConfigError
 from palestra_inspect.environment_check import check_environment
 
+pytestmark = pytest.mark.ci
+
 NAMES = [
     *("arithmetic", "calculator", "subagents", "gomoku", "gomoku-duel", "kuhn-poker", "leduc-poker"),
     *("prisoners-dilemma", "negotiation", "open-spiel", "frozen-lake", "countdown", "gsm-symbolic"),

@@ -24,6 +24,8 @@ from palestra_worlds import OpenEnvEnvironment
 from unit.envs.openenv_server import CALL, MOVE, openenv
 from unit.envs.playing import calls, play, says
 
+pytestmark = pytest.mark.ci
+
 
 async def played(environment: OpenEnvEnvironment, *actions, task=None):
     left = iter(actions)

@@ -21,6 +21,8 @@ from palestra.grammars import pool, worker
 from palestra.grammars.matcher import BOUNDS
 from palestra.grammars.pool import Grammars
 
+pytestmark = pytest.mark.ci
+
 WORDS = 'start: "ab" | "cd"\n'
 ROOMY = replace(BOUNDS, memory_mib=4096)
 

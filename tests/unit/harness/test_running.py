@@ -23,6 +23,8 @@ from palestra_harness import Harness, HarnessRollout, find_harness, known_harnes
 from palestra_harness.folders import PREFIX, process_folder, remove_leftovers
 from palestra_harness.running import GRACE_SECONDS, run_harness
 
+pytestmark = pytest.mark.ci
+
 ENDPOINT = ModelEndpoint(base_url="http://127.0.0.1:9/v1", api_key="pe-key", model="policy", version="0.0")
 
 

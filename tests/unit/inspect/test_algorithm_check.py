@@ -17,6 +17,8 @@ from palestra.config import OwnAlgorithmConfig, parse_config
 from palestra.errors import InvalidAlgorithm
 from unit.algorithms.own_algorithm import Surprise
 
+pytestmark = pytest.mark.ci
+
 
 class Right(Algorithm):
     """REINFORCE with the group's mean as baseline."""

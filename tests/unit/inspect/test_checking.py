@@ -30,6 +30,8 @@ from unit.engine import engine_servers
 from unit.engine.engine_servers import ScriptedVllm, listening, of_tiny_random
 from unit.engine.scripted_vllm import write_interpreter
 
+pytestmark = pytest.mark.ci
+
 FAKE = {"engine": {"kind": "fake"}, "server": {"port": 0}}
 TINY = {"model": "tiny-random", "server": {"port": 0}}
 

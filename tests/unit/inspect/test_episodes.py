@@ -15,6 +15,8 @@ from palestra_inspect import episode_view
 from palestra_inspect.episode_list import episode_lines
 from unit.dashboard.recorded import REWARDS, record
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture
 def folder(tmp_path):

@@ -19,6 +19,8 @@ from palestra.trainer.quarantine import Quarantine, write_quarantine
 from palestra_control.job import Job
 from palestra_control.wire import ArtifactView
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.mark.parametrize(
     "name", ["../stolen", "checkpoints/step-000001/../../../stolen", "/etc/stolen", "checkpoints/step-000001/.."]

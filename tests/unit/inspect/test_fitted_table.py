@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from palestra.terminal import NO_WIDTH, TerminalConsole
 from palestra_inspect.top_view import fitted_table
 
+pytestmark = pytest.mark.ci
+
 NAMES = ("job", "name", "kind", "user", "state", "since", "why")
 JOB = ("job-1f3a5c7e9b2d4f60", "a-name-of-forty-characters-that-is-long!", "training, private")
 WHY = "waits for 4 GPUs of machine big-one, which other jobs hold until about 14:30"

@@ -22,6 +22,8 @@ from palestra.errors import InvalidEnvironment
 from palestra.types.messages import text_message
 from palestra_inspect.environment_check import check_environment
 
+pytestmark = pytest.mark.ci
+
 
 class Good(MultiAgentEnvironment):
     """Three agents act `n` times; the first gains what the others lose."""

@@ -17,6 +17,8 @@ from palestra.dashboard.routes import create_page_app
 from palestra.http.server import listen, served, url_of
 from unit.dashboard.recorded import record
 
+pytestmark = pytest.mark.ci
+
 # What `pip install palestra` does not bring.
 MISSING = ("torch", "transformers", "ray", "numpy", "sqlalchemy", "fastapi", "starlette", "uvicorn", "openai", "PIL")
 LIGHT = (

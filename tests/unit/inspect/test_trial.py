@@ -15,6 +15,8 @@ from palestra.models.catalog import model_folder
 from palestra_inspect import trial
 from palestra_inspect.trial import try_model, try_steps
 
+pytestmark = pytest.mark.ci
+
 
 def job(tmp_path, **settings):
     base = {"engine": {"kind": "fake"}, "run_dir": str(tmp_path / "run"), "rollout": {"group_size": 4}}

@@ -30,6 +30,8 @@ from palestra_judges import Criterion, Rubric
 from unit.judges.test_jobs import TASKS, rows, weights
 from unit.judges.test_jobs import config as judged
 
+pytestmark = pytest.mark.ci
+
 
 def digits(text: str) -> int:
     return sum(map(str.isdigit, text))

@@ -13,6 +13,8 @@ from palestra.cli.main import main
 from palestra_judges.bounds import doubts
 from palestra_judges.check import interval, kappa, tau_b
 
+pytestmark = pytest.mark.ci
+
 
 def test_the_statistics_are_those_of_scipy_and_of_hand():
     stats = pytest.importorskip("scipy.stats")

@@ -32,6 +32,8 @@ from palestra_judges import Criterion, Relative, Rubric
 from palestra_judges import model as judge_model
 from palestra_judges.relative import RelativeJudge
 
+pytestmark = pytest.mark.ci
+
 TASKS = [{"id": f"t{n}", "prompt": f"say {n}"} for n in range(3)]
 
 

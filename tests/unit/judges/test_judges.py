@@ -31,6 +31,8 @@ from palestra_judges.check import tau_b
 from palestra_judges.questions import NULLS
 from unit.building import make_chat, make_episode, make_trajectory
 
+pytestmark = pytest.mark.ci
+
 ACCESS = JudgeAccess(url="", key=str)
 GOOD = Criterion(name="good", text="Is it good?")
 

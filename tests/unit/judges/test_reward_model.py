@@ -23,6 +23,8 @@ from unit.judges.test_jobs import TASKS, config, rows
 from unit.trainer.networks import networks
 from unit.trainer.test_reward_model import set_head
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture
 def folder(tmp_path):

@@ -21,6 +21,8 @@ from palestra.learner.evaluation import win_rate
 from palestra_judges import Relative
 from unit.judges.test_jobs import config, rows
 
+pytestmark = pytest.mark.ci
+
 TASKS = [{"id": f"t{n}", "prompt": f"say {n}"} for n in range(12)]
 
 

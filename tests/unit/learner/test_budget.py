@@ -10,6 +10,8 @@ from palestra.types.states import JobState
 from unit.building import open_store
 from unit.learner.scripted_job import Crash, ScriptedJob, config
 
+pytestmark = pytest.mark.ci
+
 STEPS = 6
 
 

@@ -33,6 +33,8 @@ from palestra.types.states import JobState
 from unit.building import metric_names, open_store
 from unit.learner.scripted_job import Crash, ScriptedJob, config
 
+pytestmark = pytest.mark.ci
+
 # Metrics of algorithms with a critic, and of a reference.
 WITH_A_CRITIC = tuple(
     f"train/{name}" for name in ("critic_", "explained_variance", "return_mean", "advantage_std", "reference_", "kl_")

@@ -21,6 +21,8 @@ from palestra.types.records import Task, Trajectory
 from unit.building import open_store
 from unit.learner.scripted_job import Crash, ScriptedJob, config
 
+pytestmark = pytest.mark.ci
+
 
 def of(folder: Path, kind: str = "train") -> list[Trajectory]:
     """All completed episodes of a run, in canonical order."""

@@ -17,6 +17,8 @@ from palestra.types.metrics import row_of_policy
 from unit.building import metric_names, open_store
 from unit.learner.scripted_job import Crash, ScriptedJob, config
 
+pytestmark = pytest.mark.ci
+
 BOTH = {"white": {}, "black": {}}
 ROLES = {"opponent": "black"}
 

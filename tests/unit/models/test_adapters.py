@@ -19,7 +19,7 @@ from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.loading import LoadedModels
 
 # PEFT reads an attribute that this version of transformers warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")]
 CPU = torch.device("cpu")
 TINY = "tiny-random"
 LORA = AdapterConfig(rank=4, alpha=8.0)

@@ -25,6 +25,7 @@ from unit.models.test_adapters import logits
 from unit.models.test_mixed_adapters import Bench, Sequences
 
 pytestmark = [
+    pytest.mark.ci,
     # PEFT reads an attribute that this version of transformers warns of.
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
     # PEFT says that it does not train one adapter for both of a tied model, and that it saves the base's weights.

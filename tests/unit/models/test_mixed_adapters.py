@@ -19,7 +19,7 @@ from palestra_cpu.packed import PackedLinear
 from unit.engine.test_embedded import deterministic_dtype
 
 # PEFT reads an attribute that this version of transformers warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")]
 CPU = torch.device("cpu")
 TINY = "tiny-random"
 CONFIGS = [

@@ -18,6 +18,8 @@ from PIL import Image, ImageOps
 from palestra.pictures.containers import InvalidPicture, PictureLimits
 from palestra.pictures.pixels import decode_picture, encode_picture, upright_size
 
+pytestmark = pytest.mark.ci
+
 
 def _noise(mode: str = "RGB", size: tuple[int, int] = (37, 23)) -> Image.Image:
     generator = np.random.default_rng(3)

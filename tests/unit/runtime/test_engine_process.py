@@ -13,6 +13,8 @@ from palestra.errors import EngineFailure, ServerFailed
 from palestra.process.child import start_process
 from palestra.runtime.engine_process import EngineProcesses
 
+pytestmark = pytest.mark.ci
+
 FAKE = EngineJob(config=parse_config({"engine": {"kind": "fake"}}))
 
 

@@ -35,6 +35,8 @@ from unit.engine.scripted_vllm import write_interpreter
 from unit.engine.test_served_pool import dead, session_of, until
 from unit.engine.test_server_places import model_of
 
+pytestmark = pytest.mark.ci
+
 PROMPT = np.arange(40, 44, dtype=np.int32)
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=6, min_tokens=6, seed=3)
 SCRIPTED = [100, 101, 102, 103, 104, 105]  # what a scripted server replies

@@ -11,6 +11,8 @@ from palestra.errors import ConfigError
 from palestra.runtime import training
 from palestra_worlds import Gomoku, KuhnPoker
 
+pytestmark = pytest.mark.ci
+
 
 def by_length(task, answer):
     return float(len(answer))

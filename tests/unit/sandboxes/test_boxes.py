@@ -18,6 +18,8 @@ from palestra.errors import ConfigError, EnvironmentFailed, InvalidRequest, Payl
 from palestra.sandbox import Finished, Sandbox, SandboxLimits, SandboxSpec, sandbox
 from palestra_sandboxes.bubblewrap.provider import BubblewrapProvider
 
+pytestmark = pytest.mark.ci
+
 require("bwrap", "git")
 LIMITS = SandboxLimits(memory_mib=128, processes=40, disk_mib=64, seconds=30, output_bytes=100_000)
 

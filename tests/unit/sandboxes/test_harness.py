@@ -19,6 +19,8 @@ from palestra_harness.boxed import run_in_box
 from palestra_harness.harness import box_of
 from palestra_harness.running import RunLimits
 
+pytestmark = pytest.mark.ci
+
 require("bwrap", "git")
 SETTINGS = {"rollout": {"group_size": 2, "groups_per_step": 1}, "steps": 1, "evaluation": {"every_steps": 0}}
 CODER = r"""

@@ -21,6 +21,8 @@ from palestra_sandboxes.bubblewrap import program as sandboxes
 from palestra_sandboxes.bubblewrap.program import ProgramLimits, check_bubblewrap, start_program
 from palestra_sandboxes.child import Descriptors, read_pipe
 
+pytestmark = pytest.mark.ci
+
 require("bwrap", "git")
 SMALL = ProgramLimits(memory_mib=256, disk_mib=8, files=500, processes=20, cpu_seconds=2)
 

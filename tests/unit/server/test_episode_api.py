@@ -11,6 +11,8 @@ from palestra.runtime.local import local_job
 from palestra.types.calls import PolicyVersion
 from unit.building import TASK
 
+pytestmark = pytest.mark.ci
+
 
 async def test_a_claim_names_the_policy_and_the_version_that_the_engine_samples_from(tmp_path):
     config = JobConfig.model_validate(

@@ -10,6 +10,8 @@ from palestra.errors import InvalidRequest, UnsupportedField
 from palestra.session.sampling import overruled
 from unit.session.conftest import call
 
+pytestmark = pytest.mark.ci
+
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
 RESHAPING = {
     "top_p": {"top_p": 0.9},

@@ -11,6 +11,8 @@ from palestra.store.lifecycle import EpisodeEnd
 from palestra.types.states import GroupState
 from unit.building import TASK
 
+pytestmark = pytest.mark.ci
+
 
 def roles(**pool) -> Roles:
     return Roles(default="white", named={"opponent": "white"}, pools={"opponent": PoolConfig(every_steps=2, **pool)})

@@ -11,6 +11,8 @@ from palestra.store.run_store import UNUSED_SECONDS, remove_unnamed_pictures
 from palestra.types.calls import MediaSpan
 from unit.building import TASK, make_chat, open_store
 
+pytestmark = pytest.mark.ci
+
 LONGEST = 100.0  # seconds of an attempt
 LATER = LONGEST + UNUSED_SECONDS + 1
 

@@ -12,6 +12,8 @@ import pytest
 from palestra_bases.tinker.records import TinkerLimits
 from unit.tinker.serving import Client, Model, running
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):

@@ -12,6 +12,8 @@ from palestra_bases.tinker.records import TinkerLimits
 from unit.tinker.messages import datum
 from unit.tinker.serving import TINY, Client, Failed, running
 
+pytestmark = pytest.mark.ci
+
 PROMPT = [5, 6, 7, 8]
 
 

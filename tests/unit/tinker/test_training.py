@@ -21,6 +21,8 @@ from palestra_inspect.top_view import view_of
 from unit.tinker.messages import datum
 from unit.tinker.serving import TINY, Client, Failed, data_of, running
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):

@@ -23,6 +23,8 @@ from palestra.types.calls import GrammarSpan, SamplingParams
 from unit.building import engine_request, make_chat, make_sample, rows_of
 from unit.trainer.test_torch_trainer import training
 
+pytestmark = pytest.mark.ci
+
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 LOSS = LossSpec.of(PPOClipLoss())
 GRAMMAR = LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA))

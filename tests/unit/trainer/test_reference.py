@@ -17,6 +17,8 @@ from unit.building import make_sample
 from unit.trainer.networks import load, networks, transformers_model
 from unit.trainer.test_torch_trainer import batch_of_two_groups, close, gradients, weights
 
+pytestmark = pytest.mark.ci
+
 LOSS = LossSpec.of(PPOClipLoss(clip_low_threshold=0.8, clip_high_threshold=1.3))
 
 

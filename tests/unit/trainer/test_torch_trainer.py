@@ -32,6 +32,8 @@ from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 from unit.building import make_sample
 
+pytestmark = pytest.mark.ci
+
 LOSS = LossSpec.of(PPOClipLoss(clip_high_threshold=1.3))
 
 

@@ -12,6 +12,8 @@ from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from unit.vision.seeing import Shown, image_processor, noise, own_logits, renderer_of, seeing, transformers_model, user
 
+pytestmark = pytest.mark.ci
+
 
 def flat_logits(model, prompt) -> torch.Tensor:
     rows = model.picture_rows([(picture, picture.positions) for picture in model.vision.placed(*prompt)])

@@ -24,6 +24,8 @@ from palestra_inspect.environment_check import check_environment
 from palestra_screens import DesktopEnvironment
 from palestra_screens.desktop.environment import desktop_tasks
 
+pytestmark = pytest.mark.ci
+
 require("Xvfb", "xdotool", "bwrap")
 TASK = {
     "id": "w",

@@ -13,6 +13,8 @@ from palestra_worlds.harbor.task import read_tasks
 from unit.envs.harbor.tasks import write_task
 from unit.envs.playing import calls
 
+pytestmark = pytest.mark.ci
+
 require("podman", "runc", "busybox")
 NAMES = ["add", "count-errors", "greet", "mend-larger", "shout"]
 FINISH = calls(("finish", {"answer": "done"}))

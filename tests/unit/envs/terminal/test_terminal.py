@@ -19,6 +19,8 @@ from palestra_screens import TerminalEnvironment
 from palestra_screens.terminal import shell
 from palestra_screens.terminal.tasks import KINDS, terminal_tasks
 
+pytestmark = pytest.mark.ci
+
 require("bwrap", "git")
 TASK = {"id": "t", "kind": "count", "prompt": "Count.", "files": {"a": "1\n"}, "begin": "", "expected": "7"}
 

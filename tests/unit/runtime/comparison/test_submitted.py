@@ -30,6 +30,8 @@ from unit.control.building import control_plane
 from unit.control.launching import FakeLauncher
 from unit.runtime.comparison.grids import GRID, planned
 
+pytestmark = pytest.mark.ci
+
 METRICS = [
     {"step": 0, "validation/total": 4, "validation/reward_mean": 0.25},
     {
