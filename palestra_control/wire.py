@@ -245,7 +245,7 @@ class NodeView(Body):
 
 
 class QuotaBody(Body):
-    """The resources that a tenant's jobs may use at the same time. None: unlimited."""
+    """The resources that a tenant's jobs may use at the same time, and their budget in all. None: unlimited."""
 
     jobs: int | None = Field(None, ge=0, lt=2**31, description="Jobs that may run; more wait. 0 pauses the tenant.")
     cpus: Amount | None = None
@@ -257,6 +257,21 @@ class QuotaBody(Body):
     weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
         None, description="Share of a base server's tokens beside other tenants' weights. None: 1."
     )
+    money: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)] | None = Field(
+        None, description="Budget: what all jobs together may spend, by their `[prices]`."
+    )
+    hours: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None = Field(
+        None, description="Budget: hours for which all jobs together may run."
+    )
+    tokens: int | None = Field(None, ge=0, lt=2**62, description="Budget: tokens of all prompts and replies of jobs.")
+
+
+class SpentBody(Body):
+    """What the jobs of a tenant have spent of its budget, or were given to spend."""
+
+    money: float
+    hours: float
+    tokens: int
 
 
 class InUse(Body):
@@ -351,10 +366,11 @@ class SetPrivate(Body):
 
 
 class TenantView(Body):
-    """A tenant and its quota."""
+    """A tenant, its quota, and what its jobs have spent of its budget."""
 
     name: str
     quota: QuotaBody
+    spent: SpentBody | None = Field(None, description="What jobs have used or were given. None: there is no budget.")
 
 
 class LimitsBody(Body):

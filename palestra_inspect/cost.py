@@ -28,13 +28,14 @@ def add_cost(commands: Any) -> None:
         "  palestra cost runs/addition --episodes 10   # and its ten dearest episodes\n"
         "  palestra cost runs/addition --set prices.device_hour=2.5   # with other prices than the job's\n"
         "  palestra cost job-1f3a5c7e9b2d4f60          # a job of a service\n"
-        "  palestra cost --since 168h                  # all jobs of your tenant in the last week",
+        "  palestra cost --tenant physics --since 168h # all jobs of your tenant in the last week",
     )
     parser.add_argument("run_dir", metavar="RUN", nargs="?", help=f"{RUN}; without it, all jobs of your tenant")
     parser.add_argument("--episodes", metavar="EPISODES", type=int, default=0, help="how many of the dearest to list")
     parser.add_argument(
         "--since", metavar="TIME", type=time_span, help="without RUN: jobs that have changed in this time, such as 24h"
     )
+    parser.add_argument("--tenant", help="without RUN: your tenant, which is the only one that you may see")
     parser.add_argument("--user", help="without RUN: only jobs of this user")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with money as an exact number")
     add_set(parser)
@@ -47,8 +48,8 @@ def _run(arguments: argparse.Namespace) -> None:
     if source is None:
         _show_jobs(arguments)
         return
-    if arguments.since is not None or arguments.user is not None:
-        raise ConfigError("--since and --user choose among the jobs of a tenant; leave RUN out")
+    if arguments.since is not None or arguments.user is not None or arguments.tenant is not None:
+        raise ConfigError("--since, --tenant and --user choose among the jobs of a tenant; leave RUN out")
     found = _served(source, arguments) if is_served(source) else _local(Path(source), arguments)
     if arguments.json:
         say(found.model_dump_json())
@@ -96,6 +97,12 @@ def _show_jobs(arguments: argparse.Namespace) -> None:
         raise ConfigError("name a run, or say --since, such as --since 24h, for all jobs of your tenant")
     oldest, found = time.time() - arguments.since, dict[str, "CostsAnswer"]()
     with ControlClient(arguments.control) as control:
+        own = control.request("GET", "/me")["tenant"]
+        if arguments.tenant not in (None, own):
+            raise ConfigError(
+                f"your key is of tenant {own}, and sees only that; operators see what others have spent of their "
+                "budgets with `palestra tenants`"
+            )
         for job in control.jobs(**({} if arguments.user is None else {"user": arguments.user})):
             if job.changed_at >= oldest and job.starts:
                 try:
@@ -118,12 +125,14 @@ def _show(title: str, rows: Sequence[CostLine], found: CostsAnswer) -> None:
     from palestra.types.progress import duration
 
     table = Table(box=None, pad_edge=False)
-    for name in (title, "calls", "tokens in", "tokens out", "time", *(("money",) if found.priced else ())):
+    timed = ("time",) if title != "episode" else ()  # episodes share the time of devices
+    for name in (title, "calls", "tokens in", "tokens out", *timed, *(("money",) if found.priced else ())):
         table.add_column(name, justify="left" if name == title else "right")
     for line in (*rows, found.total):
         counts = (f"{number:,}" for number in (line.calls, line.prompt_tokens, line.reply_tokens))
         money = (line.shown,) if found.priced else ()
-        table.add_row(one_line(line.name), *counts, duration(line.ms / 1000), *money)
+        took = (duration(line.ms / 1000),) if timed else ()
+        table.add_row(one_line(line.name), *counts, *took, *money)
     console = TerminalConsole()
     console.print(table)
     console.print()

@@ -16,8 +16,10 @@ from palestra.errors import PalestraError, ServerFailed
 from palestra.models.catalog import exact_model
 from palestra.runtime.console import console_of
 from palestra.runtime.job_thread import JobThread
+from palestra.runtime.local_job import LocalJob
 from palestra.runtime.terms import HERE, JobPlaces, JobTerms
 from palestra.threads import in_thread
+from palestra_service.jobs.budgets import ALLOWANCE_FILE, AllowanceFile
 from palestra_service.jobs.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, ending_of, write_ended
 
 
@@ -27,6 +29,7 @@ class ModelServer:
     def __init__(self, places: JobPlaces = HERE) -> None:
         self._places = places
         self._thread: JobThread | None = None
+        self._job: LocalJob | None = None
         self._trains = True
         self._url: str | None = None
         self._folder = Path()
@@ -61,9 +64,11 @@ class ModelServer:
                 weights = await in_thread(lambda: {name: str(exact_model(model)) for name, model in named.items()})
             # The service has looked at the configuration; a tenant's key must not lift what it has allowed.
             most = job_config.engine.worker_count
-            terms = JobTerms(weights=weights, places=self._places, most_replicas=most)
+            shared = where / ALLOWANCE_FILE  # of its tenant's budget, if that has one
+            allowed = AllowanceFile(shared) if shared.exists() else None
+            terms = JobTerms(weights=weights, places=self._places, most_replicas=most, allowed=allowed)
             self._thread = JobThread(job_config, console, terms=terms)
-            job = await self._thread.start()
+            self._job = job = await self._thread.start()
         self._url = job.url
         return self._url
 
@@ -82,8 +87,21 @@ class ModelServer:
         except Exception as error:  # noqa: BLE001 - becomes the job's reason, and is logged
             self._say(traceback.format_exc())
             return self._ended(ending_of(error), f"{type(error).__name__}: {error}")
-        done = self._trains and result.state == "completed"  # a served model only ends when it is stopped
-        return self._ended(Ending.COMPLETED if done else Ending.STOPPED, "")
+        spent = self._why_spent()
+        # A served model only ends when it is stopped, or its budget is spent.
+        done = result.state == "completed" and (self._trains or spent)
+        return self._ended(Ending.COMPLETED if done else Ending.STOPPED, spent)
+
+    def _why_spent(self) -> str:
+        """Return that the job has ended by a budget; empty: it has not."""
+        job = self._job
+        if job is None or job.opened.metering is None or not job.opened.metering.ledger.over:
+            return ""
+        ledger = job.opened.metering.ledger
+        whose = f"the budget of {ledger.allowance.of}" if ledger.shared_over else "its budget"
+        if not self._trains:
+            return f"{whose} is spent; with a larger one, submit it again"
+        return f"{whose} is spent, after step {job.progress.step}; with a larger one, submit it again with --from-job"
 
     async def stop(self) -> None:
         """Ask the job to save and end; return when its event loop has received that."""

@@ -6,6 +6,7 @@ user's: whatever the prices are in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import ROUND_CEILING, Decimal
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 UNITS = 10**15  # of money in one of the currency
 MILLION, HOUR_MS = 10**6, 3_600_000
+GIB, MONTH_SECONDS = 2**30, 30 * 24 * 3600
 Amount = Annotated[float, Field(ge=0, le=1e9)]
 
 
@@ -60,6 +62,9 @@ class PricesConfig(Section):
 
     device_hour: Amount = Field(
         0.0, description="Price of an hour of one device of the job: a GPU, or the machine if it computes on the CPU."
+    )
+    storage: Amount = Field(
+        0.0, description="Price of a GiB of the run's folder for a month of 30 days. No part of a budget."
     )
     tokens: dict[str, tuple[Amount, Amount]] = Field(
         {},
@@ -185,6 +190,13 @@ def _named(config: JobConfig) -> dict[str, tuple[str | None, ...]]:
 def device_price(config: JobConfig) -> int:
     """Return the units of money for a millisecond of all devices of a job."""
     return 0 if config.prices is None else units_of(config.prices.device_hour, HOUR_MS) * device_count(config)
+
+
+def storage_money(config: JobConfig, size: int, seconds: float) -> int:
+    """Return the units of money for keeping some bytes."""
+    if config.prices is None:
+        return 0
+    return units_of(config.prices.storage) * size * math.ceil(seconds) // (GIB * MONTH_SECONDS)
 
 
 def device_count(config: JobConfig) -> int:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, func, select
 
 from palestra.config import JobConfig
-from palestra.config.budget import TokenPrice, device_price, exact_money, shown_money, token_prices
+from palestra.config.budget import TokenPrice, device_price, exact_money, shown_money, storage_money, token_prices
 from palestra.dashboard.answers import CostLine, CostsAnswer
 from palestra.store.browsing import browse
 from palestra.store.run_log import readable_metrics
 from palestra.store.spending import Used, spent_ms, sums, sums_by_episode, usage_of_calls
+from palestra.store.tables import events
 
 if TYPE_CHECKING:
     from palestra.dashboard.runs import Run
@@ -34,7 +36,7 @@ TIMES = {  # metrics whose seconds no other phase has
     "evaluation": ("time/validation_seconds",),
     "judges": ("time/audit_seconds",),
 }
-WAITING, DEVICES, OUTSIDE = "waiting", "(devices)", "(outside episodes)"
+WAITING, DEVICES, OUTSIDE, STORAGE = "waiting", "(devices)", "(outside episodes)", "(storage)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,8 @@ class CostReport:
         counted: whether calls are in it; False: the job does not count them, and they were not read.
         priced: whether the run has prices; without them, `money` is 0.
         phases: `rollouts`, `training`, `evaluation`, `judges`, `serving` and `waiting`: starts, idle workers, and work
-            that was lost by kills.
-        payees: by policy, or server that was asked; the time of devices is of `(devices)`.
+            that was lost by kills; with a price, `storage`.
+        payees: by policy, or server that was asked; `(devices)` has the time, `(storage)` the folder.
         episodes: by id, empty unless asked for; calls outside of episodes and devices have their own rows.
     """
 
@@ -118,7 +120,8 @@ def read_costs(folder: Path, config: JobConfig, by_episode: bool = False) -> Cos
         used, episodes = sums(connection), sums_by_episode(connection) if by_episode else []
         if not used:
             episodes = used = _summed_up(usage_of_calls(connection, config))
-        return costs_of(connection, config, PhaseTimes(), used, episodes if by_episode else None)
+        storage = storage_cost(folder, connection, config)
+        return costs_of(connection, config, PhaseTimes(), used, storage, episodes if by_episode else None)
 
 
 def _summed_up(calls: Iterable[Used]) -> list[Used]:
@@ -133,7 +136,21 @@ def _summed_up(calls: Iterable[Used]) -> list[Used]:
 def run_costs(run: Run) -> CostsAnswer:
     """Return what a run of a page has cost; calls are in it if the job counts them."""
     with run.open() as connection:
-        return costs_answer(run.name, costs_of(connection, run.config, run.memory.times, sums(connection)))
+        return costs_answer(run.name, _costs_of_page(run, connection))
+
+
+def _costs_of_page(run: Run, connection: Connection) -> CostReport:
+    storage = storage_cost(run.folder, connection, run.config)
+    return costs_of(connection, run.config, run.memory.times, sums(connection), storage)
+
+
+def storage_cost(folder: Path, connection: Connection, config: JobConfig) -> Cost | None:
+    """Return what keeping a run costs, by its present size, from its first event until now; None: it has no price."""
+    if config.prices is None or not config.prices.storage:
+        return None
+    began = connection.execute(select(func.min(events.c.at))).scalar()
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return Cost(money=storage_money(config, size, 0.0 if began is None else max(time.time() - began, 0.0)))
 
 
 def costs_of(
@@ -141,6 +158,7 @@ def costs_of(
     config: JobConfig,
     times: PhaseTimes,
     used: Sequence[Used],
+    storage: Cost | None = None,
     episodes: Sequence[Used] | None = None,
 ) -> CostReport:
     """Return what a run has cost.
@@ -148,12 +166,14 @@ def costs_of(
     Args:
         times: of the steps that were read before.
         used: by all calls.
+        storage: of the run's folder; None: it has no price.
         episodes: the same by episode; None: the costs of episodes are not wanted.
     """
     prices = token_prices(config)
     device = device_price(config)
     devices = {phase: Cost(ms=ms, money=ms * device) for phase, ms in times.read(connection).items()}
-    time = sum(devices.values(), Cost())
+    clock = sum(devices.values(), Cost())
+    kept = {} if storage is None else {STORAGE: storage}
     tokens = [(one, _cost(one, prices)) for one in used]
     phases = {phase: devices.get(phase, Cost()) for phase in (*dict.fromkeys(PHASES.values()), WAITING)}
     payees: dict[str, Cost] = {}
@@ -164,13 +184,13 @@ def costs_of(
     own: dict[str, Cost] = {}
     if episodes is not None:
         own = _by_episode(episodes, prices)
-        own |= {OUTSIDE: called - sum(own.values(), Cost()), DEVICES: time}
+        own |= {OUTSIDE: called - sum(own.values(), Cost()), DEVICES: clock, **kept}
     return CostReport(
         counted=bool(used),
         priced=config.prices is not None,
-        total=called + time,
-        phases=phases,
-        payees=payees | {DEVICES: time},
+        total=called + clock + sum(kept.values(), Cost()),
+        phases=phases if storage is None else phases | {"storage": storage},
+        payees=payees | {DEVICES: clock, **kept},
         episodes=own,
     )
 
@@ -189,7 +209,7 @@ def _cost(used: Used, prices: Mapping[str, TokenPrice]) -> Cost:
 
 def costs_answer(run: str, found: CostReport, episodes: int = 0) -> CostsAnswer:
     """Return a report as the page shows it. `episodes`: how many of those that have cost most."""
-    others = {name: cost for name, cost in found.episodes.items() if name in (OUTSIDE, DEVICES)}
+    others = {name: cost for name, cost in found.episodes.items() if name in (OUTSIDE, DEVICES, STORAGE)}
     own = [item for item in found.episodes.items() if item[0] not in others]
     ranked = sorted(own, key=lambda item: (item[1].money, item[1].reply_tokens), reverse=True)
     shown = ranked[:episodes]

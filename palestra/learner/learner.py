@@ -164,9 +164,14 @@ class Learner:
         self._run.store.episodes.available.notify()
 
     async def _complete(self) -> None:
+        if self._run.metering is not None:
+            await self._run.metering.told_if_over()
+        if self._run.progress.over:  # its time was used up meanwhile
+            return
         # Before the state changes, so that followers of events see it.
         await self._run.event("completed", {"step": self._run.progress.step})
-        self._run.progress.move(JobState.COMPLETED)
+        if not self._run.progress.over:
+            self._run.progress.move(JobState.COMPLETED)
         self._run.store.episodes.available.notify()
 
     @property

@@ -83,7 +83,7 @@ async def local_job(
         listener = stack.enter_context(listen(server.host, server.port, or_any=not server.port_is_given))
         parts, base = await _parts(config, terms, folder)
         try:
-            run = await _open_run(config, report, parts, folder, stack, None if scores else began)
+            run = await _open_run(config, report, parts, folder, stack, None if scores else (began, terms))
         except BaseException:
             await _close(parts)
             raise
@@ -151,11 +151,11 @@ async def _open_run(
     parts: Parts,
     folder: RunFolder,
     stack: contextlib.AsyncExitStack,
-    began: float | None,
+    counts: tuple[float, JobTerms] | None,
 ) -> OpenRun:
     """Open the store of a job's run; until the learner has published the weights of a resumed one, the engine waits.
 
-    `began`: when the job's devices were taken, monotonic seconds; None: it does not count what it spends.
+    `counts`: when the job's devices were taken (monotonic seconds), and its terms; None: it counts nothing.
     """
     policies = {name: each.config for name, each in parts.policies.runtimes.items()}
     config = config.model_copy(update={"policies": policies})
@@ -176,7 +176,7 @@ async def _open_run(
         report=report,
         workers=parts.pool,
         resumed=resumed,
-        metering=None if began is None else await open_metering(config, store, began),
+        metering=None if counts is None else await open_metering(config, store, counts[0], counts[1].allowed),
     )
 
 

@@ -178,6 +178,8 @@ class LocalJob:
     async def _until_spent(self, budget: BudgetWatch) -> None:
         """Return when the time of the budget is used up, which ends all work as it is."""
         await budget.run()
+        if self.opened.metering is not None and self.opened.metering.ending.is_set():  # the work is over, and says so
+            await self.over.wait()
         if not self.progress.over:
             await self.opened.event("completed", {"step": self.progress.step})
         if self.progress.state is JobState.STARTING:  # a resumed job whose time was used up before

@@ -43,8 +43,13 @@ class Serving:
         self._run.progress.move(JobState.RUNNING)
         await self._run.event("serving", {"model": model})
         await self._stopping.wait()
+        if self._run.metering is not None:
+            await self._run.metering.told_if_over()
+        if self._run.progress.over:  # its time was used up meanwhile
+            return
         await self._run.event("served", {name: self._counts.get(name, 0) for name in SERVED})
-        self._run.progress.move(JobState.COMPLETED)
+        if not self._run.progress.over:
+            self._run.progress.move(JobState.COMPLETED)
 
 
 class Scoring:

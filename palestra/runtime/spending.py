@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
 from collections.abc import Callable
 
 from palestra.config import JobConfig
 from palestra.config.budget import HOUR_MS, device_price, shown_money, token_prices, units_of
 from palestra.learner.open_run import AddEvent
 from palestra.store import RunStore
-from palestra.store.ledger import BudgetAmounts, Ledger, Limits
+from palestra.store.ledger import AHEAD_MS, NOTHING, Allowance, BudgetAmounts, Ledger, Limits
 from palestra.store.spending import Metering
+from palestra.threads import in_thread
 from palestra.types.progress import duration
 
 WATCH_SECONDS = 0.5
-AHEAD_MS = 5_000  # of time are recorded before they are used, so that a killed job has not run for longer
 CLOSING_MS = 2000  # left for closing when the work is cancelled
 SHARES = (50, 80, 100)  # percent of the budget that are warned of
 
 
-async def open_metering(config: JobConfig, store: RunStore, began: float) -> Metering | None:
+async def open_metering(
+    config: JobConfig, store: RunStore, began: float, allowed: Callable[[], Allowance] | None
+) -> Metering | None:
     """Return what counts the calls and the time of a job; None: it has neither prices nor a budget, and never had.
 
-    `began`: from when on its time counts, monotonic seconds.
+    `began`: from when on its time counts, monotonic seconds. `allowed`: see `JobTerms`.
     """
-    if config.prices is None and config.budget is None and not await store.spending.has_begun():
+    budgeted = config.prices is not None or config.budget is not None or allowed is not None
+    if not budgeted and not await store.spending.has_begun():
         return None
     prices = token_prices(config)
     used, ms = await store.spending.begin(config)
@@ -38,7 +42,9 @@ async def open_metering(config: JobConfig, store: RunStore, began: float) -> Met
         device_ms=device_price(config),
         refuses=config.kind == "inference",
     )
-    return Metering(ledger, store.spending, judging_policies(config))
+    if allowed is not None:
+        ledger.allow(allowed())
+    return Metering(ledger, store.spending, judging_policies(config), allowed)
 
 
 def judging_policies(config: JobConfig) -> dict[str, str]:
@@ -83,13 +89,16 @@ class BudgetWatch:
             stop: ends the job at a checkpoint, as soon as a step that is being trained is over.
             step: returns the number of finished steps.
         """
+        self._metering = metering
         self._ledger, self._spending, self._event = metering.ledger, metering.spending, add_event
         self._stop, self._step = stop, step
         self._news = asyncio.Event()
         loop = asyncio.get_running_loop()
         self._ledger.on_over = lambda: loop.call_soon_threadsafe(self._end)
         self._told = min(100 * self._ledger.share, 99.9)  # percent that earlier processes have warned of
+        self._shared_told = self._ledger.allowance.percent
         self._recorded = 0
+        self._wanted = NOTHING
 
     async def run(self) -> None:
         """Watch until the time is used up; what is left of the work is to be cancelled then."""
@@ -97,6 +106,8 @@ class BudgetWatch:
             self._end()
         while self._ledger.left_ms() > CLOSING_MS:
             await self._record_ahead()
+            if self._metering.allowed is not None:
+                await self._share(self._metering.allowed)
             await self._warn()
             if self._ledger.left_ms() <= self._ledger.end_ms:
                 self._ledger.end()
@@ -119,6 +130,16 @@ class BudgetWatch:
             self._recorded = ms + max(int(min(AHEAD_MS, self._ledger.left_ms())), 0)
             await self._spending.set_ms(self._recorded)
 
+    async def _share(self, allowed: Callable[[], Allowance]) -> None:
+        """Read what the job may spend of a shared budget, and record what it wants if that is more."""
+        self._ledger.allow(await in_thread(allowed))
+        wanted = self._ledger.wanted
+        given = self._ledger.allowance.limits
+        lacks = any(limit is not None and want > limit for want, limit in zip(wanted, given, strict=True))
+        if lacks and any(map(operator.gt, wanted, self._wanted)):
+            self._wanted = wanted
+            await self._spending.set_wanted(wanted)
+
     def _end(self) -> None:
         self._news.set()
         self._stop()
@@ -131,8 +152,22 @@ class BudgetWatch:
                 self._told = share
                 data = {"code": f"budget_{share}", "share": share, "step": self._step(), "text": self._text(share)}
                 await asyncio.shield(self._event("warning", data))  # the work may end meanwhile
+        shared = self._ledger.allowance
+        for share in SHARES:
+            if self._shared_told < share <= shared.percent:
+                self._shared_told = share
+                text = f"{share} % of the budget of {shared.of} is spent, by all of its jobs"
+                data = {"code": f"shared_budget_{share}", "share": share, "step": self._step(), "text": text}
+                await asyncio.shield(self._event("warning", data))
+        if self._ledger.over:
+            self._metering.told.set()
 
     def _text(self, share: int) -> str:
+        if self._ledger.shared_over:
+            return (
+                f"the budget of {self._ledger.allowance.of} has nothing left for this job; "
+                f"it ends after step {self._step()}"
+            )
         spent = shown_amounts(self._ledger.total, self._ledger.limits)
         if share < 100:
             return f"{share} % of the budget is spent: {spent}"

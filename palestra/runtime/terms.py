@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from palestra.client.task_files import TaskFile
 from palestra.learner.samplers import SamplerMaker
 from palestra.process.child import ProcessStarter
+from palestra.store.ledger import Allowance
 from palestra.types.records import Task
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class JobTerms:
         parts: the engine, trainer and policies; None: as configured.
         places: where its other processes run.
         sampler: a user's own choice of the training tasks; None: as configured.
+        allowed: returns, in any thread, what the job may spend of a budget that it shares; None: it shares none.
         most_replicas: limit of inference workers that holders of the job's key may request; None: any number.
     """
 
@@ -64,6 +66,7 @@ class JobTerms:
     places: JobPlaces = HERE
     sampler: SamplerMaker | None = None
     most_replicas: int | None = None
+    allowed: Callable[[], Allowance] | None = None
 
 
 USUAL = JobTerms()

@@ -2,7 +2,8 @@
 
 A call reserves its prompt and its longest reply before it is sampled, and gives back what it does not use. A call that
 fits only when others have given back waits, in the order of arrival. One that can't fit any more ends the job and waits
-for that end, so that no episode is lost by it. The store has what was spent: a killed job goes on with these sums.
+for that end, so that no episode is lost by it. A serving job refuses it, and ends if it served one as large before. The
+store has what was spent: a killed job goes on with these sums.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from palestra.config.budget import FREE, TokenPrice
 from palestra.errors import BudgetSpent
 
 _TOO_MUCH = "the call does not fit into what is left of the job's budget; raise it and go on with --resume"
+AHEAD_MS = 5_000  # of time are recorded before they are used, so that a killed job has not run for longer
 END_MS = 5000  # kept for the end of a job that has not trained a step yet
 
 
@@ -40,6 +42,22 @@ class Limits(NamedTuple):
     tokens: int | None = None
     money: int | None = None
     ms: int | None = None
+
+
+class Allowance(NamedTuple):
+    """What a job may spend of a budget that it shares with other jobs.
+
+    Attributes:
+        limits: what it was given so far, in all; it is given more as it spends.
+        last: whether it is given no more.
+        of: whose budget it is; empty: there is none.
+        percent: of the shared budget that all jobs have spent.
+    """
+
+    limits: Limits = Limits()
+    last: bool = False
+    of: str = ""
+    percent: float = 0.0
 
 
 class Hold(NamedTuple):
@@ -74,6 +92,9 @@ class Ledger:
         refuses: whether a call that can't fit any more is refused; else it waits for the end of the job.
         on_over: called once, in any thread, when a call can't fit any more.
         end_ms: time that is kept for the end of the job: to train a step that has begun, and to save.
+        allowance: of a budget that is shared with other jobs; see `allow`.
+        over: whether the job ends, because something does not fit any more.
+        shared_over: whether that is because of the allowance.
     """
 
     limits: Limits
@@ -85,7 +106,9 @@ class Ledger:
     refuses: bool = False
     on_over: Callable[[], object] = lambda: None
     end_ms: int = END_MS
+    allowance: Allowance = field(default=Allowance(), init=False)
     over: bool = field(default=False, init=False)
+    shared_over: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._lock, self._began = threading.Lock(), self.monotonic() if self.began is None else self.began
@@ -94,6 +117,7 @@ class Ledger:
         self._waiting: deque[_Waiting] = deque()
         self._step: BudgetAmounts | None = None  # spent when the present step began, with the money of calls alone
         self._largest = NOTHING  # step so far
+        self._largest_call = NOTHING  # that was granted so far
 
     @property
     def total(self) -> BudgetAmounts:
@@ -105,6 +129,21 @@ class Ledger:
     def share(self) -> float:
         """Return the share that is spent of the limit that is nearest."""
         return max((used / limit for used, limit in zip(self.total, self.limits, strict=True) if limit), default=0.0)
+
+    @property
+    def wanted(self) -> BudgetAmounts:
+        """Return what an allowance needs for the calls in flight, the first that waits, and the end of the job."""
+        with self._lock:
+            waiting = self._waiting[0].hold if self._waiting else Hold(0, 0, FREE)
+            ms = self._ms() + 2 * self.end_ms + AHEAD_MS
+            money = self._money + self._held_money + waiting.money + ms * self.device_ms
+            return BudgetAmounts(self._tokens + self._held_tokens + waiting.tokens, money, ms)
+
+    def allow(self, allowance: Allowance) -> None:
+        """Replace the allowance, and grant the calls for which it has room."""
+        with self._lock:
+            self.allowance = allowance
+        self._look()
 
     async def hold(
         self, payee: str, prompt_tokens: int, reply_tokens: int, refusable: bool = False, aside: bool = False
@@ -157,7 +196,7 @@ class Ledger:
                 self._largest = BudgetAmounts(*map(max, step, self._largest))
             self._step = now
             # Calls in flight are part of the step, and give back most of what they have reserved.
-            return not self.over and self._has_room(self._largest, held=False)
+            return not self.over and self._has_room(self._largest, held=False, ever=True)
 
     def keep_for_end(self, seconds: float) -> None:
         """Keep time for the end of the job: the most `seconds` that a step took to train and save, and half as much."""
@@ -166,17 +205,13 @@ class Ledger:
     def left_ms(self) -> float:
         """Return for how many milliseconds the job can go on until it must have ended, if all reserved is used."""
         with self._lock:
-            ms = self._ms()
-            left = math.inf if self.limits.ms is None else float(self.limits.ms - ms)
-            if self.limits.money is not None and self.device_ms:
-                money = self.limits.money - self._money - self._held_money
-                left = min(left, money // self.device_ms - ms)
-            return left
+            return min(self._left_ms(self.limits), self._left_ms(self.allowance.limits))
 
     def end(self) -> None:
         """Let no call fit any more."""
         with self._lock:
-            began, self.over = not self.over, True
+            shared = self._left_ms(self.limits) > self.end_ms and self._is_within(self.limits, self._largest)
+            began = self._set_over(shared)
         self._look()
         if began:
             self.on_over()
@@ -194,20 +229,57 @@ class Ledger:
     def _ms(self) -> int:
         return self.spent.ms + math.ceil((self.monotonic() - self._began) * 1000)
 
-    def _has_room(self, more: BudgetAmounts, held: bool) -> bool:
-        """Return whether something fits in addition to what is spent, and reserved if `held`."""
-        tokens, money, ms = self._tokens + more.tokens, self._money + more.money, self._ms() + more.ms
-        if held:
-            tokens, money = tokens + self._held_tokens, money + self._held_money
-        after = (tokens, money + ms * self.device_ms, ms)
-        return all(limit is None or used <= limit for used, limit in zip(after, self.limits, strict=True))
+    def _left_ms(self, limits: Limits) -> float:
+        ms = self._ms()
+        left = math.inf if limits.ms is None else float(limits.ms - ms)
+        if limits.money is not None and self.device_ms:
+            left = min(left, (limits.money - self._money - self._held_money) // self.device_ms - ms)
+        return left
 
-    def _fits(self, hold: Hold, held: bool = True) -> bool:
-        return not self.over and self._has_room(BudgetAmounts(hold.tokens, hold.money, self.end_ms), held)
+    def _set_over(self, shared: bool) -> bool:
+        """Let no call fit any more, and return whether that is new. `shared`: because of the allowance."""
+        if self.over:
+            return False
+        self.over, self.shared_over = True, shared and bool(self.allowance.of)
+        return True
+
+    def _has_room(self, more: BudgetAmounts, held: bool, ever: bool = False) -> bool:
+        """Return whether something fits in addition to what is spent, and reserved if `held`. `ever`: or will fit, when
+        the job has all that it can be given.
+        """
+        if held:
+            more = BudgetAmounts(more.tokens + self._held_tokens, more.money + self._held_money, more.ms)
+        if not ever or self.allowance.last:
+            return self._is_within(self.limits, more) and self._is_within(self.allowance.limits, more)
+        return self._is_within(self.limits, more)
+
+    def _is_within(self, limits: Limits, more: BudgetAmounts) -> bool:
+        ms = self._ms() + more.ms
+        after = (self._tokens + more.tokens, self._money + more.money + ms * self.device_ms, ms)
+        return all(limit is None or used <= limit for used, limit in zip(after, limits, strict=True))
+
+    def _needs(self, hold: Hold) -> BudgetAmounts:
+        return BudgetAmounts(hold.tokens, hold.money, self.end_ms)
+
+    def _fits(self, hold: Hold) -> bool:
+        return not self.over and self._has_room(self._needs(hold), held=True)
+
+    def _can_fit(self, hold: Hold) -> bool:
+        """Return whether a call will fit when others have given back what they do not use."""
+        return not self.over and self._has_room(self._needs(hold), held=False, ever=True)
+
+    def _is_extra(self, waiting: _Waiting) -> bool:
+        """Return whether a call is refused without an end of the job: a smaller one may fit still."""
+        hold, largest = waiting.hold, self._largest_call
+        if not self.refuses or (hold.tokens <= largest.tokens and hold.money <= largest.money):
+            return waiting.aside
+        smallest = BudgetAmounts(2, hold.price.of(1, 1), self.end_ms)  # of a prompt and a reply of a token each
+        return self._has_room(smallest, held=False, ever=True)
 
     def _reserve(self, hold: Hold) -> None:
         self._held_tokens += hold.tokens
         self._held_money += hold.money
+        self._largest_call = BudgetAmounts(*map(max, self._largest_call, (hold.tokens, hold.money, 0)))
 
     def _look(self) -> None:
         """Grant what fits now to the calls that wait, and end the job if the first of them can't fit any more."""
@@ -218,13 +290,13 @@ class Ledger:
                 if self._fits(waiting.hold):
                     self._reserve(waiting.hold)
                     self._tell(waiting, self._grant)
-                elif waiting.aside and not self._fits(waiting.hold, held=False):
+                elif self._is_extra(waiting) and not self._can_fit(waiting.hold):
                     self._tell(waiting, _refuse)
                 else:
                     break
                 self._waiting.popleft()
-            if self._waiting and not self._fits(self._waiting[0].hold, held=False):
-                began, self.over = not self.over, True
+            if self._waiting and not self._can_fit(hold := self._waiting[0].hold):
+                began = self._set_over(shared=self._is_within(self.limits, self._needs(hold)))
             if self.over:
                 for waiting in [waiting for waiting in self._waiting if waiting.refusable]:
                     self._waiting.remove(waiting)

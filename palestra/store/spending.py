@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from asyncio import Future
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -15,17 +16,18 @@ from sqlalchemy.dialects.sqlite import insert
 
 from palestra.config import JobConfig
 from palestra.config.budget import AUDIT, FREE, JUDGE, TokenPrice
-from palestra.database import Database
+from palestra.database import Database, to_json
 from palestra.database.sqlite import Prepared
 from palestra.store.calls import insert_call
 from palestra.store.codec import unpack
-from palestra.store.ledger import Hold, Ledger
+from palestra.store.ledger import NOTHING, Allowance, BudgetAmounts, Hold, Ledger
 from palestra.store.run_log import read_fact, set_fact
 from palestra.store.tables import chats, episodes, spending, verdicts
 from palestra.types.calls import Chat
 from palestra.types.records import AUDIT as OF_AUDIT
 
 log = logging.getLogger("palestra")
+WANTED_FACT = "budget_wanted"  # what a job needs of a shared budget in all: tokens, money, milliseconds
 MS_FACT = "spent_ms"  # how long the run's processes have run, milliseconds
 PIECE = 500  # calls that are read at a time
 
@@ -111,6 +113,11 @@ class Spending:
         """Record how long the run's processes have run, or will have until this is called again."""
         await self._db.write(lambda connection: set_fact(connection, MS_FACT, str(ms)))
 
+    async def set_wanted(self, wanted: BudgetAmounts) -> None:
+        """Record what the job needs of a budget that it shares with other jobs."""
+        text = to_json([str(amount) for amount in wanted])  # money is larger than an integer of JSON may be
+        await self._db.write(lambda connection: set_fact(connection, WANTED_FACT, text))
+
 
 @dataclass(frozen=True, slots=True)
 class MeteredCalls:
@@ -169,11 +176,23 @@ class Metering:
 
     Attributes:
         judges: the kind, `judge` or `audit`, of the calls to each policy of the job that judges.
+        allowed: see `JobTerms`.
+        told: set when the job's events say that its budget is spent.
+        ending: set when the work waits for that, and then says that it is over.
     """
 
     ledger: Ledger
     spending: Spending
     judges: Mapping[str, str] = field(default_factory=dict)
+    allowed: Callable[[], Allowance] | None = None
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    ending: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def told_if_over(self) -> None:
+        """Wait until the job's events say that its budget is spent, if it is."""
+        if self.ledger.over:
+            self.ending.set()
+            await self.told.wait()
 
     async def hold(self, chat: Chat, kind: str) -> Hold:
         """Return what reserves the tokens of a call that is not sampled yet; see `Ledger.hold`."""
@@ -236,6 +255,12 @@ def sums_by_episode(connection: Connection) -> list[Used]:
 def spent_ms(connection: Connection) -> int:
     """Return how long the run's processes have run, milliseconds; 0: that was not recorded."""
     return int(read_fact(connection, MS_FACT) or 0)
+
+
+def wanted_by(connection: Connection) -> BudgetAmounts:
+    """Return what a job has recorded last that it needs of a shared budget, in all."""
+    found = read_fact(connection, WANTED_FACT)
+    return NOTHING if found is None else BudgetAmounts(*map(int, orjson.loads(found)))
 
 
 def usage_of_calls(connection: Connection, config: JobConfig) -> Iterator[Used]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection
@@ -13,8 +14,9 @@ from palestra.errors import Forbidden, InvalidRequest, NotFound
 from palestra_service.accounts.identity import Identities, Identity
 from palestra_service.placement.tenants import Quota
 from palestra_service.rights import OPERATOR_TENANT, Action, KeyLimits, KeyRecord, NewKey, Role, digest_of, make_secret
-from palestra_service.store import accounts, decisions
+from palestra_service.store import accounts, allowances, decisions
 from palestra_service.store.accounts import AuditEntry, UserRecord
+from palestra_service.store.allowances import Spent
 from palestra_service.store.control_store import ControlStore
 from palestra_service.store.stored_text import IDENTIFIER, check_identifier, check_name
 
@@ -87,11 +89,14 @@ class Administration:
 
         return await self._write_key(key, work)
 
-    async def tenants(self, by: Identity) -> dict[str, Quota]:
-        """Return the quotas of all tenants by name."""
+    async def tenants(self, by: Identity) -> dict[str, tuple[Quota, Spent]]:
+        """Return the quotas of all tenants by name, and what their jobs have spent of their budgets."""
         by.require(Action.TENANT_LIST)
         found = await self._store.read(decisions.quotas_of_all)
-        return {name: quota or Quota() for name, quota in found.items()}
+        return {
+            name: (quota or Quota(), await self._store.read(partial(allowances.given_to, tenant=name)))
+            for name, quota in found.items()
+        }
 
     async def add_tenant(self, by: Identity, name: str) -> NewKey:
         """Add a tenant with one admin, and return the admin's key."""
@@ -100,17 +105,18 @@ class Administration:
         key = self._new_key(name, FIRST_USER, "first")
         return await self._write_key(key, self._logged(by, Action.TENANT_ADD, name, lambda c: _found(c, key)))
 
-    async def change_quota(self, by: Identity, tenant: str, changes: Mapping[str, float | None]) -> Quota:
-        """Change a tenant's quota, and return it. Running jobs continue. `changes`: amounts by the names of `Quota`;
-        None: unlimited. Others are unchanged.
+    async def change_quota(self, by: Identity, tenant: str, changes: Mapping[str, float | None]) -> tuple[Quota, Spent]:
+        """Change a tenant's quota, and return it with what its jobs have spent. Running jobs continue.
+
+        `changes`: amounts by the names of `Quota`; None: unlimited. Others are unchanged.
         """
         by.require(Action.TENANT_CHANGE)
         _check_known(tenant, "tenant")
 
-        def work(connection: Connection) -> Quota:
+        def work(connection: Connection) -> tuple[Quota, Spent]:
             quota = decisions.change_quota(connection, tenant, changes)
             self._log(connection, by, by.tenant, Action.TENANT_CHANGE, f"quota of {tenant}: {quota.in_words}")
-            return quota
+            return quota, allowances.given_to(connection, tenant)
 
         return await self._store.write(work, lambda _: self._store.changed.notify())
 

@@ -6,6 +6,7 @@ from typing import Annotated
 from fastapi import Depends, FastAPI
 from starlette.requests import Request
 
+from palestra.config.budget import HOUR_MS
 from palestra.http.app import request_schema
 from palestra_control.wire import (
     AddTenant,
@@ -19,6 +20,7 @@ from palestra_control.wire import (
     NewKeyView,
     QuotaBody,
     SetPrivate,
+    SpentBody,
     TenantView,
     UserView,
 )
@@ -26,6 +28,7 @@ from palestra_service.accounts.identity import Identity
 from palestra_service.api.access import ControlPlane
 from palestra_service.placement.tenants import Quota
 from palestra_service.rights import OWN, Action, KeyRecord, NewKey, Role
+from palestra_service.store.allowances import Spent
 
 
 def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
@@ -60,7 +63,7 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def tenants(by: Annotated[Identity, Depends(plane.may(Action.TENANT_LIST))]) -> list[TenantView]:
         """Return all tenants, with their quotas."""
         found = await accounts.tenants(by)
-        return [TenantView(name=name, quota=_quota(quota)) for name, quota in found.items()]
+        return [_tenant(name, *one) for name, one in found.items()]
 
     @app.post("/tenants", tags=["accounts"], status_code=201, openapi_extra=request_schema(AddTenant))
     async def add_tenant(
@@ -79,8 +82,7 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
         Running jobs continue.
         """
         body = await plane.body(ChangeTenant, request)
-        quota = await accounts.change_quota(by, name, body.quota.model_dump(exclude_unset=True))
-        return TenantView(name=name, quota=_quota(quota))
+        return _tenant(name, *await accounts.change_quota(by, name, body.quota.model_dump(exclude_unset=True)))
 
     @app.post("/tenants/{name}/keys", tags=["accounts"], status_code=201)
     async def make_admin_key(
@@ -159,9 +161,12 @@ def _shown(key: KeyRecord) -> dict[str, object]:
     return shown | {"limits": asdict(key.limits)}
 
 
-def _quota(quota: Quota) -> QuotaBody:
-    """Return a quota as the body of an answer."""
-    return QuotaBody.model_validate(asdict(quota))
+def _tenant(name: str, quota: Quota, spent: Spent) -> TenantView:
+    """Return a tenant as the body of an answer."""
+    shown = SpentBody(money=spent.micros / 1e6, hours=spent.ms / HOUR_MS, tokens=spent.tokens)
+    return TenantView(
+        name=name, quota=QuotaBody.model_validate(asdict(quota)), spent=shown if quota.has_budget else None
+    )
 
 
 def _new_key(key: NewKey) -> NewKeyView:

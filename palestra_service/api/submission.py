@@ -19,6 +19,7 @@ from palestra_control.jobs import JobKind, JobRecord, JobRequest, Resources
 from palestra_control.wire import SubmitJob
 from palestra_service.accounts.identity import Identity
 from palestra_service.api.access import ControlPlane
+from palestra_service.jobs.budgets import unpriced
 from palestra_service.jobs.job_resources import resources_of
 from palestra_service.jobs.launcher import RUN
 from palestra_service.jobs.rules import Rules
@@ -46,6 +47,8 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
     source = None if body.from_job is None else await plane.job(by, body.from_job, Action.JOB_READ)
     # A configuration may be as long as a body, and is read several times.
     kind, given, adapters, resources = await plane.pool.run(_completed, body, source, by, plane.rules)
+    if (why := await plane.pool.run(unpriced, await plane.scheduler.quota_of(by.tenant), given)) is not None:
+        raise InvalidRequest(why, "config.prices")
     step = None
     if source is not None:
         run, trained = plane.scheduler.folder_of(source.job_id) / RUN, not_frozen(given["policies"])

@@ -18,6 +18,9 @@ AMOUNTS = {
     "jobs": "jobs that run at the same time; `none`: no limit",
     "adapters": "adapters on base servers, of jobs that are not over; `none`: no limit",
     "weight": "share of a base server's tokens, relative to tenants of weight 1; `none`: 1",
+    "money": "budget of all jobs together, in the currency of their [prices]; `none`: no limit",
+    "hours": "budget of all jobs together: hours for which they run; `none`: no limit",
+    "tokens": "budget of all jobs together: tokens of prompts and replies; `none`: no limit",
 }
 
 
@@ -31,6 +34,7 @@ def add_tenants(commands: Any) -> None:
         "  palestra tenants\n  palestra tenants add physics\n"
         "  palestra tenants key physics    # one more key of its admin\n"
         "  palestra tenants quota physics --gpus 2 --jobs 5\n"
+        "  palestra tenants quota physics --money 500    # a budget of its jobs together\n"
         "  palestra tenants quota physics --jobs none\n  palestra tenants quota physics --none\n"
         "  palestra tenants private on    # of your own tenant, by its admin: jobs that say nothing are private",
     )
@@ -86,7 +90,12 @@ def _tenants(arguments: argparse.Namespace) -> None:
 
 def _line(tenant: dict[str, Any]) -> str:
     """Return a tenant's name and its limits as one line of the list."""
-    limits = [f"{name} {amount:g}" for name, amount in tenant["quota"].items() if amount is not None]
+    spent = tenant["spent"] or {}
+    limits = [
+        f"{name} {amount:g}" + (f" ({spent[name]:.4g} spent)" if name in spent else "")
+        for name, amount in tenant["quota"].items()
+        if amount is not None
+    ]
     return f"{tenant['name']:<20} {', '.join(limits) or 'no quota'}"
 
 

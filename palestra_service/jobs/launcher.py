@@ -250,7 +250,7 @@ def following_state(job: JobRecord, ended: Ended, now: float) -> tuple[JobState,
     """
     left = job.restarts_left
     if ended.ending is Ending.COMPLETED:
-        return JobState.COMPLETED, "its steps are done", left
+        return JobState.COMPLETED, ended.reason or "its steps are done", left
     if job.cancel_requested:
         return JobState.CANCELLED, f"{job.reason}; {ended.reason}" if ended.reason else job.reason, left
     if ended.ending is Ending.FAILED:

@@ -31,6 +31,7 @@ from palestra.types.states import JobState
 from palestra.waiting import race
 from palestra_control.jobs import LIVE_STATES, JobRecord, ProcessResources, Resources
 from palestra_service.jobs.base_servers import BaseServers
+from palestra_service.jobs.budgets import TenantBudgets
 from palestra_service.jobs.deadlines import Deadlines
 from palestra_service.jobs.engine_rules import ServersInUse
 from palestra_service.jobs.launcher import (
@@ -105,6 +106,7 @@ class JobScheduler:
         self._changed = Notifier()
         self.bases = BaseServers(store, launcher, folder, self._rules, self._changed, self._end)
         self._kinds, self._servers = KnownKinds(), ServersInUse()
+        self._budgets = TenantBudgets(store, self.folder_of)
         self._closing = False
         self._failure: Exception | None = None
         self._round_since: float | None = None  # monotonic seconds
@@ -156,6 +158,7 @@ class JobScheduler:
         if not self.ready.is_set():
             await self._clear_forgotten()
         again_at = await self._place()
+        await self._budgets.refresh(await self._store.live(), self.policy.quotas)
         for job_id, reason in self._deadlines.passed().items():
             try:
                 await self.cancel(None, job_id, reason)
@@ -227,6 +230,7 @@ class JobScheduler:
         # Read after the queue, so that a job submitted under a new quota is not started under the old one.
         self.policy = await self._store.read(lambda c: decisions.with_stored_quotas(c, self.policy))
         await self.bases.refresh(self.policy.quotas)
+        in_use |= await self._budgets.obstacles(queue.values(), self.policy.quotas)
         able = [job for job in queue.values() if job.job_id not in in_use]
         own, shared = by_base(able, await self._kinds.of(queue.values()), self._rules.bases, now)
         for job_id, failure in self.bases.take_failures(shared).items():
@@ -354,6 +358,8 @@ class JobScheduler:
         """Prepare a job's folder, and have the launcher start its server."""
         await self._store.confirmed()
         at = None if job.base_id is None else await self.bases.admit(job.job_id, job.base_id, self.policy.quotas)
+        live = sum(running.tenant == job.tenant for running in self.running.values())
+        await self._budgets.begin(job, await self.quota_of(job.tenant), live)
         nodes = {node.node_id: node for node in self.nodes}
         order = await order_of(job, self.folder_of(job.job_id), self.folder_of, self._rules, node_ids, nodes, at)
         await self._store.confirmed()
@@ -409,6 +415,7 @@ class JobScheduler:
                 if job.state not in LIVE_STATES:  # an attempt was done although the store did not say so
                     following = job.state
                     break
+                await self._budgets.settle(job)
                 following, reason, left = following_state(job, ended, self._store.clock.now())
                 await self._store.change_state(job_id, job.state, following, reason, restarts_left=left, log_tail=tail)
                 break

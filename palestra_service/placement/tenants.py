@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from palestra.config.budget import HOUR_MS, units_of
 from palestra_control.jobs import SHARES
 from palestra_service.placement.fitting import Amounts
 
+MICRO = units_of(1e-6)  # units of money in a millionth of the currency
 KINDS = ("CPUs", "GPUs", "GiB", "jobs")
 CPUS, GPUS, MEMORY, JOBS = range(4)
 UNITS = (SHARES, SHARES, 1024, 1)  # the counted amount that is one CPU, GPU, GiB or job
@@ -17,12 +19,15 @@ UNITS = (SHARES, SHARES, 1024, 1)  # the counted amount that is one CPU, GPU, Gi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quota:
-    """The most that a tenant may use at the same time; None: unlimited.
+    """The most that a tenant may use at the same time, and its budget; None: unlimited.
 
     Attributes:
         jobs: live jobs; 0 pauses the tenant.
         adapters: on base servers of the service, of unfinished jobs; checked at submission.
         weight: not a limit, but the relative share of a base server's tokens; None: 1.
+        money: that all jobs of the tenant together may spend, by their `[prices]`.
+        hours: for which all jobs of the tenant together may run.
+        tokens: of all calls of the tenant's jobs.
     """
 
     jobs: int | None = None
@@ -31,6 +36,20 @@ class Quota:
     memory_gib: float | None = None
     adapters: int | None = None
     weight: float | None = None
+    money: float | None = None
+    hours: float | None = None
+    tokens: int | None = None
+
+    @property
+    def budget(self) -> tuple[int | None, int | None, int | None]:
+        """Return tokens, millionths of the currency, and milliseconds of the budget."""
+        money = None if self.money is None else units_of(self.money) // MICRO
+        return self.tokens, money, None if self.hours is None else int(self.hours * HOUR_MS)
+
+    @property
+    def has_budget(self) -> bool:
+        """Return whether jobs of the tenant have a budget."""
+        return any(amount is not None for amount in self.budget)
 
     @property
     def limits(self) -> tuple[int | None, ...]:
@@ -44,6 +63,8 @@ class Quota:
         parts = [format_amount(limit, kind) for kind, limit in enumerate(self.limits) if limit is not None]
         parts += [] if self.adapters is None else [f"{self.adapters} adapters"]
         parts += [] if self.weight is None else [f"weight {self.weight:g}"]
+        budget = {"money": self.money, "hours": self.hours, "tokens": self.tokens}
+        parts += [f"{amount:,} {name}" for name, amount in budget.items() if amount is not None]
         return ", ".join(parts) or "none"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 import sqlalchemy as sa
-from sqlalchemy import Boolean, Column, Double, Index, Integer, String, Table, Text, UniqueConstraint
+from sqlalchemy import BigInteger, Boolean, Column, Double, Index, Integer, String, Table, Text, UniqueConstraint
 
 from palestra.database import Schema, to_json
 from palestra.errors import StoreError
@@ -97,6 +97,17 @@ bases = Table(  # base servers that have not ended
     Column("created_at", Double, nullable=False),
     Column("changed_at", Double, nullable=False),
     Column("starts", Integer, nullable=False),
+)
+
+allowances = Table(  # what jobs were given of their tenants' budgets; of ended ones, what they have used
+    "allowances",
+    metadata,
+    Column("job_id", String, primary_key=True),
+    Column("tenant", String, nullable=False),
+    Column("tokens", BigInteger, nullable=False),
+    Column("micros", BigInteger, nullable=False),  # millionths of the currency
+    Column("ms", BigInteger, nullable=False),  # milliseconds
+    Index("allowances_of_tenant", "tenant"),
 )
 
 changes = Table(

@@ -123,6 +123,45 @@ async def test_a_job_whose_hours_are_used_up_at_its_start_completes_and_says_why
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["training", "inference"])
+async def test_the_end_of_a_budget_is_said_before_the_end_of_the_job(tmp_path, kind):
+    config = parse_config(
+        {
+            "run_dir": str(tmp_path / "run"),
+            "kind": kind,
+            "steps": 1000,
+            "server": {"port": 0},
+            "engine": {"kind": "fake"},
+            "budget": {"tokens": 1200},
+            "policies": {"policy": {"sampling": {"max_tokens": 16}}},
+            **({"environment": {"name": "gomoku"}} if kind == "training" else {}),
+        }
+    )
+    said = []
+    async with local_job(config, lambda what, data: said.append((what, data.get("code")))) as job:
+        if kind == "training":
+            await job.run()
+        else:
+            serving = asyncio.create_task(job.run())
+            headers = {"authorization": f"Bearer {job.api_key}"}
+            async with httpx2.AsyncClient(timeout=60, headers=headers) as http:
+                body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 16}
+                long = [{"role": "user", "content": "x" * 1500}]
+                large = await http.post(f"{job.url}/v1/chat/completions", json=body | {"messages": long})
+                assert (large.status_code, large.json()["error"]["code"]) == (402, "budget_spent")
+                answer = await http.post(f"{job.url}/v1/chat/completions", json=body)
+                assert answer.status_code == 200  # a larger one has not ended the job
+                while (answer := await http.post(f"{job.url}/v1/chat/completions", json=body)).status_code == 200:
+                    pass
+                assert (answer.status_code, answer.json()["error"]["code"]) == (402, "budget_spent")
+            await serving
+    assert job.progress.state.value == "completed"
+    end = ("completed" if kind == "training" else "served", None)
+    assert said.count(end) == 1
+    assert said.index(("warning", "budget_100")) < said.index(end)
+
+
+@pytest.mark.slow
 def test_a_killed_job_goes_on_with_what_was_spent(tmp_path):
     settings = SCRIPTED | {"policies": {"policy": {"sampling": {"max_tokens": 8}}}}
     with Job(tmp_path, settings | {"budget": {"tokens": 1100, "hours": 1.0}}) as job:

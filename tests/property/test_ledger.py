@@ -11,7 +11,7 @@ from unit.building import FakeClock
 
 from palestra.config.budget import UNITS, TokenPrice
 from palestra.errors import BudgetSpent
-from palestra.store.ledger import END_MS, BudgetAmounts, Ledger, Limits
+from palestra.store.ledger import END_MS, Allowance, BudgetAmounts, Ledger, Limits
 
 BIG = 10**30
 TOKENS = st.one_of(st.integers(0, 50), st.integers(0, BIG))
@@ -62,7 +62,7 @@ def test_nothing_is_exceeded_and_nothing_leaks(calls, tokens, money, refuses):
         try:
             hold = await ledger.hold(payee, prompt, most, aside=aside)
         except BudgetSpent:
-            assert aside or (refuses and ledger.over)
+            assert aside or refuses
             return
         check(ledger)
         try:
@@ -141,7 +141,60 @@ def test_a_call_fits_as_long_as_the_sums_of_the_store_leave_room(spent, limit, c
     else:
         with pytest.raises(BudgetSpent):
             asyncio.run(one())
-        assert ledger.over
+        assert ledger.over == (spent + 2 > limit)  # otherwise a smaller call still fits
+
+
+async def test_a_served_call_that_is_larger_than_all_before_is_refused_and_smaller_ones_go_on():
+    ended: list[None] = []
+    limits = Limits(tokens=100)
+    clock = FakeClock()
+    ledger = Ledger(limits=limits, monotonic=clock.monotonic, refuses=True, on_over=lambda: ended.append(None))
+    with pytest.raises(BudgetSpent):
+        await ledger.hold("policy", 10, 500)
+    ledger.settle(await ledger.hold("policy", 20, 40), 20, 40)
+    with pytest.raises(BudgetSpent):
+        await ledger.hold("policy", 20, 41)
+    assert not ended
+    with pytest.raises(BudgetSpent):
+        await ledger.hold("policy", 20, 40)  # one like this was served
+    assert ended == [None]
+
+
+@given(
+    parts=st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=8),
+    calls=st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    own=st.one_of(st.none(), st.integers(1, 200)),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_job_spends_no_more_than_its_allowance_and_waits_for_more_until_it_is_the_last(parts, calls, own):
+    ledger = Ledger(limits=Limits(tokens=own), monotonic=FakeClock().monotonic)
+
+    async def call(tokens: int) -> None:
+        ledger.settle(await ledger.hold("policy", tokens, 0), tokens, 0)
+
+    async def play() -> None:
+        given_ = 0
+        ledger.allow(Allowance(Limits(tokens=0), of="tenant blue"))
+        tasks = [asyncio.create_task(call(tokens)) for tokens in calls]
+        for more, _ in parts:
+            given_ += more
+            ledger.allow(Allowance(Limits(tokens=given_), of="tenant blue"))
+            for _ in range(9):
+                await asyncio.sleep(0)
+            assert ledger.total.tokens + ledger._held_tokens <= min(given_, own or given_)
+        waits = not all(task.done() for task in tasks)
+        assert not ledger.over or own is not None
+        wanted, over = ledger.wanted.tokens, ledger.over
+        ledger.allow(Allowance(Limits(tokens=given_), last=True, of="tenant blue"))
+        assert ledger.over == waits
+        if waits and not over:
+            assert wanted > given_ or (own is not None and wanted > own)
+            assert ledger.shared_over
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(play())
 
 
 def test_time_costs_money_and_the_end_of_the_job_has_its_share():

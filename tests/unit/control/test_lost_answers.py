@@ -11,6 +11,7 @@ from palestra.types.states import JobState
 from palestra_service.accounts.administration import FIRST_USER
 from palestra_service.placement.tenants import Quota
 from palestra_service.rights import OPERATOR_TENANT, Role
+from palestra_service.store.allowances import Spent
 from palestra_service.store.tables import audit
 from unit.control.building import identity, submit
 
@@ -70,7 +71,7 @@ async def test_changes_are_acknowledged(administration, store, lose_answer):
     with pytest.raises(NotFound):
         await administration.remove_user(by, "ann")
     lose_answer()
-    assert await administration.change_quota(by, OPERATOR_TENANT, {"jobs": 2}) == Quota(jobs=2)
+    assert await administration.change_quota(by, OPERATOR_TENANT, {"jobs": 2}) == (Quota(jobs=2), Spent())
     lose_answer()
     job = await submit(store)
     lose_answer()

@@ -16,14 +16,14 @@ from unit.building import FakeClock
 from unit.control.building import control_plane, submit
 from unit.control.launching import FakeLauncher
 
-EMPTY = dict.fromkeys(("jobs", "cpus", "gpus", "memory_gib", "adapters", "weight"))
+EMPTY = dict.fromkeys(("jobs", "cpus", "gpus", "memory_gib", "adapters", "weight", "money", "hours", "tokens"))
 
 
 class Operator:
     """A control plane that schedules, and its operator."""
 
-    def __init__(self, store: ControlStore, folder) -> None:
-        self.store, self.launcher = store, FakeLauncher()
+    def __init__(self, store: ControlStore, folder, launcher: FakeLauncher | None = None) -> None:
+        self.store, self.launcher = store, launcher or FakeLauncher()
         self.plane = control_plane(store, folder, self.launcher, without_keys=True)
         self.scheduler = self.plane.scheduler
         transport = httpx2.ASGITransport(create_control_app(self.plane), raise_app_exceptions=False)
@@ -117,12 +117,12 @@ async def test_a_job_that_is_submitted_under_a_new_quota_is_not_started_under_th
 
 async def test_what_is_left_out_stays_and_null_takes_a_limit_away(operator):
     first = await operator.quota("blue", gpus=1.5, jobs=3)
-    assert first == {"name": "blue", "quota": EMPTY | {"gpus": 1.5, "jobs": 3}}
+    assert first == {"name": "blue", "quota": EMPTY | {"gpus": 1.5, "jobs": 3}, "spent": None}
     assert (await operator.quota("blue", jobs=None, cpus=4))["quota"] == EMPTY | {"gpus": 1.5, "cpus": 4.0}
     assert (await operator.quota("blue"))["quota"] == EMPTY | {"gpus": 1.5, "cpus": 4.0}
     assert (await operator.quota("blue", gpus=None, cpus=None))["quota"] == EMPTY
     found = (await operator.http.get("/tenants")).json()
-    assert found == [{"name": "blue", "quota": EMPTY}, {"name": "default", "quota": EMPTY}]
+    assert found == [{"name": name, "quota": EMPTY, "spent": None} for name in ("blue", "default")]
 
 
 @pytest.mark.parametrize("name", ["green", "..", "blue%00", "x" * 300])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,22 @@ async def test_the_sums_over_phases_policies_and_episodes_are_the_total(tmp_path
     devices = 100_000 * -(-UNITS // (10 * 3_600_000))
     assert found.total.money == judge + policy + devices
     assert len(found.episodes) == 3 + 2
+
+
+async def test_storage_costs_by_size_and_age_and_the_sums_still_add_up(tmp_path):
+    await spend(tmp_path)
+    big = tmp_path / "weights.bin"
+    with big.open("wb") as file:
+        file.truncate(2**30)  # sparse
+    with sqlite3.connect(tmp_path / "run.db") as db:
+        db.execute("INSERT INTO events (at, kind, data) VALUES (?, 'running', '{}')", (time.time() - 15 * 24 * 3600,))
+    with_storage = config(prices=PRICED | {"storage": 0.5})
+    found = read_costs(tmp_path, with_storage, by_episode=True)
+    storage = found.payees["(storage)"]
+    assert storage.money / UNITS == pytest.approx(0.25, rel=0.01)  # half a month of a GiB at 0.5
+    assert found.phases["storage"] == found.episodes["(storage)"] == storage
+    add_up(found)
+    assert "storage" not in read_costs(tmp_path, config()).phases
 
 
 async def test_a_run_that_does_not_count_has_its_calls_read(tmp_path):
