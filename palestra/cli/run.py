@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any
 from palestra.cli.options import REWARDS, add_command, add_set, overrides
 from palestra.cli.own_process import end_soon
 from palestra.errors import NotFound
-from palestra.extensions import FUNCTION, load_function
+from palestra.extensions import FUNCTION, extensions, load_extension, load_function
 from palestra.terminal import say
 
 if TYPE_CHECKING:
     from palestra.config import JobConfig
     from palestra.runtime.console import Console
+    from palestra.runtime.terms import JobTerms
     from palestra.types.progress import JobProgress
+
+# Kinds of runs that packages bring: (tables, overrides, source) -> configuration of the job, and its terms.
+KINDS = "palestra.kinds"
 
 
 def add_run(commands: Any) -> None:
@@ -38,31 +42,39 @@ def add_run(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Serve the job, and train, until its steps are done or Ctrl-C; return 130 after a signal."""
-    from palestra.config import load_config
+    from palestra.config import parse_config
+    from palestra.config.loading import read_tables
     from palestra.http.server import run_on_uvloop
     from palestra.models.device import tune_malloc
     from palestra.runtime.console import console_of
     from palestra.runtime.run_dir import resolve_run_dir
     from palestra.runtime.starting_points import newest_checkpoints, with_checkpoints
+    from palestra.runtime.terms import USUAL
 
-    config = with_checkpoints(load_config(arguments.config, overrides(arguments.set)))
+    read, settings = read_tables(arguments.config), overrides(arguments.set)
+    kind, terms = settings.get("kind", read.get("kind")), USUAL
+    if isinstance(kind, str) and (point := extensions(KINDS).get(kind)) is not None:
+        config, terms = load_extension(point)(read, settings, str(arguments.config))
+    else:
+        config = parse_config(read, settings, str(arguments.config))
+    config = with_checkpoints(config)
     config = resolve_run_dir(config, arguments.resume, lambda text: say(f"palestra: {text}", file=sys.stderr))
     if config.engine.has_model:
         tune_malloc()  # before the console starts the first thread
     # The console is shown from here on, because loading the model takes seconds in which nothing else is written.
     console = console_of(config)
     with console:
-        progress = run_on_uvloop(_served(config, console))
+        progress = run_on_uvloop(_served(config, console, terms))
         console.finished(progress.state.value, newest_checkpoints(config))
     return 0 if progress.over else 130
 
 
-async def _served(config: JobConfig, console: Console) -> JobProgress:
+async def _served(config: JobConfig, console: Console, terms: JobTerms) -> JobProgress:
     """Serve the job; work that its environment leaves behind does not delay the end of the process."""
     from palestra.runtime.local import serve
 
     try:
-        return await serve(config, console.report, console.ready)
+        return await serve(config, console.report, console.ready, terms)
     finally:
         end_soon()
 

@@ -102,7 +102,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     Raises:
         ConfigError: the file does not exist or is not TOML, a key is unknown, or a value is out of range.
     """
-    return parse_config(_read(Path(path)), overrides, source=str(path))
+    return parse_config(read_tables(Path(path)), overrides, source=str(path))
 
 
 def load_saved_config(folder: Path) -> JobConfig:
@@ -119,7 +119,7 @@ def find_mistakes(path: Path, overrides: Mapping[str, Any] | None = None) -> tup
     The returned configuration lacks the wrong keys, so that the rest can be checked; None: a mistake is not about one
     key.
     """
-    merged = _merged(_read(path), overrides, str(path))
+    merged = _merged(read_tables(path), overrides, str(path))
     mistakes: list[Mistake] = []
     while True:
         try:
@@ -143,7 +143,7 @@ def _removed(data: dict[str, Any], place: Sequence[str]) -> bool:
     return True
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_tables(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file, with absolute paths; see `load_config`."""
     if (path / SAVED_CONFIG).is_file():  # the folder of a run
         path = path / SAVED_CONFIG

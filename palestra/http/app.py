@@ -69,7 +69,7 @@ class GuardedApp(FastAPI):
 
     def __init__(self, guard: RequestGuard, **settings: Any) -> None:
         super().__init__(**settings)
-        self._guard = guard
+        self.guard = guard
         self._direct: dict[str, Endpoint] = {}  # by path
         self.add_middleware(lambda app: partial(guard.pass_on, app))
 
@@ -79,7 +79,7 @@ class GuardedApp(FastAPI):
         if direct is None:
             await super().__call__(scope, receive, send)
         else:
-            await self._guard.answer(direct, scope, receive, send)
+            await self.guard.answer(direct, scope, receive, send)
 
     def add_direct(self, path: str, endpoint: Endpoint, body: type[BaseModel], **description: Any) -> None:
         """Add a route for POST that `RequestGuard` calls itself.

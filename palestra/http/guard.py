@@ -60,7 +60,7 @@ class RequestGuard:
             on_refused: called before a refused request of a direct route is answered.
         """
         self._authenticate, self.max, self._public = authenticate, max_bytes, frozenset(public)
-        self._answers, self._on_refused = answers, on_refused
+        self.answers, self._on_refused = answers, on_refused
         self.held = 0  # bytes of the bodies of all requests that are being answered
 
     async def pass_on(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,7 +71,7 @@ class RequestGuard:
         try:
             most = await self._most_bytes(Request(scope))
         except PalestraError as error:
-            await self._answers.answer(scope["path"], error)(scope, receive, send)
+            await self.answers.answer(scope["path"], error)(scope, receive, send)
             return
         body = _Body(self, most, scope, receive)
         try:
@@ -100,9 +100,9 @@ class RequestGuard:
         except PalestraError as error:
             if self._on_refused is not None:
                 self._on_refused(scope, error)
-            await self._answers.answer(scope["path"], error)(scope, receive, send)
+            await self.answers.answer(scope["path"], error)(scope, receive, send)
         except Exception as error:  # noqa: BLE001 - answered as an internal error, and logged
-            await self._answers.unexpected(scope["method"], scope["path"], error)(scope, receive, send)
+            await self.answers.unexpected(scope["method"], scope["path"], error)(scope, receive, send)
         finally:
             self.held -= request.seen
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 import uvloop
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from palestra.errors import ConfigError
 from palestra.http.connections import Connections, backlog
@@ -61,7 +61,7 @@ def url_of(listener: socket.socket) -> str:
 
 @asynccontextmanager
 async def served(
-    app: FastAPI,
+    app: ASGIApp,
     listener: socket.socket,
     stop: Callable[[], None] = lambda: None,
     connections: Connections | None = None,

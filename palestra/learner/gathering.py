@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from palestra.algorithms.base import Algorithm
 from palestra.client.task_files import split_in
 from palestra.errors import ConfigError
 from palestra.learner.groups import DynamicSampling, Gathered, gather_groups
 from palestra.learner.open_run import OpenRun
-from palestra.learner.recordings import Recordings, gather_recorded
+from palestra.learner.recordings import Recordings, gather_recorded, of_step
 from palestra.learner.reporting import PlayingTime
 from palestra.learner.samplers import SamplerMaker
 from palestra.learner.task_source import open_source
@@ -18,6 +19,18 @@ from palestra.learner.update import PolicyUpdate
 from palestra.types.calls import PolicyVersion
 from palestra.types.progress import Phase
 from palestra.types.records import BatchManifest, Task, Trajectory
+
+
+class EpisodeSource(Protocol):
+    """Gives the training episodes of a job in place of tasks that are played."""
+
+    async def gather(self, step: int, groups: int, versions: Mapping[str, PolicyVersion]) -> None:
+        """Return when `groups` groups of a step are in the store, all complete (`Groups.register_recorded`).
+
+        After a restart the step may have some of its groups already. `versions` are those of the trained policies
+        before the step.
+        """
+        ...
 
 
 class Gathering:
@@ -28,15 +41,25 @@ class Gathering:
         validation_tasks: of all environments; empty until `wait_for_tasks` has returned.
     """
 
-    def __init__(self, run: OpenRun, algorithms: Mapping[str, Algorithm], sampler: SamplerMaker | None) -> None:
-        """Prepare to gather. `sampler` is a user's own choice of tasks; None: as configured."""
-        self._run, self._algorithms, self._sampler = run, algorithms, sampler
+    def __init__(
+        self,
+        run: OpenRun,
+        algorithms: Mapping[str, Algorithm],
+        sampler: SamplerMaker | None,
+        given: EpisodeSource | None = None,
+    ) -> None:
+        """Prepare to gather. `sampler` is a user's own choice of tasks; None: as configured. `given` gives the
+        episodes; None: tasks are played.
+        """
+        self._run, self._algorithms, self._sampler, self._given = run, algorithms, sampler, given
         self._recordings = Recordings.of(run, algorithms)
         self.playing = PlayingTime(run.config.rollout.max_staleness > 0)
         self.validation_tasks: Sequence[Task] = []
 
     async def wait_for_tasks(self) -> None:
         """Wait for all tasks: from files, or pushed by a client that has marked the last push."""
+        if self._given is not None:
+            return
         self._run.progress.enter("waiting for tasks")
         validates = self._run.config.evaluation.is_on
         if not self._run.config.brings_tasks or validates:
@@ -79,7 +102,11 @@ class Gathering:
         started = time.monotonic()
         rollout = self._run.config.rollout
         last_step = min(step + rollout.max_staleness, self._run.config.steps)
-        if self._recordings is not None:
+        if self._given is not None:
+            await self._given.gather(step, rollout.groups_per_step, versions)
+            gathered = await of_step(self._run.store, step)
+            self.playing.gathered(started)
+        elif self._recordings is not None:
             store, groups = self._run.store, rollout.groups_per_step
             gathered = await gather_recorded(store, self._recordings, self._source.tasks, step, groups, versions)
             self.playing.not_played()

@@ -19,7 +19,7 @@ from palestra.errors import BudgetSpent, ConfigError
 from palestra.faults import fault_point
 from palestra.learner.audit import Audit, restore_quarantine
 from palestra.learner.evaluation import check_engine, validate
-from palestra.learner.gathering import Gathering
+from palestra.learner.gathering import EpisodeSource, Gathering
 from palestra.learner.metrics import environment_metrics, spent_metrics
 from palestra.learner.open_run import OpenRun
 from palestra.learner.pools import Pools
@@ -50,9 +50,10 @@ class Learner:
         algorithms: Mapping[str, Algorithm],
         sampler: SamplerMaker | None = None,
         audit: Audit | None = None,
+        given: EpisodeSource | None = None,
     ) -> None:
         """Assemble the learner; `run` trains. `sampler` is a user's own choice of tasks; None: as configured. `audit`
-        looks whether the reward is gamed; None: nothing does.
+        looks whether the reward is gamed; None: nothing does. `given` gives the episodes; None: tasks are played.
         """
         self._run, self._trainer, self._audit = run, trainer, audit
         config, trained = run.config, run.policies.trained
@@ -67,7 +68,7 @@ class Learner:
             run.event,
         )
         self._pools = Pools(run, trainer)
-        self._gathering = Gathering(run, algorithms, sampler)
+        self._gathering = Gathering(run, algorithms, sampler, given)
         self._log = StepLog(run)
         self._wall_before = 0.0
         self._started = time.monotonic()

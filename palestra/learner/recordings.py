@@ -407,6 +407,11 @@ async def gather_recorded(
         index = await store.groups.next_index("train")
         tasks = await tasks_of(step, (index,))
         await store.groups.register_recorded(index, step, await recordings.episodes(tasks[index][0], version))
+    return await of_step(store, step)
+
+
+async def of_step(store: RunStore, step: int) -> Gathered:
+    """Return the episodes of a step whose groups are all in the store."""
     found = await store.groups.of_step("train", step)
     names = tuple(episode.episode_id for _, episodes in found for episode in episodes)
     trajectories = await store.calls.trajectories(names)

@@ -10,7 +10,10 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
+
+from starlette.types import ASGIApp
 
 from palestra.algorithms.base import Algorithm
 from palestra.client.harness import check_harness_config
@@ -101,9 +104,13 @@ async def local_job(
         pool = None if apart else runners_of(run.config, plane.sessions, run.progress, play)
         judging = _judging(run, plane, url_of(listener), play) if trains or scores else None
         audit = _audit(run, plane, url_of(listener)) if trains else None
+        app: ASGIApp = (own := create_job_app(plane, run.workers, terms.most_replicas))
+        if terms.extension is not None:
+            extension = await stack.enter_async_context(terms.extension(run, plane, own))
+            app, terms = extension.app, replace(terms, source=extension)
         work = await _work(run, parts.trainer, algorithms, terms, context.counts, audit)
         async with (
-            served(create_job_app(plane, run.workers, terms.most_replicas), listener, plane.stop, plane.connections),
+            served(app, listener, plane.stop, plane.connections),
             looked_after(run.store, run.progress, plane.sessions.seats, run.config.rollout.max_episode_seconds),
             tracking(folder.path, trackers),
         ):
@@ -242,7 +249,7 @@ async def _work(
 async def _learner(
     run: OpenRun, trainer: Trainer, algorithms: Mapping[str, Algorithm], terms: JobTerms, audit: Audit | None
 ) -> Learner:
-    made = Learner(run, trainer, algorithms, terms.sampler, audit)
+    made = Learner(run, trainer, algorithms, terms.sampler, audit, terms.source)
     await made.prepare()
     return made
 
@@ -336,13 +343,15 @@ async def _first_versions(run: OpenRun) -> None:
         run.store.episodes.casting = Casting(roles, run.config.seed, run.config.rollout.max_staleness)
 
 
-async def serve(config: JobConfig, report: Report, ready: Callable[[LocalJob], None]) -> JobProgress:
+async def serve(
+    config: JobConfig, report: Report, ready: Callable[[LocalJob], None], terms: JobTerms = USUAL
+) -> JobProgress:
     """Run a job in the foreground until its steps are done, or until SIGINT or SIGTERM. `ready`: called with the job
     when its data plane listens.
     """
     tune_gc()
     await in_thread(lambda: check_models(config))
-    async with local_job(config, report) as job:
+    async with local_job(config, report, terms=terms) as job:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, job.stop)

@@ -16,7 +16,7 @@ from palestra.dashboard.routes import add_page
 from palestra.dashboard.runs import Run, TokenText
 from palestra.engine.base import WorkerPool
 from palestra.errors import Conflict, Forbidden, InvalidRequest, NotFound
-from palestra.http.app import PUBLIC
+from palestra.http.app import PUBLIC, GuardedApp
 from palestra.http.protocol import until_disconnect
 from palestra.models.weights import SavedWeights
 from palestra.runtime.starting_points import all_checkpoints
@@ -114,7 +114,7 @@ def add_checkpoint_route(app: FastAPI, plane: DataPlane, checkpoints: Playground
         return LoadedCheckpoint(model=name)
 
 
-def create_job_app(plane: DataPlane, pool: WorkerPool | None = None, most_replicas: int | None = None) -> FastAPI:
+def create_job_app(plane: DataPlane, pool: WorkerPool | None = None, most_replicas: int | None = None) -> GuardedApp:
     """Return the application of a job: its data plane and its page."""
     app = create_app(plane, public={*PUBLIC, *public_paths()}, page=f"{PAGE}/")
     folder = Path(plane.progress.run_dir)

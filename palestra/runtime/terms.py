@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from starlette.types import ASGIApp
 
 from palestra.client.task_files import TaskFile
+from palestra.learner.gathering import EpisodeSource
 from palestra.learner.samplers import SamplerMaker
 from palestra.process.child import ProcessStarter
 from palestra.store.ledger import Allowance
 from palestra.types.records import Task
 
 if TYPE_CHECKING:
+    from palestra.http.app import GuardedApp
+    from palestra.learner import OpenRun
     from palestra.runtime.parts import Parts
+    from palestra.server import DataPlane
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +47,19 @@ HERE = JobPlaces()
 """All processes are on this machine."""
 
 
+class JobExtension(EpisodeSource, Protocol):
+    """Adds routes to a job's data plane, and gives its training episodes in place of tasks that are played.
+
+    Attributes:
+        app: is served in place of the job's own application, which it wraps.
+    """
+
+    app: ASGIApp
+
+
+ExtensionMaker = Callable[["OpenRun", "DataPlane", "GuardedApp"], AbstractAsyncContextManager[JobExtension]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobTerms:
     """How a job is started.
@@ -54,6 +74,8 @@ class JobTerms:
         places: where its other processes run.
         sampler: a user's own choice of the training tasks; None: as configured.
         allowed: returns, in any thread, what the job may spend of a budget that it shares; None: it shares none.
+        extension: makes the `JobExtension` of a kind of run that a package brings; None: an ordinary job.
+        source: gives the training episodes; None: tasks are played.
         most_replicas: limit of inference workers that holders of the job's key may request; None: any number.
     """
 
@@ -65,6 +87,8 @@ class JobTerms:
     parts: Parts | None = None
     places: JobPlaces = HERE
     sampler: SamplerMaker | None = None
+    extension: ExtensionMaker | None = None
+    source: EpisodeSource | None = None
     most_replicas: int | None = None
     allowed: Callable[[], Allowance] | None = None
 

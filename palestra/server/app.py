@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from palestra.errors import InvalidRequest
-from palestra.http.app import PUBLIC, SHOWN, build_app, picture_answer
+from palestra.http.app import PUBLIC, SHOWN, GuardedApp, build_app, picture_answer
 from palestra.http.protocol import until_disconnect
 from palestra.pictures.blobs import picture_digest
 from palestra.pictures.containers import MEDIA_TYPES
@@ -31,7 +31,7 @@ def create_app(
     dialects: Sequence[Dialect[Any]] = DIALECTS,
     public: Collection[str] = PUBLIC,
     page: str | None = None,
-) -> FastAPI:
+) -> GuardedApp:
     """Return the application of one job's data plane.
 
     Args:

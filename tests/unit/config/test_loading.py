@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from palestra.config import UNSET, JobConfig, dump_config, dump_saved_config, load_config, parse_config
-from palestra.config.loading import _read, path_keys, resolve_paths
+from palestra.config.loading import path_keys, read_tables, resolve_paths
 from palestra.config.section import sections_of
 from palestra.errors import ConfigError
 
@@ -129,7 +129,7 @@ def test_all_paths_of_a_file_are_relative_to_it_and_names_stay(tmp_path, monkeyp
     (tmp_path / "jobs" / "mine").mkdir(parents=True)
     (tmp_path / "jobs" / "job.toml").write_text(PATHS)
     monkeypatch.chdir(tmp_path)
-    data = _read(Path("jobs/job.toml"))
+    data = read_tables(Path("jobs/job.toml"))
     assert data["run_dir"] == f"{tmp_path}/jobs/runs/x"
     assert data["model"] == f"{tmp_path}/jobs/mine"
     assert data["policies"]["other"]["model"] == f"{tmp_path}/jobs/other"

@@ -1,0 +1,70 @@
+"""`palestra live`: deletes what a subject has said in a live run, and names the versions that learned from it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from palestra.cli.options import add_command
+from palestra.terminal import say
+
+
+def add_live(commands: Any) -> None:
+    """Add the command `live`, which takes an action, the folder of a live run, and a subject."""
+    parser = add_command(
+        commands,
+        "live",
+        _run,
+        "delete what a subject has said in a live run, or list the versions that were trained on it",
+        "  palestra live forget runs/bot user-17\n"
+        "  palestra live forget runs/bot user-17 --url http://127.0.0.1:8000   # while it runs\n"
+        "  palestra live versions runs/bot user-17",
+    )
+    parser.add_argument("what", choices=["forget", "versions"], help="what to do")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of the run")
+    parser.add_argument("subject", metavar="SUBJECT", help="whose sessions")
+    parser.add_argument(
+        "--url", metavar="URL", help="address of the run's server, if it runs; without it, its files are changed here"
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Do it, and print the versions one a line."""
+    from palestra.errors import RunInUse
+    from palestra.runtime.run_dir import is_running
+    from palestra_live.forgetting import forget, sessions_of, versions_of
+
+    folder, subject = arguments.run, arguments.subject
+    if arguments.what == "versions":
+        versions = versions_of(folder, subject)
+    elif arguments.url is not None:
+        count, versions = _ask(folder, subject, arguments.url)
+        say(f"deleted {count} sessions")
+    elif is_running(folder):
+        raise RunInUse(f"the job in {folder} is running; name its address (--url), or stop it first")
+    else:
+        found = forget(folder, sessions_of(folder, subject), subject)
+        versions = found.versions
+        say(f"deleted {found.sessions} sessions")
+    say("\n".join(versions) if versions else "no version was trained on them")
+    return 0
+
+
+def _ask(folder: Path, subject: str, url: str) -> tuple[int, list[str]]:
+    """Have a running job delete a subject's sessions, and return their number and the versions."""
+    import httpx2
+
+    from palestra.disk import read_own
+    from palestra.errors import ServerFailed
+
+    key = read_own(folder / "api_key").decode().strip()
+    headers = {"Authorization": f"Bearer {key}"}
+    try:
+        answer = httpx2.post(f"{url.rstrip('/')}/live/forget", json={"subject": subject}, headers=headers, timeout=120)
+    except httpx2.HTTPError as error:
+        raise ServerFailed(f"{url} does not answer: {error}") from error
+    if answer.status_code != 200:
+        raise ServerFailed(f"{url} answered {answer.status_code}: {answer.text[:300]}")
+    found = answer.json()
+    return found["sessions"], found["versions"]

@@ -1,0 +1,103 @@
+"""`[live]`, and the job that a file with `kind = "live"` describes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from palestra.config import JobConfig, parse_config
+from palestra.config.section import Positive, Seconds, Section, explain
+from palestra.errors import ConfigError
+
+KIND = "live"
+LONGEST_IDLE = 3000.0  # the lease of a session's episode lasts an hour, and each call renews it
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from error
+    return text
+
+
+class LiveConfig(Section):
+    """How sessions end, what is never recorded, and how long feedback may come."""
+
+    idle_seconds: Seconds = Field(600.0, le=LONGEST_IDLE, description="A session ends after so long without a call.")
+    wait_seconds: float = Field(
+        3600.0, ge=0, le=30 * 86400.0, description="Feedback is taken for so long after a session's end."
+    )
+    keep_days: float | None = Field(
+        None, gt=0, description="Days after which the content of a session is deleted. None: it is kept."
+    )
+    redact: str | None = Field(
+        None,
+        min_length=1,
+        description="A function of yours, FILE.py:FUNCTION, from a text to the text without what is private. A call "
+        "with a text that it changes is answered, but neither recorded nor trained. None: there is none.",
+    )
+    redact_patterns: list[Annotated[str, AfterValidator(_pattern)]] = Field(
+        [], description="Regular expressions of what is private: a call whose text has a match is treated alike."
+    )
+    feedback_per_hour: Positive = Field(
+        60, description="Most feedback of one subject in an hour, or of one session without a subject; more is refused."
+    )
+
+
+def read_live(tables: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> tuple[JobConfig, LiveConfig]:
+    """Return the job and the `[live]` table of a configuration with `kind = "live"`. `settings`: by dotted key, they
+    replace values of `tables`. Raises ConfigError for a wrong value, or a job that cannot learn from sessions.
+    """
+    own = dict(tables.get(KIND, {})) | {
+        key.removeprefix("live."): value for key, value in settings.items() if key.startswith("live.")
+    }
+    try:
+        live = LiveConfig.model_validate(own)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: live: {explain(error, LiveConfig)}") from error
+    job = {key: value for key, value in tables.items() if key not in (KIND, "kind")}
+    for key, values in _DEFAULTS.items():
+        given = job.get(key)
+        if isinstance(values, dict):
+            job[key] = values | given if isinstance(given, dict) else values if given is None else given
+        elif given is None:
+            job[key] = values
+    rest = {key: value for key, value in settings.items() if key != "kind" and not key.startswith("live.")}
+    config = parse_config(job, rest, source)
+    _check(config, source)
+    return config, live
+
+
+_DEFAULTS: dict[str, Any] = {
+    "steps": 100_000,
+    "algorithm": {"name": KIND},
+    "rollout": {"group_size": 1, "max_staleness": 4, "max_episode_seconds": 60 * 86400.0},
+    "evaluation": {"every_steps": 0},
+    "watchdog": {"seconds": 0},  # nobody may use the application for a night
+}
+
+
+def _check(config: JobConfig, source: str) -> None:
+    """Raise ConfigError for a job that cannot learn from sessions."""
+    if config.rollout.group_size != 1:
+        raise ConfigError(f"{source}: a session has no group to be compared with; leave rollout.group_size out")
+    if len(config.trained_policies) != 1:
+        raise ConfigError(f"{source}: a live run trains one policy; set frozen = true for all others")
+    name = config.algorithm_of(config.trained_policies[0]).name
+    if name != KIND:
+        raise ConfigError(f"{source}: algorithm.name is {name!r}; sessions are learned from by 'live': leave it out")
+    for key, given in (
+        ("environment.name", config.environment.name),
+        ("environments", config.environments),
+        ("harness", config.harness),
+        ("tasks.train", config.tasks.train),
+        ("tasks.validation", config.tasks.validation),
+        ("judge", config.judge),
+        ("seats", config.seats.roles),
+    ):
+        if given:
+            raise ConfigError(f"{source}: {key} is set, and the episodes of a live run are sessions; leave it out")

@@ -1,0 +1,61 @@
+"""`kind = "live"` of `palestra run`: what the package adds to a job."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from palestra.config import JobConfig
+from palestra.http.app import GuardedApp
+from palestra.learner import OpenRun
+from palestra.runtime.terms import JobExtension, JobTerms
+from palestra.server import DataPlane
+from palestra.store.key_files import write_private
+from palestra.waiting import cancelled
+from palestra_live.config import LiveConfig, read_live
+from palestra_live.privacy import Redaction
+from palestra_live.routes import LiveApp, add_live_routes, live_key
+from palestra_live.sessions import LiveSessions
+from palestra_live.store import LiveStore, NewSession
+
+KEY_FILE = "live_key"  # in the folder of a run, beside `api_key`
+
+
+def live_job(tables: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> tuple[JobConfig, JobTerms]:
+    """Return the job of a configuration with `kind = "live"`, and how it is started; see `read_live`."""
+    config, live = read_live(tables, settings, source)
+    redaction = Redaction(live.redact_patterns, live.redact)
+
+    def extend(run: OpenRun, plane: DataPlane, app: GuardedApp) -> AbstractAsyncContextManager[JobExtension]:
+        return _extended(live, redaction, run, plane, app)
+
+    return config, JobTerms(plays=False, extension=extend)
+
+
+@asynccontextmanager
+async def _extended(
+    live: LiveConfig, redaction: Redaction, run: OpenRun, plane: DataPlane, app: GuardedApp
+) -> AsyncIterator[JobExtension]:
+    """Serve sessions in front of a job's application while the block is open."""
+    import asyncio
+
+    folder = run.folder.path
+    store = LiveStore(folder, live.wait_seconds, live.feedback_per_hour)
+    try:
+        (newest,) = run.policies.trained
+
+        async def choose(_: NewSession) -> str:
+            return newest
+
+        sessions = LiveSessions(run, plane, store, live, choose)
+        await sessions.load()
+        write_private(folder / KEY_FILE, live_key(plane))
+        add_live_routes(app, plane, sessions)
+        watching = asyncio.create_task(sessions.run())
+        try:
+            yield LiveApp(app, plane, sessions, redaction)
+        finally:
+            await cancelled(watching)
+    finally:
+        store.close()

@@ -1,0 +1,74 @@
+"""Learning without groups: the feedback of a session against a moving mean of other sessions' feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from palestra.algorithms.base import About
+from palestra.algorithms.baselines import GroupAdvantages
+from palestra.algorithms.credit import Returns
+from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.policy_gradient import PolicyGradient, clipped_loss
+from palestra.config import OwnAlgorithmConfig
+from palestra.types.records import Trajectory
+
+BASELINE = "baseline"  # key in the task of a session's episode
+WINDOW = 64  # sessions whose mean is a baseline
+
+
+class MovingBaseline(PolicyGradient):
+    """REINFORCE with the mean feedback of other sessions as baseline, which is stored with each episode."""
+
+    config: OwnAlgorithmConfig
+    about = About(
+        summary="the baseline of a live session is the mean feedback of the 64 newest other sessions",
+        formula="A = R - mean of the 64 newest other scores of its cluster, or of all where it has fewer; loss as in "
+        "grpo",
+        paper="Williams 1992, REINFORCE",
+        needs=("a run of kind `live`",),
+    )
+
+    def shaped(self, trajectories: Sequence[Trajectory], returns: list[Returns]) -> list[Returns]:
+        """Return the returns minus the baselines that were stored with the episodes."""
+        return [
+            replace(each, values={key: value - one.episode.task.data[BASELINE] for key, value in each.values.items()})
+            for each, one in zip(returns, trajectories, strict=True)
+        ]
+
+    def estimate(self, groups: Sequence[Sequence[Returns]]) -> list[GroupAdvantages]:
+        """Return the shaped returns as they are; see `PolicyGradient.estimate`."""
+        return [
+            GroupAdvantages(
+                by_key=[dict(each.values) for each in returns],
+                by_call=[{index: each.values[key] for index, key in each.key_of.items()} for each in returns],
+                calls_without_peers=0,
+            )
+            for returns in groups
+        ]
+
+    def loss(self) -> LossSpec:
+        """Return the clipped surrogate loss of PPO, with the configured bounds."""
+        return clipped_loss(self.config)
+
+
+def baseline_of(session: str, cluster: str | None, scored: Iterable[tuple[str, str | None, float]]) -> float | None:
+    """Return the mean of the `WINDOW` newest scores of other sessions of a cluster, or of all clusters where it has
+    fewer. None: there are fewer in all, so the session has to wait.
+
+    Args:
+        cluster: None is one of its own.
+        scored: (session, cluster, score) of the sessions with a score, newest first.
+    """
+    alike: list[float] = []
+    others: list[float] = []
+    for name, of, score in scored:
+        if name == session:
+            continue
+        if len(others) < WINDOW:
+            others.append(score)
+        if of == cluster:
+            alike.append(score)
+            if len(alike) == WINDOW:
+                return sum(alike) / WINDOW
+    return sum(others) / WINDOW if len(others) == WINDOW else None

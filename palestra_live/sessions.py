@@ -1,0 +1,275 @@
+"""The sessions of a live run: opened, recorded as episodes, ended by silence, settled by feedback, and trained."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from palestra.database import WAKE_SECONDS, Notifier
+from palestra.errors import Conflict, Expired, Forbidden, NotFound, PalestraError
+from palestra.learner import OpenRun
+from palestra.server import DataPlane
+from palestra.store.lifecycle import EpisodeEnd
+from palestra.threads import in_thread
+from palestra.types.calls import PolicyVersion
+from palestra.types.records import SOLE_AGENT, RecordedEpisode, Task, Trajectory
+from palestra_live.config import LiveConfig
+from palestra_live.forgetting import Forgotten, forget, sessions_before, sessions_of
+from palestra_live.learning import BASELINE, baseline_of
+from palestra_live.store import LiveStore, NewSession, SessionState
+
+log = logging.getLogger("palestra.live")
+TICK_SECONDS = 0.5
+EXPIRE_SECONDS = 3600.0  # between two looks for content that is too old
+LEASE_SECONDS = 3600.0  # renewed while a session is open or feedback may come; a restart begins it anew
+WORKER = "live"
+Choose = Callable[[NewSession], Awaitable[str]]
+
+
+@dataclass(slots=True, eq=False)
+class LiveSession:
+    """An open session.
+
+    Attributes:
+        policy: what serves it until its end.
+        episode: id and fence of its episode; None: nothing of it is recorded yet.
+        calls: that are being answered.
+        stored: whether it is more than one call.
+    """
+
+    session_id: str
+    subject: str | None
+    train: bool
+    policy: str
+    last_at: float
+    episode: tuple[str, int] | None = None
+    calls: int = 0
+    stored: bool = True
+    over: bool = False
+    claiming: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Keep the session open inside of the block. Raises Expired: it is over."""
+        if self.over:
+            raise Expired(f"session {self.session_id!r} is over; open another one")
+        self.calls += 1
+        try:
+            yield
+        finally:
+            self.calls -= 1
+            self.last_at = time.time()
+
+
+class LiveSessions:
+    """All sessions of a run, and its source of training episodes."""
+
+    def __init__(self, run: OpenRun, plane: DataPlane, store: LiveStore, config: LiveConfig, choose: Choose) -> None:
+        self._run, self._plane, self.store, self._config, self._choose = run, plane, store, config, choose
+        self._open: dict[str, LiveSession] = {}
+        self._ended: dict[str, Mapping[str, Any]] = {}
+        self._scored: list[Mapping[str, Any]] = []  # in the order in which they were done
+        self._used: set[str] = set()  # sessions that are in a step, or too old for one
+        self._expire_at = 0.0
+        self._news = Notifier()  # of sessions with a score
+
+    async def load(self) -> None:
+        """Go on with the sessions of an earlier process."""
+        for row in await self.store.in_state(SessionState.OPEN):
+            self._open[row["session_id"]] = _session(row)
+        for state in (SessionState.ENDED, SessionState.SETTLED):
+            self._ended |= {row["session_id"]: row for row in await self.store.in_state(state)}
+        done = await self.store.in_state(SessionState.DONE)
+        self._scored = sorted((row for row in done if row["score"] is not None), key=lambda row: row["ended_at"])
+        for group in await self._run.store.groups.after("train", 0):
+            self._used.add(group.task_id)
+
+    async def open(self, new: NewSession) -> LiveSession:
+        """Open a session, or return the open one of this id. Raises Conflict, Forbidden or Expired if it is another's,
+        has another consent, or is over.
+        """
+        session = await self.find(new.session_id, missing_ok=True)
+        if session is None:
+            row = await self.store.begin(new, await self._choose(new))
+            session = self._open.setdefault(new.session_id, _session(row))
+        if session.subject != new.subject:
+            raise Forbidden(f"session {new.session_id!r} is another subject's; use another id")
+        if session.train != new.train:
+            raise Conflict(f"session {new.session_id!r} was opened with train = {str(session.train).lower()}")
+        return session
+
+    async def find(self, session_id: str, missing_ok: bool = False) -> LiveSession | None:
+        """Return an open session; None if `missing_ok` and there was never one of this id. Raises NotFound or
+        Expired.
+        """
+        if (session := self._open.get(session_id)) is not None:
+            return session
+        row = await self.store.find(session_id)
+        if row is None:
+            if missing_ok:
+                return None
+            raise NotFound(f"there is no session {session_id!r}; open one with POST /live/sessions")
+        raise Expired(f"session {session_id!r} is over; open another one")
+
+    async def recorded_by(self, session: LiveSession) -> str:
+        """Return the key under which the calls of a session are recorded."""
+        async with session.claiming:
+            episodes, name = self._run.store.episodes, session.session_id
+            if session.episode is None or not self._run.store.leases.renew(*session.episode):
+                task = Task(task_id=name, data={"session": name})
+                episode_id = await episodes.register_adhoc(task, f"live {name}")
+                claimed = await episodes.claim(WORKER, f"live {name}", LEASE_SECONDS, episode_id)
+                assert claimed is not None, "an episode that is named is claimed or refused"
+                session.episode = claimed.episode_id, claimed.fence
+                await self.store.change(name, episode_id=claimed.episode_id, fence=claimed.fence)
+            return self._plane.keys.episode_key(*session.episode)
+
+    async def run(self) -> None:
+        """End sessions after silence, and settle them when no more feedback may come, until cancelled."""
+        said = ""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            try:
+                await self._tick(time.time())
+                said = ""
+            except PalestraError as error:  # a full disk, perhaps: try again
+                if str(error) != said:
+                    said = str(error)
+                    log.error("sessions can't be looked after now: %s", error)
+
+    async def _tick(self, now: float) -> None:
+        for session in list(self._open.values()):
+            if not session.calls and now - session.last_at >= self._config.idle_seconds:
+                await self.end(session)
+        for name, row in list(self._ended.items()):
+            if row["state"] == SessionState.ENDED and now < row["ended_at"] + self._config.wait_seconds:
+                if row["episode_id"] is not None:
+                    self._run.store.leases.renew(row["episode_id"], row["fence"])
+                continue
+            score = await self.store.settle(name)
+            await self._finish(name, row, score)
+        await self._expire(now)
+
+    async def end(self, session: LiveSession) -> None:
+        """End a session; feedback may still come."""
+        session.over = True
+        await self.store.change(session.session_id, state=SessionState.ENDED.value, ended_at=time.time())
+        row = await self.store.find(session.session_id)
+        assert row is not None, "a session that is open is in the store"
+        self._ended[session.session_id] = row
+        self._open.pop(session.session_id, None)
+
+    async def _finish(self, name: str, row: Mapping[str, Any], score: float | None) -> None:
+        """End the episode of a settled session with its score as reward; without one, discard it."""
+        if row["episode_id"] is not None:
+            episodes, lease = self._run.store.episodes, (row["episode_id"], row["fence"])
+            try:
+                if score is None:
+                    await episodes.abort(*lease, "no feedback", discard=True)
+                else:
+                    await episodes.end(*lease, EpisodeEnd(rewards={SOLE_AGENT: score}, metadata={"session": name}))
+            except Conflict as error:
+                if score is not None:
+                    log.error("session %s is not trained: %s", name, error)
+        await self.store.change(name, state=SessionState.DONE.value)
+        del self._ended[name]
+        if score is not None:
+            self._scored.append({**row, "score": score})
+            self._news.notify()
+
+    async def unstored(self, subject: str | None) -> LiveSession:
+        """Return a session of one call, of which nothing is stored."""
+        new = NewSession(session_id=secrets.token_hex(8), subject=subject, cluster=None, train=False)
+        policy, now = await self._choose(new), time.time()
+        return LiveSession(
+            session_id=new.session_id, subject=subject, train=False, policy=policy, last_at=now, stored=False
+        )
+
+    async def forget(self, subject: str) -> Forgotten:
+        """End the sessions of a subject and delete what they have said; see `forgetting.forget`."""
+        folder = self._run.folder.path
+        names = await in_thread(lambda: sessions_of(folder, subject))
+        for name in names:
+            row = await self.store.find(name)
+            if (session := self._open.pop(name, None)) is not None:
+                session.over = True
+            self._ended.pop(name, None)
+            if row is not None and row["episode_id"] is not None and row["state"] != SessionState.DONE:
+                with contextlib.suppress(Conflict):  # it is over
+                    await self._run.store.episodes.abort(row["episode_id"], row["fence"], "forgotten", discard=True)
+        self._scored = [row for row in self._scored if row["session_id"] not in set(names)]
+        return await in_thread(lambda: forget(folder, names, subject))
+
+    async def _expire(self, now: float) -> None:
+        """Delete the content of sessions that is older than `keep_days`."""
+        if self._config.keep_days is None or now < self._expire_at:
+            return
+        self._expire_at = now + EXPIRE_SECONDS
+        folder, before = self._run.folder.path, now - self._config.keep_days * 86400.0
+        if names := await in_thread(lambda: sessions_before(folder, before)):
+            self._used.update(names)
+            await in_thread(lambda: forget(folder, names))
+
+    async def gather(self, step: int, groups: int, versions: Mapping[str, PolicyVersion]) -> None:
+        """Put sessions with feedback into a step, each as a group of its own; see `EpisodeSource`."""
+        ((policy, version),) = versions.items()
+        while True:
+            seen = self._news.count
+            missing = groups - len(await self._run.store.groups.of_step("train", step))
+            for row in list(self._scored):
+                if missing > 0 and row["session_id"] not in self._used:
+                    missing -= await self._put(row, step, policy, version)
+            if missing <= 0:
+                return
+            await self._news.wait(WAKE_SECONDS, seen)
+
+    async def _put(self, row: Mapping[str, Any], step: int, policy: str, version: PolicyVersion) -> bool:
+        """Put a session into a step, and return whether it can be trained now."""
+        name, newest = row["session_id"], ((r["session_id"], r["cluster"], r["score"]) for r in reversed(self._scored))
+        if row["episode_id"] is None:
+            self._used.add(name)
+            return False
+        if (baseline := baseline_of(name, row["cluster"], newest)) is None:
+            return False
+        self._used.add(name)
+        (trajectory,) = await self._run.store.calls.trajectories([row["episode_id"]])
+        if not trajectory.chats or row["score"] is None:
+            return False
+        oldest = version.n - self._run.config.rollout.max_staleness
+        if any(span.version.n < oldest for chat in trajectory.chats for span in chat.versions):
+            await self._run.event("session_stale", {"session": name, "step": step})
+            return False
+        index = await self._run.store.groups.next_index("train")
+        episode = _recorded(trajectory, row, policy, baseline)
+        await self._run.store.groups.register_recorded(index, step, [episode])
+        return True
+
+
+def _recorded(trajectory: Trajectory, row: Mapping[str, Any], policy: str, baseline: float) -> RecordedEpisode:
+    """Return a session's episode as one that is trained, whatever version has served it."""
+    name = row["session_id"]
+    return RecordedEpisode(
+        task=Task(task_id=name, data={"session": name, "cluster": row["cluster"], BASELINE: baseline}),
+        rewards={SOLE_AGENT: row["score"]},
+        metadata={"session": name},
+        calls=tuple(replace(chat, fence=0, policy=policy) for chat in trajectory.chats),
+    )
+
+
+def _session(row: Mapping[str, Any]) -> LiveSession:
+    episode = None if row["episode_id"] is None else (row["episode_id"], row["fence"])
+    return LiveSession(
+        session_id=row["session_id"],
+        subject=row["subject"],
+        train=bool(row["train"]),
+        policy=row["policy"],
+        last_at=row["last_at"],
+        episode=episode,
+    )

@@ -1,0 +1,230 @@
+"""A live run: a real server, an application that calls it with its own key, feedback, and what the run has then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import tomli_w
+from servers import PALESTRA, Process, free_port, until
+
+SECRET = "zebra-4711-umbrella"
+JOB = {
+    "kind": "live",
+    "name": "bot",
+    "steps": 1,
+    "engine": {"kind": "fake", "reply_tokens": 8},
+    "rollout": {"groups_per_step": 4},
+    "live": {"idle_seconds": 1.0, "wait_seconds": 1.0},
+}
+
+
+@dataclass
+class Application:
+    """A live run and its application."""
+
+    folder: Path
+    settings: dict[str, Any]
+    port: int
+    server: Process | None = None
+    started: int = 0
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, *options: str, fault: str | None = None) -> Process:
+        data = self.settings | {"run_dir": str(self.run), "server": {"port": self.port}}
+        (self.folder / "live.toml").write_text(tomli_w.dumps(data))
+        log = self.folder / f"server-{self.started}.log"
+        self.started += 1
+        command = [PALESTRA, "run", self.folder / "live.toml", *options]
+        self.server = server = Process.start(command, log, fault, fresh=False)
+        until(lambda: "data plane at" in server.output or server.popen.poll() is not None, "the server listens")
+        assert "data plane at" in server.output, server.output
+        return server
+
+    @property
+    def key(self) -> str:
+        return (self.run / "live_key").read_text()
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0)
+
+    def post(self, path: str, **body: Any) -> httpx2.Response:
+        return httpx2.post(self.url + path, json=body, headers={"Authorization": f"Bearer {self.key}"}, timeout=30)
+
+    def say(self, text: str, session: str | None = None, **headers: str) -> Any:
+        given = {f"x-palestra-{name}": value for name, value in headers.items()}
+        if session is not None:
+            given["x-palestra-session"] = session
+        messages: Any = [{"role": "user", "content": text}]
+        return self.client().chat.completions.create(model="bot", messages=messages, extra_headers=given)
+
+    def rows(self, wanted: str, file: str = "live.db") -> list[tuple[Any, ...]]:
+        with contextlib.closing(sqlite3.connect(self.run / file)) as connection:
+            return connection.execute(wanted).fetchall()
+
+    def hits(self, secret: str) -> list[Path]:
+        return [path for path in self.run.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+
+
+@pytest.fixture
+def application(tmp_path: Path) -> Iterator[Application]:
+    made = Application(tmp_path, json.loads(json.dumps(JOB)), free_port())
+    yield made
+    if made.server is not None:
+        made.server.kill()
+
+
+def test_a_session_without_consent_is_served_and_leaves_no_text(application: Application) -> None:
+    application.start()
+    opened = application.post("/live/sessions", subject="ann").json()
+    assert opened["train"] is False
+    assert application.say(f"my password is {SECRET}", opened["session"]).choices[0].message.content
+    assert application.say(f"again: {SECRET}", "by-header", subject="ann").choices[0].message.content
+    assert application.say(f"alone: {SECRET}").choices[0].message.content
+    refused = application.post("/feedback", id="f1", session=opened["session"], edit=SECRET)
+    assert refused.status_code == 403
+    assert "has no consent" in refused.text
+    until(lambda: application.rows("SELECT sum(calls) FROM sessions") == [(2,)], "both calls are counted")
+    application.server.kill()
+    assert application.hits(SECRET) == []
+    assert application.rows("SELECT calls, unrecorded FROM sessions") == [(1, 1), (1, 1)]
+
+
+def test_a_session_with_consent_is_an_episode_and_its_deletion_leaves_no_text(application: Application) -> None:
+    application.start()
+    opened = application.post("/live/sessions", subject="ann", train=True).json()
+    reply = application.say(f"I am {SECRET}", opened["session"])
+    application.say("another", "other", subject="bob", train="true")
+    given = application.post("/feedback", id="f1", session=opened["session"], call=reply.id, edit=f"no, {SECRET}")
+    assert given.json() == {"stored": True, "repeated": False}
+    assert application.hits(SECRET)
+    assert len(application.rows("SELECT * FROM chats", "run.db")) == 2
+    gone = application.post("/live/forget", subject="ann").json()
+    assert gone == {"sessions": 1, "versions": []}
+    assert application.hits(SECRET) == []
+    assert application.rows("SELECT count(*) FROM chats", "run.db") == [(1,)], "those of bob are left"
+    application.server.kill()
+    assert application.hits(SECRET) == []
+
+
+def test_private_texts_are_answered_and_written_nowhere(application: Application, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def hide(text):\n    return text.replace('umbrella', '…')\n")
+    application.settings["live"] |= {"redact": f"{tmp_path / 'mine.py'}:hide", "redact_patterns": [r"\d{3}-\d{3}"]}
+    application.start()
+    for number, text in enumerate((SECRET, "call 555-123", "harmless")):
+        application.say(text, "s", train="true")
+        until(lambda n=number: application.rows("SELECT calls FROM sessions") == [(n + 1,)], "it is counted")
+    assert application.rows("SELECT calls, unrecorded FROM sessions") == [(3, 2)]
+    assert len(application.rows("SELECT * FROM chats", "run.db")) == 1
+    application.server.kill()
+    assert application.hits(SECRET) == application.hits("555-123") == []
+
+
+def test_feedback_that_is_wrong_is_refused_in_one_line(application: Application) -> None:
+    application.settings["live"]["feedback_per_hour"] = 3
+    application.start()
+    for name, subject in (("mine", "ann"), ("theirs", "bob")):
+        application.post("/live/sessions", id=name, subject=subject, train=True)
+    reply = application.say("hello", "mine")
+    wrong = [
+        (404, "there is no session 'nobody'", {"session": "nobody", "score": 1.0}),
+        (403, "is another subject's", {"session": "theirs", "subject": "ann", "score": 1.0}),
+        (422, "not a number from 0 to 1", {"session": "mine", "score": 1.5}),
+        (422, "score", {"session": "mine", "score": "good"}),
+        (422, "exactly one of", {"session": "mine"}),
+        (422, "exactly one of", {"session": "mine", "score": 1.0, "thumbs": "up"}),
+        (404, "no recorded reply", {"session": "mine", "call": "chatcmpl-7", "score": 1.0}),
+        (404, "no recorded reply", {"session": "theirs", "call": reply.id, "score": 1.0}),
+    ]
+    for status, text, body in wrong:
+        answer = application.post("/feedback", id="w", **body)
+        assert (answer.status_code, "\n" in answer.json()["error"]["message"]) == (status, False), answer.text
+        assert text in answer.text
+    nan = httpx2.post(
+        f"{application.url}/feedback",
+        content=b'{"id": "n", "session": "mine", "score": NaN}',
+        headers={"Authorization": f"Bearer {application.key}"},
+    )
+    assert nan.status_code == 422
+    for number in range(3):
+        assert application.post("/feedback", id=f"f{number}", session="mine", thumbs="up").status_code == 200
+    assert application.post("/feedback", id="f0", session="mine", thumbs="up").json()["repeated"] is True
+    assert application.post("/feedback", id="f0", session="mine", thumbs="down").status_code == 409
+    capped = application.post("/feedback", id="f3", session="mine", thumbs="up")
+    assert (capped.status_code, "feedback_per_hour" in capped.text) == (429, True)
+    until(lambda: application.rows("SELECT DISTINCT state FROM sessions") == [("done",)], "both are settled")
+    late = application.post("/feedback", id="f4", session="mine", thumbs="up")
+    assert (late.status_code, "is over" in late.text) == (410, True)
+    with pytest.raises(openai.APIStatusError, match="is over"):
+        application.say("more", "mine")
+
+
+@pytest.mark.slow
+def test_feedback_doubled_late_out_of_order_and_killed_is_trained_once(application: Application) -> None:
+    application.settings |= {"steps": 5, "live": {"idle_seconds": 0.5, "wait_seconds": 3.0}}
+    application.start()
+    acknowledged: dict[str, tuple[str, float]] = {}
+
+    async def users(first: int, last: int) -> None:
+        headers = {"Authorization": f"Bearer {application.key}"}
+        async with httpx2.AsyncClient(base_url=application.url, headers=headers, timeout=30) as client:
+
+            async def use(number: int) -> None:
+                name = f"s{number}"
+                call = {"model": "bot", "messages": [{"role": "user", "content": f"question {number}"}]}
+                marked = {"x-palestra-session": name, "x-palestra-train": "true"}
+                with contextlib.suppress(httpx2.HTTPError):
+                    said = await client.post("/v1/chat/completions", json=call, headers=marked)
+                    if said.status_code != 200:
+                        return
+                    early = {"id": f"{name}-0", "session": name, "score": 0.5}
+                    final = {"id": f"{name}-1", "session": name, "score": (number % 11) / 10}
+                    await client.post("/feedback", json=early)
+                    await asyncio.sleep(number % 3 * 0.4)
+                    for _ in range(2):
+                        if (await client.post("/feedback", json=final)).status_code == 200:
+                            acknowledged[name] = final["id"], final["score"]
+                    await client.post("/feedback", json=early)  # again, and too late to count
+
+            await asyncio.gather(*(use(number) for number in range(first, last)))
+
+    for part in range(4):
+        asyncio.run(users(part * 30, part * 30 + 30))
+        application.server.send(signal.SIGKILL)
+        application.server.wait()
+        application.start("--resume")
+    assert application.server.wait(120) == 0, application.server.output
+    stored = dict(application.rows("SELECT feedback_id, session_id FROM feedback"))
+    assert {id for id, _ in acknowledged.values()} <= stored.keys(), "what was acknowledged is there"
+    assert len(acknowledged) > 100
+    scores = dict(application.rows("SELECT session_id, score FROM sessions"))
+    assert {name: score for name, (_, score) in acknowledged.items() if scores[name] is not None} == {
+        name: scores[name] for name in acknowledged if scores[name] is not None
+    }
+    trained = application.rows(
+        "SELECT task_id, rewards, task_data FROM episodes WHERE kind = 'train' ORDER BY group_index", "run.db"
+    )
+    names = [name for name, *_ in trained]
+    assert len(names) == len(set(names)) == 5 * 4, "each is trained once"
+    for name, rewards, data in trained:
+        assert json.loads(rewards) == {"agent": scores[name]}
+        assert 0.0 < json.loads(data)["baseline"] < 1.0
+    learned = [json.loads(ids) for (ids,) in application.rows("SELECT episode_ids FROM manifests", "run.db")]
+    assert sorted(map(len, learned)) == [4] * 5
