@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,21 +43,14 @@ def add_run(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Serve the job, and train, until its steps are done or Ctrl-C; return 130 after a signal."""
-    from palestra.config import parse_config
     from palestra.config.loading import read_tables
     from palestra.http.server import run_on_uvloop
     from palestra.models.device import tune_malloc
     from palestra.runtime.console import console_of
     from palestra.runtime.run_dir import resolve_run_dir
     from palestra.runtime.starting_points import newest_checkpoints, with_checkpoints
-    from palestra.runtime.terms import USUAL
 
-    read, settings = read_tables(arguments.config), overrides(arguments.set)
-    kind, terms = settings.get("kind", read.get("kind")), USUAL
-    if isinstance(kind, str) and (point := extensions(KINDS).get(kind)) is not None:
-        config, terms = load_extension(point)(read, settings, str(arguments.config))
-    else:
-        config = parse_config(read, settings, str(arguments.config))
+    config, terms = job_of(read_tables(arguments.config), overrides(arguments.set), str(arguments.config))
     config = with_checkpoints(config)
     config = resolve_run_dir(config, arguments.resume, lambda text: say(f"palestra: {text}", file=sys.stderr))
     if config.engine.has_model:
@@ -67,6 +61,20 @@ def _run(arguments: argparse.Namespace) -> int:
         progress = run_on_uvloop(_served(config, console, terms))
         console.finished(progress.state.value, newest_checkpoints(config))
     return 0 if progress.over else 130
+
+
+def job_of(tables: Mapping[str, Any], settings: Mapping[str, Any], source: str) -> tuple[JobConfig, JobTerms]:
+    """Return the job of a configuration, and how it is started; its `kind` may be one that a package brings.
+    `settings`: by dotted key, they replace values of `tables`.
+    """
+    from palestra.config import parse_config
+    from palestra.runtime.terms import USUAL
+
+    kind = settings.get("kind", tables.get("kind"))
+    if isinstance(kind, str) and (point := extensions(KINDS).get(kind)) is not None:
+        made: tuple[JobConfig, JobTerms] = load_extension(point)(tables, settings, source)
+        return made
+    return parse_config(tables, settings, source), USUAL
 
 
 async def _served(config: JobConfig, console: Console, terms: JobTerms) -> JobProgress:

@@ -14,6 +14,7 @@ import pytest
 from documents.blocks import BLOCKS, BY_LANGUAGE, BY_MARK, PAGES, ROOT, SIGNATURE, Block, prose_of, summary, with_rule
 from documents.commands import lines_of, saved_by, trouble
 from documents.links import broken, links_of
+from palestra.cli.run import job_of
 from palestra.config import JobConfig, parse_config
 from palestra.config.section import Section, sections_of
 from palestra_lab.config import load_comparison
@@ -49,7 +50,7 @@ def test_every_block_says_what_is_done_with_it():
 
 @named(with_rule(BY_LANGUAGE["toml"]))
 def test_a_configuration_is_one(block):
-    parse_config(tomllib.loads(block.text))
+    job_of(tomllib.loads(block.text), {}, "the block")
 
 
 @named(with_rule(BY_MARK["rules"]))

@@ -193,6 +193,7 @@ CASES: dict[str, list[list[str]]] = {
         ["check", HOSTILE, "--config", "job.toml"],
         [HOSTILE],
     ],
+    "live": [["forget", "run", HOSTILE], ["versions", HOSTILE, HOSTILE], [HOSTILE]],
     "harness": [[HOSTILE], ["list", HOSTILE], ["check", HOSTILE]],
     "environments": [[HOSTILE]],
     "algorithms": [[HOSTILE]],
