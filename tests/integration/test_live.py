@@ -95,9 +95,9 @@ def test_a_session_without_consent_is_served_and_leaves_no_text(application: App
     application.start()
     opened = application.post("/live/sessions", subject="ann").json()
     assert opened["train"] is False
-    assert application.say(f"my password is {SECRET}", opened["session"]).choices[0].message.content
-    assert application.say(f"again: {SECRET}", "by-header", subject="ann").choices[0].message.content
-    assert application.say(f"alone: {SECRET}").choices[0].message.content
+    assert application.say(f"my password is {SECRET}", opened["session"]).usage.completion_tokens
+    assert application.say(f"again: {SECRET}", "by-header", subject="ann").usage.completion_tokens
+    assert application.say(f"alone: {SECRET}").usage.completion_tokens
     refused = application.post("/feedback", id="f1", session=opened["session"], edit=SECRET)
     assert refused.status_code == 403
     assert "has no consent" in refused.text
