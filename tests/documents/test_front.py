@@ -18,7 +18,7 @@ def made(path: str) -> list[str]:
 
 def test_the_workflow_makes_what_ci_makes():
     steps = made(".github/workflows/test.yml")
-    assert steps == made(".ci/run") == ["machine", "wheel", "docs-site", "test"]
+    assert steps == made(".ci/run") == ["machine", "wheel", "docs-site", "test", "test-ci"]
     assert '["3.11", "3.12"]' in (ROOT / ".github/workflows/test.yml").read_text()
     assert made(".github/workflows/release.yml") == ["release"]
     assert {*steps, "release", "container"} <= set(TARGET.findall((ROOT / "Makefile").read_text()))
