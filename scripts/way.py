@@ -28,7 +28,7 @@ from palestra.runtime.local import local_job
 from palestra.runtime.local_job import LocalJob
 from palestra.types.records import Task
 
-ROOT = str(Path(palestra.__file__).parent)
+ROOT = f"{Path(palestra.__file__).parent}/"
 WARM, COUNTED = 3, 9  # groups of one episode and one call that are played
 GROUP = 2
 SYSTEM = "You help people who write programs, and you say in few words what to do. "
@@ -165,7 +165,7 @@ def main() -> int:
         print(f"| {name} | {len(own)} | {own.total()} | {len(files)} | {counts.total() - own.total()} |")
         if name == arguments.list:
             order = sorted(own, key=lambda code: (code.co_filename, code.co_firstlineno))
-            lines = [f"{c.co_filename.removeprefix(ROOT)[1:]}: {c.co_qualname} {own[c]}" for c in order]
+            lines = [f"{c.co_filename.removeprefix(ROOT)}: {c.co_qualname} {own[c]}" for c in order]
     print("\n".join(lines) if arguments.list else "", end="\n" if arguments.list else "")
     return 0
 
