@@ -146,7 +146,7 @@ class ControlClient:
         view = self.request(
             "POST", "/jobs", JobView, json=body, headers={"idempotency-key": request_id or uuid.uuid4().hex}
         )
-        return Job(self, view.job_id)
+        return Job(self, view.job_id, view.estimate)
 
     def jobs(self, **filters: Any) -> Iterator[JobView]:
         """Iterate over the tenant's jobs, newest first.

@@ -35,10 +35,14 @@ class JobEvent:
 
 
 class Job:
-    """A job of a control plane, by its id; every method asks the server."""
+    """A job of a control plane, by its id; every method asks the server.
 
-    def __init__(self, control: ControlClient, job_id: str) -> None:
-        self._control, self.job_id = control, job_id
+    Attributes:
+        estimate: what it will take, if it was submitted by this object and trains; None: otherwise.
+    """
+
+    def __init__(self, control: ControlClient, job_id: str, estimate: str | None = None) -> None:
+        self._control, self.job_id, self.estimate = control, job_id, estimate
         # Ids may be pasted from anywhere; quoted, `../keys/ID` can't become the path of another route.
         self._path = f"/jobs/{quote(job_id, safe='')}"
 

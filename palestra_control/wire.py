@@ -166,6 +166,9 @@ class JobView(Body):
         None, description="URL of its data plane while it runs; the key is in `GET /jobs/ID/server`."
     )
     log_tail: str | None = Field(description="The last lines of its log, kept when it ends.")
+    estimate: str | None = Field(
+        None, description="In the answer to a submission: what a training job will take, by former runs."
+    )
 
 
 class JobList(Body):

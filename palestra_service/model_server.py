@@ -19,6 +19,7 @@ from palestra.runtime.job_thread import JobThread
 from palestra.runtime.local_job import LocalJob
 from palestra.runtime.terms import HERE, JobPlaces, JobTerms
 from palestra.threads import in_thread
+from palestra_service.estimates import say_estimate
 from palestra_service.jobs.budgets import ALLOWANCE_FILE, AllowanceFile
 from palestra_service.jobs.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, ending_of, write_ended
 
@@ -69,6 +70,8 @@ class ModelServer:
             terms = JobTerms(weights=weights, places=self._places, most_replicas=most, allowed=allowed)
             self._thread = JobThread(job_config, console, terms=terms)
             self._job = job = await self._thread.start()
+        if self._trains:
+            self._estimating = asyncio.create_task(say_estimate(job))  # kept, so that it is not collected
         self._url = job.url
         return self._url
 

@@ -33,6 +33,7 @@ from palestra_service.accounts.identity import Identity
 from palestra_service.api import streams
 from palestra_service.api.access import ControlPlane
 from palestra_service.api.submission import allowed, recorded_source, request_of
+from palestra_service.estimates import by_former_runs, same_work
 from palestra_service.jobs.job_resources import body_of
 from palestra_service.jobs.launcher import LOG_FILE, RUN
 from palestra_service.rights import Action
@@ -93,6 +94,7 @@ def _shown(name: Path) -> bool:
     return not any(part in HIDDEN or part.startswith((".", "run.db")) for part in name.parts)
 
 
+FORMER = 100  # jobs among which those of the same configuration are looked for
 MOST_STREAMS = 256  # of a user: more than the jobs that one may have open
 REFUSED = "streams of this user are open, and there may not be more; close some"
 
@@ -120,7 +122,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
             raise InvalidRequest(f"this job could never start: it {reason}", "resources")
         job = await store.submit_job(by.tenant, by.user, wanted, idempotency_key, by.limits.open_jobs)
         await plane.log(by, Action.JOB_SUBMIT, job.job_id)
-        return view(job)
+        return view(job).model_copy(update={"estimate": await _estimated(plane, by, job)})
 
     @app.get("/jobs", tags=["jobs"])
     async def listed(
@@ -198,6 +200,16 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         await plane.job(by, job_id, Action.JOB_READ)
         found = await store.changes(by.tenant, job_id, after)
         return [ChangeView.model_validate(change, from_attributes=True) for change in found]
+
+
+async def _estimated(plane: ControlPlane, by: Identity, job: JobRecord) -> str | None:
+    """Return what a new job will take, by former runs that the caller may see; None: it does not train."""
+    if job.kind != "training":
+        return None
+    viewer = None if by.sees(None) else by.user
+    page = await plane.store.jobs(by.tenant, states=[JobState.COMPLETED], kind=job.kind, limit=FORMER, viewer=viewer)
+    runs = [plane.scheduler.folder_of(one.job_id) / RUN for one in page.jobs if same_work(one.config, job.config)]
+    return await asyncio.to_thread(by_former_runs, job.config, runs)
 
 
 def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
@@ -287,7 +299,7 @@ def job_view(job: JobRecord, waits: str | None, place: int | None = None) -> Job
     """Return a job as its tenant's users see it. `waits`: why a queued job does not start; None: show the record's
     reason.
     """
-    made_here = ("resources", "reason", "state", "place", "bundle_nodes")
+    made_here = ("estimate", "resources", "reason", "state", "place", "bundle_nodes")
     shown: dict[str, Any] = {name: getattr(job, name) for name in JobView.model_fields if name not in made_here}
     return JobView(
         **shown,

@@ -45,7 +45,7 @@ def describe(kind: str, data: Mapping[str, Any], policy: str) -> str:
         return _step(data, one_line(policy))
     if kind == "warning":
         return one_line(f"warning: {data['text']}")
-    if kind in (*LOSSES, "tasks_grouped", "tasks_left_out", "judge_doubtful", "version_quarantined"):
+    if kind in (*LOSSES, "tasks_grouped", "tasks_left_out", "estimate", "judge_doubtful", "version_quarantined"):
         return one_line(data["text"])
     if kind == "serving":
         return one_line(f"serving {data['model']}")

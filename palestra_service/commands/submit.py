@@ -167,6 +167,8 @@ def _run(arguments: argparse.Namespace) -> int:
             time_limit_seconds=arguments.time_limit,
         )
         say(job.job_id)
+        if job.estimate is not None:
+            say(f"estimate: {job.estimate}", file=sys.stderr)
         if tasks["train"] is not None:
             say("its tasks are pushed when it runs …", file=sys.stderr)
             with job.client() as client:

@@ -37,6 +37,9 @@ UNITS = {
     "MODELS",
     "POLICIES",
     "ADAPTERS",
+    "MONEY",
+    "HOURS",
+    "TOKENS",
 }
 COUNTED = {
     ("base", "--port"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from contextlib import asynccontextmanager
 
 import pytest
@@ -108,6 +109,35 @@ async def test_several_jobs_of_a_tenant_end_cleanly_within_its_budget(tmp_path, 
         await operator.quota("blue", tokens=80_000)  # and one that waits for it goes on
         await operator.becomes(waiting, JobState.COMPLETED)
         assert (await operator.store.read(lambda c: given_to(c, "blue"))).tokens <= 80_000
+
+
+@pytest.mark.slow
+async def test_a_submission_says_what_former_runs_took_and_a_job_what_two_steps_mean(tmp_path):
+    prices = {"prices": {"device_hour": 1.0, "tokens": {"policy": [1.0, 2.0]}}}
+    config = GAMES | {"steps": 12} | prices
+    async with operating(tmp_path, RealJobs()) as operator:
+
+        async def submitted(**changes) -> tuple[str, str]:
+            answer = await operator.http.post("/jobs", json={"config": config | changes})
+            assert answer.status_code == 201, answer.text
+            return answer.json()["job_id"], answer.json()["estimate"]
+
+        job_id, estimate = await submitted()
+        assert estimate == "unknown until step 2"
+        await operator.becomes(job_id, JobState.COMPLETED)
+        run = operator.scheduler.folder_of(job_id) / "run"
+        with browse(run / "run.db") as connection:
+            rows = connection.exec_driver_sql("SELECT data FROM events WHERE kind = 'estimate'").all()
+            total = sum(one.tokens for one in sums(connection))
+        (text,) = [json.loads(data)["text"] for (data,) in rows]
+        found = re.fullmatch(r"by its first 2 steps, the job takes ([\d,]+) \(.*\) tokens, .* hours, .* money", text)
+        assert found is not None, text
+        assert int(found[1].replace(",", "")) == pytest.approx(total, rel=0.35)  # replies are of random lengths
+        _, again = await submitted(seed=5, name="again")
+        assert again.startswith(f"{total:,} (")
+        assert again.endswith("by a former run of the same configuration")
+        _, other = await submitted(steps=7)
+        assert other == "unknown until step 2"
 
 
 async def test_the_budget_of_a_served_job_ends_it_for_good(tmp_path):

@@ -38,6 +38,7 @@ EXEMPT = {
     "judge.criteria.weight": "costs nothing, and JobConfig bounds it",
     "judge.timeout_seconds": "JobConfig bounds it",
     "prices.device_hour": "what is shown",
+    "prices.storage": "what is shown",
     "prices.tokens.*": "what is shown",
     "budget.money": "less is less work",
     "budget.hours": "less is less work",
