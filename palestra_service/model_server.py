@@ -19,9 +19,9 @@ from palestra.runtime.job_thread import JobThread
 from palestra.runtime.local_job import LocalJob
 from palestra.runtime.terms import HERE, JobPlaces, JobTerms
 from palestra.threads import in_thread
-from palestra_service.estimates import say_estimate
 from palestra_service.jobs.budgets import ALLOWANCE_FILE, AllowanceFile
 from palestra_service.jobs.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, ending_of, write_ended
+from palestra_service.step_estimates import say_estimate
 
 
 class ModelServer:
