@@ -25,31 +25,29 @@ from pathlib import Path
 from typing import Any
 
 from learning import PAGE, PATIENT, UNFINISHED, machine, written
-from learning_outcomes import KEPT
+from learning_outcomes import KEPT, ROOT
 
 import palestra
 from palestra.cli.options import overrides
 from palestra.config.loading import parse_config
+
+sys.path.insert(0, str(ROOT))
+from recipes import addition
 
 STEPS, GOAL, NEAR = 100, 0.8, 0.05
 HELD_OUT = 40
 MODELS = ("Qwen", "SmolLM2")
 KINDS = {"all": None, "lora": {"rank": 16}}
 FILE = KEPT / "defaults.json"
-# Data set of reasoning-gym and its settings, system message, most tokens of a reply.
+# Data set of reasoning-gym, or the recipe's, and its settings; system message; most tokens of a reply.
 TASKS: dict[str, tuple[str, dict[str, int], str, int]] = {
+    "pairs": ("addition", {}, addition.SYSTEM, 12),
     "sums": (
         "chain_sum",
         {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 2},
         "Work in short lines, then the number alone on the last line. Example: 12 + 30 - 5 =\n12 + 30 = 42\n"
         "42 - 5 = 37\n37",
         64,
-    ),
-    "pairs": (
-        "chain_sum",
-        {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
-        "You are a calculator. Reply with the number only.",
-        12,
     ),
     "words": (
         "gsm_symbolic",
@@ -62,17 +60,25 @@ TASKS: dict[str, tuple[str, dict[str, int], str, int]] = {
 
 
 def reward(task: dict[str, Any], answer: str, finish_reason: str) -> float:
-    """Return 1 if the reply ends by itself and its last line is the right number alone, else 0."""
-    last = (answer.strip().splitlines() or [""])[-1].strip()
-    right = re.fullmatch(r"-?\d+(\.\d+)?", last) is not None and float(last) == float(task["answer"])
-    return float(right and finish_reason == "stop")
+    """Return 1 if the reply ends by itself and the last number of its last line is right, else 0."""
+    last = re.findall(r"-?\d+(?:\.\d+)?", (answer.strip().splitlines() or [""])[-1])[-1:]
+    return float(finish_reason == "stop" and [*map(float, last)] == [float(task["answer"])])
 
 
 def tasks(name: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return (training, validation): questions that differ, of which the first are held out."""
+    """Return (training, validation): questions that differ, of which some are held out."""
     import reasoning_gym
 
     dataset, settings, _, _ = TASKS[name]
+    if dataset == "addition":
+        training, validation = (
+            [
+                {"id": one["id"], "prompt": f"{one['a']} + {one['b']} =", "answer": str(one["a"] + one["b"])}
+                for one in part
+            ]
+            for part in addition.sums()
+        )
+        return training, validation[:HELD_OUT]
     made = reasoning_gym.create_dataset(dataset, size=1000, seed=5, **settings)
     found = {
         re.sub(r"^State the final answer.*?: | Give the result as.*$", "", e["question"]): e["answer"] for e in made
@@ -154,8 +160,8 @@ def part(kept: dict[str, Any]) -> str:
             "## Default settings",
             "",
             "`bench/learning_defaults.py`: 100 steps of 4 groups x 8 replies, GRPO, optimizer and adapter (rank 16) as",
-            f"by default; {HELD_OUT} held-out tasks, greedily, every 5 steps. A reply counts if its last line is the",
-            "number alone.",
+            f"by default; {HELD_OUT} held-out tasks, greedily, every 5 steps. A reply counts if it ends by itself and",
+            "the last number of its last line is right.",
             "",
             f"Trained so far: {len(rows)} of 36 runs, of which {good} end within {NEAR} of their best.",
             "",
