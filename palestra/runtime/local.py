@@ -45,7 +45,7 @@ from palestra.runtime.playing import algorithms_of, check_played_roles, fleet_of
 from palestra.runtime.renewal import Renewal
 from palestra.runtime.run_dir import starting_in
 from palestra.runtime.serving import Scoring, Serving
-from palestra.runtime.spending import open_metering
+from palestra.runtime.spending import open_metering, recorded_loading
 from palestra.runtime.tasks import load_tasks
 from palestra.runtime.terms import USUAL, JobTerms
 from palestra.server import DataPlane, KeyRing
@@ -84,7 +84,9 @@ async def local_job(
         folder = RunFolder(config.folder)
         server = config.server
         listener = stack.enter_context(listen(server.host, server.port, or_any=not server.port_is_given))
-        parts, base = await _parts(config, terms, folder)
+        counted = not scores and (terms.allowed or config.prices or config.budget) is not None
+        async with recorded_loading(config.folder, began) if counted else contextlib.nullcontext(began) as began:
+            parts, base = await _parts(config, terms, folder)
         try:
             run = await _open_run(config, report, parts, folder, stack, None if scores else (began, terms))
         except BaseException:

@@ -16,7 +16,7 @@ from palestra.errors import ConfigError, NotFound, RunInUse, VersionQuarantined
 from palestra.learner.reporting import CHECKPOINTS, checkpoints_of
 
 ATTEMPTS = 100  # attempts to lock a folder, which failing starts of other processes may remove
-MADE_BY_A_START = ("secret", "api_key", ".keys", "run.db", "run.db-wal", "run.db-shm")
+MADE_BY_A_START = ("secret", "api_key", ".keys", "run.db", "run.db-wal", "run.db-shm", "loading_ms")
 
 
 def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] = lambda text: None) -> JobConfig:

@@ -4,21 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import operator
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
 
 from palestra.config import JobConfig
 from palestra.config.budget import HOUR_MS, device_price, shown_money, token_prices, units_of
+from palestra.disk import write_whole
 from palestra.learner.open_run import AddEvent
 from palestra.store import RunStore
 from palestra.store.ledger import AHEAD_MS, NOTHING, Allowance, BudgetAmounts, Ledger, Limits
-from palestra.store.spending import Metering
+from palestra.store.spending import LOADING_FILE, Metering, loading_ms
 from palestra.threads import in_thread
 from palestra.types.progress import duration
+from palestra.waiting import cancelled
 
 WATCH_SECONDS = 0.5
 CLOSING_MS = 2000  # left for closing when the work is cancelled
 SHARES = (50, 80, 100)  # percent of the budget that are warned of
+
+
+@contextlib.asynccontextmanager
+async def recorded_loading(folder: Path, began: float) -> AsyncIterator[float]:
+    """Record the time of a start in the run's folder while the block loads its model. Yields from when on the time of
+    the job counts, with that of killed starts: `open_metering` records it. `began`: monotonic seconds.
+    """
+    counts_from = began - await in_thread(lambda: loading_ms(folder)) / 1000
+
+    async def record() -> None:
+        while True:
+            text = str(math.ceil((time.monotonic() - counts_from) * 1000))
+            await in_thread(partial(write_whole, folder / LOADING_FILE, text.encode()))
+            await asyncio.sleep(WATCH_SECONDS)
+
+    recording = asyncio.create_task(record())
+    try:
+        yield counts_from
+    finally:
+        await cancelled(recording)
 
 
 async def open_metering(
@@ -42,6 +68,8 @@ async def open_metering(
         device_ms=device_price(config),
         refuses=config.kind == "inference",
     )
+    await store.spending.set_ms(ledger.total.ms)
+    await in_thread(lambda: (config.folder / LOADING_FILE).unlink(missing_ok=True))
     if allowed is not None:
         ledger.allow(allowed())
     return Metering(ledger, store.spending, judging_policies(config), allowed)

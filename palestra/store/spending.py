@@ -8,6 +8,7 @@ from asyncio import Future
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import orjson
@@ -29,6 +30,7 @@ from palestra.types.records import AUDIT as OF_AUDIT
 log = logging.getLogger("palestra")
 WANTED_FACT = "budget_wanted"  # what a job needs of a shared budget in all: tokens, money, milliseconds
 MS_FACT = "spent_ms"  # how long the run's processes have run, milliseconds
+LOADING_FILE = "loading_ms"  # in a run's folder while a job loads its model
 PIECE = 500  # calls that are read at a time
 
 _new = insert(spending).values({column.name: bindparam(column.name) for column in spending.c})
@@ -261,6 +263,14 @@ def wanted_by(connection: Connection) -> BudgetAmounts:
     """Return what a job has recorded last that it needs of a shared budget, in all."""
     found = read_fact(connection, WANTED_FACT)
     return NOTHING if found is None else BudgetAmounts(*map(int, orjson.loads(found)))
+
+
+def loading_ms(folder: Path) -> int:
+    """Return for how many milliseconds starts of a run have loaded that were killed before its store was open."""
+    try:
+        return int((folder / LOADING_FILE).read_text(encoding="ascii"))
+    except (FileNotFoundError, ValueError):
+        return 0
 
 
 def usage_of_calls(connection: Connection, config: JobConfig) -> Iterator[Used]:

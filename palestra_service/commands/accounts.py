@@ -90,7 +90,7 @@ def _tenants(arguments: argparse.Namespace) -> None:
 
 def _line(tenant: dict[str, Any]) -> str:
     """Return a tenant's name and its limits as one line of the list."""
-    spent = tenant["spent"] or {}
+    spent = tenant.get("spent") or {}
     limits = [
         f"{name} {amount:g}" + (f" ({spent[name]:.4g} spent)" if name in spent else "")
         for name, amount in tenant["quota"].items()

@@ -20,7 +20,7 @@ from palestra.config.budget import device_price, token_prices, unpriced_servers
 from palestra.disk import write_whole
 from palestra.store.browsing import browse
 from palestra.store.ledger import NOTHING, Allowance, BudgetAmounts, Limits
-from palestra.store.spending import spent_ms, sums, wanted_by
+from palestra.store.spending import Used, loading_ms, spent_ms, sums, wanted_by
 from palestra_control.jobs import JobRecord
 from palestra_service.jobs.launcher import RUN
 from palestra_service.placement.tenants import MICRO, Quota
@@ -114,12 +114,11 @@ class TenantBudgets:
 
     def _need(self, job: JobRecord) -> Need:
         """Return what a job has used, by its store, and what it needs. Blocks for the disk."""
-        path = self._folder_of(job.job_id) / RUN / "run.db"
-        if not path.exists():  # it has not begun
-            return Need()
-        config = parse_config(job.config)
-        with browse(path) as connection:
-            used, ms, wanted = sums(connection), spent_ms(connection), wanted_by(connection)
+        run = self._folder_of(job.job_id) / RUN
+        config, used, ms, wanted = parse_config(job.config), list[Used](), loading_ms(run), NOTHING
+        if (run / "run.db").exists():
+            with browse(run / "run.db") as connection:
+                used, ms, wanted = sums(connection), ms + spent_ms(connection), wanted_by(connection)
         prices = token_prices(config)
         money = sum(one.money(prices) for one in used) + ms * device_price(config)
         return Need(_spent(BudgetAmounts(sum(one.tokens for one in used), money, ms)), _spent(wanted))

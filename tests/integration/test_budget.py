@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import sqlite3
+import time
 
 import httpx2
 import pytest
@@ -15,8 +16,9 @@ from palestra.client import AsyncClient, Worker
 from palestra.config import load_saved_config, parse_config
 from palestra.learner.metrics import SPENT_METRICS
 from palestra.runtime.local import local_job
+from palestra.runtime.spending import recorded_loading
 from palestra.store.browsing import browse
-from palestra.store.spending import Used, spent_ms, sums, usage_of_calls
+from palestra.store.spending import Used, loading_ms, spent_ms, sums, usage_of_calls
 from palestra.types.records import Task
 
 pytestmark = pytest.mark.ci
@@ -120,6 +122,18 @@ async def test_a_job_whose_hours_are_used_up_at_its_start_completes_and_says_why
     assert codes(tmp_path / "run")[-1] == "budget_100"
     assert said[-1] == "completed"
     assert said.count("completed") == 1
+
+
+async def test_the_time_of_a_start_that_was_killed_while_it_loaded_counts(tmp_path):
+    async with recorded_loading(tmp_path, time.monotonic() - 7.0):
+        await asyncio.sleep(0.1)  # then it is killed, and so never opens the store
+    assert 7_000 <= loading_ms(tmp_path) < 8_000
+    config = parse_config({"run_dir": str(tmp_path), "server": {"port": 0}, "engine": {"kind": "fake"}, "prices": {}})
+    async with local_job(config, lambda kind, data: None) as job:
+        with browse(tmp_path / "run.db") as connection:
+            assert 7_000 <= spent_ms(connection) < 30_000  # before it runs
+        assert loading_ms(tmp_path) == 0
+        assert job.opened.metering.ledger.total.ms >= 7_000
 
 
 @pytest.mark.slow
