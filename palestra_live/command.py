@@ -22,7 +22,7 @@ def add_live(commands: Any) -> None:
         "  palestra live versions runs/bot user-17",
     )
     parser.add_argument("what", choices=["forget", "versions"], help="what to do")
-    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of the run")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="the folder of the run")
     parser.add_argument("subject", metavar="SUBJECT", help="whose sessions")
     parser.add_argument(
         "--url", metavar="URL", help="address of the run's server, if it runs; without it, its files are changed here"
@@ -35,7 +35,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from palestra.runtime.run_dir import is_running
     from palestra_live.forgetting import forget, sessions_of, versions_of
 
-    folder, subject = arguments.run, arguments.subject
+    folder, subject = arguments.folder, arguments.subject
     if arguments.what == "versions":
         versions = versions_of(folder, subject)
     elif arguments.url is not None:

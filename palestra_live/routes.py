@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import re
 import secrets
 import time
@@ -29,6 +30,7 @@ from palestra_live.privacy import Redaction
 from palestra_live.sessions import LiveSession, LiveSessions
 from palestra_live.store import NewSession
 
+log = logging.getLogger("palestra.live")
 SESSION, SUBJECT, CLUSTER, TRAIN = (f"x-palestra-{name}" for name in ("session", "subject", "cluster", "train"))
 RECORDED = "x-palestra-recorded"  # of an answer: whether the call is recorded
 OWN_PATHS = frozenset({"/live/sessions", "/live/forget", "/feedback"})
@@ -138,10 +140,15 @@ class LiveApp:
                 await self._inner(_with_key(scope, key, len(body)), _replayed(body, receive), answer)
             finally:
                 if session.stored and scope["path"] in _ANSWERED:
-                    seconds = time.monotonic() - started
-                    await self._sessions.store.count_call(
-                        session.session_id, seconds=seconds, failed=status >= 500, recorded=recorded
-                    )
+                    await self._count(session, time.monotonic() - started, status >= 500, recorded)
+
+    async def _count(self, session: LiveSession, seconds: float, failed: bool, recorded: bool) -> None:
+        """Count a call that was answered; that it can't be counted is no error of the answer."""
+        try:
+            name = session.session_id
+            await self._sessions.store.count_call(name, seconds=seconds, failed=failed, recorded=recorded)
+        except PalestraError as error:
+            log.error("a call of session %s is not counted: %s", session.session_id, error)
 
     async def _session_of(self, request: Request) -> LiveSession:
         """Return the session that a call names, opened if it is new. A call without one has its own, which is stored

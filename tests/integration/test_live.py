@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import signal
 import sqlite3
 from collections.abc import Iterator
@@ -228,3 +229,66 @@ def test_feedback_doubled_late_out_of_order_and_killed_is_trained_once(applicati
         assert 0.0 < json.loads(data)["baseline"] < 1.0
     learned = [json.loads(ids) for (ids,) in application.rows("SELECT episode_ids FROM manifests", "run.db")]
     assert sorted(map(len, learned)) == [4] * 5
+
+
+@pytest.mark.slow
+def test_a_model_learns_from_sessions_and_the_versions_of_a_subject_are_known(application: Application) -> None:
+    policy = {"model": "tiny-random", "max_context": 256, "sampling": {"max_tokens": 8}}
+    application.settings |= {
+        "steps": 2,
+        "engine": {"threads": 1},
+        "policies": {"policy": policy | {"optimizer": {"learning_rate": 1e-2}}},
+        "live": {"idle_seconds": 0.5, "wait_seconds": 0.5},
+    }
+    application.start()
+
+    async def use() -> None:
+        headers = {"Authorization": f"Bearer {application.key}"}
+        async with httpx2.AsyncClient(base_url=application.url, headers=headers, timeout=60) as client:
+            for number in range(69):
+                subject = "ann" if number == 1 else f"user-{number}"
+                marked = {"x-palestra-session": f"s{number}", "x-palestra-subject": subject, "x-palestra-train": "true"}
+                text = SECRET if subject == "ann" else f"question {number}"
+                call = {"model": "x", "messages": [{"role": "user", "content": text}]}
+                assert (await client.post("/v1/chat/completions", json=call, headers=marked)).status_code == 200
+                given = {"id": f"f{number}", "session": f"s{number}", "score": (number % 5) / 4}
+                assert (await client.post("/feedback", json=given)).status_code == 200
+
+    asyncio.run(use())
+    assert application.server.wait(120) == 0, application.server.output
+    trained = application.rows(
+        "SELECT task_id, rewards, task_data FROM episodes WHERE kind = 'train' ORDER BY group_index", "run.db"
+    )
+    assert len(trained) == 8
+    scores = {f"s{number}": (number % 5) / 4 for number in range(69)}
+    for name, rewards, data in trained:
+        assert json.loads(rewards) == {"agent": scores[name]}
+        assert 0.4 < json.loads(data)["baseline"] < 0.6
+    versions = application.rows("SELECT DISTINCT versions FROM chats WHERE episode_id LIKE 'train%'", "run.db")
+    exact = application.rows(
+        "SELECT count(*) FROM chats a JOIN episodes e USING (episode_id) JOIN episodes t ON t.task_id = e.task_id AND "
+        "t.kind = 'adhoc' JOIN chats b ON b.episode_id = t.episode_id WHERE e.kind = 'train' AND "
+        "(a.completion, a.logprobs, a.prompt_tail, a.versions) = (b.completion, b.logprobs, b.prompt_tail, b.versions)",
+        "run.db",
+    )
+    assert versions
+    assert exact == [(8,)], "what is trained is what was sampled"
+    steps = dict(application.rows("SELECT step, episode_ids FROM manifests", "run.db"))
+    ((own,),) = application.rows("SELECT episode_id FROM episodes WHERE kind = 'train' AND task_id = 's1'", "run.db")
+    wanted = [f"policy@step-{step}" for step, ids in steps.items() if own in json.loads(ids)]
+    assert len(wanted) == 1
+
+    def command(*words: str) -> list[str]:
+        log = application.folder / "command.log"
+        assert Process.start([PALESTRA, "live", *words], log, fresh=False).wait() == 0, log.read_text()
+        return log.read_text().splitlines()
+
+    assert command("versions", str(application.run), "ann") == wanted
+    assert application.hits(SECRET)
+    assert command("forget", str(application.run), "ann") == ["deleted 1 sessions", *wanted]
+    assert application.hits(SECRET) == []
+    assert command("versions", str(application.run), "ann") == wanted, "they are known after the deletion"
+    assert command("versions", str(application.run), "nobody") == ["no version was trained on them"]
+    shutil.rmtree(application.run / "checkpoints")
+    application.start("--resume")
+    assert application.server.wait(60) == 0, "a step whose manifest names a deleted episode is repeated without it"
