@@ -18,6 +18,7 @@ from typing import Any
 from palestra.config import JobConfig, parse_config
 from palestra.config.budget import device_price, token_prices, unpriced_servers
 from palestra.disk import write_whole
+from palestra.errors import StoreError
 from palestra.store.browsing import browse
 from palestra.store.ledger import NOTHING, Allowance, BudgetAmounts, Limits
 from palestra.store.spending import Used, loading_ms, spent_ms, sums, wanted_by
@@ -62,7 +63,7 @@ class TenantBudgets:
         if not quota.has_budget:
             await asyncio.to_thread(path.unlink, missing_ok=True)
             return
-        need = await asyncio.to_thread(self._need, job)
+        need = await asyncio.to_thread(self._need, job) or Need()
         given = await self._grant(job, quota, need, live)
         await self._write(job, given, 0.0)
 
@@ -78,7 +79,7 @@ class TenantBudgets:
             unspent = Spent()
             for job in budgeted:
                 need = await asyncio.to_thread(self._need, job)
-                if job.job_id in self._ended:
+                if need is None or job.job_id in self._ended:
                     continue
                 given[job.job_id] = grant = await self._grant(job, quota, need, len(jobs))
                 rest = (max((has or 0) - used, 0) for has, used in zip(grant, need.used, strict=False))
@@ -96,9 +97,10 @@ class TenantBudgets:
         """Record what a job has used that runs no more."""
         self._written.pop(job.job_id, None)
         self._ended.add(job.job_id)  # first: the writing thread runs what `refresh` has asked for until now before
-        if await self._store.read(lambda c: allowances.given_to_job(c, job.job_id)) is not None:
-            used = (await asyncio.to_thread(self._need, job)).used
-            await self._store.write(lambda c: allowances.settle(c, job.job_id, used))
+        if await self._store.read(lambda c: allowances.given_to_job(c, job.job_id)) is None:
+            return
+        if (need := await asyncio.to_thread(self._need, job)) is not None:  # else it keeps what it was given
+            await self._store.write(lambda c: allowances.settle(c, job.job_id, need.used))
 
     async def _grant(self, job: JobRecord, quota: Quota, need: Need, live: int) -> Grant:
         return await self._store.write(lambda c: allowances.grant(c, job.tenant, job.job_id, quota, need, live))
@@ -112,13 +114,18 @@ class TenantBudgets:
             await asyncio.to_thread(write_whole, folder / ALLOWANCE_FILE, text.encode())
             self._written[job.job_id] = text
 
-    def _need(self, job: JobRecord) -> Need:
-        """Return what a job has used, by its store, and what it needs. Blocks for the disk."""
+    def _need(self, job: JobRecord) -> Need | None:
+        """Return what a job has used, by its store, and what it needs; None: its store can't be read, or is being
+        made. Blocks for the disk.
+        """
         run = self._folder_of(job.job_id) / RUN
         config, used, ms, wanted = parse_config(job.config), list[Used](), loading_ms(run), NOTHING
         if (run / "run.db").exists():
-            with browse(run / "run.db") as connection:
-                used, ms, wanted = sums(connection), ms + spent_ms(connection), wanted_by(connection)
+            try:
+                with browse(run / "run.db") as connection:
+                    used, ms, wanted = sums(connection), ms + spent_ms(connection), wanted_by(connection)
+            except StoreError:
+                return None
         prices = token_prices(config)
         money = sum(one.money(prices) for one in used) + ms * device_price(config)
         return Need(_spent(BudgetAmounts(sum(one.tokens for one in used), money, ms)), _spent(wanted))

@@ -171,6 +171,23 @@ async def test_a_job_under_a_spent_budget_waits_and_says_why(tmp_path):
         assert await operator.store.read(lambda c: given_to(c, "blue")) == Spent()
 
 
+async def test_a_job_whose_store_is_being_made_or_damaged_is_charged_what_it_was_given(tmp_path):
+    async with operating(tmp_path, FakeLauncher()) as operator:
+        await operator.quota("blue", tokens=6400)
+        job_id = (await submit(operator.store, "blue")).job_id
+        await operator.becomes(job_id, JobState.RUNNING)
+        given_ = await operator.store.read(lambda c: given_to(c, "blue"))
+        assert given_.tokens == 800
+        run = operator.scheduler.folder_of(job_id) / "run"
+        run.mkdir()
+        (run / "run.db").touch()
+        operator.store.changed.notify()
+        operator.launcher.end(job_id, Ending.COMPLETED)
+        await operator.becomes(job_id, JobState.COMPLETED)
+        assert operator.scheduler.problem is None
+        assert await operator.store.read(lambda c: given_to(c, "blue")) == given_
+
+
 async def test_a_budget_of_money_needs_prices(tmp_path):
     async with operating(tmp_path, FakeLauncher()) as operator:
         await operator.quota("default", money=5)
