@@ -40,10 +40,10 @@ def by_former_runs(config: Mapping[str, Any], runs: Sequence[Path]) -> str:
     hours = _range([one.ms / HOUR_MS for one in found])
     money = None if parsed.prices is None else _range([one.money / UNITS for one in found])
     former = "a former run" if len(found) == 1 else f"{len(found)} former runs"
-    return f"{in_words(tokens, hours, money)}, by {former} of the same configuration"
+    return f"{amounts_in_words(tokens, hours, money)}, by {former} of the same configuration"
 
 
-def in_words(tokens: Bounds, hours: Bounds, money: Bounds | None) -> str:
+def amounts_in_words(tokens: Bounds, hours: Bounds, money: Bounds | None) -> str:
     """Describe what a job takes, each amount with its bounds."""
     amounts = [("tokens", ",.0f", tokens), ("hours", ".3g", hours)]
     amounts += [] if money is None else [("money", ".4g", money)]

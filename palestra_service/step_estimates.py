@@ -18,7 +18,7 @@ from palestra.store.tables import episodes, groups, tasks
 from palestra.threads import in_thread
 from palestra_inspect.estimate import JobEstimate, estimate_of
 from palestra_inspect.trial import STEPS, Trial
-from palestra_service.estimates import in_words
+from palestra_service.estimates import amounts_in_words
 
 log = logging.getLogger("palestra")
 LOOK_SECONDS = 0.2  # between two looks at the steps of a job
@@ -34,7 +34,9 @@ async def say_estimate(job: LocalJob) -> None:
     try:
         found = await in_thread(lambda: _estimate_of_run(run, job.opened.config))
         if found is not None and not job.progress.over:
-            text = f"by its first {STEPS} steps, the job takes {in_words(found.tokens, found.hours, found.money)}"
+            text = (
+                f"by its first {STEPS} steps, the job takes {amounts_in_words(found.tokens, found.hours, found.money)}"
+            )
             await job.opened.store.log.add_event("estimate", {"step": STEPS, "text": text})
     except PalestraError as error:
         log.warning("the estimate of the job could not be made: %s", error)
