@@ -14,7 +14,9 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Section):
     """AdamW on float32 master weights: learning rate and its schedule, decay and clipping."""
 
-    learning_rate: float = Field(2e-5, gt=0, le=1e3, description="Peak learning rate.")
+    learning_rate: float = Field(
+        2e-5, gt=0, le=1e3, description="Peak learning rate. Of a policy with an adapter the default is 1e-4."
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
         description="Learning rate after warm-up: constant, or falling from the peak, in a line or half a cosine wave, "

@@ -15,6 +15,7 @@ from palestra.config.section import UNLIMITED, Positive, Section
 DEFAULT_CONTEXT = 4096
 ALL_LINEAR = "all-linear"  # as a target of an adapter: all linear layers but the head
 VisionTraining = Literal["frozen", "trained"]
+ADAPTER_RATE = 1e-4  # learning rate of adapters; twice as much ruined a Qwen, a fifth did not teach SmolLM2
 _OF_TRAINING = ("optimizer", "algorithm", "updates", "vision")  # keys that a frozen policy does not have
 
 
@@ -120,6 +121,19 @@ class PolicyConfig(Section):
         description="The policy is sampled from and never trained: its weights and its version stay as they are, and "
         "its tokens enter no loss. A frozen policy has no `optimizer`, `algorithm` or `updates`.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_adapters(cls, data: Any) -> Any:
+        """Give an adapter its own default rate; at that of all weights it hardly learns."""
+        if not isinstance(data, Mapping) or data.get("adapter") is None or data.get("frozen"):
+            return data
+        given = data.get("optimizer", {})
+        if isinstance(given, OptimizerConfig):
+            given = given.model_dump(exclude_unset=True)
+        if not isinstance(given, Mapping) or "learning_rate" in given:
+            return data
+        return {**data, "optimizer": {"learning_rate": ADAPTER_RATE, **given}}
 
     @model_validator(mode="after")
     def _trained_or_frozen(self) -> PolicyConfig:

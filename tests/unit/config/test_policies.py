@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from palestra.config import JobConfig, PolicyConfig, dump_config, parse_config
+from palestra.config import AdapterConfig, JobConfig, OptimizerConfig, PolicyConfig, dump_config, parse_config
 from palestra.config.roles import Roles
 from palestra.errors import ConfigError
 
@@ -78,6 +78,25 @@ def test_what_is_written_can_be_read_again():
     assert "optimizer" not in tomllib.loads(dump_config(config))["policies"]["black"]
     assert parse_config(tomllib.loads(dump_config(config))) == config
     assert JobConfig.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("policy", "rate"),
+    [
+        ({}, 2e-5),
+        ({"adapter": None, "optimizer": {"schedule": "linear"}}, 2e-5),
+        ({"adapter": {}}, 1e-4),
+        ({"adapter": {"rank": 64}, "optimizer": {"schedule": "linear"}}, 1e-4),
+        ({"adapter": AdapterConfig(), "optimizer": OptimizerConfig(schedule="linear")}, 1e-4),
+        ({"adapter": {}, "optimizer": {"learning_rate": 2e-5}}, 2e-5),
+    ],
+)
+def test_an_adapter_has_its_own_default_rate(policy, rate):
+    config = parse_config({"policies": {"policy": policy}})
+    again = parse_config(tomllib.loads(dump_config(config)))
+    for optimizer in (each.policies["policy"].optimizer for each in (config, config.with_model("other"), again)):
+        assert optimizer.learning_rate == rate
+        assert optimizer.schedule == OptimizerConfig.model_validate(policy.get("optimizer", {})).schedule
 
 
 def test_an_adapter_is_in_the_digest_and_none_is_as_before_there_were_any():
