@@ -317,6 +317,9 @@ class ClusterView(Body):
     live: int = Field(description="Jobs of all tenants that hold something.")
     quota: QuotaBody = Field(description="The quota of the caller's tenant.")
     in_use: InUse = Field(description="What the jobs of the caller's tenant hold.")
+    spent: SpentBody | None = Field(
+        None, description="What these have used of its budget, or were given. None: there is none."
+    )
     bases: list[BaseView] = Field(
         [], description="Base servers: all for the operator, else those with jobs of the caller's tenant."
     )

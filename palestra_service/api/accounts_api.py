@@ -163,10 +163,13 @@ def _shown(key: KeyRecord) -> dict[str, object]:
 
 def _tenant(name: str, quota: Quota, spent: Spent) -> TenantView:
     """Return a tenant as the body of an answer."""
-    shown = SpentBody(money=spent.micros / 1e6, hours=spent.ms / HOUR_MS, tokens=spent.tokens)
-    return TenantView(
-        name=name, quota=QuotaBody.model_validate(asdict(quota)), spent=shown if quota.has_budget else None
-    )
+    shown = spent_body(spent) if quota.has_budget else None
+    return TenantView(name=name, quota=QuotaBody.model_validate(asdict(quota)), spent=shown)
+
+
+def spent_body(spent: Spent) -> SpentBody:
+    """Return what jobs have spent as the body of an answer."""
+    return SpentBody(money=spent.micros / 1e6, hours=spent.ms / HOUR_MS, tokens=spent.tokens)
 
 
 def _new_key(key: NewKey) -> NewKeyView:

@@ -4,6 +4,7 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from itertools import accumulate
 from typing import Annotated
 
@@ -20,8 +21,10 @@ from palestra_control.jobs import SHARES
 from palestra_control.wire import BaseView, ClusterView, Drain, InUse, NodeView, QuotaBody
 from palestra_service.accounts.identity import Identity
 from palestra_service.api.access import ControlPlane
+from palestra_service.api.accounts_api import spent_body
 from palestra_service.placement.fitting import NOTHING, RunningJob, added
 from palestra_service.rights import Action
+from palestra_service.store.allowances import given_to
 from palestra_service.store.changes import StateTimes, state_times
 from palestra_service.store.decisions import is_draining
 
@@ -106,12 +109,15 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
                 )
             )
         queued = len(await plane.store.queue())
+        quota = await scheduler.quota_of(by.tenant)
+        spent = await plane.store.read(partial(given_to, tenant=by.tenant))
         return ClusterView(
             nodes=nodes,
             draining=await plane.store.read(is_draining),
             queued=queued,
             live=len(held),
-            quota=QuotaBody.model_validate(asdict(await scheduler.quota_of(by.tenant))),
+            quota=QuotaBody.model_validate(asdict(quota)),
+            spent=spent_body(spent) if quota.has_budget else None,
             in_use=_in_use(job for job in held if job.tenant == by.tenant),
             bases=_bases(plane, by),
         )

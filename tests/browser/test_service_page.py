@@ -206,7 +206,7 @@ def test_the_queue_says_why_and_machines_and_quotas_are_those_of_the_api(admin, 
     assert 0 < steps <= ours[0]["step"]
     assert f"of {ours[0]['steps']:,} steps" in cell.inner_text()
 
-    admin("PATCH", "/tenants/default", json={"quota": {"cpus": 3, "jobs": 5}})
+    admin("PATCH", "/tenants/default", json={"quota": {"cpus": 3, "jobs": 5, "tokens": 7_000_000}})
     page.click("#places >> text=Machines")
     page.wait_for_selector(".machine")
     cluster = admin("GET", "/cluster")
@@ -222,7 +222,8 @@ def test_the_queue_says_why_and_machines_and_quotas_are_those_of_the_api(admin, 
         cells = page.locator(f"[data-of={name}] td").all_inner_texts()
         quota = cluster["quota"][key]
         assert cells[:2] == [f"{cluster['in_use'][key]:g}", "no limit" if quota is None else f"{quota:g}"]
-    admin("PATCH", "/tenants/default", json={"quota": {"cpus": None, "jobs": None}})
+    assert page.locator("[data-of='tokens spent'] td").all_inner_texts()[1].replace(",", "") == "7000000"
+    admin("PATCH", "/tenants/default", json={"quota": {"cpus": None, "jobs": None, "tokens": None}})
 
     # A job is cancelled only after the question was answered
     visit(page, "#/?state=queued")

@@ -154,6 +154,9 @@ async def test_a_tenant_sees_its_own_quota_and_what_of_it_is_in_use(operator):
     seen = (await operator.http.get("/cluster")).json()
     assert seen["quota"] == EMPTY | {"gpus": 2.0}
     assert seen["in_use"] == {"jobs": 1, "cpus": 1.0, "gpus": 0.0, "memory_gib": 0.0}
+    assert seen["spent"] is None
+    await operator.quota("default", tokens=90)
+    assert (await operator.http.get("/cluster")).json()["spent"] == {"money": 0.0, "hours": 0.0, "tokens": 0}
 
 
 async def test_quotas_and_draining_are_kept_when_the_control_plane_is_started_again(tmp_path):

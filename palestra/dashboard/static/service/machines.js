@@ -39,8 +39,9 @@ export async function machinesView() {
   return { title: "Machines", crumbs: [["machines", "#/machines"]], node: place, dispose: () => { stop(); loads.stop(); } };
 }
 
-function quotas({ in_use: used, quota }) {
-  const rows = [["jobs", used.jobs, quota.jobs, ""], ["CPUs", used.cpus, quota.cpus, ""], ["GPUs", used.gpus, quota.gpus, ""], ["memory", used.memory_gib, quota.memory_gib, " GiB"]];
+function quotas({ in_use: used, quota, spent }) {
+  const budget = spent === null ? [] : ["money", "hours", "tokens"].map((name) => [`${name} spent`, spent[name], quota[name], ""]).filter(([, , most]) => most !== null);
+  const rows = [["jobs", used.jobs, quota.jobs, ""], ["CPUs", used.cpus, quota.cpus, ""], ["GPUs", used.gpus, quota.gpus, ""], ["memory", used.memory_gib, quota.memory_gib, " GiB"], ...budget];
   return h("section", { class: "quotas" }, h("h2", {}, `What ${service.me.tenant} holds`), scrolled("Quota", h("table", { class: "rows" },
     h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "of"), h("th", { scope: "col", class: "n" }, "in use"), h("th", { scope: "col", class: "n" }, "quota"), h("th", { scope: "col" }, h("span", { class: "unseen" }, "share")))),
     h("tbody", {}, rows.map(([name, inUse, most, unit]) => h("tr", { "data-of": name }, h("th", { scope: "row" }, name), h("td", { class: "n" }, `${amount(inUse)}${unit}`), h("td", { class: "n" }, most === null ? "no limit" : `${amount(most)}${unit}`),
