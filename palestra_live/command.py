@@ -33,11 +33,11 @@ def _run(arguments: argparse.Namespace) -> int:
     """Do it, and print the versions one a line."""
     from palestra.errors import RunInUse
     from palestra.runtime.run_dir import is_running
-    from palestra_live.forgetting import forget, sessions_of, versions_of
+    from palestra_live.forgetting import forget, sessions_of, trained_versions
 
     folder, subject = arguments.folder, arguments.subject
     if arguments.what == "versions":
-        versions = versions_of(folder, subject)
+        versions = trained_versions(folder, subject)
     elif arguments.url is not None:
         count, versions = _ask(folder, subject, arguments.url)
         say(f"deleted {count} sessions")
@@ -57,11 +57,13 @@ def _ask(folder: Path, subject: str, url: str) -> tuple[int, list[str]]:
 
     from palestra.disk import read_own
     from palestra.errors import ServerFailed
+    from palestra.http_clients import http_client
 
     key = read_own(folder / "api_key").decode().strip()
     headers = {"Authorization": f"Bearer {key}"}
     try:
-        answer = httpx2.post(f"{url.rstrip('/')}/live/forget", json={"subject": subject}, headers=headers, timeout=120)
+        with http_client(headers=headers, timeout=120) as client:
+            answer = client.post(f"{url.rstrip('/')}/live/forget", json={"subject": subject})
     except httpx2.HTTPError as error:
         raise ServerFailed(f"{url} does not answer: {error}") from error
     if answer.status_code != 200:

@@ -74,7 +74,7 @@ class Feedback:
     value: Any
 
 
-def checked(body: FeedbackBody, number_of: Callable[[str, str], int]) -> Feedback:
+def checked_feedback(body: FeedbackBody, number_of: Callable[[str, str], int]) -> Feedback:
     """Return the feedback of a body. Raises InvalidRequest: a score is no number from 0 to 1.
 
     Args:

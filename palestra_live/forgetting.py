@@ -31,7 +31,7 @@ class Forgotten(BaseModel):
     )
 
 
-def digest_of(subject: str) -> str:
+def subject_digest(subject: str) -> str:
     """Return what stays of a subject's name after a deletion."""
     return hashlib.sha256(subject.encode()).hexdigest()
 
@@ -49,11 +49,11 @@ def sessions_before(folder: Path, moment: float) -> list[str]:
         return [name for (name,) in live.execute(wanted, (moment,))]
 
 
-def versions_of(folder: Path, subject: str) -> list[str]:
+def trained_versions(folder: Path, subject: str) -> list[str]:
     """Return the versions that were trained on sessions of a subject, forgotten ones included, the oldest first."""
     found = {name for name in _trained(folder, sessions_of(folder, subject))}
     with _opened(folder / FILE) as live:
-        kept = live.execute("SELECT version FROM forgotten WHERE subject_digest = ?", (digest_of(subject),))
+        kept = live.execute("SELECT version FROM forgotten WHERE subject_digest = ?", (subject_digest(subject),))
         found |= {version for (version,) in kept}
     return sorted(found, key=_step)
 
@@ -72,7 +72,7 @@ def forget(folder: Path, names: Sequence[str], subject: str | None = None) -> Fo
     versions = _trained(folder, names)
     if subject is not None:
         with _opened(folder / FILE) as live, live:
-            rows = [(digest_of(subject), version, time.time()) for version in versions]
+            rows = [(subject_digest(subject), version, time.time()) for version in versions]
             live.executemany("INSERT OR IGNORE INTO forgotten VALUES (?, ?, ?)", rows)
     _clear_run(folder, names)
     with _opened(folder / FILE) as live, live:
@@ -87,7 +87,7 @@ def forget(folder: Path, names: Sequence[str], subject: str | None = None) -> Fo
             live.execute("DELETE FROM feedback WHERE subject = ?", (subject,))
     for file in (FILE, "run.db"):
         _shrink(folder / file)
-    found = versions if subject is None else versions_of(folder, subject)
+    found = versions if subject is None else trained_versions(folder, subject)
     return Forgotten(sessions=len(names), versions=found)
 
 

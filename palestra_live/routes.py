@@ -24,7 +24,7 @@ from palestra.server.dialects import DIALECTS
 from palestra.store.key_files import sign
 from palestra.threads import in_thread
 from palestra.types.wire import Body
-from palestra_live.feedback import FeedbackBody, checked
+from palestra_live.feedback import FeedbackBody, checked_feedback
 from palestra_live.forgetting import Forgotten
 from palestra_live.privacy import Redaction
 from palestra_live.sessions import LiveSession, LiveSessions
@@ -48,7 +48,7 @@ class SessionBody(Body):
     train: bool = Field(False, strict=True, description="Whether the subject consents to recording and training.")
 
 
-class SessionAnswer(BaseModel):
+class LiveSessionAnswer(BaseModel):
     """The answer to `POST /live/sessions`: what the session is called, and what serves it until its end."""
 
     session: str
@@ -210,14 +210,14 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 def add_live_routes(app: GuardedApp, plane: DataPlane, sessions: LiveSessions) -> None:
     """Add the routes of sessions, feedback and deletion; all take the job's key, or the application's."""
 
-    async def open_session(request: Request) -> SessionAnswer:
+    async def open_session(request: Request) -> LiveSessionAnswer:
         """Open a session. With an id, repeating it changes nothing."""
         require_job(request)
         body = await read_request(SessionBody, request, plane.pool)
         name = body.id or secrets.token_hex(16)
         new = NewSession(session_id=name, subject=body.subject, cluster=body.cluster, train=body.train)
         session = await sessions.open(new)
-        return SessionAnswer(session=session.session_id, policy=session.policy, train=session.train)
+        return LiveSessionAnswer(session=session.session_id, policy=session.policy, train=session.train)
 
     async def give_feedback(request: Request) -> FeedbackAnswer:
         """Store feedback. It is on disk when this is answered; a repeated `id` changes nothing."""
@@ -235,7 +235,7 @@ def add_live_routes(app: GuardedApp, plane: DataPlane, sessions: LiveSessions) -
                 raise NotFound(f"{field} is {call!r}, which is no recorded reply of session {body.session!r}")
             return int(number) if number.isascii() and number.isdigit() else 0
 
-        new = await sessions.store.add_feedback(checked(body, number_of))
+        new = await sessions.store.add_feedback(checked_feedback(body, number_of))
         return FeedbackAnswer(repeated=not new)
 
     async def forget_subject(request: Request) -> Forgotten:

@@ -22,7 +22,7 @@ from palestra.types.calls import PolicyVersion
 from palestra.types.records import SOLE_AGENT, RecordedEpisode, Task, Trajectory
 from palestra_live.config import LiveConfig
 from palestra_live.forgetting import Forgotten, forget, sessions_before, sessions_of
-from palestra_live.learning import BASELINE, baseline_of
+from palestra_live.learning import BASELINE, WINDOW, baseline_of
 from palestra_live.store import LiveStore, NewSession, SessionState
 
 log = logging.getLogger("palestra.live")
@@ -223,12 +223,18 @@ class LiveSessions:
         while True:
             seen = self._news.count
             missing = groups - len(await self._run.store.groups.of_step("train", step))
+            self._say(step, groups, missing)
             for row in list(self._scored):
                 if missing > 0 and row["session_id"] not in self._used:
                     missing -= await self._put(row, step, policy, version)
             if missing <= 0:
                 return
             await self._news.wait(WAKE_SECONDS, seen)
+
+    def _say(self, step: int, groups: int, missing: int) -> None:
+        """Say what a step waits for."""
+        done, due = (len(self._scored), WINDOW + 1) if len(self._scored) <= WINDOW else (groups - missing, groups)
+        self._run.progress.enter(f"gathering step {step}: {done} of {due} sessions with feedback")
 
     async def _put(self, row: Mapping[str, Any], step: int, policy: str, version: PolicyVersion) -> bool:
         """Put a session into a step, and return whether it can be trained now."""

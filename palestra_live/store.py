@@ -94,7 +94,7 @@ class NewSession:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class SessionOutcome:
     """What became of a session.
 
     Attributes:
@@ -260,15 +260,15 @@ class LiveStore:
 
         return await self.db.write(write, "feedback_commit")
 
-    async def outcomes(self, after: float = 0.0) -> list[Outcome]:
+    async def outcomes(self, after: float = 0.0) -> list[SessionOutcome]:
         """Return the sessions that ended after a time (Unix seconds), in order of their ends."""
         wanted = (
             select(sessions).where(sessions.c.ended_at > after).order_by(sessions.c.ended_at, sessions.c.session_id)
         )
 
-        def read(connection: Connection) -> list[Outcome]:
+        def read(connection: Connection) -> list[SessionOutcome]:
             return [
-                Outcome(
+                SessionOutcome(
                     session_id=row.session_id,
                     subject=row.subject,
                     cluster=row.cluster,

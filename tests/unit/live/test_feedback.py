@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from palestra.errors import InvalidRequest
-from palestra_live.feedback import FeedbackBody, checked, session_score
+from palestra_live.feedback import FeedbackBody, checked_feedback, session_score
 
 
 def rows(*given):
@@ -50,7 +50,7 @@ def number_of(call, field):
 @pytest.mark.parametrize("score", [-0.01, 1.01, float("nan"), float("inf")])
 def test_a_score_is_a_number_from_0_to_1(score):
     with pytest.raises(InvalidRequest, match="not a number from 0 to 1"):
-        checked(FeedbackBody(id="f", session="s", score=score), number_of)
+        checked_feedback(FeedbackBody(id="f", session="s", score=score), number_of)
 
 
 @pytest.mark.parametrize(
@@ -74,5 +74,5 @@ def test_other_bodies_are_refused(body):
 
 
 def test_a_comparison_names_two_calls():
-    found = checked(FeedbackBody(id="f", session="s", preferred="3", over="1"), number_of)
+    found = checked_feedback(FeedbackBody(id="f", session="s", preferred="3", over="1"), number_of)
     assert (found.kind, found.value, found.call) == ("comparison", {"preferred": 3, "over": 1}, None)
