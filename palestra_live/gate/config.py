@@ -16,10 +16,16 @@ EQUAL_SPREAD = 0.71  # largest standard deviation of the difference between two 
 class Guardrails(Section):
     """What a version may do worse than the live one, whatever its scores are."""
 
-    latency: float = Field(1.5, gt=1.0, le=100.0, description="Seconds of a session, as a multiple.")
-    length: float = Field(1.5, gt=1.0, le=100.0, description="Tokens of a session's replies, as a multiple.")
-    cost: float = Field(1.5, gt=1.0, le=100.0, description="Money of a session, as a multiple.")
-    refusals: float = Field(0.05, gt=0.0, lt=1.0, description="Share of sessions with a refusal, as a difference.")
+    latency: float = Field(1.5, gt=1.0, le=100.0, description="Seconds of a call, as a multiple.")
+    length: float = Field(
+        1.5, gt=1.0, le=100.0, description="Tokens of a reply, as a multiple; recorded sessions only."
+    )
+    cost: float = Field(
+        1.5, gt=1.0, le=100.0, description="Money of a call by `prices`, as a multiple; recorded sessions only."
+    )
+    refusals: float = Field(
+        0.05, gt=0.0, lt=1.0, description="Share of recorded sessions with a refusal, as a difference."
+    )
     errors: float = Field(0.02, gt=0.0, lt=1.0, description="Share of sessions with an error, as a difference.")
 
 

@@ -92,17 +92,17 @@ class Ended(Observed, frozen=True, kw_only=True, tag="ended"):
     Attributes:
         user: a keyed hash of who used it; never a name.
         score: from 0 to 1; None: no feedback, which is not 0.
-        seconds: of all calls.
-        tokens: of all replies; None: not counted.
-        cost: None: no prices.
-        refused: None: nobody looks for refusals.
+        seconds: of a call, on average.
+        tokens: of a reply, on average; None: not recorded.
+        cost: of a call, on average, in units of money; None: no prices, or not recorded.
+        refused: whether a reply begins as refusals do; None: not recorded.
     """
 
     version: int
     user: str
     score: float | None
     seconds: float | None = None
-    tokens: int | None = None
+    tokens: float | None = None
     cost: float | None = None
     refused: bool | None = None
     failed: bool = False

@@ -8,7 +8,7 @@ from typing import Any
 
 from palestra_live.gate.machine import Gate
 from palestra_live.gate.records import Audited, Compared, Ended, HeldOut, Observation, Offered, Stage, Started
-from palestra_live.gate.routing import user_of, version_for
+from palestra_live.gate.routing import routing_of, user_of, version_for
 
 KEY = "6b" * 16
 
@@ -29,14 +29,20 @@ def gate_of(*observations: Observation) -> Gate:
     return gate
 
 
+def serves(gate: Gate, user: str) -> int:
+    routing = routing_of(gate)
+    assert routing is not None
+    return version_for(routing, user)
+
+
 def use(
     gate: Gate, quality: Mapping[int, float], sessions: int, seed: int = 0, **more: Any
 ) -> Iterator[tuple[Observation, list[Any]]]:
     """Let new users have one session each, of the version that the gate chooses, and tell the gate."""
     rng = random.Random(seed)
     for _ in range(sessions):
-        user = user_of(gate, f"user-{rng.random()}")
-        version = version_for(gate, user)
+        user = user_of(gate.key, f"user-{rng.random()}")
+        version = serves(gate, user)
         ended = Ended(version=version, user=user, score=float(rng.random() < quality[version]), **more)
         yield ended, gate.see(ended)
 

@@ -23,8 +23,8 @@ from palestra_live.gate.records import (
     Ordered,
     Stage,
 )
-from palestra_live.gate.routing import user_of, version_for
-from unit.live.stories import gate_of, in_canary, in_shadow, passing, started, use
+from palestra_live.gate.routing import user_of
+from unit.live.stories import gate_of, in_canary, in_shadow, passing, serves, started, use
 
 
 def _order(order, version=None):
@@ -42,7 +42,7 @@ def _promoted(better=0.9, **bounds):
 def test_the_first_version_serves_from_the_beginning():
     gate = gate_of(started())
     assert (gate.live, gate.stages) == (0, {0: Stage.LIVE})
-    assert version_for(gate, "anyone") == 0
+    assert serves(gate, "anyone") == 0
 
 
 def test_a_better_version_goes_through_all_stages_and_serves_everyone():
@@ -55,7 +55,7 @@ def test_a_better_version_goes_through_all_stages_and_serves_everyone():
         stages += [decision.after for decision in decisions if decision.version == 1]
     assert stages == [Stage.CANDIDATE, Stage.SHADOW, Stage.LIVE]
     assert gate.stages == {0: Stage.RETIRED, 1: Stage.LIVE}
-    assert version_for(gate, "anyone") == 1
+    assert serves(gate, "anyone") == 1
 
 
 def test_a_version_that_was_made_worse_is_never_live():
@@ -83,7 +83,7 @@ def test_a_candidate_waits_for_both_the_tasks_and_the_audit():
     for half in (HeldOut(version=1, differences=()), Audited(version=1, passed=True)):
         gate = gate_of(started(), Offered(version=1), half)
         assert gate.stages[1] is Stage.CANDIDATE
-        assert version_for(gate, "anyone") == 0
+        assert serves(gate, "anyone") == 0
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_going_back_ends_the_trial_of_the_next_version():
     assert gate.stages[2] is Stage.CANARY
     gate.see(_order("back"))
     assert gate.stages == {0: Stage.LIVE, 1: Stage.GONE_BACK, 2: Stage.REJECTED}
-    assert version_for(gate, "anyone") == 0
+    assert serves(gate, "anyone") == 0
 
 
 def test_an_audit_that_finds_the_live_version_gamed_sends_it_back():
@@ -231,15 +231,15 @@ def test_a_candidate_meets_no_users_where_its_margin_is_out_of_reach():
 
 def test_users_keep_their_version_and_about_the_share_of_them_meets_the_canary():
     gate = in_canary(canary=0.05)
-    users = [user_of(gate, f"user {number} ü") for number in range(20_000)]
-    chosen = [version_for(gate, user) for user in users]
-    assert chosen == [version_for(gate, user) for user in users]
+    users = [user_of(gate.key, f"user {number} ü") for number in range(20_000)]
+    chosen = [serves(gate, user) for user in users]
+    assert chosen == [serves(gate, user) for user in users]
     assert 0.042 < sum(chosen) / len(chosen) < 0.058
     # Another version meets other users.
     other = in_canary(2, canary=0.05)
-    both = sum(version_for(other, user) == 2 and version == 1 for user, version in zip(users, chosen, strict=True))
+    both = sum(serves(other, user) == 2 and version == 1 for user, version in zip(users, chosen, strict=True))
     assert both < 120
-    assert user_of(gate, "ada") != "ada"
+    assert user_of(gate.key, "ada") != "ada"
 
 
 _OBSERVATIONS = st.integers(0, 2**32).map(lambda seed: _history(random.Random(seed)))
@@ -299,4 +299,4 @@ def test_one_version_is_live_at_every_moment_and_it_has_passed(history):
         }
         assert [version for version, stage in gate.stages.items() if stage is Stage.LIVE] == [gate.live]
         assert gate.live in passed
-        assert version_for(gate, "someone") in {gate.live, *(v for v, s in gate.stages.items() if s is Stage.CANARY)}
+        assert serves(gate, "someone") in {gate.live, *(v for v, s in gate.stages.items() if s is Stage.CANARY)}

@@ -1,0 +1,253 @@
+"""The gate in the server of a run: offers versions, chooses what serves a session, and tells the gate how it went."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from palestra.config.budget import token_prices
+from palestra.errors import CheckpointError, PalestraError, StoreError
+from palestra.learner import OpenRun
+from palestra.learner.reporting import checkpoints_of
+from palestra.models.weights import SavedWeights
+from palestra.store.spending import used_by
+from palestra.threads import in_thread
+from palestra.trainer import checkpoint
+from palestra.types.calls import PolicyVersion
+from palestra.waiting import cancelled
+from palestra_live.gate.config import GateConfig
+from palestra_live.gate.ledger import Ledger, new_started
+from palestra_live.gate.machine import Gate
+from palestra_live.gate.records import Audited, Decision, Ended, HeldOut, Observation, Offered, Stage
+from palestra_live.gate.routing import Routing, hashed, user_of, version_for
+from palestra_live.sessions import Choose
+from palestra_live.store import LiveStore, NewSession, Outcome, SessionState
+
+log = logging.getLogger("palestra.live")
+TICK_SECONDS = 0.5  # a switch by another process is seen so soon
+VERSIONS = "versions"  # in the folder of a run: weights that serve, or may serve again
+AT_ONCE = 500  # sessions told in one transaction
+REFUSAL = re.compile(r"\W*(i['’]m sorry|i am sorry|sorry|i can(no|['’])t|i am unable|i['’]m unable|as an ai)\b", re.I)
+
+
+@asynccontextmanager
+async def open_gate(run: OpenRun, store: LiveStore, config: GateConfig) -> AsyncIterator[Choose]:
+    """Yield what chooses the version of a new session, while the gate watches over the run.
+
+    The engine has the weights that the run began with. Versions that a resumed run serves are loaded before the block.
+
+    Raises:
+        StoreError: RUN/gate.db cannot be opened, or the live version has no weights.
+    """
+    ledger = Ledger(run.folder.path)
+    try:
+        service = GateService(run, store, ledger)
+        await service.start(config)
+        watching = asyncio.create_task(service.run())
+        try:
+            yield service.choose
+        finally:
+            await cancelled(watching)
+    finally:
+        ledger.close()
+
+
+class GateService:
+    """Offers new checkpoints as candidates, and keeps the weights of those that serve in the engine."""
+
+    def __init__(self, run: OpenRun, store: LiveStore, ledger: Ledger) -> None:
+        self._run, self._store, self._ledger = run, store, ledger
+        (self._policy,) = run.policies.trained
+        self._folder = run.folder.path / VERSIONS
+        self._told: set[str] = set()
+        self._after = 0.0  # all sessions that ended before are told
+        self._problem = ""
+
+    async def start(self, config: GateConfig) -> None:
+        """Replay the gate, and load the versions that new and open sessions need."""
+        self._told = await self._ledger.told()
+        bounds = config.model_dump(mode="json")
+        begun = f"started {len([key for key in self._told if key.startswith('started ')])}"
+        if not self._told or await self._ledger.look(lambda gate: gate.bounds) != config:
+            await self._tell([(begun, new_started(0, bounds))])
+        await self._ledger.refresh()
+        await self._load(0)  # the engine has the first weights now, and never again
+        for version in sorted(await self._needed()):
+            await self._load(version)
+
+    async def choose(self, new: NewSession) -> str:
+        """Return the name of the version that serves a new session until its end."""
+        routing = self._routing
+        user = user_of(routing.key, new.subject or new.session_id)
+        version = version_for(routing, user)
+        if routing.canary is not None:
+            name = hashed(routing.key, "session", new.session_id).hex()[:24]
+            await self._ledger.log_route(name, user, version, routing)
+        return self._name(version)
+
+    async def run(self) -> None:
+        """Look for checkpoints, ended sessions and orders, until cancelled."""
+        while True:
+            try:
+                await self._tick()
+                self._problem = ""
+            except PalestraError as error:  # a full disk, perhaps: try again
+                if str(error) != self._problem:
+                    self._problem = str(error)
+                    log.error("the gate can't go on now: %s", error)
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def _tick(self) -> None:
+        await self._ledger.refresh()
+        await self._tell_sessions()
+        await self._heed_audit()
+        await self._offer()
+        needed = await self._needed()
+        for version in sorted(needed):  # another process may have made an order
+            await self._load(version)
+        for name in [name for name in self._run.policies.past if name.startswith(f"{self._policy}@step-")]:
+            version = int(name.rpartition("-")[2])
+            if version not in needed and version != 0:
+                await self._unload(version)
+
+    async def _tell(self, told: list[tuple[str, Observation]]) -> list[Decision]:
+        """Tell the gate, and record what it decides as events of the run."""
+        found = await self._ledger.add_all(told)
+        self._told.update(key for key, _ in told)
+        for one in found:
+            stage = "" if one.after is None else one.after.value
+            await self._run.event("gate_decided", {"version": one.version, "stage": stage, "text": one.why} | one.data)
+        return found
+
+    async def _offer(self) -> None:
+        """Offer the newest checkpoint where none is on trial."""
+        known, busy = await self._ledger.look(lambda gate: (set(gate.stages), gate.trial is not None))
+        if busy:
+            return
+        found = checkpoint.found(checkpoints_of(self._run.folder.path, self._policy, self._run.config))
+        if not found or (version := checkpoint.step_of(found[-1])) <= max(known):
+            return
+        held = self._run.policies.held.get(self._policy)
+        told: list[tuple[str, Observation]] = [(f"offered {version}", Offered(version=version))]
+        if held is not None and held.holds(version):
+            told.append((f"audited {version}", Audited(version=version, passed=False, reason=held.reason)))
+        else:
+            await in_thread(lambda: self._keep(found[-1], version))
+            await self._load(version)
+            told.append((f"audited {version}", Audited(version=version, passed=True)))
+            told.append((f"held out {version}", HeldOut(version=version, differences=())))
+        await self._tell(told)
+
+    async def _heed_audit(self) -> None:
+        """Tell the gate of an audit that holds back a version which serves."""
+        held, routing = self._run.policies.held.get(self._policy), self._routing
+        for version in (routing.live, routing.canary):
+            key = f"held {version}"
+            if version is not None and held is not None and held.holds(version) and key not in self._told:
+                await self._tell([(key, Audited(version=version, passed=False, reason=held.reason))])
+
+    async def _tell_sessions(self) -> None:
+        told: list[tuple[str, Observation]] = []
+        whole, after = True, self._after
+        for outcome in await self._store.outcomes(after):
+            whole = whole and outcome.settled
+            if whole:
+                self._after = outcome.ended_at
+            key = f"session {hashed(self._routing.key, 'session', outcome.session_id).hex()[:24]}"
+            if outcome.settled and key not in self._told and (ended := await self._ended(outcome)) is not None:
+                told.append((key, ended))
+            if len(told) == AT_ONCE:
+                await self._tell(told)
+                told = []
+        if told:
+            await self._tell(told)
+
+    async def _ended(self, outcome: Outcome) -> Ended | None:
+        """Return what the gate is told of a session; None: it has no call, or was served before the gate was."""
+        policy, _, step = outcome.policy.rpartition("@step-")
+        if policy != self._policy or not outcome.calls:
+            return None
+        row = await self._store.find(outcome.session_id)
+        tokens = cost = refused = None
+        if row is not None and row["episode_id"] is not None:
+            (trajectory,) = await self._run.store.calls.trajectories([row["episode_id"]])
+            if chats := trajectory.chats:  # of a session without consent nothing is known but time and errors
+                tokens = sum(len(chat.completion_ids) for chat in chats) / len(chats)
+                refused = any(REFUSAL.match(chat.reply.text) for chat in chats)
+                if price := token_prices(self._run.config).get(self._policy):
+                    used = [used_by(chat, "live", "") for chat in chats]
+                    cost = float(sum(price.of(one.prompt_tokens, one.reply_tokens) for one in used)) / len(chats)
+        return Ended(
+            version=int(step),
+            user=user_of(self._routing.key, outcome.subject or outcome.session_id),
+            score=outcome.score,
+            seconds=outcome.seconds / outcome.calls,
+            tokens=tokens,
+            cost=cost,
+            refused=refused,
+            failed=outcome.errors > 0,
+        )
+
+    async def _needed(self) -> set[int]:
+        """Return the versions that new sessions get, to which the gate may go back, and that open sessions have."""
+
+        def served(gate: Gate) -> set[int]:
+            trial = set() if gate.trial is None else {gate.trial.version}
+            retired = set(gate.before[-1:])
+            return {version for version, stage in gate.stages.items() if stage is Stage.LIVE} | trial | retired
+
+        found = await self._ledger.look(served)
+        for row in await self._store.in_state(SessionState.OPEN):
+            policy, _, step = row["policy"].rpartition("@step-")
+            if policy == self._policy:
+                found.add(int(step))
+        return found
+
+    def _keep(self, source: Path, version: int) -> None:
+        """Keep the weights of a checkpoint, which its run removes at some time, without taking more of the disk."""
+        target = self._weights(version)
+        if checkpoint.read_weights(target) is not None:
+            return
+        shutil.rmtree(target, ignore_errors=True)
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            shutil.copytree(source, target, copy_function=os.link)
+            checkpoint.without_optimizer(target)
+        except (OSError, KeyError) as error:
+            shutil.rmtree(target, ignore_errors=True)
+            raise CheckpointError(f"the weights of {source} can't be kept in {target}: {error}") from error
+
+    async def _load(self, version: int) -> None:
+        """Give a version to the engine, if it does not have it."""
+        name = self._name(version)
+        if name in self._run.policies.past:
+            return
+        engine, folder = self._run.policies.runtimes[self._policy].engine, self._weights(version)
+        if version and await in_thread(lambda: checkpoint.read_weights(folder)) is None:
+            raise StoreError(f"{folder} is missing or damaged, and version {version} serves; put it back from a copy")
+        source = SavedWeights(folder) if version else None
+        await engine.add_policy(name, self._policy, PolicyVersion(0, version), source)
+        self._run.policies.add_past(name, self._policy)
+
+    async def _unload(self, version: int) -> None:
+        name = self._name(version)
+        self._run.policies.remove_past(name)
+        await self._run.policies.runtimes[self._policy].engine.remove_policy(name)
+
+    def _weights(self, version: int) -> Path:
+        return self._folder / f"step-{version:06d}"
+
+    def _name(self, version: int) -> str:
+        return f"{self._policy}@step-{version}"
+
+    @property
+    def _routing(self) -> Routing:
+        routing = self._ledger.routing
+        assert routing is not None, "a gate that is open has been started"
+        return routing
